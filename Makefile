@@ -1,0 +1,44 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format bench docs clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## create .venv and install everything the other targets need
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## train a small GPT in fp32, FP8, unit-scaled and unit-scaled FP8, with a table and a plot
+	$(BIN)/python -m notebooks.nanogpt --preset small --out out/demo
+
+test: $(STAMP)  ## the tests (minutes, no GPU)
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP)  ## the tests and the exhaustive checks (every fp32 bit pattern)
+	$(BIN)/python -m pytest -m ''
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## every benchmark, results in benchmarks/results
+	$(BIN)/python -m benchmarks
+
+docs: $(STAMP)  ## write docs/tables.md from the tables in the code
+	$(BIN)/python -m docs.build
+
+clean:  ## remove the environment and everything generated
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Numbers: low-precision formats, casts, and matrix products computed from them."""

@@ -1,0 +1,1 @@
+"""Notebooks and the code they share."""
