@@ -234,10 +234,11 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
 def _quantize(
     x: Tensor, grid: Grid, rounding: str, scale: Tensor | None, key: Key | None
 ) -> Tensor:
-    size = CHUNK * torch.get_num_threads()
+    compiling = torch.compiler.is_compiling()
+    size = CHUNK if compiling else CHUNK * torch.get_num_threads()
     chunked = (
-        x.numel() > size
-        and not torch.compiler.is_compiling()
+        not compiling
+        and x.numel() > size
         and type(x) in (Tensor, torch.nn.Parameter)
         and x.device.type == "cpu"
         and (scale is None or scale.dim() == 0)
