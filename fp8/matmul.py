@@ -110,6 +110,8 @@ class _Product(Function):
     weight (n, k) comes out in the weight's own layout.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         a: Tensor, b: Tensor, bias: Tensor | None, s_y: float, s_a: float, s_b: float, *spec: Any

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from fp8.formats import Format
 from fp8.quantize import quantize, quantize_backward, quantize_forward
-from torch import Tensor
 
 __all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
 
