@@ -126,7 +126,8 @@ def mse_loss(
     """
     kind = _reduction(reduction, size_average, reduce)
     s = mse_loss_scales(input, target)
-    loss = F.mse_loss if weight is None else partial(F.mse_loss, weight=weight)
+    settings = {} if weight is None else {"weight": weight}
+    loss = partial(F.mse_loss, **settings)
     if s["input"] == s["target"]:
         return _unit_loss(loss, input, target, kind, s["input"])
     input, target = scale_bwd(input, s["input"]), scale_bwd(target, s["target"])
