@@ -222,7 +222,9 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
     """The key of the random bits, or None where none are needed."""
     if rounding != "stochastic":
         if seed is not None:
-            raise ValueError(f"a seed is given with rounding={rounding!r}; only 'stochastic' uses one")
+            raise ValueError(
+                f"a seed is given with rounding={rounding!r}; only 'stochastic' uses one"
+            )
         return None
     if seed is not None:
         return random_key(seed)
@@ -234,17 +236,17 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
 def _quantize(
     x: Tensor, grid: Grid, rounding: str, scale: Tensor | None, key: Key | None
 ) -> Tensor:
+    if torch.compiler.is_compiling() or not _is_plain(x) or (scale is not None and scale.dim()):
+        return _whole(x, grid, rounding, scale, key)
     size = CHUNK * torch.get_num_threads()
-    chunked = (
-        x.numel() > size
-        and not torch.compiler.is_compiling()
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and x.device.type == "cpu"
-        and (scale is None or scale.dim() == 0)
-    )
-    if chunked:
-        return _in_chunks(x, grid, rounding, scale, key, size)
-    return _whole(x, grid, rounding, scale, key)
+    if x.numel() <= size:
+        return _whole(x, grid, rounding, scale, key)
+    return _in_chunks(x, grid, rounding, scale, key, size)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether `x` can be worked through piece by piece: in main memory, and no subclass that means more."""
+    return x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def _whole(
@@ -288,5 +290,14 @@ def _in_chunks(
             to.copy_(_whole(piece, grid, rounding, scale, key, start=start))
         else:
             assert scratch is not None
-            _whole(piece, grid, rounding, scale, key, start=start, out=to, scratch=scratch[: len(piece)])
+            _whole(
+                piece,
+                grid,
+                rounding,
+                scale,
+                key,
+                start=start,
+                out=to,
+                scratch=scratch[: len(piece)],
+            )
     return out

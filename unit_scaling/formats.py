@@ -62,6 +62,11 @@ class FPFormat:
         )
 
     @property
+    def format(self) -> Format:
+        """The set of values, for `fp8`."""
+        return self._format
+
+    @property
     def bits(self) -> int:
         """Sign, exponent and mantissa bits."""
         return self._format.bits
