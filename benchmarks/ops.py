@@ -1,35 +1,27 @@
-"""What unit scaling costs: forward and backward of each op against the torch op it replaces.
+"""What unit scaling costs: a forward and backward pass of each op against the torch op it is for.
 
-    python -m benchmarks.ops [--quick] [--no-compile] [--out benchmarks/results/ops.json]
-
-Ratios are of medians, the two sides timed in turn within one run, with a bootstrap interval over
-pairs. Restarts itself with a fixed allocator, because glibc's mmap threshold moves elementwise
-timings by up to 2x.
+python -m benchmarks.ops
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import random
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
+from benchmarks.common import Row, compare, fix_allocator, report
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
 import unit_scaling.functional as U
 
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+QUESTION = "what does a forward and backward pass cost, relative to plain torch?"
 
 Step = Callable[[], object]
+
+#: torch.compile, or the identity.
+Compiler = Callable[[Any], Any]
 
 
 class PlainLayer(nn.Module):
@@ -72,17 +64,17 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(shape).requires_grad_()
 
 
-def linear_case(inner: int, compiled: Callable) -> tuple[Step, Step]:
+def linear_case(inner: int, compiled: Compiler) -> tuple[Step, Step]:
     x, w = leaf(2048, inner), leaf(1024, inner)
     return step(compiled(F.linear), x, w), step(compiled(U.linear), x, w)
 
 
-def gelu_case(compiled: Callable) -> tuple[Step, Step]:
+def gelu_case(compiled: Compiler) -> tuple[Step, Step]:
     x = leaf(4096, 1024)
     return step(compiled(F.gelu), x), step(compiled(U.gelu), x)
 
 
-def layer_norm_case(compiled: Callable) -> tuple[Step, Step]:
+def layer_norm_case(compiled: Compiler) -> tuple[Step, Step]:
     x, w, b = leaf(4096, 1024), leaf(1024), leaf(1024)
     plain = compiled(lambda x, w, b: F.layer_norm(x, (1024,), w, b))
     return step(plain, x, w, b), step(
@@ -90,7 +82,7 @@ def layer_norm_case(compiled: Callable) -> tuple[Step, Step]:
     )
 
 
-def layer_case(width: int, compiled: Callable) -> tuple[Step, Step]:
+def layer_case(width: int, compiled: Compiler) -> tuple[Step, Step]:
     x = leaf(8, 128, width)
     heads = width // 64
     plain = PlainLayer(width, heads)
@@ -100,8 +92,8 @@ def layer_case(width: int, compiled: Callable) -> tuple[Step, Step]:
     )
 
 
-#: Name -> (the two steps for a given torch.compile or identity, target eager, target compiled).
-CASES: dict[str, tuple[Callable[[Callable], tuple[Step, Step]], float, float]] = {
+#: Name -> (the two steps, given torch.compile or the identity; target eager, target compiled).
+CASES: dict[str, tuple[Callable[[Compiler], tuple[Step, Step]], float, float]] = {
     "linear, inner size 1024": (lambda c: linear_case(1024, c), 1.03, 1.03),
     "linear, inner size 128": (lambda c: linear_case(128, c), 1.2, 1.03),
     "gelu": (gelu_case, 1.3, 1.03),
@@ -110,88 +102,23 @@ CASES: dict[str, tuple[Callable[[Callable], tuple[Step, Step]], float, float]] =
     "TransformerLayer, 128 wide": (lambda c: layer_case(128, c), 1.1, 1.03),
 }
 
-
-def timed(run: Step) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+COMPILERS: dict[str, Compiler] = {"eager": lambda fn: fn, "compiled": torch.compile}
 
 
-def compare(plain: Step, scaled: Step, seconds: float) -> dict[str, float]:
-    """Median times and their ratio, with a 95 % bootstrap interval over the pairs."""
-    for _ in range(3):
-        plain(), scaled()
-    pairs: list[tuple[float, float]] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(pairs) < 10:
-        first, second = timed(plain), timed(scaled)
-        pairs.append((first, second))
-        second, first = timed(scaled), timed(plain)  # the other order: neither side is always first
-        pairs.append((first, second))
-    draw = random.Random(0)
-    ratios = sorted(
-        statistics.median(b for _, b in sample) / statistics.median(a for a, _ in sample)
-        for sample in (draw.choices(pairs, k=len(pairs)) for _ in range(500))
-    )
-    plain_ms, scaled_ms = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-    return {
-        "plain_ms": plain_ms,
-        "scaled_ms": scaled_ms,
-        "ratio": scaled_ms / plain_ms,
-        "low": ratios[12],
-        "high": ratios[487],
-        "pairs": len(pairs),
-    }
-
-
-def measure(seconds: float, modes: list[str]) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    print(f"{'case':28} {'mode':9} {'plain ms':>9} {'ours ms':>9} {'ratio':>6} {'95 %':>15} target")
-    for mode in modes:
+def measure() -> list[Row]:
+    rows = []
+    for mode, compiler in COMPILERS.items():
         for name, (make, eager, compiled) in CASES.items():
             torch.manual_seed(0)
             torch.compiler.reset()
-            plain, scaled = make(torch.compile if mode == "compiled" else lambda fn: fn)
-            target = compiled if mode == "compiled" else eager
-            row = compare(plain, scaled, seconds)
-            rows.append({"case": name, "mode": mode, "target": target, **row})
-            interval = f"{row['low']:.3f} to {row['high']:.3f}"
-            print(
-                f"{name:28} {mode:9} {row['plain_ms']:9.3f} {row['scaled_ms']:9.3f} "
-                f"{row['ratio']:6.3f} {interval:>15} {target}",
-                flush=True,
-            )
+            plain, scaled = make(compiler)
+            (row,) = compare(plain, {f"{name}, {mode}": scaled})
+            target = eager if mode == "eager" else compiled
+            rows.append({**row, "target": target, "met": row["ratio"] <= target})
+            print(rows[-1], flush=True)
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one second a case instead of five")
-    parser.add_argument("--no-compile", action="store_true", help="eager only")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    args = parser.parse_args()
-    if any(os.environ.get(k) != v for k, v in ALLOCATOR.items()):
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "benchmarks.ops", *sys.argv[1:]],
-            os.environ | ALLOCATOR,
-        )
-    torch.set_num_threads(args.threads)
-    rows = measure(
-        1.0 if args.quick else 5.0, ["eager"] if args.no_compile else ["eager", "compiled"]
-    )
-    if args.out:
-        machine = {
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-        }
-        header = {**machine, "threads": args.threads, "allocator": ALLOCATOR}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    fix_allocator("benchmarks.ops")
+    report("ops", QUESTION, measure())
