@@ -13,7 +13,10 @@ def main(names: list[str]) -> int:
     """Run the benchmarks and return the number that failed; 2 for an unknown name."""
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
-        print(f"unknown benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}", file=sys.stderr)
+        print(
+            f"unknown benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}",
+            file=sys.stderr,
+        )
         return 2
     commands = [[sys.executable, "-m", f"benchmarks.{name}"] for name in names or BENCHMARKS]
     return sum(subprocess.run(command).returncode != 0 for command in commands)

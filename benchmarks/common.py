@@ -88,9 +88,7 @@ def compare(
     for i in range(rounds):
         for j in np.roll(np.arange(len(functions)), i):
             times[i, j] = _time(functions[j], repeats[j])
-    return [
-        _row(name, times[:, 0], times[:, j + 1]) for j, name in enumerate(candidates)
-    ]
+    return [_row(name, times[:, 0], times[:, j + 1]) for j, name in enumerate(candidates)]
 
 
 def _time(function: Callable[[], object], repeats: int) -> float:
@@ -127,7 +125,9 @@ def report(name: str, question: str, rows: Sequence[Row]) -> Path:
     cells = [columns, *([str(row.get(key, "")) for key in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     record = {"question": question, "machine": machine(), "rows": list(rows)}

@@ -211,7 +211,8 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
         if not 0 < scale < math.inf:
             raise ValueError(f"scale is {scale}, not positive and finite")
         return torch.full((), scale, dtype=dtype, device=x.device)
-    if torch.broadcast_shapes(x.shape, scale.shape) != x.shape:
+    extra = x.dim() - scale.dim()
+    if extra < 0 or any(s not in (1, n) for s, n in zip(scale.shape, x.shape[extra:], strict=True)):
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not broadcast to x of shape {tuple(x.shape)}"
         )
@@ -222,7 +223,9 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
     """The key of the random bits, or None where none are needed."""
     if rounding != "stochastic":
         if seed is not None:
-            raise ValueError(f"a seed is given with rounding={rounding!r}; only 'stochastic' uses one")
+            raise ValueError(
+                f"a seed is given with rounding={rounding!r}; only 'stochastic' uses one"
+            )
         return None
     if seed is not None:
         return random_key(seed)
@@ -288,5 +291,14 @@ def _in_chunks(
             to.copy_(_whole(piece, grid, rounding, scale, key, start=start))
         else:
             assert scratch is not None
-            _whole(piece, grid, rounding, scale, key, start=start, out=to, scratch=scratch[: len(piece)])
+            _whole(
+                piece,
+                grid,
+                rounding,
+                scale,
+                key,
+                start=start,
+                out=to,
+                scratch=scratch[: len(piece)],
+            )
     return out
