@@ -48,7 +48,7 @@ class Simulate:
 
 
 def simulate_format(model: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
-    """A copy of ``model`` whose products have operands in ``fwd_format``, gradients in ``bwd_format``.
+    """A copy of ``model`` whose products have operands in one format and gradients in another.
 
     Both are honoured in full: exponent and mantissa bits, rounding, random bits.
     Raises TypeError for what is not a module or not an FPFormat.
