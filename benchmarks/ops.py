@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from benchmarks.common import Row, compare, fix_allocator, report
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
 import unit_scaling.functional as U
+from benchmarks.common import Row, compare, fix_allocator, report
 
 QUESTION = "what does a forward and backward pass cost, relative to plain torch?"
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import unit_scaling.functional as U
-from unit_scaling._functional import fused
 from unit_scaling.ops import OPS, find_op
 
 X = torch.linspace(-2, 2, 24, dtype=torch.float64).reshape(4, 6)
@@ -228,19 +227,20 @@ def test_softmax_without_dim(shape):
     assert U.softmax(x, None, torch.float32).dtype == torch.float32
 
 
-@pytest.mark.parametrize("shape", [(6, 6), (100,), (3, 64)], ids=str)
 @pytest.mark.parametrize("f", [U.gelu, U.silu, U.silu_glu], ids=lambda f: f.__name__)
-def test_pieces_give_the_same_as_the_whole(f, shape, monkeypatch):
-    """Beyond one piece, contiguous or not."""
-    monkeypatch.setattr(fused, "PIECE", 16)
-    args = [torch.randn(shape) for _ in range(2 if f is U.silu_glu else 1)]
-    for view in (lambda x: x, lambda x: x.mT if x.dim() > 1 else x[::2]):
+def test_strided_and_broadcast_inputs(f):
+    n = 2 if f is U.silu_glu else 1
+    for view in (lambda x: x.mT, lambda x: x[::2, 1:], lambda x: x[:1]):
+        args = [torch.randn(6, 5).double() for _ in range(n)]
         leaves = [view(x).detach().requires_grad_() for x in args]
+        copies = [view(x).clone().contiguous().requires_grad_() for x in args]
         f(*leaves).sum().backward()
-        parts = [view(x).contiguous()[:3].clone().requires_grad_() for x in args]
-        f(*parts).sum().backward()
-        for whole, part in zip(leaves, parts, strict=True):
-            torch.testing.assert_close(whole.grad[:3], part.grad)
+        f(*copies).sum().backward()
+        for leaf, copy in zip(leaves, copies, strict=True):
+            torch.testing.assert_close(leaf.grad, copy.grad)
+    row, matrix = torch.randn(5).double(), torch.randn(6, 5).double()
+    expected = U.silu_glu(row.expand(6, 5), matrix)
+    torch.testing.assert_close(U.silu_glu(row, matrix), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
