@@ -211,7 +211,8 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
         if not 0 < scale < math.inf:
             raise ValueError(f"scale is {scale}, not positive and finite")
         return torch.full((), scale, dtype=dtype, device=x.device)
-    if torch.broadcast_shapes(x.shape, scale.shape) != x.shape:
+    extra = x.dim() - scale.dim()
+    if extra < 0 or any(s not in (1, n) for s, n in zip(scale.shape, x.shape[extra:], strict=True)):
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not broadcast to x of shape {tuple(x.shape)}"
         )

@@ -199,20 +199,33 @@ def round_to_grid(
     values stop at `grid.largest` (IEEE 754-2019, section 7.4). Exact under torch.set_flush_denormal(True).
     """
     layout = LAYOUTS[x.dtype]
-    if rounding == "nearest" and _fits_magic(grid, layout):
+    if not _fits_floats(grid, layout):
+        return _round_by_bits(x, grid, layout, rounding, bits, out)
+    if rounding == "nearest":
         return _round_by_magic(x, grid, layout, out, scratch)
-    return _round_by_bits(x, grid, layout, rounding, bits, out)
+    return _round_by_steps(x, grid, layout, rounding, bits, out)
 
 
-def _fits_magic(grid: Grid, layout: Layout) -> bool:
-    """Whether `_round_by_magic` is exact: there is room to add, and no float32 subnormal matters."""
+def _fits_floats(grid: Grid, layout: Layout) -> bool:
+    """Whether float operations are exact here: there is room above, and subnormals are far below every step.
+
+    The two mantissa bits are for `_round_by_magic`; 2**-31 of a step is the least that stochastic rounding sees.
+    """
     top = math.frexp(grid.largest)[1] - 1
     return (
         grid.smallest == 0.0
         and grid.mantissa_bits <= layout.mantissa_bits - 2
         and top + layout.mantissa_bits - grid.mantissa_bits < layout.bias
-        and grid.min_exponent - grid.mantissa_bits > 1 - layout.bias
+        and grid.min_exponent - grid.mantissa_bits - 31 > -layout.bias
     )
+
+
+def _power(x: Tensor, grid: Grid, layout: Layout, scratch: Tensor | None) -> Tensor:
+    """The bits of the power of two at or below |x|, kept within the exponents of the grid."""
+    low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
+    high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
+    power = torch.bitwise_and(x.view(layout.integer), layout.infinity, out=scratch)
+    return power.clamp_(low, high)
 
 
 def _round_by_magic(
@@ -220,21 +233,44 @@ def _round_by_magic(
 ) -> Tensor:
     """Nearest, ties to even: add and subtract a number so large that the float addition itself rounds.
 
-    With p the power of two at or below |x| (kept within the grid's exponents), 1.5 * p * 2**(23 - m) has the
-    grid's spacing at x as its own, on both sides; 1.5 keeps the sum of either sign inside one binade. The
-    product in `alpha` is exact, so it does not matter whether it is fused.
+    With p the power of two at or below |x|, the spacing of floats at 1.5 * p * 2**(23 - m) is that of the grid at
+    x, on both sides: 1.5 keeps the sum of either sign inside one binade. The product in `alpha` is exact, so it
+    does not matter whether it is fused.
     """
-    low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
-    high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
     magic = 1.5 * 2.0 ** (layout.mantissa_bits - grid.mantissa_bits)
-    power = torch.bitwise_and(x.view(layout.integer), layout.infinity, out=scratch)
-    power = power.clamp_(low, high).view(x.dtype)
+    power = _power(x, grid, layout, scratch).view(x.dtype)
     y = torch.add(x, power, alpha=magic, out=out).sub_(power, alpha=magic)
-    if grid.beyond == grid.largest:
-        y.clamp_(-grid.largest, grid.largest)
-    else:
-        y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
+    y = _overflow(y, x, grid, "nearest")
     return y.copysign_(x) if grid.negative_zero else y
+
+
+def _round_by_steps(
+    x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """Toward zero or stochastic: count the grid's steps in x, exactly, as they are powers of two."""
+    power = _power(x, grid, layout, None)
+    shift = grid.mantissa_bits << layout.mantissa_bits
+    steps = x * ((2 * layout.bias << layout.mantissa_bits) + shift - power).view(x.dtype)
+    whole = steps.trunc()
+    if bits is not None:
+        fraction = (steps - whole).abs_().mul_(2.0**31).to(torch.int32)
+        up = fraction > (bits & 0x7FFFFFFF)
+        whole = whole.add_(up.to(x.dtype).copysign_(steps))
+    y = torch.mul(whole, power.sub_(shift).view(x.dtype), out=out)
+    y = _overflow(y, x, grid, rounding)
+    return y if grid.negative_zero else y.add_(0.0)
+
+
+def _overflow(y: Tensor, x: Tensor, grid: Grid, rounding: str) -> Tensor:
+    """The overflow policy of `round_to_grid` applied to `y`, which is `x` rounded without a limit, in place."""
+    if grid.beyond == grid.largest:
+        return y.clamp_(-grid.largest, grid.largest)
+    if rounding == "toward_zero":
+        y.clamp_(-grid.largest, grid.largest)
+        over = x.isinf()
+    else:
+        over = y.abs() > grid.largest
+    return y.mul_(torch.where(over, grid.beyond, 1.0))
 
 
 def _round_by_bits(
@@ -252,7 +288,9 @@ def _round_by_bits(
     normal = exponent.clamp(max=1)
     significand = (magnitude & ((1 << width) - 1)) | (normal << width)
     drop = (grid.min_exponent + layout.bias - exponent).clamp_(min=0)
-    drop = drop.add_(normal).add_(width - grid.mantissa_bits - 1).clamp_(min=0)
+    drop = drop.add_(normal).add_(width - grid.mantissa_bits - 1)
+    if grid.mantissa_bits == width:
+        drop = drop.clamp_(min=0)
     up = _round_up(significand, drop, width, rounding, bits)
     # Below the spacing there is only the choice between 0 and one step; above it the bits of x, exponent and all,
     # count steps, and the carry into the exponent is the right one.
