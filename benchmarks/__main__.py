@@ -1,4 +1,5 @@
-"""`python -m benchmarks [NAME ...]`: run the named benchmarks, or all of them, each in its own process."""
+"""`python -m benchmarks [NAME ...]`: run the named benchmarks, or all of them, each in its own
+process."""
 
 from __future__ import annotations
 

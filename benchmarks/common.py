@@ -1,4 +1,5 @@
-"""What every benchmark shares: a fixed allocator, paired timing, and rows with the machine and the commit."""
+"""What every benchmark shares: a fixed allocator, paired timing, and rows with the machine and the
+commit."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
 }
-"""Keep freed memory in the process: with glibc's defaults page faults swing elementwise timings by a factor of two."""
+"""Keep freed memory in the process: with glibc's defaults page faults swing elementwise timings by
+a factor of two."""
 
 Row = dict[str, Any]
 
 
 def fix_allocator(module: str) -> None:
-    """Start `python -m module` anew with ALLOCATOR set, unless it is: glibc reads these when a process starts."""
+    """Start `python -m module` anew with ALLOCATOR set, unless it is: glibc reads these when a
+    process starts."""
     torch.set_num_threads(THREADS)
     if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
         arguments = [sys.executable, "-m", module, *sys.argv[1:]]
@@ -74,10 +77,11 @@ def compare(
 ) -> list[Row]:
     """Time each candidate side by side with `baseline`: one row per candidate.
 
-    Every round times the baseline and all candidates once, in an order that rotates, so that drift of the machine
-    falls on all alike; the ratio is the median over rounds of candidate / baseline of the same round, with a 95 %
-    confidence interval from 2000 bootstrap resamples of the rounds. `seconds` asks for repeating a call until it
-    takes about that long, for functions of microseconds.
+    Every round times the baseline and all candidates once, in an order that rotates, so that drift
+    of the machine falls on all alike; the ratio is the median over rounds of candidate / baseline
+    of the same round, with a 95 % confidence interval from 2000 bootstrap resamples of the rounds.
+    `seconds` asks for repeating a call until it takes about that long, for functions of
+    microseconds.
     """
     functions = [baseline, *candidates.values()]
     for function in functions:

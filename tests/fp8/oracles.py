@@ -42,7 +42,8 @@ def all_patterns(dtype: torch.dtype) -> Tensor:
 
 
 def random_patterns(count: int, seed: int) -> Tensor:
-    """float32 values of random bits: every exponent equally often, NaN, Inf and subnormals among them."""
+    """float32 values of random bits: every exponent equally often, NaN, Inf and subnormals among
+    them."""
     bits = np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32)
     return torch.from_numpy(bits.view(np.int32)).view(torch.float32)
 
@@ -50,8 +51,9 @@ def random_patterns(count: int, seed: int) -> Tensor:
 def nearest(x: Tensor, format: Format, overflow: str) -> Tensor:
     """What quantize(x, format, overflow=overflow) has to give, as float32.
 
-    ml_dtypes decides. Where it has a convention of its own ours is applied: NaN stays NaN (it gives -0 in formats
-    without NaN); for e8m0 zero is the smallest value and numbers below 2**-126 are rounded like all others.
+    ml_dtypes decides. Where it has a convention of its own ours is applied: NaN stays NaN (it gives
+    -0 in formats without NaN); for e8m0 zero is the smallest value and numbers below 2**-126 are
+    rounded like all others.
     """
     values = x.float()
     if overflow == "saturate":
@@ -67,7 +69,8 @@ def nearest(x: Tensor, format: Format, overflow: str) -> Tensor:
 
 
 def within(want: Tensor, dtype: torch.dtype, format: Format, beyond: float | None) -> Tensor:
-    """`want` with magnitudes that `dtype` cannot hold replaced by `beyond`, and that by the largest it can."""
+    """`want` with magnitudes that `dtype` cannot hold replaced by `beyond`, and that by the largest
+    it can."""
     held = want.to(dtype).to(want.dtype)
     if bool(((held == want) | want.isnan()).all()):
         return want
@@ -80,7 +83,8 @@ def within(want: Tensor, dtype: torch.dtype, format: Format, beyond: float | Non
 def with_gfloat(
     x: Tensor, format: Format, mode: gfloat.RoundMode, overflow: str, bits: Tensor | None = None
 ) -> Tensor:
-    """`x` rounded by gfloat in float64. `bits` are 31-bit; gfloat rounds up where bits + fraction overflows."""
+    """`x` rounded by gfloat in float64. `bits` are 31-bit; gfloat rounds up where bits + fraction
+    overflows."""
     stochastic = {} if bits is None else {"srbits": bits.numpy().astype(np.int64), "srnumbits": 31}
     rounded = gfloat.round_ndarray(
         GFLOAT[format.name], x.double().numpy(), mode, overflow == "saturate", **stochastic

@@ -11,7 +11,8 @@ import torch
 from fp8 import FORMATS, Format, get_format
 from tests.fp8.oracles import GFLOAT
 
-# name: max, min normal, min subnormal, Inf, NaN, -0, bits. OFP8 1.0 table 1, MX 1.0 tables 2 to 7, IEEE 754.
+# name: max, min normal, min subnormal, Inf, NaN, -0, bits. OFP8 1.0 table 1, MX 1.0 tables 2 to 7,
+# IEEE 754.
 SPECIFIED = {
     "e4m3": (448.0, 2.0**-6, 2.0**-9, False, True, True, 8),
     "e5m2": (57344.0, 2.0**-14, 2.0**-16, True, True, True, 8),

@@ -98,7 +98,8 @@ def test_toward_zero_is_that_of_gfloat(name: str, overflow: str, dtype: torch.dt
 @pytest.mark.parametrize("name", GFLOAT)
 def test_stochastic_is_that_of_gfloat_on_the_same_bits(name: str) -> None:
     format, seed = FORMATS[name], (3, 1, 4)
-    # Magnitudes around the format's, whose dropped bits are at most 31: gfloat rounds finer ones, we truncate.
+    # Magnitudes around the format's, whose dropped bits are at most 31: gfloat rounds finer ones,
+    # we truncate.
     exponents = torch.arange(
         format.min_exponent - format.mantissa_bits - 7, format.max_exponent + 1
     )
@@ -113,7 +114,8 @@ def test_stochastic_is_that_of_gfloat_on_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("format", [f for f in ROWS if f.dtype and f.signed], ids=str)
 def test_nearest_is_that_of_torch_within_range(format: Format) -> None:
-    # Beyond the range torch has changed its mind: float8_e4m3fn saturates since 2.12 and gave NaN before.
+    # Beyond the range torch has changed its mind: float8_e4m3fn saturates since 2.12 and gave NaN
+    # before.
     x = torch.cat([random_patterns(100_000, 3), all_patterns(torch.bfloat16).float()])
     x = x[(x.abs() <= format.max) | x.isnan()]
     assert_same(quantize(x, format), x.to(format.dtype).float(), x)
@@ -190,7 +192,8 @@ def test_custom_formats_are_exact(exponent_bits: int, mantissa_bits: int) -> Non
 
 
 def _nearest_by_fractions(value: float, format: Format) -> float:
-    """Nearest, ties to even, saturating, in exact rational arithmetic. Steps finer than float32's are float32's."""
+    """Nearest, ties to even, saturating, in exact rational arithmetic. Steps finer than float32's
+    are float32's."""
     exponent = max(math.frexp(value)[1] - 1, format.min_exponent)
     step = Fraction(2) ** max(exponent - format.mantissa_bits, -149)
     rounded = float(min(round(abs(Fraction(value)) / step) * step, Fraction(format.max)))

@@ -32,12 +32,14 @@ def ones(bits: Tensor) -> Tensor:
 
 
 def assert_fair(bits: Tensor) -> None:
-    """Each bit is set half the time, within 5.5 standard errors (for a few thousand comparisons in all)."""
+    """Each bit is set half the time, within 5.5 standard errors (for a few thousand comparisons in
+    all)."""
     count = bits.shape[-1]
     assert (ones(bits) - count / 2).abs().max() <= 5.5 * (count / 4) ** 0.5
 
 
-# Seeds that differ as little as seeds do in use: by one in one part, in order, in length, in sign, in the high word.
+# Seeds that differ as little as seeds do in use: by one in one part, in order, in length, in sign,
+# in the high word.
 SEEDS = [0, 1, 2, -1, 2**32, 2**62, (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
 
 
@@ -53,7 +55,8 @@ def test_streams_are_independent() -> None:
     streams = torch.stack([random_bits((COUNT // 2,), seed) for seed in SEEDS])
     for i, j in itertools.combinations(range(len(SEEDS)), 2):
         assert_fair(streams[i] ^ streams[j])
-    # No stream is another one shifted: with 2**16 of 2**32 values in each, they share about one by chance.
+    # No stream is another one shifted: with 2**16 of 2**32 values in each, they share about one by
+    # chance.
     values = [set(stream.tolist()) for stream in streams]
     assert max(len(a & b) for a, b in itertools.combinations(values, 2)) <= 12
 
@@ -68,7 +71,8 @@ def test_one_bit_of_the_index_or_the_seed_changes_half_of_the_bits() -> None:
 
 
 def test_values_fill_all_buckets_evenly() -> None:
-    # Chi-squared over 2**12 buckets of the top bits, and of the bottom ones: mean 4095, deviation sqrt(2 * 4095).
+    # Chi-squared over 2**12 buckets of the top bits, and of the bottom ones: mean 4095, deviation
+    # sqrt(2 * 4095).
     bits = random_bits((1 << 20,), (1, 2, 3))
     for bucket in ((bits >> 20) & 4095, bits & 4095):
         counts = torch.bincount(bucket, minlength=4096).double()
