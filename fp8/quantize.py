@@ -119,7 +119,7 @@ def quantize_backward(
 class _Forward(torch.autograd.Function):
     """Its arguments are tensors, strings and numbers: what may cross compilation.
 
-    The grid is one plain tuple. With *args, torch 2.13 compiled a tensor argument into a wrong place.
+    The grid is one plain tuple. With *args, torch 2.13 compiled a tensor argument to a wrong place.
     """
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """Arguments as for _Forward; the tensors among them are saved, the rest stays on the context."""
+    """Arguments as for _Forward. The tensors among them are saved, the rest is on the context."""
 
     @staticmethod
     def forward(
