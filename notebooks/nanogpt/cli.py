@@ -26,7 +26,8 @@ class _Parser(argparse.ArgumentParser):
     """argparse with errors of one line: the usage is what --help is for."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}\n")
+        line = " ".join(message.split())
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {line}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 STDLIB_LIMIT = 2_000_000  # characters of the standard library to use: several passes in a demo
-HELD_OUT = 0.1  # share of the text kept for evaluation: its end, as in nanoGPT
+HELD_OUT = 10  # one part in so many is kept for evaluation: the end of the text, as in nanoGPT
 TOKENS = ("char", "byte")
 
 
@@ -52,9 +52,9 @@ def load_corpus(path: str | None, *, tokens: str = "char", context: int) -> Corp
     symbols = tuple(sorted(set(text)))
     index = {symbol: i for i, symbol in enumerate(symbols)}
     ids = torch.tensor([index[symbol] for symbol in text], dtype=torch.int64)
-    held_out = int(len(ids) * HELD_OUT)
+    held_out = len(ids) // HELD_OUT
     if held_out < context + 1:
-        need = int((context + 1) / HELD_OUT) + 1
+        need = HELD_OUT * (context + 1)
         raise ValueError(
             f"{name} is too short: {len(ids):,} tokens, a context of {context} needs {need:,}"
         )

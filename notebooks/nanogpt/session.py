@@ -45,6 +45,13 @@ class Session:
     compile: bool = False
     sample: int = 160  # characters to sample from each model at the end
 
+    def checkpoints(self) -> dict[tuple[str, int], Path]:
+        """The file of each variant and seed, in the order of training."""
+        return {
+            (variant, seed): self.out / CHECKPOINTS / f"{variant}-seed{seed}.pt"
+            for variant, seed in itertools.product(self.lr, self.seeds)
+        }
+
     def identity(self) -> dict[str, Any]:
         """What decides the losses to the bit, machine and versions apart, as JSON gives it back."""
         return {
@@ -68,7 +75,8 @@ def prepare(session: Session, *, resume: bool) -> None:
     """Makes the folder, or checks that it is one that `session` may continue.
 
     Raises ValueError if it holds anything and `resume` is false, if it holds something other
-    than a run, or if the run in it has other settings. Writes nothing in those cases.
+    than a run, or if the run in it has other settings; CheckpointError if it has a
+    corrupt checkpoint. Writes nothing in those cases.
     """
     path, out = session.out / SETTINGS, session.out
     if out.exists() and not out.is_dir():
@@ -79,6 +87,9 @@ def prepare(session: Session, *, resume: bool) -> None:
                 f"{out} holds a run already; pass --resume to continue it, or another --out"
             )
         _check_same(_read_json(path), session.identity(), out)
+        for checkpoint in session.checkpoints().values():
+            if checkpoint.exists():
+                load_checkpoint(checkpoint)
         return
     if out.exists() and any(
         not p.name.endswith(".tmp") for p in out.iterdir() if p.name != CHECKPOINTS
@@ -92,15 +103,14 @@ def run(session: Session) -> list[dict[str, Any]]:
     """Trains what is not trained yet; the rows of results.json, variant by variant."""
     runs = []
     with deterministic(session.threads):
-        for variant, seed in itertools.product(session.lr, session.seeds):
-            runs.append(_train_one(session, variant, seed))
+        for (variant, seed), path in session.checkpoints().items():
+            runs.append(_train_one(session, variant, seed, path))
             _write_results(session, runs)
     return runs
 
 
-def _train_one(session: Session, variant: str, seed: int) -> dict[str, Any]:
+def _train_one(session: Session, variant: str, seed: int, path: Path) -> dict[str, Any]:
     """The result of one variant and seed, from its checkpoint if that holds it."""
-    path = session.out / CHECKPOINTS / f"{variant}-seed{seed}.pt"
     state = load_checkpoint(path) if path.exists() else {}
     if "result" in state:
         return json.loads(state["result"])

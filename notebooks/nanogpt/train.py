@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,16 +103,16 @@ class Training:
         starts = window_starts(tokens, shape, context=self.settings.context, seed=seed)
         return starts.to(self.device)
 
-    def loss(self, tokens: Tensor, starts: Tensor) -> Tensor:
-        """Mean loss, 0-dim, of one batch of examples."""
+    def _loss(self, call: Callable[..., Any], tokens: Tensor, starts: Tensor) -> Tensor:
+        """Mean loss, 0-dim, of one batch of examples, by the model or its compiled form."""
         idx, targets = windows(tokens, starts, self.settings.context)
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            _, loss = self._call(idx, targets)
+            _, loss = call(idx, targets)
         return loss
 
     def example_loss(self) -> Tensor:
-        """The loss of the first training batch, for looking at its gradients."""
-        return self.loss(self._train, self._starts[0])
+        """The loss of the first training batch, never compiled: its gradients can be hooked."""
+        return self._loss(self.model, self._train, self._starts[0])
 
     def advance(self) -> int:
         """Trains to the next stop (a look at the clock, an evaluation, the end); steps taken.
@@ -137,7 +137,7 @@ class Training:
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(self._train, self._starts[step])
+        loss = self._loss(self._call, self._train, self._starts[step])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimizer.step()
@@ -148,7 +148,10 @@ class Training:
         """Adds train and held-out loss on the fixed batches to `curves`, and returns them."""
         self.model.eval()
         train, val = (
-            torch.stack([self.loss(tokens, starts) for starts in batches]).double().mean().item()
+            torch.stack([self._loss(self._call, tokens, starts) for starts in batches])
+            .double()
+            .mean()
+            .item()
             for tokens in (self._train, self._val)
             for batches in (self._draw(tokens, self.settings.eval_batches, EVAL_SEED),)
         )
