@@ -1,0 +1,126 @@
+"""`torch.nn.functional.multi_head_attention_forward`, spelled out in calls that a mode can see.
+
+torch computes it in one opaque function whose inner products no torch-function mode sees.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["multi_head_attention_forward"]
+
+
+def _project(
+    query: Tensor, key: Tensor, value: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    biases: tuple[Tensor | None, ...] = (None,) * 3 if bias is None else bias.chunk(3)
+    if len(weights) == 1 and query is key and key is value:
+        return F.linear(query, weights[0], bias).chunk(3, dim=-1)
+    parts = weights[0].chunk(3) if len(weights) == 1 else weights
+    inputs = (query, key, value)
+    return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, parts, biases, strict=True))
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+
+
+def _merge_masks(
+    attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """One additive mask that broadcasts to (batch, heads, L, S)."""
+    mask = _additive(attn_mask, dtype)
+    if mask is not None and mask.dim() == 3:
+        mask = mask.view(batch, heads, *mask.shape[-2:])
+    padded = _additive(padding, dtype)
+    if padded is None:
+        return mask
+    padded = padded.view(batch, 1, 1, -1)
+    return padded if mask is None else mask + padded
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention with its probabilities, by separate products."""
+    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
+    if is_causal and mask is None:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        mask = _additive(hidden, q.dtype)
+    if mask is not None:
+        scores = scores + mask
+    weights = F.dropout(F.softmax(scores, dim=-1), dropout_p, training=dropout_p > 0)
+    return torch.matmul(weights, v), weights
+
+
+def multi_head_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The function of the same name in torch, argument for argument.
+
+    query (L, N, E), key and value (S, N, E), or without the batch dimension N. Returns the output
+    (L, N, E) and, with need_weights, the probabilities (N, L, S), else None.
+    Raises NotImplementedError for bias_k, bias_v, add_zero_attn, static_k and static_v.
+    """
+    extras = {"bias_k": bias_k, "bias_v": bias_v, "static_k": static_k, "static_v": static_v}
+    used = [name for name, value in extras.items() if value is not None]
+    used += ["add_zero_attn"] if add_zero_attn else []
+    if used:
+        raise NotImplementedError(f"multi-head attention with {', '.join(used)} is not supported")
+    batched = query.dim() == 3
+    if not batched:
+        query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+    weights: Any = (
+        (q_proj_weight, k_proj_weight, v_proj_weight)
+        if use_separate_proj_weight
+        else (in_proj_weight,)
+    )
+    length, batch, width = query.shape
+    q, k, v = _project(query, key, value, weights, in_proj_bias)
+    q, k, v = (t.reshape(t.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3) for t in (q, k, v))
+    mask = _merge_masks(attn_mask, key_padding_mask, batch, num_heads, q.dtype)
+    p = dropout_p if training else 0.0
+    probabilities = None
+    if need_weights:
+        out, probabilities = _attend(q, k, v, mask, p, is_causal)
+        probabilities = probabilities.mean(1) if average_attn_weights else probabilities
+    else:
+        causal = is_causal and mask is None
+        out = F.scaled_dot_product_attention(q, k, v, mask, p, causal)
+    out = out.permute(2, 0, 1, 3).reshape(length, batch, width)
+    out = F.linear(out, out_proj_weight, out_proj_bias)
+    if not batched:
+        out = out.squeeze(1)
+        probabilities = None if probabilities is None else probabilities.squeeze(0)
+    return out, probabilities

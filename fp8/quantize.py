@@ -1,0 +1,292 @@
+"""A tensor into a low-precision format: `quantize` and its two straight-through autograd functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8.formats import Format, get_format
+from fp8.rounding import (
+    LAYOUTS,
+    ROUNDINGS,
+    Grid,
+    Seed,
+    bits_from_key,
+    random_key,
+    round_to_grid,
+)
+
+OVERFLOWS = ("saturate", "nonfinite")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What can be quantized. The 16-bit types are computed in float32 and the others in themselves: one rounding."""
+
+CHUNK = 1 << 17
+"""Elements per thread and step in eager mode on a CPU: an input, an output and a scratch chunk (1.5 MiB a thread)
+stay in cache between the half dozen passes. Measured in benchmarks/quantize.py."""
+
+Key = tuple[int, int] | tuple[Tensor, Tensor]
+
+
+def quantize(
+    x: Tensor,
+    format: str | Format,
+    *,
+    rounding: str = "nearest",
+    overflow: str = "saturate",
+    scale: float | Tensor | None = None,
+    seed: Seed | None = None,
+) -> Tensor:
+    """scale * (x / scale rounded to a value of `format`), with the shape, dtype and memory format of `x`.
+
+    Args:
+        x: float32, bfloat16, float16 or float64, any shape and strides. Each is rounded once, from its exact value.
+        format: a name in `FORMATS` or a `Format`.
+        rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two neighbours, so that the
+            expected value is x.
+        overflow: "saturate": what is beyond the largest value, Inf included, becomes the largest value of its sign.
+            "nonfinite": it becomes Inf where the format has Inf, else NaN. As in IEEE 754 what decides is the
+            rounded value, so that toward zero only Inf is beyond.
+        scale: the size of one unit of the format: a positive float or a tensor of positive values that broadcasts
+            to `x`. Division and product are in float32 (float64 for float64); exact for powers of two.
+        seed: for "stochastic", an int, a 0-dim int64 tensor or a sequence of these such as (seed, step, stream).
+            The same seed gives the same result in eager and compiled code and on every device; element i in
+            row-major order has the same random bits whatever the strides. None draws a seed from torch's default
+            generator: repeatable under torch.manual_seed, but then differently in eager and compiled code.
+
+    NaN stays NaN, also in formats without NaN. -0 stays -0 and negative values round to -0, except in formats
+    without -0. In an unsigned format (e8m0) zero becomes the smallest value and negative numbers NaN.
+
+    The result is a value of the format that x's dtype can hold: without a scale, the largest value that both have
+    is where overflow begins (65280 for format "fp16" in a bfloat16 tensor, and for "bf16" in a float16 tensor).
+
+    No gradient flows through: see `quantize_forward` and `quantize_backward`.
+
+    Raises TypeError for a tensor that is not floating point, and ValueError for unknown names, overflow="nonfinite"
+    with a format that has neither Inf nor NaN, a scale that is not positive or does not broadcast to `x`, and a
+    seed without stochastic rounding.
+    """
+    grid, scale = _check(x, format, rounding, overflow, scale)
+    return _quantize(x.detach(), grid, rounding, scale, _key(rounding, seed, x.device))
+
+
+def quantize_forward(
+    x: Tensor,
+    format: str | Format,
+    *,
+    rounding: str = "nearest",
+    overflow: str = "saturate",
+    scale: float | Tensor | None = None,
+    seed: Seed | None = None,
+) -> Tensor:
+    """`quantize(x, ...)` whose gradient passes to x unchanged (straight-through), saturated or not.
+
+    Arguments and errors are those of `quantize`. The scale gets no gradient.
+    """
+    grid, scale = _check(x, format, rounding, overflow, scale)
+    key = _key(rounding, seed, x.device) or (None, None)
+    return _Forward.apply(x, rounding, scale, *key, *grid)
+
+
+def quantize_backward(
+    x: Tensor,
+    format: str | Format,
+    *,
+    rounding: str = "nearest",
+    overflow: str = "saturate",
+    scale: float | Tensor | None = None,
+    seed: Seed | None = None,
+) -> Tensor:
+    """x itself, whose gradient is quantized: grad_x = quantize(grad, ...).
+
+    Arguments and errors are those of `quantize`; a seed that is not given is drawn now, not in the backward pass.
+    The scale gets no gradient. The gradient of the gradient passes unchanged.
+    """
+    grid, scale = _check(x, format, rounding, overflow, scale)
+    key = _key(rounding, seed, x.device) or (None, None)
+    return _Backward.apply(x, rounding, scale, *key, *grid)
+
+
+class _Forward(torch.autograd.Function):
+    """Arguments: x, rounding, scale, the two words of the key, the fields of the Grid (plain values cross compile)."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, rounding: str, scale: Tensor | None, first: Any, second: Any, *grid: Any
+    ) -> Tensor:
+        key = None if first is None else (first, second)
+        return _quantize(x, Grid(*grid), rounding, scale, key)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.arguments = len(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (grad, *[None] * (ctx.arguments - 1))
+
+
+class _Backward(torch.autograd.Function):
+    """Arguments as for _Forward; tensors among them are saved, the rest stays on the context."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, rounding: str, scale: Tensor | None, first: Any, second: Any, *grid: Any
+    ) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.rounding, scale, first, second, *ctx.grid = inputs
+        keyed = isinstance(first, Tensor)
+        ctx.save_for_backward(scale, first if keyed else None, second if keyed else None)
+        ctx.key = None if keyed else (first, second)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        scale, *saved = ctx.saved_tensors
+        key = saved if ctx.key is None else ctx.key
+        out = _Forward.apply(grad, ctx.rounding, scale, *key, *ctx.grid)
+        return (out, *[None] * (4 + len(ctx.grid)))
+
+
+def _check(
+    x: Tensor, format: str | Format, rounding: str, overflow: str, scale: float | Tensor | None
+) -> tuple[Grid, Tensor | None]:
+    """The arguments of `quantize`, validated, as the numbers that the arithmetic needs."""
+    if x.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f"cannot quantize {x.dtype}; allowed are {allowed}")
+    for name, value, allowed in (
+        ("rounding", rounding, ROUNDINGS),
+        ("overflow", overflow, OVERFLOWS),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                f"unknown {name} {value!r}; choose one of {', '.join(map(repr, allowed))}"
+            )
+    return _grid(get_format(format), overflow, x.dtype, scale), _scale(x, scale)
+
+
+def _grid(format: Format, overflow: str, dtype: torch.dtype, scale: object) -> Grid:
+    """The values of `format` that `dtype` can hold (all of them under a scale), and where overflow goes."""
+    largest, smallest = format.max, 0.0 if format.signed else format.min_subnormal
+    if scale is None and dtype in (torch.bfloat16, torch.float16):
+        limits = torch.finfo(dtype)
+        if largest > limits.max or format.mantissa_bits > -math.log2(limits.eps):
+            largest = _largest_of_both(format, limits)
+        smallest = smallest and max(smallest, limits.smallest_normal * limits.eps)
+    beyond: float | None = largest if overflow == "saturate" else format.nonfinite
+    if beyond is None:
+        raise ValueError(
+            f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'; use overflow='saturate'"
+        )
+    return Grid(
+        format.mantissa_bits,
+        format.min_exponent,
+        largest,
+        beyond,
+        format.negative_zero,
+        smallest,
+    )
+
+
+def _largest_of_both(format: Format, limits: torch.finfo) -> float:
+    """The largest number that is a value of the format and of the dtype with these limits."""
+    largest = min(format.max, limits.max)
+    mantissa_bits = min(format.mantissa_bits, -int(math.log2(limits.eps)))
+    step = 2.0 ** (math.frexp(largest)[1] - 1 - mantissa_bits)
+    return math.floor(largest / step) * step
+
+
+def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
+    """The scale as a tensor on x's device, in the dtype the arithmetic is done in."""
+    if scale is None:
+        return None
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if not isinstance(scale, Tensor):
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale is {scale}, not positive and finite")
+        return torch.full((), scale, dtype=dtype, device=x.device)
+    if torch.broadcast_shapes(x.shape, scale.shape) != x.shape:
+        raise ValueError(
+            f"scale of shape {tuple(scale.shape)} does not broadcast to x of shape {tuple(x.shape)}"
+        )
+    return scale.detach().to(x.device, dtype)
+
+
+def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
+    """The key of the random bits, or None where none are needed."""
+    if rounding != "stochastic":
+        if seed is not None:
+            raise ValueError(f"a seed is given with rounding={rounding!r}; only 'stochastic' uses one")
+        return None
+    if seed is not None:
+        return random_key(seed)
+    if torch.compiler.is_compiling():
+        return random_key(torch.randint(2**63 - 1, (), device=device))
+    return random_key(int(torch.randint(2**63 - 1, ())))
+
+
+def _quantize(
+    x: Tensor, grid: Grid, rounding: str, scale: Tensor | None, key: Key | None
+) -> Tensor:
+    size = CHUNK * torch.get_num_threads()
+    chunked = (
+        x.numel() > size
+        and not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and x.device.type == "cpu"
+        and (scale is None or scale.dim() == 0)
+    )
+    if chunked:
+        return _in_chunks(x, grid, rounding, scale, key, size)
+    return _whole(x, grid, rounding, scale, key)
+
+
+def _whole(
+    x: Tensor,
+    grid: Grid,
+    rounding: str,
+    scale: Tensor | None,
+    key: Key | None,
+    *,
+    start: int = 0,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """All of `x` at once: what a compiler fuses, and what a chunk is put through."""
+    y = x if x.dtype in LAYOUTS else x.float()
+    if scale is not None:
+        y = y / scale
+    bits = None if key is None else bits_from_key(x.shape, key, device=x.device, start=start)
+    y = round_to_grid(y, grid, rounding, bits=bits, out=out, scratch=scratch)
+    if scale is not None:
+        y.mul_(scale)
+    return y if x.dtype in LAYOUTS else y.to(x.dtype)
+
+
+def _in_chunks(
+    x: Tensor, grid: Grid, rounding: str, scale: Tensor | None, key: Key | None, size: int
+) -> Tensor:
+    """`_whole` on pieces that stay in cache, with reused scratch: a third of the time or less."""
+    out = torch.empty_like(x)
+    if key is not None and not x.is_contiguous():
+        # Random bits go by row-major index.
+        return out.copy_(_in_chunks(x.contiguous(), grid, rounding, scale, key, size))
+    if x.stride() != out.stride():
+        x = x.clone()
+    source, target = (t.as_strided((t.numel(),), (1,)) for t in (x, out))
+    layout = LAYOUTS.get(x.dtype)
+    scratch = None if layout is None else torch.empty(size, dtype=layout.integer)
+    for start in range(0, x.numel(), size):
+        piece, to = source[start : start + size], target[start : start + size]
+        if layout is None:
+            to.copy_(_whole(piece, grid, rounding, scale, key, start=start))
+        else:
+            assert scratch is not None
+            _whole(piece, grid, rounding, scale, key, start=start, out=to, scratch=scratch[: len(piece)])
+    return out

@@ -1,0 +1,130 @@
+"""Normalisations and embeddings: unit-scaled already, but for the gradients of their weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..ops import Scales, unit_scaled
+from ..scale import scale_bwd, scale_each
+
+__all__ = ["embedding", "layer_norm", "rms_norm"]
+
+
+def _row_scale(input: Tensor, normalized_shape: Sequence[int]) -> float:
+    """1/sqrt(rows): what the gradient of a norm's weight sums over."""
+    rows = input.numel() // (math.prod(normalized_shape) or 1)
+    return float((rows or 1) ** -0.5)
+
+
+def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
+    """The output has RMS 1 as it is; weight and bias collect a gradient from every row."""
+    scale = _row_scale(input, normalized_shape)
+    return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
+
+
+def _torch_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> dict[str, Any]:
+    return {
+        "input": input,
+        "normalized_shape": normalized_shape,
+        "weight": weight,
+        "bias": bias,
+        "eps": eps,
+    }
+
+
+@unit_scaled(
+    layer_norm_scales,
+    replaces=(F.layer_norm, torch.layer_norm),
+    adapters={torch.layer_norm: _torch_layer_norm},
+)
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+) -> Tensor:
+    """`torch.nn.functional.layer_norm` with unit-scaled gradients of weight and bias.
+
+    input: (..., *normalized_shape). weight, bias: normalized_shape or None.
+    """
+    s = layer_norm_scales(input, normalized_shape)
+    weight = None if weight is None else scale_bwd(weight, s["weight"])
+    bias = None if bias is None else scale_bwd(bias, s["bias"])
+    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def rms_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
+    """As `layer_norm_scales`."""
+    scale = _row_scale(input, normalized_shape)
+    return {"output": 1.0, "input": 1.0, "weight": scale}
+
+
+def _torch_rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> dict[str, Any]:
+    return {"input": input, "normalized_shape": normalized_shape, "weight": weight, "eps": eps}
+
+
+@unit_scaled(
+    rms_norm_scales, adapters={F.rms_norm: _torch_rms_norm, torch.rms_norm: _torch_rms_norm}
+)
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = 1e-05,
+) -> Tensor:
+    """`torch.nn.functional.rms_norm` with a unit-scaled gradient of the weight.
+
+    input: (..., *normalized_shape). weight: normalized_shape or None. eps: None is the machine
+    epsilon of the dtype, torch's own default.
+    """
+    s = rms_norm_scales(input, normalized_shape)
+    weight = None if weight is None else scale_bwd(weight, s["weight"])
+    return F.rms_norm(input, list(normalized_shape), weight, eps)
+
+
+def embedding_scales(input: Tensor, weight: Tensor) -> Scales:
+    """Each row of the weight is looked up batch/rows times on average."""
+    lookups = input.numel() or 1
+    return {"output": 1.0, "weight": float(((weight.shape[0] or 1) / lookups) ** 0.5)}
+
+
+@unit_scaled(embedding_scales, replaces=(F.embedding,))
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.embedding` with a unit-scaled gradient of the weight.
+
+    input: integers of any shape. weight: (rows, width). Returns (*input.shape, width).
+    The gradient of the output is scaled rather than the weight's: it is the smaller one, the
+    weight's may be sparse, and ``max_norm`` changes the weight in place.
+    """
+    s = embedding_scales(input, weight)
+    output = F.embedding(
+        input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+    )
+    return scale_each(output, 1.0, s["weight"])

@@ -1,0 +1,5 @@
+"""The pieces that unit-scaled operations are made of."""
+
+from . import functional
+
+__all__ = ["functional"]

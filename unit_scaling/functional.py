@@ -1,0 +1,35 @@
+"""Unit-scaled versions of `torch.nn.functional`: at initialisation, with standard normal inputs,
+the output of every function and the gradient of every argument have RMS about 1.
+
+Each function is a row of `unit_scaling.ops.OPS`. ``constraint`` names how its scales are tied (see
+`unit_scaling.constraints`), ``mult`` is the op's u-muP hyper-parameter: how non-linear it is.
+"""
+
+from ._functional.activations import add, dropout, gelu, silu, silu_glu, softmax
+from ._functional.attention import scaled_dot_product_attention
+from ._functional.losses import cross_entropy, mse_loss
+from ._functional.norms import embedding, layer_norm, rms_norm
+from ._functional.products import conv1d, linear, linear_readout, matmul
+from ._functional.residuals import residual_add, residual_apply, residual_split
+
+__all__ = [
+    "add",
+    "conv1d",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "linear_readout",
+    "matmul",
+    "mse_loss",
+    "residual_add",
+    "residual_apply",
+    "residual_split",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "silu",
+    "silu_glu",
+    "softmax",
+]

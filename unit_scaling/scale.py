@@ -1,0 +1,129 @@
+"""Multiplying a tensor by a constant in one direction of autograd only.
+
+Scales are constants of the computation: numbers, worked out from shapes. Where the two directions
+have the same scale, an op is a plain multiplication and needs nothing from this file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+__all__ = ["scale_bwd", "scale_fwd"]
+
+
+class _Scale(Function):
+    """``y = fwd * x`` with ``dx = bwd * dy``. Differentiable twice, under vmap, and compiled."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, fwd: float, bwd: float) -> Tensor:
+        return x.view_as(x) if _is_one(fwd) else x * fwd
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        ctx.bwd = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return scale_both(grad, ctx.bwd), None, None
+
+
+class _EagerScale(_Scale):
+    """The same with forward-mode derivatives, which a compiled graph cannot hold."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent * ctx.bwd
+
+
+class _Instead(Function):
+    """``y = value`` with ``d total = scale * dy``: one number returned, another differentiated."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(total: Tensor, value: Tensor, scale: float) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        ctx.scale = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return scale_both(grad, ctx.scale), None, None
+
+
+def _is_one(scale: float) -> bool:
+    return isinstance(scale, (int, float)) and scale == 1.0
+
+
+def _check(scale: float) -> None:
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise ValueError("a scale is a constant: got a tensor that requires a gradient")
+
+
+def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
+    """``fwd * input`` with ``bwd`` times the gradient. ``input`` itself where both are 1."""
+    if _is_one(fwd) and _is_one(bwd):
+        return input
+    function = _Scale if torch.compiler.is_compiling() else _EagerScale
+    return function.apply(input, fwd, bwd)
+
+
+def scale_both(input: Tensor, scale: float) -> Tensor:
+    """``scale * input``, and so is the gradient. ``input`` itself where the scale is 1."""
+    return input if _is_one(scale) else input * scale
+
+
+def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tensor:
+    """The scaled output of an op that is linear in its gradient: gelu, softmax, attention.
+
+    Scaling the gradient of the output scales the gradient of every input.
+    fresh: no one else holds ``output``, autograd has not saved it: it may be changed in place.
+    """
+    if not (fwd is bwd or fwd == bwd):
+        return scale_each(output, fwd, bwd)
+    if _is_one(fwd):
+        return output
+    return output.mul_(fwd) if fresh else output * fwd
+
+
+def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
+    """``value``, whose gradient is ``scale`` times that of ``total`` (of the same shape)."""
+    return _Instead.apply(total, value, scale)
+
+
+def scale_fwd(input: Tensor, scale: float) -> Tensor:
+    """``scale * input``, with the gradient passed back as it is.
+
+    input: any shape, a floating-point dtype, which is kept. scale: a constant number (or a 0-dim
+    tensor without gradient). Returns ``input`` itself where the scale is 1.
+    Raises ValueError for a scale that requires a gradient.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> scale_fwd(x, 3.0).tolist()
+    [3.0, 3.0]
+    >>> scale_fwd(x, 3.0).sum().backward(); x.grad.tolist()
+    [1.0, 1.0]
+    """
+    _check(scale)
+    return scale_each(input, scale, 1.0)
+
+
+def scale_bwd(input: Tensor, scale: float) -> Tensor:
+    """``input``, with its gradient multiplied by ``scale`` on the way back.
+
+    Arguments and errors as in `scale_fwd`.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> scale_bwd(x, 3.0).sum().backward(); x.grad.tolist()
+    [3.0, 3.0]
+    """
+    _check(scale)
+    return scale_each(input, 1.0, scale)
