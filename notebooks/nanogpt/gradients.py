@@ -17,10 +17,7 @@ def flushed_share(training: Training, format: str = GRADIENT_FORMAT) -> float:
     matrix products of each linear layer cast when FP8 is on; for a variant that casts nothing,
     the share it would lose. Parameters' gradients are left None; NaN if all gradients are zero.
     """
-    try:
-        from fp8 import quantize
-    except ImportError:
-        return float("nan")
+    from fp8 import quantize
 
     counts: list[Tensor] = []
 
