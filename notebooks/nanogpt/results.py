@@ -31,13 +31,13 @@ def machine(device: torch.device, threads: int) -> dict[str, Any]:
 
 
 def run_result(
-    training: Training, *, lr: float, flushed: dict[str, float], sample: str
+    training: Training, variant: str, *, lr: float, flushed: dict[str, float], sample: str
 ) -> dict[str, Any]:
     """One row of results.json. Numbers that are not finite (a run that diverged) are None."""
     seconds = statistics.median(training.seconds_per_step)
     settings, curves = training.settings, training.curves
     return {
-        "variant": training.variant,
+        "variant": variant,
         "seed": training.seed,
         "lr": lr,
         "parameters": sum(p.numel() for p in training.model.parameters()),

@@ -25,7 +25,8 @@ from .plot import plot_runs
 from .progress import Progress
 from .results import machine, run_result, summary
 from .settings import Settings
-from .train import Training, deterministic
+from .train import Training, deterministic, train
+from .variants import VARIANTS, build_model
 
 SETTINGS, RESULTS, PLOT, CHECKPOINTS = "settings.json", "results.json", "loss.png", "checkpoints"
 SAMPLE_TEMPERATURE = 0.8  # nanoGPT's
@@ -114,42 +115,39 @@ def _train_one(session: Session, variant: str, seed: int, path: Path) -> dict[st
     state = load_checkpoint(path) if path.exists() else {}
     if "result" in state:
         return json.loads(state["result"])
-    training = Training(
-        variant,
-        seed,
-        lr=session.lr[variant],
-        corpus=session.corpus,
-        settings=session.settings,
-        device=session.device,
-        compile=session.compile,
-    )
+    training = _start(session, variant, seed)
     flushed = _restore(training, state, path) if state else {"start": flushed_share(training)}
     name = variant if len(session.seeds) == 1 else f"{variant} seed {seed}"
     with Progress(name, start=training.step, total=session.settings.iters) as progress:
-        _train_to_end(training, progress, path, flushed)
+        train(
+            training,
+            progress,
+            save=lambda: save_checkpoint(path, {**training.state_dict(), "flushed": flushed}),
+        )
     flushed["end"] = flushed_share(training)
-    sample = _sample(training, session)
-    result = run_result(training, lr=session.lr[variant], flushed=flushed, sample=sample)
+    result = run_result(
+        training,
+        variant,
+        lr=session.lr[variant],
+        flushed=flushed,
+        sample=_sample(training, session),
+    )
     save_checkpoint(path, {**training.state_dict(), "result": json.dumps(result)})
     return result
 
 
-def _train_to_end(
-    training: Training, progress: Progress, path: Path, flushed: dict[str, float]
-) -> None:
-    """Trains, with an evaluation and a checkpoint at each interval."""
-    settings = training.settings
-    while True:
-        if training.evaluation_due:
-            train, val = training.evaluate()
-            progress.evaluated(training.step, train=train, val=val)
-            save_checkpoint(path, {**training.state_dict(), "flushed": flushed})
-        if training.finished:
-            return
-        steps = training.advance()
-        speed = settings.batch_size * settings.context / training.seconds_per_step[-1]
-        loss = training.batch_loss[training.step - 1].item()
-        progress.advance(steps, loss=loss, tokens_per_second=speed)
+def _start(session: Session, variant: str, seed: int) -> Training:
+    vocab = len(session.corpus.symbols)
+    model = build_model(variant, vocab=vocab, settings=session.settings, seed=seed)
+    return Training(
+        model.to(session.device),
+        corpus=session.corpus,
+        settings=session.settings,
+        lr=session.lr[variant],
+        seed=seed,
+        autocast=VARIANTS[variant].autocast,
+        compile=session.compile,
+    )
 
 
 def _restore(training: Training, state: dict[str, Any], path: Path) -> dict[str, float]:

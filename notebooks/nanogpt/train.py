@@ -1,4 +1,4 @@
-"""One variant trained with one seed: the model, its optimizer, its schedule, what was measured."""
+"""One training run: the model, its optimizer, its schedule, what was measured."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .data import Corpus, window_starts, windows
-from .model import GPT
+from .progress import Progress
 from .settings import Settings
-from .variants import VARIANTS
 
 EVAL_SEED = 1337  # the examples of an evaluation: the same for every variant, seed and step
 LOG_INTERVAL = (
@@ -68,32 +67,30 @@ class Training:
     """A run that can be stopped after any step and continued from `state_dict` to the same bits.
 
     The examples of every step are drawn at the start from a generator seeded by `seed`, so that
-    all variants see the same ones in the same order, and stopping cannot change them.
+    all models see the same ones in the same order, and stopping cannot change them.
     """
 
     def __init__(
         self,
-        variant: str,
-        seed: int,
+        model: nn.Module,
         *,
-        lr: float,
         corpus: Corpus,
         settings: Settings,
-        device: torch.device,
+        lr: float,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
         compile: bool = False,
     ) -> None:
-        self.variant, self.seed, self.settings, self.device = variant, seed, settings, device
-        self.autocast = VARIANTS[variant].autocast
-        torch.manual_seed(seed)
-        gpt = GPT(settings.gpt(vocab=len(corpus.symbols))).to(device)
-        self.model = VARIANTS[variant].build(gpt)
-        self._call = torch.compile(self.model) if compile else self.model
-        self.optimizer = make_optimizer(self.model, lr, settings)
+        """`model` is trained where it is; `autocast` is the dtype of torch.autocast, if any."""
+        self.model, self.settings, self.seed, self.autocast = model, settings, seed, autocast
+        self.device = next(model.parameters()).device
+        self._call = torch.compile(model) if compile else model
+        self.optimizer = make_optimizer(model, lr, settings)
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
-        self._train, self._val = corpus.train.to(device), corpus.val.to(device)
+        self._train, self._val = corpus.train.to(self.device), corpus.val.to(self.device)
         self._starts = self._draw(self._train, settings.iters, seed)
         self.step = 0
-        self.batch_loss = torch.full((settings.iters,), math.nan, device=device)
+        self.batch_loss = torch.full((settings.iters,), math.nan, device=self.device)
         self.curves: dict[str, list[float]] = {"step": [], "train": [], "val": []}
         self.seconds_per_step: list[float] = []
         torch.manual_seed(seed)  # dropout's numbers do not depend on what building the model drew
@@ -173,8 +170,6 @@ class Training:
         """All that the rest of the run depends on, and what it has measured so far."""
         cuda = self.device.type == "cuda"
         return {
-            "variant": self.variant,
-            "seed": self.seed,
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -186,12 +181,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`. Raises ValueError if it is of another run or shape."""
-        if (state.get("variant"), state.get("seed")) != (self.variant, self.seed):
-            raise ValueError(
-                f"state of {state.get('variant')!r}, seed {state.get('seed')!r}; "
-                f"need {self.variant!r}, seed {self.seed}"
-            )
+        """Continues from `state`. Raises ValueError if it is not that of such a run."""
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -204,6 +194,25 @@ class Training:
         except (KeyError, RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"state does not fit the model: {reason}") from error
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the steps since the last look at the clock."""
+        return self.settings.batch_size * self.settings.context / self.seconds_per_step[-1]
+
+
+def train(training: Training, progress: Progress, save: Callable[[], None] = lambda: None) -> None:
+    """Trains to the end, evaluating at each interval and calling `save` after that."""
+    while True:
+        if training.evaluation_due:
+            losses = training.evaluate()
+            progress.evaluated(training.step, train=losses[0], val=losses[1])
+            save()
+        if training.finished:
+            return
+        steps = training.advance()
+        loss = training.batch_loss[training.step - 1].item()
+        progress.advance(steps, loss=loss, tokens_per_second=training.tokens_per_second)
 
 
 def _next_multiple(step: int, interval: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .model import GPT
 from .settings import Settings
 
 
@@ -56,3 +57,9 @@ VARIANTS: dict[str, Variant] = {
     "unit_scaled": Variant(label="unit-scaled FP32", build=_unit_scaled, unit_scaled=True),
     "unit_scaled_fp8": Variant(label="unit-scaled FP8", build=_unit_scaled_fp8, unit_scaled=True),
 }
+
+
+def build_model(variant: str, *, vocab: int, settings: Settings, seed: int) -> nn.Module:
+    """The model of `variant`, made from the plain one that `seed` gives all of them."""
+    torch.manual_seed(seed)
+    return VARIANTS[variant].build(GPT(settings.gpt(vocab)))

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 TINY = {
     "layers": 1,
@@ -20,6 +21,15 @@ TINY = {
     "device": "cpu",
     "sample": 8,
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -22,10 +22,10 @@ def test_killed_again_and_again(tmp_path: Path, argv, losses) -> None:
     context.set_forkserver_preload(["notebooks.nanogpt.cli", "matplotlib.figure"])
     command = argv("--resume", out=tmp_path / "killed", **MANY)
     kills, moments = 0, set()
-    for attempt in range(100):
+    for attempt in range(20):
         process = context.Process(target=main, args=(command,))
         process.start()
-        process.join(0.3 + 0.15 * attempt)
+        process.join(0.2 * 1.4**attempt)
         if process.exitcode is not None:
             break
         process.kill()
