@@ -1,16 +1,57 @@
 """Scales: what factor each operation needs so that every tensor has RMS about 1."""
 
-from . import constraints, core, functional, ops, parameter, scale
+from . import constraints, core, formats, functional, modules, ops, optim, parameter, scale
 from .core.functional import transformer_residual_scaling_rule
+from .modules import (
+    GELU,
+    MHSA,
+    MLP,
+    Conv1d,
+    CrossEntropyLoss,
+    DepthModuleList,
+    DepthSequential,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Linear,
+    LinearReadout,
+    RMSNorm,
+    SiLU,
+    Softmax,
+    TransformerDecoder,
+    TransformerLayer,
+    TransformerStack,
+)
 from .parameter import MupType, Parameter
 
 __all__ = [
+    "GELU",
+    "MHSA",
+    "MLP",
+    "Conv1d",
+    "CrossEntropyLoss",
+    "DepthModuleList",
+    "DepthSequential",
+    "Dropout",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "LinearReadout",
     "MupType",
     "Parameter",
+    "RMSNorm",
+    "SiLU",
+    "Softmax",
+    "TransformerDecoder",
+    "TransformerLayer",
+    "TransformerStack",
     "constraints",
     "core",
+    "formats",
     "functional",
+    "modules",
     "ops",
+    "optim",
     "parameter",
     "scale",
     "transformer_residual_scaling_rule",

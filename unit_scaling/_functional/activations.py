@@ -117,13 +117,19 @@ def softmax_scales(
     constraint: str | None = "to_output_scale",
     mult: float = 1.0,
 ) -> Scales:
-    """Between n (near uniform) and sqrt(n); measured weights 4 and 4. n: entries along dim."""
+    """Between n (near uniform) and sqrt(n) as mult grows, with a measured weight. n: entries.
+
+    The gradient: between n/mult and sqrt(n/mult) (u-muP, arXiv 2407.17465, appendix B).
+    """
     size = input.shape[_softmax_dim(input, dim)] if input.dim() else 1
     if size == 0:
         return tie(constraint, output=1.0, input=1.0)
     alpha = 1 / (1 + 4 / mult**2)
-    scale = logarithmic_interpolation(alpha, size, math.sqrt(size))
-    return tie(constraint, output=scale, input=scale)
+    return tie(
+        constraint,
+        output=logarithmic_interpolation(alpha, size, math.sqrt(size)),
+        input=logarithmic_interpolation(alpha, size / mult, math.sqrt(size / mult)),
+    )
 
 
 def _torch_nn_softmax(

@@ -33,11 +33,11 @@ def linear_scales(
     weight: Tensor,
     constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
+    weight_grad_mult: float = 1.0,
 ) -> Scales:
     """1/sqrt of what each product sums over: fan-in, fan-out, and the rows of the input."""
     fan_out, fan_in = weight.shape
-    rows = math.prod(input.shape[:-1]) or 1
-    grad = rows ** -scale_power[2]
+    grad = _inverse(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
     tied = tie(
         constraint,
         output=_inverse(fan_in, scale_power[0]),
@@ -58,13 +58,16 @@ def linear(
     bias: Tensor | None = None,
     constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
+    weight_grad_mult: float = 1.0,
 ) -> Tensor:
     """``s * (input @ weight.T + bias)``.
 
     input: (..., in). weight: (out, in). bias: (out,) or None. Returns (..., out).
     scale_power: see `ScalePower`; with 0.5 an output of independent terms has RMS 1.
+    weight_grad_mult: a further factor of the gradients of weight and bias, for a layer whose
+    output is known to receive gradients of another RMS than 1.
     """
-    s = linear_scales(input, weight, constraint, scale_power)
+    s = linear_scales(input, weight, constraint, scale_power, weight_grad_mult)
     return _linear(input, weight, bias, s)
 
 

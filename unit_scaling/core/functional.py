@@ -35,7 +35,7 @@ def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float
 def rms(
     x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, eps: float = 0.0
 ) -> Tensor:
-    """``sqrt(mean(x**2) + eps**2)`` over ``dims`` (all by default), at least in float32.
+    """``sqrt(mean(x**2) + eps)`` over ``dims`` (all by default), at least in float32.
 
     x: floating point. Half-precision input is squared in float32, so nothing under- or overflows
     on the way; the result has the dtype of x. NaN and Inf propagate.
@@ -45,7 +45,7 @@ def rms(
     """
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     mean = wide.square().mean() if dims is None else wide.square().mean(tuple(dims), keepdim)
-    return (mean + eps**2).sqrt().to(x.dtype)
+    return (mean + eps).sqrt().to(x.dtype)
 
 
 def scale_elementwise(

@@ -1,0 +1,125 @@
+"""Containers of residual layers: they tell their parameters how deep the stack is.
+
+u-muP divides learning rates in a stack of layers by the square root of its depth.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..parameter import has_parameter_data, tag
+from .tagged import TaggedModule
+
+__all__ = ["DepthModuleList", "DepthSequential"]
+
+
+def _multiply_depth(root: nn.Module, old: int, new: int) -> None:
+    """Replaces the factor ``old`` in the depth of every parameter in ``root`` by ``new``.
+
+    Raises ValueError for a parameter without tags, before anything is changed.
+    """
+    depths = {}
+    for name, parameter in root.named_parameters():
+        if not has_parameter_data(parameter):
+            raise ValueError(
+                f"parameter {name!r} has no mup_type, so its learning rate is not known: use a "
+                "module of unit_scaling, or unit_scaling.Parameter"
+            )
+        depth = (parameter.mup_scaling_depth or 1) // old * new
+        depths[parameter] = depth if new > 1 or depth > 1 else None
+    for parameter, depth in depths.items():
+        tag(parameter, parameter.mup_type, depth)
+    for module in root.modules():
+        if isinstance(module, TaggedModule):
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in module.mup_tags:
+                    module.set_depth(name, depths[parameter])
+
+
+class _DepthContainer(nn.Module):
+    """Multiplies the mup_scaling_depth of every parameter inside by the number of its entries.
+
+    Containers nest: in 3 stages of 4 layers the depth is 12. The depth follows `append`,
+    `extend`, `insert`, `pop`, and assignment and deletion of entries. A slice is a plain torch
+    container of the same layers, whose depth stays that of the whole.
+    """
+
+    #: The factor that is in the depths now.
+    _factor: int = 1
+
+    def _set_factor(self, factor: int) -> None:
+        _multiply_depth(self, self._factor, factor)
+        self._factor = factor
+
+    @contextmanager
+    def _resized(self) -> Iterator[None]:
+        self._set_factor(1)
+        yield
+        self._set_factor(max(len(self), 1))  # type: ignore[arg-type]
+
+    def __setitem__(self, index: Any, module: nn.Module) -> None:
+        with self._resized():
+            super().__setitem__(index, module)  # type: ignore[misc]
+
+    def __delitem__(self, index: Any) -> None:
+        with self._resized():
+            super().__delitem__(index)  # type: ignore[misc]
+
+    def append(self, module: nn.Module) -> Any:
+        with self._resized():
+            super().append(module)  # type: ignore[misc]
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> Any:
+        with self._resized():
+            super().insert(index, module)  # type: ignore[misc]
+        return self
+
+    def extend(self, modules: Iterable[nn.Module]) -> Any:
+        with self._resized():
+            super().extend(modules)  # type: ignore[misc]
+        return self
+
+
+class DepthSequential(_DepthContainer, nn.Sequential):
+    """`torch.nn.Sequential` of residual layers: sets the depth of the parameters inside.
+
+    Multiplies the mup_scaling_depth of every parameter by the number of layers. Containers nest:
+    in 3 stages of 4 layers the depth is 12. The depth follows `append`, `extend`, `insert`, `pop`
+    and assignment and deletion of layers. A slice is a plain `torch.nn.Sequential` of the same
+    layers, whose depth stays that of the whole.
+    Raises ValueError for a parameter without tags, naming it.
+
+    >>> from unit_scaling import DepthSequential, Linear
+    >>> stack = DepthSequential(Linear(8, 8), Linear(8, 8))
+    >>> stack[0].weight.mup_scaling_depth
+    2
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._set_factor(max(len(self), 1))
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        entries = list(self.named_children())[index]
+        return nn.Sequential(OrderedDict(entries))
+
+
+class DepthModuleList(_DepthContainer, nn.ModuleList):
+    """`torch.nn.ModuleList` of residual layers: sets depths as `DepthSequential` does."""
+
+    def __init__(self, modules: Iterable[nn.Module] | None = None) -> None:
+        super().__init__(modules)
+        self._set_factor(max(len(self), 1))
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        return nn.ModuleList(list(self)[index])

@@ -1,0 +1,101 @@
+"""How a model gains a transform and stays itself.
+
+Every submodule's class is replaced by a subclass whose ``forward`` runs through the module's
+*scopes* (one for unit scaling, one for simulation) before the original. So the model keeps its
+type, names, parameters, hooks and signature, and every way into it runs transformed: the model, a
+submodule, one of its own methods, a copy, an unpickled copy, a compiled one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+__all__ = ["Scope", "find_scope", "install", "unwrapped"]
+
+Call = Callable[[], Any]
+
+
+class Scope(Protocol):
+    """One transform of one model. ``order`` says which scope is entered first, lowest first."""
+
+    order: int
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """The result of ``call()``, the forward of ``module``, with the transform active."""
+
+
+class Transformed:
+    """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
+
+    _scopes: tuple[tuple[Any, str], ...] = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the original class, which can be imported, and made into this class on arrival."""
+        reduced = super().__reduce_ex__(protocol)
+        return (_restore, (type(self).__mro__[2],), *reduced[2:])
+
+
+def _restore(base: type[nn.Module]) -> nn.Module:
+    cls = _subclass(base)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def _subclass(base: type[nn.Module]) -> type[nn.Module]:
+    original = base.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, original, self._scopes, args, kwargs)
+
+    names = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
+    return type(base.__name__, (Transformed, base), {"__qualname__": base.__qualname__, **names})
+
+
+def _run(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    scopes: tuple[tuple[Any, str], ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if not scopes:
+        return forward(module, *args, **kwargs)
+    (scope, path), inner = scopes[0], scopes[1:]
+    return scope.run(
+        lambda: _run(module, forward, inner, args, kwargs), module, path, args, kwargs
+    )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped, or the model itself."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def find_scope(model: nn.Module, kind: type) -> Any:
+    """The model's scope of a kind, or None."""
+    scopes = getattr(unwrapped(model), "_scopes", ())
+    return next((scope for scope, _ in scopes if isinstance(scope, kind)), None)
+
+
+def install(model: nn.Module, scope: Scope) -> None:
+    """Gives every module of ``model`` the scope, in place of any other of the same kind.
+
+    Raises TypeError for a TorchScript module, which has no Python forward to run.
+    """
+    for path, module in unwrapped(model).named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            name = path or type(module).__name__
+            raise TypeError(f"{name!r} is a TorchScript module: transform it before scripting it")
+        if not isinstance(module, Transformed):
+            module.__class__ = _subclass(type(module))
+        kept = [(s, p) for s, p in module._scopes if type(s) is not type(scope)]  # type: ignore[union-attr,operator]
+        module._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))  # type: ignore[assignment]

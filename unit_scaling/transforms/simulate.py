@@ -1,0 +1,75 @@
+"""`simulate_fp8`: every matrix product of a model as low-precision hardware computes it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+from fp8.autocast import autocast
+from fp8.recipe import Cast, Recipe
+from torch import nn
+
+from ..formats import FPFormat
+from .install import Call, install, unwrapped
+
+__all__ = ["Simulate", "simulate_format", "simulate_fp8"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Simulate:
+    """The scope of simulation: `fp8.autocast` for as long as the model runs."""
+
+    order = 0
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._active = False
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """``call()`` under the recipe."""
+        if self._active:
+            return call()
+        self._active = True
+        try:
+            with autocast(self.recipe, opaque="warn"):
+                return call()
+        finally:
+            self._active = False
+
+
+def simulate_format(model: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
+    """A copy of ``model`` whose products have operands in ``fwd_format``, gradients in ``bwd_format``.
+
+    Both are honoured in full: exponent and mantissa bits, rounding, random bits.
+    Raises TypeError for what is not a module or not an FPFormat.
+    """
+    for got in (fwd_format, bwd_format):
+        if not isinstance(got, FPFormat):
+            raise TypeError(f"simulate_format needs an FPFormat, got {type(got).__name__}")
+    forward, backward = fwd_format.cast(), bwd_format.cast()
+    name = f"simulate({fwd_format}, {bwd_format})"
+    return _simulate(model, Recipe(name=name, input=forward, weight=forward, grad=backward))
+
+
+def simulate_fp8(model: M) -> M:
+    """A copy of ``model`` whose products run in FP8: e4m3 forward, e5m2 for gradients.
+
+    The formats of the OCP 8-bit floating point specification, with scale 1, saturating, rounded to
+    nearest even: what an H100 computes from tensors cast without a scale.
+    """
+    forward = Cast(format="e4m3")
+    recipe = Recipe(
+        name="simulate_fp8", input=forward, weight=forward, grad=Cast(format="e5m2")
+    )
+    return _simulate(model, recipe)
+
+
+def _simulate(model: M, recipe: Recipe) -> M:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"simulation needs an nn.Module, got {type(model).__name__}")
+    result = copy.deepcopy(model)
+    install(unwrapped(result), Simulate(recipe))
+    return result

@@ -1,0 +1,221 @@
+"""`unit_scale`: a model becomes unit-scaled in one line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .calls import KINDS
+from .install import Call, find_scope, install, unwrapped
+from .plan import Plan, Row, Settings, make_plan
+from .record import Recorder, tensors_in
+from .replay import PlanMissError, Replay, is_torch_function
+from .weights import Weights, prepare
+
+__all__ = ["UnitScale", "unit_scale"]
+
+M = TypeVar("M", bound=nn.Module)
+Replacements = dict[Callable[..., Any], Callable[..., Any]]
+
+INITS = ("unit", "preserve")
+RESIDUALS = ("fixed", "umup")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+class UnitScale:
+    """The scope of unit scaling: the plans of a model, one for each form of call."""
+
+    order = 1
+
+    def __init__(
+        self, weights: Weights, replacements: Replacements, init: str, residual: str, strict: bool
+    ) -> None:
+        self.weights = weights
+        self.replacements = replacements
+        self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(replacements)}
+        self.init = init
+        self.residual = residual
+        self.strict = strict
+        self.plans: dict[Any, Plan] = {}
+        self._path: list[str] = []
+        self._latest: dict[bool, Plan] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "kinds": None, "_path": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """``call()`` under the plan for this form of call, made at its first time."""
+        if self._path:
+            return self._within(path, call)
+        form = (path, module.training, _form(args), _form(kwargs))
+        plan = self.plans.get(form)
+        if plan is None and path:
+            plan = self._latest.get(module.training)
+            plan = plan if plan is not None and _covers(plan, path) else None
+        if plan is None:
+            return self._first(form, call, module, path, args, kwargs)
+        if not path:
+            self._latest[module.training] = plan
+        if torch.compiler.is_compiling():
+            return self._replay(plan, call, path)
+        try:
+            return self._replay(plan, call, path)
+        except PlanMissError:
+            return self._first(form, call, module, path, args, kwargs)
+
+    def _within(self, path: str, call: Call) -> Any:
+        self._path.append(path)
+        try:
+            return call()
+        finally:
+            self._path.pop()
+
+    def _replay(self, plan: Plan, call: Call, path: str) -> Any:
+        with Replay(plan, self.kinds, self.replacements, self._path):
+            return self._within(path, call)
+
+    @torch.compiler.disable
+    def _first(
+        self,
+        form: Any,
+        call: Call,
+        module: nn.Module,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Records the model, makes the plan, then runs it. Compiling leaves this to eager."""
+        plan = self.record(module, path, args, kwargs)
+        if self.strict:
+            alone = [row for row in (*self.weights.rows, *plan.rows) if row.left_alone]
+            if alone:
+                row = alone[0]
+                raise ValueError(
+                    f"unit_scale(strict=True): {row.call} in {row.path or 'the model itself'!r} "
+                    f"is left alone: {row.why}"
+                )
+        self.plans[form] = plan
+        if not path:
+            self._latest[module.training] = plan
+        return self._replay(plan, call, path)
+
+    def record(
+        self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Plan:
+        """The plan for a call of ``module``, from a run of a copy that shares its parameters.
+
+        The copy has buffers of its own and no hooks; the random state is put back afterwards.
+        """
+        twin = _twin(module, self)
+        args, kwargs = _detached((args, kwargs), self)
+        prefix = f"{path}." if path else ""
+        names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
+        live = {id(p) for p in twin.parameters() if p.requires_grad}
+        live |= {id(t) for _, t in tensors_in((args, kwargs)) if t.is_floating_point()}
+        recorder = Recorder(self.kinds, names, live, lambda: self._path[-1])
+        devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
+        with torch.random.fork_rng(devices), torch.no_grad(), recorder:
+            self._within(path, lambda: twin(*args, **kwargs))
+        settings = Settings(
+            factors={n: f for n, f in self.weights.factors.items() if f != 1.0},
+            readouts=self.weights.readouts,
+            replaced=frozenset(self.kinds[f] for f in self.replacements),
+            preserve=self.init == "preserve",
+            residual=self.residual,
+        )
+        return make_plan(recorder.graph, settings)
+
+
+def _covers(plan: Plan, path: str) -> bool:
+    return any(p == path or p.startswith(f"{path}.") for p, _, _ in plan.steps)
+
+
+def _form(value: Any) -> Any:
+    """What of an argument may change which calls a model makes: its structure, not its sizes."""
+    if isinstance(value, Tensor):
+        return ("tensor", value.dim(), tuple(bool(size == 1) for size in value.shape))
+    if isinstance(value, list | tuple):
+        return tuple(_form(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _form(item)) for name, item in value.items())
+    if value is None or isinstance(value, bool | str):
+        return value
+    return type(value).__name__
+
+
+def _twin(module: nn.Module, scope: UnitScale) -> nn.Module:
+    """A copy that shares parameters and scopes, with buffers of its own and without hooks."""
+    shared: dict[int, Any] = {id(p): p for p in module.parameters()}
+    shared[id(scope)] = scope
+    for child in module.modules():
+        shared.update({id(getattr(child, name)): type(getattr(child, name))() for name in _HOOKS})
+    return copy.deepcopy(module, shared)
+
+
+def _detached(value: Any, scope: UnitScale) -> Any:
+    """A copy of arguments that shares no storage with them."""
+    memo: dict[int, Any] = {id(t): t.detach().clone() for _, t in tensors_in(value)}
+    return copy.deepcopy(value, memo)
+
+
+def unit_scale(
+    model: M,
+    replace: Replacements | None = None,
+    *,
+    init: str = "unit",
+    residual: str = "fixed",
+    strict: bool = False,
+) -> M:
+    """A unit-scaled copy of ``model``.
+
+    What each call needs is worked out at the first call, from the model's data flow, and shown by
+    `unit_scaling.report`. The copy is the same model in every other way.
+
+    replace: torch function -> function to call in its place, e.g. {F.gelu: U.silu}.
+    init: "unit" brings every weight to RMS 1 and every bias to 0; "preserve" keeps the function
+    that the model computes, to rounding: the scale of each weight moves into the op's factor.
+    residual: the weights of residual branches: "fixed", 0.5 for feed-forward and 0.01 for
+    attention branches, or "umup", the rule by depth of `uu.transformer_residual_scaling_rule`.
+    strict: raise ValueError at the first call that is left alone.
+
+    Raises TypeError for what is not a module or is TorchScript, ValueError for an unknown option
+    or a replacement for what is not a torch function.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unit_scale needs an nn.Module, got {type(model).__name__}")
+    for name, got, allowed in (("init", init, INITS), ("residual", residual, RESIDUALS)):
+        if got not in allowed:
+            names = ", ".join(map(repr, allowed))
+            raise ValueError(f"unknown {name} {got!r}; choose one of {names}")
+    for function in replace or {}:
+        if not (function in KINDS or is_torch_function(function)):
+            raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
+    result = copy.deepcopy(model)
+    inner = unwrapped(result)
+    if find_scope(inner, UnitScale) is not None:
+        return result
+    scope = UnitScale(prepare(inner, init), dict(replace or {}), init, residual, strict)
+    install(inner, scope)
+    return result
+
+
+def rows_of(scope: UnitScale) -> list[Row]:
+    """Every line of a model's report: its weights, then the calls of each plan, without repeats."""
+    calls = [row for plan in scope.plans.values() for row in plan.rows]
+    return list(dict.fromkeys([*scope.weights.rows, *calls]))

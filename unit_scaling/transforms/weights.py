@@ -1,0 +1,102 @@
+"""Parameters at unit scale, tagged for the optimizers of `unit_scaling.optim`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..parameter import tag
+from .plan import Row
+
+__all__ = ["Weights", "prepare"]
+
+_KERNELS = (nn.RNNBase, nn.RNNCellBase)
+"""Modules computed by one opaque kernel, whose weights nothing can compensate for."""
+
+
+@dataclass
+class Weights:
+    """factors: parameter name -> what its values were divided by. readouts: the readout weights."""
+
+    factors: dict[str, float] = field(default_factory=dict)
+    readouts: frozenset[str] = frozenset()
+    rows: list[Row] = field(default_factory=list)
+
+
+def prepare(model: nn.Module, init: str) -> Weights:
+    """Brings the weights of ``model`` to unit scale in place, and tags all its parameters.
+
+    A matrix (two or more dimensions) is divided by its RMS: init="unit" keeps the values, in
+    exact unit scale; init="preserve" divides by the nearest power of two, which rounds nothing, so
+    that the factor taken out can be put back in the op exactly. With "unit", biases become zero.
+    The last `nn.Linear` of the model is its readout, unless its weight is tied.
+    """
+    weights = Weights()
+    readout = _readout(model)
+    weights.readouts = frozenset([] if readout is None else [readout])
+    owners = {
+        id(p): (module, path)
+        for path, module in reversed(list(model.named_modules()))
+        for p in module.parameters(recurse=False)
+    }
+    for name, parameter in model.named_parameters():
+        module, path = owners[id(parameter)]
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, _KERNELS):
+            weights.rows.append(Row(path, leaf, "left alone", "inside a kernel without a rule"))
+            tag(parameter, "weight" if parameter.dim() > 1 else "bias")
+        elif parameter.dim() > 1:
+            factor, why = _rescale(parameter, init)
+            done = "left alone" if why else "unit scale"
+            weights.rows.append(Row(path, leaf, done, why or f"divided by {factor:.4g}"))
+            weights.factors[name] = factor
+            tag(parameter, "output" if name in weights.readouts else "weight")
+        elif leaf.endswith("bias"):
+            _zero_bias(parameter, init, path, leaf, weights.rows)
+            tag(parameter, "bias")
+        else:
+            tag(parameter, "norm")
+    return weights
+
+
+def _readout(model: nn.Module) -> str | None:
+    """The name of the last linear layer's weight, or None if another module shares it."""
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if not linears:
+        return None
+    name, last = linears[-1]
+    uses = sum(
+        p is last.weight
+        for m in model.modules()
+        for p in m.parameters(recurse=False)
+    )
+    if uses > 1 or len(linears) == 1:
+        return None
+    return f"{name}.weight" if name else "weight"
+
+
+@torch.no_grad()
+def _rescale(parameter: nn.Parameter, init: str) -> tuple[float, str]:
+    """(what the parameter was divided by, why it was left alone or "")."""
+    if parameter.is_meta:
+        return 1.0, "has no values yet (meta device)"
+    if parameter.numel() < 2 or bool(parameter.min() == parameter.max()):
+        return 1.0, "is constant"
+    rms = parameter.double().square().mean().sqrt().item()
+    if not math.isfinite(rms):
+        return 1.0, "holds Inf or NaN"
+    factor = 2.0 ** round(math.log2(rms)) if init == "preserve" else rms
+    parameter.div_(factor)
+    return factor, ""
+
+
+@torch.no_grad()
+def _zero_bias(
+    parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[Row]
+) -> None:
+    if init == "unit" and not parameter.is_meta and bool(parameter.any()):
+        parameter.zero_()
+        rows.append(Row(path, leaf, "set to zero", "init='unit'"))
