@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import write_atomically
 from .results import BASELINE
 from .variants import VARIANTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; dashes tell apart curves
 # that lie on each other.
@@ -30,8 +29,8 @@ LABEL_SPACING = 0.055  # least distance of two labels, as a share of the axis
 Curve = tuple[list[float], list[float]]
 
 
-def plot_runs(runs: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Writes a PNG of `runs` (rows of results.json), the mean over the seeds of each variant."""
+def plot_runs(runs: Sequence[dict[str, Any]], *, title: str) -> Figure:
+    """Held-out losses of `runs` (rows of results.json), the mean over the seeds of each variant."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
@@ -48,7 +47,7 @@ def plot_runs(runs: Sequence[dict[str, Any]], path: Path, *, title: str) -> None
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#E5E5E5", linewidth=0.7)
         axes.tick_params(colors=GREY)
-    write_atomically(path, lambda file: figure.savefig(file, format="png"))
+    return figure
 
 
 def _val(run: dict[str, Any], baseline: dict[str, Any] | None) -> list[float | None]:

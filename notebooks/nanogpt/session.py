@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 
-from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint, write_json
+from .checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+    write_atomically,
+    write_json,
+)
 from .data import Corpus
 from .gradients import flushed_share
 from .plot import plot_runs
@@ -183,7 +189,8 @@ def _write_results(session: Session, runs: list[dict[str, Any]]) -> None:
         f"GPT, {settings.layers} layers, {settings.width} wide, "
         f"{settings.iters} steps on {session.corpus.name}"
     )
-    plot_runs(runs, session.out / PLOT, title=title)
+    figure = plot_runs(runs, title=title)
+    write_atomically(session.out / PLOT, lambda file: figure.savefig(file, format="png"))
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:

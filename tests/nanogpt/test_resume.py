@@ -9,7 +9,7 @@ import torch
 
 from notebooks.nanogpt.cli import main
 
-MANY = {"variants": "fp32,bf16", "seeds": "0,1", "dropout": 0.2, "iters": 60}
+MANY = {"variants": "fp32,unit_scaled_fp8", "seeds": "0,1", "dropout": 0.2, "iters": 60}
 
 
 def test_killed_again_and_again(tmp_path: Path, argv, losses) -> None:
