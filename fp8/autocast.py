@@ -7,6 +7,7 @@ keyword, method or operator.
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -175,6 +176,22 @@ def _is_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not outer
 
 
+def _forced_eager(call: Callable[[], Any]) -> Any:
+    with torch.compiler.set_stance("force_eager"):
+        return call()
+
+
+def outside_compiler(call: Callable[[], Any]) -> Any:
+    """``call()`` with nothing in it compiled, from the frame up or by itself.
+
+    The code that a compiler makes of a call under a mode has the mode in it already. Run while
+    the mode is active it would meet it again, so while a mode is active in eager code, all is.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it is slow
+        return call()
+    return torch.compiler.disable(_forced_eager)(call)
+
+
 class autocast(TorchFunctionMode):
     """Within the block, every matrix product runs under ``recipe``.
 
@@ -182,6 +199,8 @@ class autocast(TorchFunctionMode):
     opaque: what to do at a call whose products cannot be reached (OPAQUE): "raise" a
     NotImplementedError that names it, or "warn" once and leave it in high precision.
 
+    To compile, compile the function that contains the block: what is compiled and called within
+    it runs in eager mode, so that no product is cast twice.
     An outer product (inner size 1) and integer products are left as they are: they round nothing.
 
     >>> import torch, fp8
@@ -199,8 +218,11 @@ class autocast(TorchFunctionMode):
         self.recipe = get_recipe(recipe)
         self.opaque = opaque
         self._above: list[TorchFunctionMode | None] = []
+        self._stances: list[Any] = []
 
     def __enter__(self) -> autocast:
+        if not torch.compiler.is_compiling():
+            self._force_eager()
         matmul._ACTIVE.append(self.recipe)
         super().__enter__()
         above = FIRST_LOOK[-1] if FIRST_LOOK else None
@@ -215,6 +237,22 @@ class autocast(TorchFunctionMode):
             TorchFunctionMode.__exit__(above, *error)
         matmul._ACTIVE.pop()
         super().__exit__(*error)
+        if not torch.compiler.is_compiling():
+            stance = self._stances.pop()
+            if stance is not None:
+                stance.__exit__(*error)
+
+    def _force_eager(self) -> None:
+        if "torch._dynamo" not in sys.modules:
+            self._stances.append(None)
+            return
+        try:
+            self._stances.append(torch.compiler.set_stance("force_eager"))
+        except RuntimeError as error:
+            raise RuntimeError(
+                "fp8.autocast was entered by a function that torch.compile could not compile in "
+                "one piece (a graph break): compile it with fullgraph=True to see where"
+            ) from error
 
     def __torch_function__(
         self,

@@ -32,6 +32,8 @@ class _ScaledConvolution(Function):
     feature maps; `aten.convolution_backward` is itself differentiable.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         input: Tensor,

@@ -12,13 +12,14 @@ when the backward pass runs under a mode.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .formats import get_format
+from .formats import Format, get_format
 from .quantize import quantize, quantize_backward, quantize_forward
 from .recipe import Cast, Recipe
 from .scaling import SCALINGS
@@ -53,21 +54,31 @@ def cast_backward(x: Tensor, cast: Cast | None) -> Tensor:
     return x if cast is None else _CastGradient.apply(x, *_spec(cast))
 
 
-def _spec(cast: Cast | None) -> tuple[str, ...]:
-    return () if cast is None else (cast.format, cast.scaling, cast.rounding, cast.overflow)
+_FIELDS = tuple(field.name for field in fields(Format))
 
 
-def _cast(x: Tensor, spec: tuple[str, ...]) -> Tensor:
+def _spec(cast: Cast | None) -> tuple[Any, ...]:
+    """A cast as strings and numbers: no object crosses an autograd function under compile."""
+    if cast is None:
+        return ()
+    format = cast.format
+    if isinstance(format, Format):
+        format = tuple(getattr(format, name) for name in _FIELDS)  # type: ignore[assignment]
+    return (format, cast.scaling, cast.rounding, cast.overflow)
+
+
+def _cast(x: Tensor, spec: tuple[Any, ...]) -> Tensor:
     if not spec:
         return x
-    format, scaling, rounding, overflow = spec
-    scale = SCALINGS[scaling](x, get_format(format))
+    name, scaling, rounding, overflow = spec
+    format = get_format(name) if isinstance(name, str) else Format(**dict(zip(_FIELDS, name, strict=True)))
+    scale = SCALINGS[scaling](x, format)
     return quantize(x, format, rounding=rounding, overflow=overflow, scale=scale)
 
 
 class _CastGradient(Function):
     @staticmethod
-    def forward(x: Tensor, *spec: str) -> Tensor:
+    def forward(x: Tensor, *spec: Any) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -99,9 +110,11 @@ class _Product(Function):
     weight (n, k) comes out in the weight's own layout.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, s_y: float, s_a: float, s_b: float, *spec: str
+        a: Tensor, b: Tensor, bias: Tensor | None, s_y: float, s_a: float, s_b: float, *spec: Any
     ) -> Tensor:
         return _gemm(a, b.mT, s_y, bias)
 

@@ -234,17 +234,17 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
 def _quantize(
     x: Tensor, grid: Grid, rounding: str, scale: Tensor | None, key: Key | None
 ) -> Tensor:
+    if torch.compiler.is_compiling() or not _is_plain(x) or (scale is not None and scale.dim()):
+        return _whole(x, grid, rounding, scale, key)
     size = CHUNK * torch.get_num_threads()
-    chunked = (
-        x.numel() > size
-        and not torch.compiler.is_compiling()
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and x.device.type == "cpu"
-        and (scale is None or scale.dim() == 0)
-    )
-    if chunked:
-        return _in_chunks(x, grid, rounding, scale, key, size)
-    return _whole(x, grid, rounding, scale, key)
+    if x.numel() <= size:
+        return _whole(x, grid, rounding, scale, key)
+    return _in_chunks(x, grid, rounding, scale, key, size)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether `x` can be worked through piece by piece: in main memory, and no subclass that means more."""
+    return x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def _whole(

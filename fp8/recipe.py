@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .formats import get_format
+from .formats import Format, get_format
 from .quantize import OVERFLOWS, ROUNDINGS
 from .scaling import SCALINGS
 
@@ -21,14 +21,13 @@ def _check(what: str, got: object, allowed: object) -> None:
 class Cast:
     """How one operand gets into its format.
 
-    format: a name in `fp8.FORMATS`, or any ``"e{exponent bits}m{mantissa bits}"``.
+    format: a name in `fp8.FORMATS`, or a `fp8.Format`.
     scaling: a name in `fp8.SCALINGS`.
     rounding, overflow: as in `fp8.quantize`. Stochastic rounding draws a new seed at each use.
-    random_bits: as in `fp8.quantize`.
     Raises ValueError for an unknown name.
     """
 
-    format: str
+    format: str | Format
     scaling: str = "unit"
     rounding: str = "nearest"
     overflow: str = "saturate"

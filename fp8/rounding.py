@@ -21,34 +21,37 @@ ROUNDINGS = ("nearest", "stochastic", "toward_zero")
 
 # --- random bits -------------------------------------------------------------------------------------------------
 
-LOW = 0xFFFFFFFF
-FIRST, SECOND, THIRD = 0xED5AD4BB, 0xAC4C1B51, 0x31848BAB
-"""Multipliers of `triple32`, with shifts 17, 11, 15, 14: the 32-bit mixer with the least avalanche bias found by
-Wellons' search (https://github.com/skeeto/hash-prospector; bias 0.0208, against 0.17 for two rounds)."""
+FIRST, SECOND, THIRD = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
+"""Multipliers, as int32, of `triple32`, with shifts 17, 11, 15, 14: the 32-bit mixer with the least avalanche bias
+found by Wellons' search (https://github.com/skeeto/hash-prospector; 0.0208, against 0.17 for two rounds)."""
 
-START = (0x243F6A88, 0x85A308D3)
+KEY_STEP = 0x5851F42D4C957F2D
+"""Multiplier that combines the parts of a seed: that of Knuth's MMIX generator, good in the spectral test."""
+
+KEY_START = 0x243F6A8885A308D3
 """Where a key starts: the first 64 bits of the fraction of pi."""
 
 INDEX_BITS = 31
 """Elements are numbered within blocks of 2**31, so that an index is a non-negative int32."""
 
 
-def _mix(word: Word) -> Word:
-    """Mix 32 bits held in a Python int or an int64 tensor: the same result for both."""
-    word = ((word ^ (word >> 17)) * FIRST) & LOW
-    word = ((word ^ (word >> 11)) * SECOND) & LOW
-    word = ((word ^ (word >> 15)) * THIRD) & LOW
-    return word ^ (word >> 14)
+def _wrap(word: Word) -> Word:
+    """A Python int modulo 2**64, as int64 arithmetic on tensors has it anyway."""
+    return word if isinstance(word, Tensor) else ((word + 2**63) & (2**64 - 1)) - 2**63
 
 
-def _absorb(state: tuple[Word, Word], word: Word) -> tuple[Word, Word]:
-    """The key `state` after one more 32-bit word. For a fixed word this is one-to-one."""
-    first = _mix(state[0] ^ word)
-    return first, _mix((state[1] + first) & LOW)
+def _mix64(word: Word) -> Word:
+    """Stafford's variant 13 of the 64-bit murmur finaliser, as in SplitMix64 (Steele et al., OOPSLA 2014).
+
+    `>>` copies the sign, hence the masks. The multipliers are the published ones as signed 64-bit numbers.
+    """
+    word = _wrap((word ^ ((word >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64))
+    word = _wrap((word ^ ((word >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64))
+    return word ^ ((word >> 31) & (2**33 - 1))
 
 
 def random_key(seed: Seed) -> tuple[int, int] | tuple[Tensor, Tensor]:
-    """Two 32-bit words from a seed: ints, or 0-dim int64 tensors where the seed holds a tensor.
+    """Two 32-bit words from a seed, as int32 values: ints, or 0-dim int32 tensors where the seed holds a tensor.
 
     Args:
         seed: an int in [-2**63, 2**63), a 0-dim int64 tensor, or a sequence of these such as
@@ -57,26 +60,27 @@ def random_key(seed: Seed) -> tuple[int, int] | tuple[Tensor, Tensor]:
     An int and a tensor of the same value give the same key. Raises TypeError and ValueError.
     """
     parts = list(seed) if isinstance(seed, Sequence) else [seed]
-    tensors = [part for part in parts if isinstance(part, Tensor)]
     for part in parts:
         _check_seed(part)
+    tensors = [part for part in parts if isinstance(part, Tensor)]
     if tensors or torch.compiler.is_compiling():
+        # A compiled int may be symbolic, which bitwise operators do not take.
         device = tensors[0].device if tensors else None
-        words = [
-            part
-            if isinstance(part, Tensor)
-            else torch.full((), part, dtype=torch.int64, device=device)
-            for part in parts
-        ]
-        state = tuple(torch.full((), start, dtype=torch.int64, device=device) for start in START)
-        return _key(cast("tuple[Tensor, Tensor]", state), words)
-    return _key(START, cast("list[int]", parts))
+        word = _combine(torch.full((), KEY_START, dtype=torch.int64, device=device), parts)
+        return word.to(torch.int32), (word >> 32).to(torch.int32)
+    word = _combine(KEY_START, parts)
+    return (word + 2**31) % 2**32 - 2**31, word >> 32
 
 
-def _key(state: tuple[Word, Word], words: list[Word]) -> tuple[Word, Word]:
-    for word in words:
-        state = _absorb(_absorb(state, word & LOW), (word >> 32) & LOW)
-    return state
+def _combine(start: Word, parts: list[int | Tensor]) -> Word:
+    """One 64-bit word from the parts of a seed. The parts enter linearly and are mixed at the end.
+
+    Few steps use their operand twice: inductor's time to compile a chain of those is exponential in its length.
+    """
+    word = start
+    for part in parts:
+        word = _wrap(word * KEY_STEP + part)
+    return _mix64(_wrap(word * KEY_STEP))
 
 
 def _check_seed(part: object) -> None:
@@ -93,13 +97,6 @@ def _check_seed(part: object) -> None:
         raise ValueError(f"seed {part} does not fit into 64 bits")
 
 
-def _signed(word: Word) -> Word:
-    """32 bits as an int32 value: what an int32 tensor can be combined with."""
-    if isinstance(word, Tensor):
-        return word.to(torch.int32)
-    return word - (1 << 32) if word >= 1 << 31 else word
-
-
 def _shift(bits: Tensor, by: int) -> Tensor:
     """Logical shift right of int32 (torch's own shift copies the sign)."""
     return (bits >> by).bitwise_and_((1 << (32 - by)) - 1)
@@ -110,18 +107,17 @@ def bits_from_key(
 ) -> Tensor:
     """int32 tensor of `shape`, all 32 bits random: a hash of `key` and the row-major index counted from `start`."""
     count = math.prod(shape)
-    first, second = _signed(key[0]), _signed(key[1])
+    first, second = key
     if start + count <= 1 << INDEX_BITS:
         z = torch.arange(start, start + count, dtype=torch.int32, device=device)
     else:
         index = torch.arange(start, start + count, device=device)
         z = (index & ((1 << INDEX_BITS) - 1)).to(torch.int32)
-        block = (index >> INDEX_BITS).to(torch.int32)
-        second = block.mul_(_signed(FIRST)).bitwise_xor_(second)
+        second = (index >> INDEX_BITS).to(torch.int32).mul_(FIRST).bitwise_xor_(second)
     z = z ^ first
-    z = z.bitwise_xor_(_shift(z, 17)).mul_(_signed(FIRST)).add_(second)
-    z = z.bitwise_xor_(_shift(z, 11)).mul_(_signed(SECOND))
-    z = z.bitwise_xor_(_shift(z, 15)).mul_(_signed(THIRD))
+    z = z.bitwise_xor_(_shift(z, 17)).mul_(FIRST).add_(second)
+    z = z.bitwise_xor_(_shift(z, 11)).mul_(SECOND)
+    z = z.bitwise_xor_(_shift(z, 15)).mul_(THIRD)
     return z.bitwise_xor_(_shift(z, 14)).view(shape)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from fp8.formats import Format
 from fp8.quantize import quantize, quantize_backward, quantize_forward
-from torch import Tensor
 
 __all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
 
@@ -59,6 +60,11 @@ class FPFormat:
             bias=bias,
             max=(2 - 2.0**-self.mantissa_bits) * 2.0 ** (bias - 1),
         )
+
+    @property
+    def format(self) -> Format:
+        """The set of values, for `fp8`."""
+        return self._format
 
     @property
     def bits(self) -> int:

@@ -108,7 +108,7 @@ def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
 def scaled_parameters(
     params: ParamsT,
     lr_scale_func: LrScale,
-    lr: None | float | Tensor = None,
+    lr: float | Tensor | None = None,
     weight_decay: float = 0,
     independent_weight_decay: bool = True,
     allow_non_unit_scaling_params: bool = False,

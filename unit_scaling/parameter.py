@@ -34,7 +34,7 @@ class ParameterData(Protocol):
     def numel(self) -> int: ...
 
 
-def Parameter(  # noqa: N802 - the name and form of torch.nn.Parameter
+def Parameter(
     data: Tensor,
     mup_type: MupType,
     mup_scaling_depth: int | None = None,

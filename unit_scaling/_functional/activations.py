@@ -273,8 +273,6 @@ def add(
     else:
         assert isinstance(input, Tensor)
         assert isinstance(other, Tensor)
-        output = torch.add(
-            scale_bwd(input, s["input"]), scale_bwd(other, s["other"]), alpha=alpha
-        )
+        output = torch.add(scale_bwd(input, s["input"]), scale_bwd(other, s["other"]), alpha=alpha)
         output = scale_each(output, s["output"], 1.0)
     return output if out is None else out.copy_(output)

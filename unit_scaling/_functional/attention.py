@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from fp8 import attention as fused
 from torch import Tensor
 from torch.nn import functional as F
+
+from fp8.attention import attention
 
 from ..core.functional import logarithmic_interpolation
 from ..ops import Scales, unit_scaled
@@ -70,7 +71,5 @@ def scaled_dot_product_attention(
     """
     s = scaled_dot_product_attention_scales(query, value, dropout_p, is_causal, mult, scale)
     temperature = mult * (1 / query.shape[-1] if scale is None else scale)
-    output = fused.attention(
-        query, key, value, attn_mask, dropout_p, is_causal, temperature, enable_gqa
-    )
+    output = attention(query, key, value, attn_mask, dropout_p, is_causal, temperature, enable_gqa)
     return scale_output(output, s["output"], s["value"], fresh=False)

@@ -7,7 +7,8 @@ is what loss scaling exists to undo.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from ..ops import Scales, unit_scaled
 from ..scale import scale_bwd, value_with_gradient
 
 __all__ = ["cross_entropy", "mse_loss"]
+
+Loss = Callable[..., Tensor]
 
 _REDUCTIONS = ("mean", "none", "sum")
 
@@ -70,26 +73,25 @@ def cross_entropy(
     kind = _reduction(reduction, size_average, reduce)
     scale = cross_entropy_scales(input, label_smoothing)["input"]
     logits = input if mult == 1.0 else input * mult
-    settings: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index}
     if target.is_floating_point() or label_smoothing:
-        loss, scores = F.cross_entropy, logits
-        settings["label_smoothing"] = label_smoothing
+        loss: Loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
+        scores = logits
     else:  # what F.cross_entropy computes; the softmax is shared by the value and the sum
-        loss, scores = F.nll_loss, F.log_softmax(logits, _class_dim(logits))
-    return _unit_loss(loss, scores, target, kind, scale / mult if mult else scale, settings)
+        loss = F.nll_loss
+        scores = F.log_softmax(logits, _class_dim(logits))
+    loss = partial(loss, weight=weight, ignore_index=ignore_index)
+    return _unit_loss(loss, scores, target, kind, scale / mult if mult else scale)
 
 
-def _unit_loss(
-    loss: Any, input: Tensor, target: Tensor, reduction: str, scale: float, settings: dict[str, Any]
-) -> Tensor:
-    """``loss(input, target)``, whose gradient is ``scale`` times that of the sum."""
-    if reduction == "none":
-        return scale_bwd(loss(input, target, reduction="none", **settings), scale)
-    total = loss(input, target, reduction="sum", **settings)
-    if reduction == "sum":
+def _unit_loss(loss: Loss, input: Tensor, target: Tensor, kind: str, scale: float) -> Tensor:
+    """``loss(input, target)`` reduced as ``kind``; the gradient is ``scale`` times the sum's."""
+    if kind == "none":
+        return scale_bwd(loss(input, target, reduction="none"), scale)
+    total = loss(input, target, reduction="sum")
+    if kind == "sum":
         return scale_bwd(total, scale)
     with torch.no_grad():
-        value = loss(input.detach(), target.detach(), reduction="mean", **settings)
+        value = loss(input.detach(), target.detach(), reduction="mean")
     return value_with_gradient(value, total, scale)
 
 
@@ -124,8 +126,8 @@ def mse_loss(
     """
     kind = _reduction(reduction, size_average, reduce)
     s = mse_loss_scales(input, target)
-    settings = {} if weight is None else {"weight": weight}
+    loss = F.mse_loss if weight is None else partial(F.mse_loss, weight=weight)
     if s["input"] == s["target"]:
-        return _unit_loss(F.mse_loss, input, target, kind, s["input"], settings)
+        return _unit_loss(loss, input, target, kind, s["input"])
     input, target = scale_bwd(input, s["input"]), scale_bwd(target, s["target"])
-    return _unit_loss(F.mse_loss, input, target, kind, 1.0, settings)
+    return _unit_loss(loss, input, target, kind, 1.0)

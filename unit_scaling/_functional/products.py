@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from fp8 import convolution
-from fp8 import matmul as products
 from torch import Tensor
 from torch.nn import functional as F
+
+from fp8.convolution import conv
+from fp8.matmul import linear as linear_product
+from fp8.matmul import matmul as matrix_product
 
 from ..ops import Scales, tie, unit_scaled
 from ..scale import scale_each
@@ -75,7 +77,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, s: Scales) -> Te
     if bias is not None:  # the product's own scales give its gradient the weight's factor
         bias = scale_each(bias, s["output"], 1.0)
     scales = (s["output"], s["input"], s["weight"])
-    return products.linear(input, weight, bias, scales=scales)
+    return linear_product(input, weight, bias, scales=scales)
 
 
 READOUT: ScalePower = (1.0, 0.5, 0.5)
@@ -147,7 +149,7 @@ def _torch_mm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> dict
 def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
     """``s * left @ right``, with the shapes and broadcasting of `torch.matmul`."""
     s = matmul_scales(left, right, constraint)
-    return products.matmul(left, right, scales=(s["output"], s["left"], s["right"]))
+    return matrix_product(left, right, scales=(s["output"], s["left"], s["right"]))
 
 
 def _first(value: int | Sequence[int]) -> int:
@@ -210,12 +212,8 @@ def conv1d(
     or None. The other arguments are those of `torch.nn.functional.conv1d` (numbers, tuples of
     one, padding "same" and "valid"), then those of `linear`.
     """
-    s = conv1d_scales(
-        input, weight, stride, padding, dilation, groups, constraint, scale_power
-    )
+    s = conv1d_scales(input, weight, stride, padding, dilation, groups, constraint, scale_power)
     if bias is not None:
         bias = scale_each(bias, s["output"], 1.0)
     scales = (s["output"], s["input"], s["weight"])
-    return convolution.conv(
-        input, weight, bias, stride, padding, dilation, groups, scales=scales
-    )
+    return conv(input, weight, bias, stride, padding, dilation, groups, scales=scales)

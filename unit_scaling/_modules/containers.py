@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-from ..parameter import has_parameter_data, tag
+from ..parameter import MupType, has_parameter_data, tag
 from .tagged import TaggedModule
 
 __all__ = ["DepthModuleList", "DepthSequential"]
@@ -23,7 +23,7 @@ def _multiply_depth(root: nn.Module, old: int, new: int) -> None:
 
     Raises ValueError for a parameter without tags, before anything is changed.
     """
-    depths = {}
+    tags: dict[nn.Parameter, tuple[MupType, int | None]] = {}
     for name, parameter in root.named_parameters():
         if not has_parameter_data(parameter):
             raise ValueError(
@@ -31,14 +31,14 @@ def _multiply_depth(root: nn.Module, old: int, new: int) -> None:
                 "module of unit_scaling, or unit_scaling.Parameter"
             )
         depth = (parameter.mup_scaling_depth or 1) // old * new
-        depths[parameter] = depth if new > 1 or depth > 1 else None
-    for parameter, depth in depths.items():
-        tag(parameter, parameter.mup_type, depth)
+        inside = depth if new > 1 or depth > 1 else None
+        tags[cast("nn.Parameter", parameter)] = parameter.mup_type, inside
+    for parameter, (mup_type, inside) in tags.items():
+        tag(parameter, mup_type, inside)
     for module in root.modules():
         if isinstance(module, TaggedModule):
             for name, parameter in module.named_parameters(recurse=False):
-                if name in module.mup_tags:
-                    module.set_depth(name, depths[parameter])
+                module.mup_tags[name] = tags[parameter]
 
 
 class _DepthContainer(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import functional as U  # noqa: N812
+from .. import functional as U
 from ..parameter import MupType
 from .tagged import TaggedModule
 

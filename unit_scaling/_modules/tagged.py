@@ -30,11 +30,6 @@ class TaggedModule(nn.Module):
         for name, parameter in self.named_parameters(recurse=False):
             self._restore_tag(name, parameter)
 
-    def set_depth(self, name: str, depth: int | None) -> None:
-        """Sets the mup_scaling_depth of one parameter, now and for any that takes its place."""
-        mup_type, _ = self.mup_tags[name]
-        self.mup_tags[name] = (mup_type, depth)
-
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         if param is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import functional as U  # noqa: N812
+from .. import functional as U
 from ..core.functional import ResidualScalingFn, transformer_residual_scaling_rule
 from .containers import DepthSequential
 from .layers import Embedding, Linear, LinearReadout, RMSNorm

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, TypeVar
 
-from fp8.autocast import autocast
+import torch
+from fp8.autocast import autocast, outside_compiler
 from fp8.recipe import Cast, Recipe
 from torch import nn
 
 from ..formats import FPFormat
+from .compile import copied
 from .install import Call, install, unwrapped
 
 __all__ = ["Simulate", "simulate_format", "simulate_fp8"]
@@ -20,7 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 class Simulate:
     """The scope of simulation: `fp8.autocast` for as long as the model runs."""
 
-    order = 0
+    order = 1
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -32,6 +33,11 @@ class Simulate:
         """``call()`` under the recipe."""
         if self._active:
             return call()
+        if torch.compiler.is_compiling():
+            return self._simulated(call)
+        return outside_compiler(lambda: self._simulated(call))
+
+    def _simulated(self, call: Call) -> Any:
         self._active = True
         try:
             with autocast(self.recipe, opaque="warn"):
@@ -49,9 +55,13 @@ def simulate_format(model: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
     for got in (fwd_format, bwd_format):
         if not isinstance(got, FPFormat):
             raise TypeError(f"simulate_format needs an FPFormat, got {type(got).__name__}")
-    forward, backward = fwd_format.cast(), bwd_format.cast()
+    forward, backward = _cast(fwd_format), _cast(bwd_format)
     name = f"simulate({fwd_format}, {bwd_format})"
     return _simulate(model, Recipe(name=name, input=forward, weight=forward, grad=backward))
+
+
+def _cast(format: FPFormat) -> Cast:
+    return Cast(format=format.format, rounding=format.rounding)
 
 
 def simulate_fp8(model: M) -> M:
@@ -70,6 +80,6 @@ def simulate_fp8(model: M) -> M:
 def _simulate(model: M, recipe: Recipe) -> M:
     if not isinstance(model, nn.Module):
         raise TypeError(f"simulation needs an nn.Module, got {type(model).__name__}")
-    result = copy.deepcopy(model)
+    result = copied(model)
     install(unwrapped(result), Simulate(recipe))
     return result

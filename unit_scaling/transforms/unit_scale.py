@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from fp8.autocast import outside_compiler
 from torch import Tensor, nn
 
 from .calls import KINDS
+from .compile import copied
 from .install import Call, find_scope, install, unwrapped
 from .plan import Plan, Row, Settings, make_plan
 from .record import Recorder, tensors_in
@@ -21,6 +24,10 @@ __all__ = ["UnitScale", "unit_scale"]
 M = TypeVar("M", bound=nn.Module)
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
+_FIRST_CALL = (
+    "unit_scale has not seen this form of call yet: call the model once before compiling it with "
+    "fullgraph=True"
+)
 INITS = ("unit", "preserve")
 RESIDUALS = ("fixed", "umup")
 _HOOKS = (
@@ -35,7 +42,7 @@ _HOOKS = (
 class UnitScale:
     """The scope of unit scaling: the plans of a model, one for each form of call."""
 
-    order = 1
+    order = 0
 
     def __init__(
         self, weights: Weights, replacements: Replacements, init: str, residual: str, strict: bool
@@ -69,15 +76,19 @@ class UnitScale:
             plan = self._latest.get(module.training)
             plan = plan if plan is not None and _covers(plan, path) else None
         if plan is None:
-            return self._first(form, call, module, path, args, kwargs)
+            if torch.compiler.is_compiling():
+                raise RuntimeError(_FIRST_CALL)  # without fullgraph=True, the call is made eagerly
+            first = functools.partial(self._first, form, call, module, path, args, kwargs)
+            return outside_compiler(first)
         if not path:
             self._latest[module.training] = plan
         if torch.compiler.is_compiling():
             return self._replay(plan, call, path)
         try:
-            return self._replay(plan, call, path)
+            return outside_compiler(lambda: self._replay(plan, call, path))
         except PlanMissError:
-            return self._first(form, call, module, path, args, kwargs)
+            first = functools.partial(self._first, form, call, module, path, args, kwargs)
+            return outside_compiler(first)
 
     def _within(self, path: str, call: Call) -> Any:
         self._path.append(path)
@@ -90,7 +101,6 @@ class UnitScale:
         with Replay(plan, self.kinds, self.replacements, self._path):
             return self._within(path, call)
 
-    @torch.compiler.disable
     def _first(
         self,
         form: Any,
@@ -100,7 +110,7 @@ class UnitScale:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Records the model, makes the plan, then runs it. Compiling leaves this to eager."""
+        """Records the model, makes the plan, then runs it."""
         plan = self.record(module, path, args, kwargs)
         if self.strict:
             alone = [row for row in (*self.weights.rows, *plan.rows) if row.left_alone]
@@ -114,6 +124,11 @@ class UnitScale:
         if not path:
             self._latest[module.training] = plan
         return self._replay(plan, call, path)
+
+    def report(self) -> list[Row]:
+        """The rows of the weights, then of the calls of each plan, without repeats."""
+        calls = [row for plan in self.plans.values() for row in plan.rows]
+        return list(dict.fromkeys([*self.weights.rows, *calls]))
 
     def record(
         self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -206,16 +221,10 @@ def unit_scale(
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
-    result = copy.deepcopy(model)
+    result = copied(model)
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
         return result
     scope = UnitScale(prepare(inner, init), dict(replace or {}), init, residual, strict)
     install(inner, scope)
     return result
-
-
-def rows_of(scope: UnitScale) -> list[Row]:
-    """Every line of a model's report: its weights, then the calls of each plan, without repeats."""
-    calls = [row for plan in scope.plans.values() for row in plan.rows]
-    return list(dict.fromkeys([*scope.weights.rows, *calls]))
