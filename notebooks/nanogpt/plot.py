@@ -40,10 +40,11 @@ def plot_runs(runs: Sequence[dict[str, Any]], *, title: str) -> Figure:
     curves = {variant: curve for variant, curve in curves.items() if curve[0]}
     _draw(losses, curves)
     _frame_losses(losses, curves)
-    _label_ends(losses, curves)
+    _label_ends(losses, curves, "{:.3f}")
     _draw_gaps(gaps, runs)
     for axes in (losses, gaps):
         axes.set_xlabel("training step", color=GREY)
+        axes.margins(x=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#E5E5E5", linewidth=0.7)
         axes.tick_params(colors=GREY)
@@ -111,10 +112,10 @@ def _draw_gaps(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
     axes.set_yticks([0, *(tick for tick in ticks if bottom * 1.5 <= tick <= top * 1.5)])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
     axes.minorticks_off()
-    _label_ends(axes, curves)
+    _label_ends(axes, curves, "{:+.3f}")
 
 
-def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
+def _label_ends(axes: Axes, curves: dict[str, Curve], form: str) -> None:
     """Each curve's name and last value to the right of its end, moved apart where they collide."""
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = {
@@ -126,7 +127,7 @@ def _label_ends(axes: Axes, curves: dict[str, Curve]) -> None:
     for variant, (y, value) in sorted(ends.items(), key=lambda item: item[1][0]):
         height = max(y, height + LABEL_SPACING)
         axes.annotate(
-            f"{VARIANTS[variant].label}  {value:.3f}",
+            f"{VARIANTS[variant].label}  {form.format(value)}",
             xy=(1.01, height),
             xycoords="axes fraction",
             color=STYLES[variant]["color"],

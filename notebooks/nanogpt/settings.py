@@ -27,14 +27,14 @@ class Settings:
     batch_size: int = 16
     iters: int = 300
     warmup: int = 50
-    lr: float = 2e-3
-    unit_lr: float = 4e-2
+    lr: float = 4e-3
+    unit_lr: float = 8e-2
     final_lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.1
     clip: float = 1.0
     eval_interval: int = 50
-    eval_batches: int = 8
+    eval_batches: int = 10
 
     def __post_init__(self) -> None:
         self.gpt(vocab=1)  # checks the shape

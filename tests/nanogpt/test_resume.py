@@ -58,8 +58,8 @@ def test_finished_runs_are_not_trained_again(tmp_path: Path, argv, monkeypatch) 
     [
         ({"iters": 30}, "settings.iters was 20, is 30"),
         ({"seeds": "1"}, "seeds was [0], is [1]"),
-        ({"lr": "0.5"}, "lr.fp32 was 0.002, is 0.5"),
-        ({"variants": "fp32,bf16"}, "lr.bf16 was None, is 0.002"),
+        ({"lr": "0.5"}, "lr.fp32 was 0.004, is 0.5"),
+        ({"variants": "fp32,bf16"}, "lr.bf16 was None, is 0.004"),
         ({"threads": 2}, "threads was 1, is 2"),
         ({"data": None}, "data.name was 'words.txt', is 'Python standard library'"),
     ],
