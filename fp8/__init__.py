@@ -1,12 +1,19 @@
 """Numbers: low-precision formats, casts, and matrix products computed from them."""
 
-from fp8.formats import FORMATS, Format, get_format
-from fp8.quantize import quantize, quantize_backward, quantize_forward
+from .autocast import autocast
+from .formats import FORMATS, Format, get_format
+from .quantize import quantize, quantize_backward, quantize_forward
+from .recipe import RECIPES, Cast, Recipe, get_recipe
 
 __all__ = [
     "FORMATS",
+    "RECIPES",
+    "Cast",
     "Format",
+    "Recipe",
+    "autocast",
     "get_format",
+    "get_recipe",
     "quantize",
     "quantize_backward",
     "quantize_forward",

@@ -63,7 +63,9 @@ class Format:
             self.min_exponent >= -127,
             f"bias {self.bias} gives a min normal of 2**{self.min_exponent}, below float32's range (2**-127)",
         )
-        require(math.isfinite(self.max) and self.max > 0, f"max is {self.max}, not finite and positive")
+        require(
+            math.isfinite(self.max) and self.max > 0, f"max is {self.max}, not finite and positive"
+        )
         top = 2**self.exponent_bits - 1 - self.bias
         exponent = self.max_exponent
         require(
@@ -71,7 +73,10 @@ class Format:
             f"max {self.max} has exponent {exponent}, allowed are {self.min_exponent} to {min(top, 127)}",
         )
         steps = math.ldexp(self.max, self.mantissa_bits - exponent)
-        require(steps == int(steps), f"max {self.max} needs more than {self.mantissa_bits} mantissa bits")
+        require(
+            steps == int(steps),
+            f"max {self.max} needs more than {self.mantissa_bits} mantissa bits",
+        )
         require(self.signed or not self.negative_zero, "an unsigned format has no -0")
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .formats import Format, get_format
-from .quantize import quantize, quantize_backward, quantize_forward
+from .quantize import quantize, quantize_forward
 from .recipe import Cast, Recipe
 from .scaling import SCALINGS
 
@@ -71,7 +71,11 @@ def _cast(x: Tensor, spec: tuple[Any, ...]) -> Tensor:
     if not spec:
         return x
     name, scaling, rounding, overflow = spec
-    format = get_format(name) if isinstance(name, str) else Format(**dict(zip(_FIELDS, name, strict=True)))
+    format = (
+        get_format(name)
+        if isinstance(name, str)
+        else Format(**dict(zip(_FIELDS, name, strict=True)))
+    )
     scale = SCALINGS[scaling](x, format)
     return quantize(x, format, rounding=rounding, overflow=overflow, scale=scale)
 

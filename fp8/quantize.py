@@ -222,7 +222,9 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
     """The key of the random bits, or None where none are needed."""
     if rounding != "stochastic":
         if seed is not None:
-            raise ValueError(f"a seed is given with rounding={rounding!r}; only 'stochastic' uses one")
+            raise ValueError(
+                f"a seed is given with rounding={rounding!r}; only 'stochastic' uses one"
+            )
         return None
     if seed is not None:
         return random_key(seed)
@@ -288,5 +290,14 @@ def _in_chunks(
             to.copy_(_whole(piece, grid, rounding, scale, key, start=start))
         else:
             assert scratch is not None
-            _whole(piece, grid, rounding, scale, key, start=start, out=to, scratch=scratch[: len(piece)])
+            _whole(
+                piece,
+                grid,
+                rounding,
+                scale,
+                key,
+                start=start,
+                out=to,
+                scratch=scratch[: len(piece)],
+            )
     return out

@@ -70,8 +70,7 @@ def _e4m3_e5m2(name: str, scaling: str) -> Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (_e4m3_e5m2("unit", "unit"), _e4m3_e5m2("tensor", "tensor"))
+    recipe.name: recipe for recipe in (_e4m3_e5m2("unit", "unit"), _e4m3_e5m2("tensor", "tensor"))
 }
 """Name -> recipe. "unit" has scale one everywhere; "tensor" scales each operand by its amax."""
 

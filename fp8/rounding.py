@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,9 +121,7 @@ def bits_from_key(
     return z.bitwise_xor_(_shift(z, 14)).view(shape)
 
 
-def random_bits(
-    shape: Sequence[int], seed: Seed, *, device: torch.device | str = "cpu"
-) -> Tensor:
+def random_bits(shape: Sequence[int], seed: Seed, *, device: torch.device | str = "cpu") -> Tensor:
     """Random int32 tensor of `shape`, uniform over all 2**32 values and a function of the arguments alone.
 
     Element i is a hash of (seed, i), i the row-major index: the same in eager and compiled code, on every device,

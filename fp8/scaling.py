@@ -18,7 +18,7 @@ __all__ = ["SCALINGS", "tensor_scale", "unit_scale"]
 
 def unit_scale(x: Tensor, format: Format) -> None:
     """No scale at all: the operand is expected to have RMS about 1 (Unit Scaling, section 3)."""
-    return None
+    return
 
 
 def tensor_scale(x: Tensor, format: Format) -> Tensor:

@@ -1,6 +1,17 @@
 """Scales: what factor each operation needs so that every tensor has RMS about 1."""
 
-from . import constraints, core, formats, functional, modules, ops, optim, parameter, scale
+from . import (
+    constraints,
+    core,
+    formats,
+    functional,
+    modules,
+    ops,
+    optim,
+    parameter,
+    scale,
+    transforms,
+)
 from .core.functional import transformer_residual_scaling_rule
 from .modules import (
     GELU,
@@ -23,6 +34,7 @@ from .modules import (
     TransformerStack,
 )
 from .parameter import MupType, Parameter
+from .transforms import report
 
 __all__ = [
     "GELU",
@@ -53,6 +65,8 @@ __all__ = [
     "ops",
     "optim",
     "parameter",
+    "report",
     "scale",
     "transformer_residual_scaling_rule",
+    "transforms",
 ]

@@ -290,13 +290,13 @@ def test_tie():
 
 def test_refuses_a_second_row():
     with pytest.raises(ValueError, match="'gelu' is in OPS already"):
-        unit_scaled(lambda: {})(type("gelu", (), {"__init__": lambda self: None}))
+        unit_scaled(dict)(type("gelu", (), {"__init__": lambda self: None}))
 
     def another(input):
         return input
 
     with pytest.raises(ValueError, match="is replaced by 'linear'"):
-        unit_scaled(lambda: {}, replaces=(F.linear,))(another)
+        unit_scaled(dict, replaces=(F.linear,))(another)
     with pytest.raises(ValueError, match="arguments the op lacks"):
         unit_scaled(lambda weight: {})(another)
     assert "another" not in OPS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from .install import Call, find_scope, install, unwrapped

@@ -69,9 +69,7 @@ def _run(
     if not scopes:
         return forward(module, *args, **kwargs)
     (scope, path), inner = scopes[0], scopes[1:]
-    return scope.run(
-        lambda: _run(module, forward, inner, args, kwargs), module, path, args, kwargs
-    )
+    return scope.run(lambda: _run(module, forward, inner, args, kwargs), module, path, args, kwargs)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from fp8.autocast import EXPANDED, FIRST_LOOK
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from fp8.autocast import EXPANDED, FIRST_LOOK
 
 __all__ = ["Graph", "Input", "Node", "Recorder", "Slot"]
 

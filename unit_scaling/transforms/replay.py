@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fp8 import matmul
-from fp8.autocast import EXPANDED, FIRST_LOOK
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from fp8 import matmul
+from fp8.autocast import EXPANDED, FIRST_LOOK
 
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each

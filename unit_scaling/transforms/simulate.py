@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+
 from fp8.autocast import autocast, outside_compiler
 from fp8.recipe import Cast, Recipe
-from torch import nn
 
 from ..formats import FPFormat
 from .compile import copied
@@ -71,9 +72,7 @@ def simulate_fp8(model: M) -> M:
     nearest even: what an H100 computes from tensors cast without a scale.
     """
     forward = Cast(format="e4m3")
-    recipe = Recipe(
-        name="simulate_fp8", input=forward, weight=forward, grad=Cast(format="e5m2")
-    )
+    recipe = Recipe(name="simulate_fp8", input=forward, weight=forward, grad=Cast(format="e5m2"))
     return _simulate(model, recipe)
 
 

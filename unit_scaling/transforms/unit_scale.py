@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from fp8.autocast import outside_compiler
 from torch import Tensor, nn
+
+from fp8.autocast import outside_compiler
 
 from .calls import KINDS
 from .compile import copied
@@ -24,10 +25,6 @@ __all__ = ["UnitScale", "unit_scale"]
 M = TypeVar("M", bound=nn.Module)
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
-_FIRST_CALL = (
-    "unit_scale has not seen this form of call yet: call the model once before compiling it with "
-    "fullgraph=True"
-)
 INITS = ("unit", "preserve")
 RESIDUALS = ("fixed", "umup")
 _HOOKS = (
@@ -76,9 +73,11 @@ class UnitScale:
             plan = self._latest.get(module.training)
             plan = plan if plan is not None and _covers(plan, path) else None
         if plan is None:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(_FIRST_CALL)  # without fullgraph=True, the call is made eagerly
             first = functools.partial(self._first, form, call, module, path, args, kwargs)
+            if torch.compiler.is_compiling():
+                from .first_call import outside_graph
+
+                return outside_graph(first)
             return outside_compiler(first)
         if not path:
             self._latest[module.training] = plan

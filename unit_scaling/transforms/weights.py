@@ -68,11 +68,7 @@ def _readout(model: nn.Module) -> str | None:
     if not linears:
         return None
     name, last = linears[-1]
-    uses = sum(
-        p is last.weight
-        for m in model.modules()
-        for p in m.parameters(recurse=False)
-    )
+    uses = sum(p is last.weight for m in model.modules() for p in m.parameters(recurse=False))
     if uses > 1 or len(linears) == 1:
         return None
     return f"{name}.weight" if name else "weight"
@@ -94,9 +90,7 @@ def _rescale(parameter: nn.Parameter, init: str) -> tuple[float, str]:
 
 
 @torch.no_grad()
-def _zero_bias(
-    parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[Row]
-) -> None:
+def _zero_bias(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[Row]) -> None:
     if init == "unit" and not parameter.is_meta and bool(parameter.any()):
         parameter.zero_()
         rows.append(Row(path, leaf, "set to zero", "init='unit'"))
