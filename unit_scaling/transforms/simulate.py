@@ -26,6 +26,7 @@ class Simulate:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.path: list[str] = []
         self._active = False
 
     def run(
@@ -34,16 +35,18 @@ class Simulate:
         """``call()`` under the recipe."""
         if self._active:
             return call()
-        if torch.compiler.is_compiling():
-            return self._simulated(call)
-        return outside_compiler(lambda: self._simulated(call))
+        if not torch.compiler.is_compiling():
+            return outside_compiler(lambda: self._simulated(call))
+        return self._simulated(call)
 
     def _simulated(self, call: Call) -> Any:
+        mode = autocast(self.recipe, opaque="warn")
         self._active = True
+        mode.__enter__()
         try:
-            with autocast(self.recipe, opaque="warn"):
-                return call()
+            return call()
         finally:
+            mode.__exit__(None, None, None)
             self._active = False
 
 
