@@ -7,6 +7,7 @@ import inspect
 import io
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -206,7 +207,7 @@ ORDERS = list(itertools.permutations(["unit", "fp8", "compile"]))
 
 @pytest.mark.parametrize("order", [("unit", "fp8"), ("fp8", "unit"), *ORDERS[:1], *ORDERS[-1:]])
 def test_any_order_applies_each_once(order: tuple[str, ...]) -> None:
-    """unit_scale changes every value, a coarse format too: applied twice or not at all, it shows."""
+    """unit_scale and a coarse format change every value: twice or not at all, it shows."""
     coarse = FPFormat(3, 1, "nearest")
     steps = {
         "unit": unit_scale,
@@ -324,7 +325,9 @@ def test_an_unrelated_compiled_model_is_left_alone() -> None:
 
 @pytest.fixture
 def process_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -366,7 +369,8 @@ def test_slices_of_a_transformed_container() -> None:
 
 
 def test_script_modules_are_refused_by_name() -> None:
-    with pytest.warns(DeprecationWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, about TorchScript
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(TypeError, match="'0' is a TorchScript module"):
         unit_scale(nn.Sequential(scripted))

@@ -120,5 +120,6 @@ def install(model: nn.Module, scope: Scope) -> None:
             raise TypeError(f"{name!r} is a TorchScript module: transform it before scripting it")
         if not isinstance(module, Transformed):
             module.__class__ = _subclass(type(module))
-        kept = [(s, p) for s, p in module._scopes if type(s) is not type(scope)]  # type: ignore[union-attr,operator]
-        module._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))  # type: ignore[assignment]
+        gained: Any = module
+        kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
+        gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))
