@@ -70,8 +70,17 @@ def _restore(base: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-@functools.cache
+_SUBCLASSES: dict[type, type[nn.Module]] = {}
+
+
 def _subclass(base: type[nn.Module]) -> type[nn.Module]:
+    """The class that instances of ``base`` become: one for each base."""
+    if base not in _SUBCLASSES:
+        _SUBCLASSES[base] = _make_subclass(base)
+    return _SUBCLASSES[base]
+
+
+def _make_subclass(base: type[nn.Module]) -> type[nn.Module]:
     original = base.forward
 
     @functools.wraps(original)
