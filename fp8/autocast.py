@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .matmul import ACTIVE
+from .matmul import ACTIVE, active_recipe
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
 
@@ -34,23 +34,47 @@ def _forced_eager(call: Callable[[], Any]) -> Any:
 def outside_compiler(call: Callable[[], Any]) -> Any:
     """``call()`` with nothing in it compiled, from the frame up or by itself.
 
-    The code that a compiler makes of a call under a mode has the mode in it already. Where it
-    would meet the mode again when it runs (a mode that, unlike `autocast`, rewrites what it has
-    written), everything in the call has to be eager.
+    The code that a compiler makes of a call under a mode has the mode in it already, and meets it
+    again when it runs. So while a mode is active in eager code, all is eager.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it is slow
         return call()
     return torch.compiler.disable(_forced_eager)(call)
 
 
-class _Entered(threading.local):
-    """What each open block of this thread has to restore: (recipe, opaque, mode above it)."""
+class _EagerStance:
+    """torch.compile held at its stance "force_eager" while a block is open in eager code.
 
-    outer: tuple[tuple[Recipe | None, str, TorchFunctionMode | None], ...] = ()
-    opaque: str = "raise"
+    The stance belongs to the process, so blocks of several threads share one change of it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._stance: Any = None
+
+    def hold(self) -> None:
+        with self._lock:
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                try:
+                    self._stance = torch.compiler.set_stance("force_eager")
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        "fp8.autocast was entered by a function that torch.compile could not "
+                        "compile in one piece (a graph break): compile it with fullgraph=True to "
+                        "see where"
+                    ) from error
+            self._blocks += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0 and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
 
 
-_ENTERED = _Entered()
+_STANCE = _EagerStance()
 
 
 class autocast(TorchFunctionMode):
@@ -64,8 +88,9 @@ class autocast(TorchFunctionMode):
     float16, bfloat16, float32 and float64 tensors are rounded in their own dtype; integer, complex
     and sparse products, and those that sum over a single term (outer products, which would round
     their result and save no work), are left as they are.
-    The block belongs to the thread that opens it. It may contain compiled code, be in a function
-    that is compiled, and be inside `torch.autocast` or around it.
+    The block belongs to the thread that opens it. It may be inside `torch.autocast` or around it.
+    To compile, compile the function that contains the block: while a block is open in eager code,
+    what was compiled before runs in eager mode, so that no product is cast twice.
 
     >>> import torch, fp8
     >>> x, w = torch.tensor([[1.06, 2.0]]), torch.tensor([[1.0, 1.0]])
@@ -83,20 +108,22 @@ class autocast(TorchFunctionMode):
         self.opaque = opaque
 
     def __enter__(self) -> autocast:
+        if not torch.compiler.is_compiling():
+            _STANCE.hold()
         above = FIRST_LOOK[-1] if FIRST_LOOK else None
-        _ENTERED.outer = (*_ENTERED.outer, (ACTIVE.recipe, _ENTERED.opaque, above))
-        ACTIVE.recipe, _ENTERED.opaque = self.recipe, self.opaque
+        ACTIVE.blocks.append((self.recipe, self.opaque, above))
         super().__enter__()
         if above is not None:
             TorchFunctionMode.__enter__(above)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        *outer, (recipe, opaque, above) = _ENTERED.outer
+        *_, above = ACTIVE.blocks.pop()
         if above is not None:
             TorchFunctionMode.__exit__(above, *error)
         super().__exit__(*error)
-        ACTIVE.recipe, _ENTERED.opaque, _ENTERED.outer = recipe, opaque, tuple(outer)
+        if not torch.compiler.is_compiling():
+            _STANCE.release()
 
     def __torch_function__(
         self,
@@ -108,7 +135,7 @@ class autocast(TorchFunctionMode):
         kwargs = kwargs or {}
         handler = PRODUCTS.get(function)
         if handler is not None:
-            result = handler(ACTIVE.recipe, *args, **kwargs)
+            result = handler(active_recipe(), *args, **kwargs)
             if result is not NotImplemented:
                 return result
         elif function in EXPANDED:
@@ -122,6 +149,6 @@ class autocast(TorchFunctionMode):
 def _leave(function: Callable[..., Any]) -> None:
     """Says that a call in OPAQUE is not cast, as the innermost block wants it."""
     message = f"{function.__name__} cannot run under fp8.autocast: {OPAQUE[function]}"
-    if _ENTERED.opaque == "raise":
+    if ACTIVE.blocks[-1][1] == "raise":
         raise NotImplementedError(message)
     warnings.warn(f"{message}; left in high precision", stacklevel=4)

@@ -11,7 +11,16 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from .function import apply
-from .matmul import ONES, Scales, active_recipe, check_scales, operands, rounded_gradient, spec_of
+from .matmul import (
+    ONES,
+    Scales,
+    Spec,
+    active_recipe,
+    check_scales,
+    operands,
+    rounded_gradient,
+    spec_of,
+)
 from .recipe import Recipe
 
 __all__ = ["conv", "conv_transpose"]
@@ -41,13 +50,13 @@ class _Convolution(Function):
         s_dx: float,
         s_dw: float,
         geometry: tuple[Any, ...],
-        *spec: Any,
+        spec: Spec,
     ) -> Tensor:
         return aten.convolution.default(input, _times(weight, s_y), bias, *geometry)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, _, _, ctx.s_dx, ctx.s_dw, ctx.geometry, *ctx.spec = inputs
+        input, weight, _, _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.spec = inputs
         ctx.save_for_backward(input, weight)
 
     @staticmethod
@@ -56,7 +65,7 @@ class _Convolution(Function):
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
         if needs_input or needs_weight:
-            g = rounded_gradient(grad, tuple(ctx.spec))
+            g = rounded_gradient(grad, ctx.spec)
             mask = [needs_input, needs_weight, False]
             dx, dw, _ = aten.convolution_backward.default(
                 g, input, _times(weight, ctx.s_dx), None, *ctx.geometry, mask
@@ -64,7 +73,7 @@ class _Convolution(Function):
             dw = _times(dw, ctx.s_dw) if needs_weight else None
         if needs_bias:  # of the gradient that no cast has touched, as in fp8.matmul.linear
             db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
-        return (dx if needs_input else None, dw, db, *[None] * (4 + len(ctx.spec)))
+        return (dx if needs_input else None, dw, db, *[None] * 5)
 
 
 def _times(x: Tensor, scale: float) -> Tensor:
@@ -139,7 +148,7 @@ def conv(
     x, margins = _padded(x, weight, padding, steps)
     geometry = (_per_dim(stride, dims, "stride"), margins, steps, False, [0] * dims, groups)
     spec = () if recipe is None else spec_of(recipe.grad)
-    y = apply(_Convolution, x, weight, bias, *scales, geometry, *spec)
+    y = apply(_Convolution, x, weight, bias, *scales, geometry, spec)
     return y if input.dim() == dims + 2 else y.squeeze(0)
 
 
@@ -177,5 +186,5 @@ def conv_transpose(
     )
     geometry = (steps, margins, stretch, True, extra, groups)
     spec = () if recipe is None else spec_of(recipe.grad)
-    y = apply(_Convolution, x, weight, bias, *scales, geometry, *spec)
+    y = apply(_Convolution, x, weight, bias, *scales, geometry, spec)
     return y if input.dim() == dims + 2 else y.squeeze(0)

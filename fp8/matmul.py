@@ -40,9 +40,14 @@ Spec = tuple[Any, ...]
 
 
 class _Active(threading.local):
-    """What the innermost `fp8.autocast` of this thread has set."""
+    """The `fp8.autocast` blocks that are open in this thread, innermost last.
 
-    recipe: Recipe | None = None
+    blocks holds (recipe, opaque, ...). A list that is changed, not an attribute that is set: what
+    the compiler makes of setting an attribute of a thread-local is lost.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[Any, ...]] = []
 
 
 ACTIVE = _Active()
@@ -50,17 +55,17 @@ ACTIVE = _Active()
 
 def active_recipe() -> Recipe | None:
     """The recipe of the innermost `fp8.autocast` block of this thread, None outside of all."""
-    return ACTIVE.recipe
+    return ACTIVE.blocks[-1][0] if ACTIVE.blocks else None
 
 
 def cast_forward(x: Tensor, cast: Cast | None) -> Tensor:
     """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not."""
-    return x if cast is None else apply(_Round, x, *spec_of(cast))
+    return x if cast is None else apply(_Round, x, spec_of(cast))
 
 
 def cast_backward(x: Tensor, cast: Cast | None) -> Tensor:
     """``x`` itself; its gradient is rounded under ``cast``."""
-    return x if cast is None else apply(_RoundGradient, x, *spec_of(cast))
+    return x if cast is None else apply(_RoundGradient, x, spec_of(cast))
 
 
 _FIELDS = tuple(field.name for field in fields(Format))
@@ -79,42 +84,42 @@ def spec_of(cast: Cast | None) -> Spec:
 def _rounded(x: Tensor, spec: Spec) -> Tensor:
     """``x`` in the spec's format. No gradient."""
     name, scaling, rounding, overflow = spec
-    format = get_format(name) if isinstance(name, str) else Format(**dict(zip(_FIELDS, name)))  # noqa: B905
+    format = get_format(name) if isinstance(name, str) else Format(**dict(zip(_FIELDS, name, strict=True)))
     scale = SCALINGS[scaling](x, format)
     return quantize(x, format, rounding=rounding, overflow=overflow, scale=scale)
 
 
 def rounded_gradient(grad: Tensor, spec: Spec) -> Tensor:
     """An output's gradient as the backward products use it, itself differentiable (straight through)."""
-    return apply(_Round, grad, *spec) if spec else grad
+    return apply(_Round, grad, spec) if spec else grad
 
 
 class _Round(Function):
     @staticmethod
-    def forward(x: Tensor, *spec: Any) -> Tensor:
+    def forward(x: Tensor, spec: Spec) -> Tensor:
         return _rounded(x, spec)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.arguments = len(inputs)
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (grad, *[None] * (ctx.arguments - 1))
+        return grad, None
 
 
 class _RoundGradient(Function):
     @staticmethod
-    def forward(x: Tensor, *spec: Any) -> Tensor:
+    def forward(x: Tensor, spec: Spec) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.spec = inputs[1:]
+        ctx.spec = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (rounded_gradient(grad, ctx.spec), *[None] * len(ctx.spec))
+        return rounded_gradient(grad, ctx.spec), None
 
 
 def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
@@ -141,26 +146,26 @@ class _Product(Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, s_y: float, s_a: float, s_b: float, *spec: Any
+        a: Tensor, b: Tensor, bias: Tensor | None, s_y: float, s_a: float, s_b: float, spec: Spec
     ) -> Tensor:
         return _gemm(a, b.mT, s_y, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, _, _, ctx.s_a, ctx.s_b, *ctx.spec = inputs
+        a, b, _, _, ctx.s_a, ctx.s_b, ctx.spec = inputs
         ctx.save_for_backward(a, b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         a, b = ctx.saved_tensors
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        g = rounded_gradient(grad, tuple(ctx.spec)) if needs_a or needs_b else grad
+        g = rounded_gradient(grad, ctx.spec) if needs_a or needs_b else grad
         da = _gemm(g, b, ctx.s_a) if needs_a else None
         db = _gemm(g.mT, a, ctx.s_b) if needs_b else None
         dbias = None
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
-        return (da, db, dbias, None, None, None, *[None] * len(ctx.spec))
+        return da, db, dbias, None, None, None, None
 
 
 def operands(
@@ -217,7 +222,7 @@ def linear(
     rounded to it once) and then to autocast's dtype.
     Raises ValueError for shapes that do not fit.
     """
-    recipe = recipe or ACTIVE.recipe
+    recipe = recipe or active_recipe()
     s_y, s_dx, s_dw = check_scales(scales)
     if weight.dim() == 1:
         bias = None if bias is None else bias.reshape(1)
@@ -232,9 +237,9 @@ def linear(
     input, weight, bias = operands(recipe, input, weight, bias)
     spec = () if recipe is None else spec_of(recipe.grad)
     if input.dim() == 2:
-        return apply(_Product, input, weight, bias, s_y, s_dx, s_dw, *spec)
+        return apply(_Product, input, weight, bias, s_y, s_dx, s_dw, spec)
     rows = input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
-    y = apply(_Product, rows, weight, bias, s_y, s_dx, s_dw, *spec)
+    y = apply(_Product, rows, weight, bias, s_y, s_dx, s_dw, spec)
     return y.reshape(*input.shape[:-1], weight.shape[0])
 
 
@@ -246,7 +251,7 @@ def matmul(
     scales: (s_y, s_dleft, s_dright). Both operands are cast as the recipe's input; otherwise as
     `linear`.
     """
-    recipe = recipe or ACTIVE.recipe
+    recipe = recipe or active_recipe()
     scales = check_scales(scales)
     if left.dim() == 0 or right.dim() == 0:
         raise ValueError("matmul needs operands of at least one dimension, got a 0-dim tensor")
@@ -276,5 +281,5 @@ def _batched(a: Tensor, b: Tensor, scales: Scales, spec: Spec) -> Tensor:
             batch = torch.broadcast_shapes(batch, b.shape[:-2])
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
-    y = apply(_Product, rows, b.mT, None, *scales, *spec)
+    y = apply(_Product, rows, b.mT, None, *scales, spec)
     return y if y.dim() == a.dim() else y.reshape(*batch, a.shape[-2], b.shape[-1])

@@ -33,15 +33,19 @@ aten = torch.ops.aten
 
 def _refuse_out(out: object) -> None:
     if out is not None:
-        raise ValueError("a product under fp8.autocast cannot write to out=; assign its result")
+        raise ValueError(
+            "a product under fp8.autocast cannot write to out=; assign its result. (Compiled code "
+            "does this: it was compiled while the block was open. Compile the function that "
+            "contains the block, with fullgraph=True to see what would break it in two)"
+        )
 
 
 def _floating(*values: object) -> bool:
     """Whether these are all tensors that a recipe applies to: not integer, complex or sparse."""
-    return all(
-        isinstance(v, Tensor) and v.is_floating_point() and v.layout == torch.strided
-        for v in values
-    )
+    for value in values:
+        if not (isinstance(value, Tensor) and value.is_floating_point()) or value.is_sparse:
+            return False
+    return True
 
 
 def _layer(function: Callable[..., Tensor]) -> Handler:
@@ -178,16 +182,17 @@ def _tensordot(
         return NotImplemented
     if isinstance(dims, int):
         dims = (range(a.dim() - dims, a.dim()), range(dims))
-    over_a, over_b = ([d % t.dim() for d in over] for over, t in zip(dims, (a, b), strict=True))
-    if math.prod(a.shape[d] for d in over_a) == 1:
+    over_a, over_b = [d % a.dim() for d in dims[0]], [d % b.dim() for d in dims[1]]
+    terms = math.prod([a.shape[d] for d in over_a])
+    if terms == 1:
         return NotImplemented
-    free_a, free_b = (
-        [d for d in range(t.dim()) if d not in over] for t, over in ((a, over_a), (b, over_b))
-    )
-    left = a.permute(*free_a, *over_a).reshape(-1, math.prod(a.shape[d] for d in over_a))
-    right = b.permute(*over_b, *free_b).reshape(math.prod(b.shape[d] for d in over_b), -1)
-    y = matmul.matmul(left, right, recipe=recipe)
-    return y.reshape(*(a.shape[d] for d in free_a), *(b.shape[d] for d in free_b))
+    free_a = [d for d in range(a.dim()) if d not in over_a]
+    free_b = [d for d in range(b.dim()) if d not in over_b]
+    shape = [*[a.shape[d] for d in free_a], *[b.shape[d] for d in free_b]]
+    rows, columns = math.prod([a.shape[d] for d in free_a]), math.prod([b.shape[d] for d in free_b])
+    left = a.permute(*free_a, *over_a).reshape(rows, terms)
+    right = b.permute(*over_b, *free_b).reshape(terms, columns)
+    return matmul.matmul(left, right, recipe=recipe).reshape(shape)
 
 
 def _einsum(recipe: Recipe, *args: Any) -> Any:
