@@ -65,16 +65,17 @@ class Format:
             require(low <= value <= high, f"{field} is {value}, allowed are {low} to {high}")
         require(
             self.min_exponent >= -127,
-            f"bias {self.bias} gives a min normal of 2**{self.min_exponent}, below float32's range (2**-127)",
+            f"bias {self.bias} gives a min normal of 2**{self.min_exponent}, "
+            "below float32's range (2**-127)",
         )
         require(
             math.isfinite(self.max) and self.max > 0, f"max is {self.max}, not finite and positive"
         )
-        top = 2**self.exponent_bits - 1 - self.bias
-        exponent = self.max_exponent
+        low, exponent = self.min_exponent, self.max_exponent
+        high = min(2**self.exponent_bits - 1 - self.bias, 127)
         require(
-            self.min_exponent <= exponent <= min(top, 127),
-            f"max {self.max} has exponent {exponent}, allowed are {self.min_exponent} to {min(top, 127)}",
+            low <= exponent <= high,
+            f"max {self.max} has exponent {exponent}, allowed are {low} to {high}",
         )
         steps = math.ldexp(self.max, self.mantissa_bits - exponent)
         require(
@@ -88,8 +89,7 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal value. Field 0 holds the subnormals, except in a format
-        without them."""
+        """Exponent of the smallest normal value: of field 1, or of field 0 without subnormals."""
         return 1 - self.bias if self.signed else -self.bias
 
     @property

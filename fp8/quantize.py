@@ -73,9 +73,9 @@ def quantize(
 
     No gradient flows through: see `quantize_forward` and `quantize_backward`.
 
-    Raises TypeError for a tensor that is not floating point, and ValueError for unknown names, overflow="nonfinite"
-    with a format that has neither Inf nor NaN, a scale that is not positive or does not broadcast
-    to `x`, and a seed without stochastic rounding.
+    Raises TypeError for a tensor that is not floating point, and ValueError for unknown names,
+    overflow="nonfinite" with a format that has neither Inf nor NaN, a scale that is not positive or
+    does not broadcast to `x`, and a seed without stochastic rounding.
     """
     grid, scale = _check(x, format, rounding, overflow, scale)
     return _quantize(x.detach(), grid, rounding, scale, _key(rounding, seed, x.device))
@@ -95,8 +95,7 @@ def quantize_forward(
     Arguments and errors are those of `quantize`. The scale gets no gradient.
     """
     grid, scale = _check(x, format, rounding, overflow, scale)
-    key = _key(rounding, seed, x.device) or (None, None)
-    return _Forward.apply(x, rounding, scale, *key, *grid)
+    return _Forward.apply(x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
 
 
 def quantize_backward(
@@ -114,55 +113,57 @@ def quantize_backward(
     backward pass. The scale gets no gradient. The gradient of the gradient passes unchanged.
     """
     grid, scale = _check(x, format, rounding, overflow, scale)
-    key = _key(rounding, seed, x.device) or (None, None)
-    return _Backward.apply(x, rounding, scale, *key, *grid)
+    return _Backward.apply(x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
 
 
 class _Forward(torch.autograd.Function):
-    """Arguments: x, rounding, scale, the two words of the key, the fields of the Grid (plain values
-    cross compile)."""
+    """Its arguments are tensors, strings and numbers: what may cross compilation.
+
+    The grid is one plain tuple. With *args, torch 2.13 compiled a tensor argument to a wrong place.
+    """
 
     @staticmethod
     def forward(
-        x: Tensor, rounding: str, scale: Tensor | None, first: Any, second: Any, *grid: Any
+        x: Tensor, scale: Tensor | None, key: Key | None, rounding: str, grid: tuple[Any, ...]
     ) -> Tensor:
-        key = None if first is None else (first, second)
         return _quantize(x, Grid(*grid), rounding, scale, key)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.arguments = len(inputs)
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad, *[None] * (ctx.arguments - 1))
+        return grad, None, None, None, None
 
 
 class _Backward(torch.autograd.Function):
-    """Arguments as for _Forward; tensors among them are saved, the rest stays on the context."""
+    """Arguments as for _Forward. The tensors among them are saved, the rest is on the context."""
 
     @staticmethod
     def forward(
-        x: Tensor, rounding: str, scale: Tensor | None, first: Any, second: Any, *grid: Any
+        x: Tensor, scale: Tensor | None, key: Key | None, rounding: str, grid: tuple[Any, ...]
     ) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.rounding, scale, first, second, *ctx.grid = inputs
-        # Tensors alone: a compiled saved_tensors leaves out None.
-        tensors = [value for value in (scale, first, second) if isinstance(value, Tensor)]
-        ctx.save_for_backward(*tensors)
-        ctx.scaled = scale is not None
-        ctx.key = None if isinstance(first, Tensor) else (first, second)
+        _, scale, key, ctx.rounding, ctx.grid = inputs
+        # Tensors alone: compiled, saved_tensors leaves out None.
+        ctx.save_for_backward(*(value for value in (scale, key) if isinstance(value, Tensor)))
+        ctx.scaled, ctx.keyed = scale is not None, isinstance(key, Tensor)
+        ctx.key = None if ctx.keyed else key
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = list(ctx.saved_tensors)
-        scale = saved.pop(0) if ctx.scaled else None
-        key = saved if ctx.key is None else ctx.key
-        out = _Forward.apply(grad, ctx.rounding, scale, *key, *ctx.grid)
-        return (out, *[None] * (4 + len(ctx.grid)))
+        scale = ctx.saved_tensors[0] if ctx.scaled else None
+        key = ctx.saved_tensors[-1] if ctx.keyed else ctx.key
+        if torch.compiler.is_compiling():
+            # A compiled backward pass is not differentiated again.
+            out = _quantize(grad, Grid(*ctx.grid), ctx.rounding, scale, key)
+        else:
+            out = _Forward.apply(grad, scale, key, ctx.rounding, ctx.grid)
+        return out, None, None, None, None
 
 
 def _check(
@@ -195,7 +196,8 @@ def _grid(format: Format, overflow: str, dtype: torch.dtype, scale: object) -> G
     beyond: float | None = largest if overflow == "saturate" else format.nonfinite
     if beyond is None:
         raise ValueError(
-            f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'; use overflow='saturate'"
+            f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'; "
+            "use overflow='saturate'"
         )
     return Grid(
         format.mantissa_bits,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,14 +17,13 @@ from torch import Tensor
 Word = TypeVar("Word", int, Tensor)
 Seed = int | Tensor | Sequence[int | Tensor]
 
-Key = tuple[int, int] | tuple[Tensor, Tensor]
-"""Two 32-bit words: see `random_key`."""
+Key = int | Tensor
+"""64 random bits as a signed number: see `random_key`."""
 
 ROUNDINGS = ("nearest", "stochastic", "toward_zero")
 
 
-# --- random bits
-# -------------------------------------------------------------------------------------------------
+# --- random bits ------------------------------------------------------------------------------
 
 FIRST, SECOND, THIRD = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
 """Multipliers, as int32, of `triple32`, with shifts 17, 11, 15, 14: the 32-bit mixer with the least
@@ -60,8 +59,7 @@ def _mix64(word: Word) -> Word:
 
 
 def random_key(seed: Seed) -> Key:
-    """Two 32-bit words from a seed, as int32 values: ints, or 0-dim int32 tensors where the seed
-    holds a tensor.
+    """A 64-bit key from a seed: an int, or a 0-dim int64 tensor where the seed holds a tensor.
 
     Args:
         seed: an int in [-2**63, 2**63), a 0-dim int64 tensor, or a sequence of these such as
@@ -76,10 +74,15 @@ def random_key(seed: Seed) -> Key:
     if tensors or torch.compiler.is_compiling():
         # A compiled int may be symbolic, which bitwise operators do not take.
         device = tensors[0].device if tensors else None
-        key = _combine(torch.full((), KEY_START, dtype=torch.int64, device=device), parts)
+        return _combine(torch.full((), KEY_START, dtype=torch.int64, device=device), parts)
+    return _combine(KEY_START, parts)
+
+
+def _halves(key: Key) -> tuple[Key, Key]:
+    """The low and the high 32 bits of a key, as int32."""
+    if isinstance(key, Tensor):
         return key.to(torch.int32), (key >> 32).to(torch.int32)
-    word = _combine(KEY_START, parts)
-    return (word + 2**31) % 2**32 - 2**31, word >> 32
+    return (key + 2**31) % 2**32 - 2**31, key >> 32
 
 
 def _combine(start: Word, parts: list[int | Tensor]) -> Word:
@@ -88,9 +91,9 @@ def _combine(start: Word, parts: list[int | Tensor]) -> Word:
     Few steps use their operand twice: inductor's time to compile a chain of those is exponential in
         its length.
     """
-    word = start
+    word: Any = start
     for part in parts:
-        word = _wrap(cast("Word", word * KEY_STEP + part))
+        word = _wrap(word * KEY_STEP + part)
     return _mix64(_wrap(word * KEY_STEP))
 
 
@@ -119,8 +122,7 @@ def bits_from_key(
     """int32 tensor of `shape`, all 32 bits random: a hash of `key` and the row-major index counted
     from `start`."""
     count = math.prod(shape)
-    first: int | Tensor = key[0]
-    second: int | Tensor = key[1]
+    first, second = _halves(key)
     if start + count <= 1 << INDEX_BITS:
         z = torch.arange(start, start + count, dtype=torch.int32, device=device)
     else:
@@ -135,8 +137,7 @@ def bits_from_key(
 
 
 def random_bits(shape: Sequence[int], seed: Seed, *, device: torch.device | str = "cpu") -> Tensor:
-    """Random int32 tensor of `shape`, uniform over all 2**32 values and a function of the arguments
-    alone.
+    """Random int32 tensor of `shape`: uniform over all 2**32 values, determined by the arguments.
 
     Element i is a hash of (seed, i), i the row-major index: the same in eager and compiled code, on
     every device, and whatever else draws random numbers. For seeds see `random_key`.
@@ -144,8 +145,7 @@ def random_bits(shape: Sequence[int], seed: Seed, *, device: torch.device | str 
     return bits_from_key(shape, random_key(seed), device=torch.device(device))
 
 
-# --- rounding
-# ----------------------------------------------------------------------------------------------------
+# --- rounding ---------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):

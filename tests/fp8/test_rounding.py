@@ -117,8 +117,7 @@ GOLDEN = (
 
 @pytest.mark.parametrize("parts", [(0,), (7, -3), (2**63 - 1, -(2**63), 12345)], ids=str)
 def test_a_key_from_tensors_is_that_from_ints(parts: tuple[int, ...]) -> None:
-    tensors = random_key(tuple(torch.tensor(part) for part in parts))
-    assert tuple(int(word) for word in tensors) == random_key(parts)
+    assert int(random_key(tuple(torch.tensor(part) for part in parts))) == random_key(parts)
 
 
 def grid_of(format: Format, beyond: float) -> Grid:
@@ -135,9 +134,9 @@ def grid_of(format: Format, beyond: float) -> Grid:
 @pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 def test_float_and_integer_kernels_agree(format: Format, rounding: str) -> None:
-    single = random_patterns(300_000, 1)
+    single = random_patterns(100_000, 1)
     double = single.double() * (1 + 2.0**-30)
-    bits = random_bits((300_000,), 2)
+    bits = random_bits((100_000,), 2)
     tested = 0
     for x in (single, double):
         for beyond in {format.max, format.nonfinite or format.max}:

@@ -15,7 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["Scope", "find_scope", "install", "unwrapped"]
+__all__ = ["HOOKS", "Scope", "find_scope", "install", "unwrapped"]
+
+HOOKS = " hooks"
+"""Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
 
 Call = Callable[[], Any]
 
@@ -48,7 +51,7 @@ class Transformed:
         """
         for scope, path in self._scopes:
             if scope.path:
-                scope.path.append(f"{path} hooks")
+                scope.path.append(path + HOOKS)
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:

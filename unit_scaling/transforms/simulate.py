@@ -35,11 +35,12 @@ class Simulate:
         """``call()`` under the recipe."""
         if self._active:
             return call()
-        if not torch.compiler.is_compiling():
-            return outside_compiler(lambda: self._simulated(call))
         return self._simulated(call)
 
-    def _simulated(self, call: Call) -> Any:
+    def _simulated(self, call: Call, eager: bool = False) -> Any:
+        if not (eager or torch.compiler.is_compiling()):
+            return outside_compiler(lambda: self._simulated(call, eager=True))
+        # Not a with statement, for the reason given in UnitScale._replay.
         mode = autocast(self.recipe, opaque="warn")
         self._active = True
         mode.__enter__()

@@ -117,9 +117,11 @@ class UnitScale:
         finally:
             self.path.pop()
 
-    def _replay(self, plan: Plan, call: Call, path: str) -> Any:
+    def _replay(self, plan: Plan, call: Call, path: str, eager: bool = False) -> Any:
+        if not (eager or torch.compiler.is_compiling()):
+            return outside_compiler(lambda: self._replay(plan, call, path, eager=True))
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
-        # the mode is active. Inside try, it leaves the whole call to eager mode.
+        # the mode is active. Inside try, it leaves this frame, from its start, to eager mode.
         mode = Replay(plan, self.kinds, self.replacements, self.path)
         _RUNNING.append(self)
         mode.__enter__()
