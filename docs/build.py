@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import unit_scaling.functional  # noqa: F401 - fills OPS
-from fp8.autocast import EXPANDED, OPAQUE, PRODUCTS
 from fp8.formats import FORMATS, Format
+from fp8.products import EXPANDED, OPAQUE, PRODUCTS
 from fp8.recipe import RECIPES, Cast, Recipe
 from fp8.scaling import SCALINGS
 from unit_scaling.constraints import CONSTRAINTS
@@ -42,6 +42,7 @@ NAMESPACES = {
     "torch": torch,
     "Tensor": torch.Tensor,
     "torch.linalg": torch.linalg,
+    "torch.sparse": torch.sparse,
     "operator": operator,
 }
 
@@ -53,9 +54,13 @@ def first_paragraph(documented: object) -> str:
 
 def torch_name(function: Callable[..., Any]) -> str:
     """What a torch function is called in code: F.linear, torch.mm, Tensor.add_, operator.matmul."""
-    name = function.__name__.removeprefix("linalg_")
-    found = (owner for owner, space in NAMESPACES.items() if getattr(space, name, 0) is function)
-    return f"{next(found)}.{name}"
+    parts = function.__name__.split("_")  # torch.linalg.multi_dot is called linalg_multi_dot
+    names = ["_".join(parts[i:]) for i in range(len(parts))]
+    for owner, space in NAMESPACES.items():
+        for name in names:
+            if getattr(space, name, None) is function:
+                return f"{owner}.{name}"
+    raise ValueError(f"no public name of {function} is known: add its module to NAMESPACES")
 
 
 def code(names: Iterable[object]) -> str:
