@@ -25,15 +25,16 @@ def attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` with operands cast under the recipe.
 
-    query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V).
+    query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V), and the other arguments,
+    errors and treatment of NaN and of rows without an allowed key are torch's.
     Query, key and value are cast as the recipe's input and the gradient of the output as its
-    grad. The probabilities stay in high precision inside the fused kernel, as they do where FP8
-    is applied around a fused attention kernel instead of within it.
+    grad. The kernel is fused: its probabilities and the gradients inside it stay in high
+    precision, as they do wherever FP8 is applied around such a kernel instead of within it.
     """
     recipe = recipe or active_recipe()
     if recipe is not None:
         query, key, value = (cast_forward(t, recipe.input) for t in (query, key, value))
-    query, key, value = to_autocast_dtype(query, key, value)
+    query, key, value, attn_mask = to_autocast_dtype(query, key, value, attn_mask)
     y = torch.ops.aten.scaled_dot_product_attention.default(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -10,26 +10,24 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .matmul import (
-    ONES,
-    active_recipe,
-    cast_backward,
-    cast_forward,
-    check_scales,
-    to_autocast_dtype,
-)
+from .function import apply
+from .matmul import ONES, Scales, active_recipe, check_scales, operands, rounded_gradient, spec_of
 from .recipe import Recipe
 
-__all__ = ["conv"]
+__all__ = ["conv", "conv_transpose"]
 
 aten = torch.ops.aten
 
+Ints = int | Sequence[int]
 
-class _ScaledConvolution(Function):
-    """A convolution whose output and two gradients each have a scale.
 
-    The scale multiplies the smaller tensor (the weight, or the weight's gradient) rather than the
-    feature maps; `aten.convolution_backward` is itself differentiable.
+class _Convolution(Function):
+    """A convolution, or its transpose, whose output and two gradients each have a scale.
+
+    A scale multiplies the smaller tensor (the weight, or the weight's gradient) rather than the
+    feature maps; `aten.convolution_backward` is itself differentiable. Arguments: input, weight,
+    bias or None, the three scales, (stride, padding, dilation, transposed, output_padding,
+    groups), the spec of the gradient's cast.
     """
 
     generate_vmap_rule = True
@@ -39,48 +37,41 @@ class _ScaledConvolution(Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        scales: tuple[float, float, float],
-        stride: list[int],
-        padding: list[int],
-        dilation: list[int],
-        groups: int,
+        s_y: float,
+        s_dx: float,
+        s_dw: float,
+        geometry: tuple[Any, ...],
+        *spec: Any,
     ) -> Tensor:
-        none = [0] * len(stride)
-        return aten.convolution.default(
-            input, weight * scales[0], bias, stride, padding, dilation, False, none, groups
-        )
+        return aten.convolution.default(input, _times(weight, s_y), bias, *geometry)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, bias, ctx.scales, *ctx.geometry = inputs
-        ctx.bias_size = None if bias is None else list(bias.shape)
+        input, weight, _, _, ctx.s_dx, ctx.s_dw, ctx.geometry, *ctx.spec = inputs
         ctx.save_for_backward(input, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         input, weight = ctx.saved_tensors
-        stride, padding, dilation, groups = ctx.geometry
-        _, s_dx, s_dw = ctx.scales
-        mask = list(ctx.needs_input_grad[:3])
-        dx, dw, db = aten.convolution_backward.default(
-            grad,
-            input,
-            weight * s_dx,
-            ctx.bias_size,
-            stride,
-            padding,
-            dilation,
-            False,
-            [0] * len(stride),
-            groups,
-            mask,
-        )
-        dw = dw * s_dw if mask[1] else None
-        db = db * s_dw if mask[2] else None
-        return dx if mask[0] else None, dw, db, None, None, None, None, None
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        dx = dw = db = None
+        if needs_input or needs_weight:
+            g = rounded_gradient(grad, tuple(ctx.spec))
+            mask = [needs_input, needs_weight, False]
+            dx, dw, _ = aten.convolution_backward.default(
+                g, input, _times(weight, ctx.s_dx), None, *ctx.geometry, mask
+            )
+            dw = _times(dw, ctx.s_dw) if needs_weight else None
+        if needs_bias:  # of the gradient that no cast has touched, as in fp8.matmul.linear
+            db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
+        return (dx if needs_input else None, dw, db, *[None] * (4 + len(ctx.spec)))
 
 
-def _per_dim(value: int | Sequence[int], dims: int, what: str) -> list[int]:
+def _times(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
+
+
+def _per_dim(value: Ints, dims: int, what: str) -> list[int]:
     values = [value] * dims if isinstance(value, int) else list(value)
     values = values * dims if len(values) == 1 else values
     if len(values) != dims:
@@ -89,7 +80,7 @@ def _per_dim(value: int | Sequence[int], dims: int, what: str) -> list[int]:
 
 
 def _padded(
-    input: Tensor, weight: Tensor, padding: str | int | Sequence[int], dilation: list[int]
+    input: Tensor, weight: Tensor, padding: str | Ints, dilation: list[int]
 ) -> tuple[Tensor, list[int]]:
     """The input and the symmetric padding left to do, with "same" resolved as torch does."""
     dims = weight.dim() - 2
@@ -106,27 +97,8 @@ def _padded(
     return input, [t // 2 for t in total]
 
 
-def conv(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-    *,
-    scales: tuple[float, float, float] = ONES,
-    recipe: Recipe | None = None,
-) -> Tensor:
-    """``s_y * conv(input, weight) + bias`` in one, two or three dimensions.
-
-    input: (batch, in, *size) or (in, *size). weight: (out, in / groups, *kernel). The number of
-    dimensions of the weight says which convolution it is; the other arguments are those of
-    `torch.nn.functional.conv1d`, conv2d and conv3d.
-    scales, recipe: as in `fp8.matmul.linear`.
-    """
-    recipe = recipe or active_recipe()
-    check_scales(scales)
+def _dims(input: Tensor, weight: Tensor) -> int:
+    """In how many dimensions to convolve, which the weight says."""
     dims = weight.dim() - 2
     if dims not in (1, 2, 3):
         raise ValueError(f"conv needs a weight of 3 to 5 dimensions, got {tuple(weight.shape)}")
@@ -135,36 +107,75 @@ def conv(
             f"conv with a weight of shape {tuple(weight.shape)} needs an input of {dims + 1} or "
             f"{dims + 2} dimensions, got shape {tuple(input.shape)}"
         )
-    if recipe is not None:
-        input, weight = cast_forward(input, recipe.input), cast_forward(weight, recipe.weight)
-    input, weight, bias = to_autocast_dtype(input, weight, bias)
-    batched = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    return dims
+
+
+def conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: str | Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    *,
+    scales: Scales = ONES,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """``s_y * conv(input, weight) + bias`` in one, two or three dimensions.
+
+    input: (batch, in, *size) or (in, *size). weight: (out, in / groups, *kernel). The number of
+    dimensions of the weight says which convolution it is; the other arguments are those of
+    `torch.nn.functional.conv1d`, conv2d and conv3d.
+    scales, recipe: as in `fp8.matmul.linear`, dtypes and errors too. The weight carries the scale,
+    so a scale that is not a power of two rounds it once more, in its own dtype.
+    """
+    recipe = recipe or active_recipe()
+    scales = check_scales(scales)
+    dims = _dims(input, weight)
+    x, weight, bias = operands(recipe, input, weight, bias)
+    x = x if input.dim() == dims + 2 else x.unsqueeze(0)
     steps = _per_dim(dilation, dims, "dilation")
-    batched, margins = _padded(batched, weight, padding, steps)
-    geometry = (_per_dim(stride, dims, "stride"), margins, steps, groups)
-    if recipe is not None and recipe.grad is not None:
-        y = _ScaledConvolution.apply(batched, weight, None, scales, *geometry)
-        y = cast_backward(y, recipe.grad)
-        if bias is not None:  # its gradient sums the output's gradient before the cast
-            y = y + _scaled_gradient(bias, scales[2]).reshape(-1, *[1] * dims)
-    else:
-        y = _ScaledConvolution.apply(batched, weight, bias, scales, *geometry)
+    x, margins = _padded(x, weight, padding, steps)
+    geometry = (_per_dim(stride, dims, "stride"), margins, steps, False, [0] * dims, groups)
+    spec = () if recipe is None else spec_of(recipe.grad)
+    y = apply(_Convolution, x, weight, bias, *scales, geometry, *spec)
     return y if input.dim() == dims + 2 else y.squeeze(0)
 
 
-class _ScaleGradient(Function):
-    @staticmethod
-    def forward(x: Tensor, scale: float) -> Tensor:
-        return x.view_as(x)
+def conv_transpose(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    scales: Scales = ONES,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """``s_y * conv_transpose(input, weight) + bias`` in one, two or three dimensions.
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.scale = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.scale, None
-
-
-def _scaled_gradient(x: Tensor, scale: float) -> Tensor:
-    return x if scale == 1.0 else _ScaleGradient.apply(x, scale)
+    weight: (in, out / groups, *kernel). The other arguments are those of
+    `torch.nn.functional.conv_transpose1d`, 2d and 3d; scales and recipe as in `conv`.
+    """
+    recipe = recipe or active_recipe()
+    scales = check_scales(scales)
+    dims = _dims(input, weight)
+    x, weight, bias = operands(recipe, input, weight, bias)
+    x = x if input.dim() == dims + 2 else x.unsqueeze(0)
+    steps, margins, stretch, extra = (
+        _per_dim(value, dims, what)
+        for value, what in (
+            (stride, "stride"),
+            (padding, "padding"),
+            (dilation, "dilation"),
+            (output_padding, "output_padding"),
+        )
+    )
+    geometry = (steps, margins, stretch, True, extra, groups)
+    spec = () if recipe is None else spec_of(recipe.grad)
+    y = apply(_Convolution, x, weight, bias, *scales, geometry, *spec)
+    return y if input.dim() == dims + 2 else y.squeeze(0)

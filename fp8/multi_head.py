@@ -46,14 +46,21 @@ def _merge_masks(
     return padded if mask is None else mask + padded
 
 
+def _check_masks(
+    attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, sizes: tuple[int, int]
+) -> None:
+    allowed = {"attn_mask": (sizes, (batch * heads, *sizes)), "key_padding_mask": ((batch, sizes[1]),)}
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
+        if mask is not None and tuple(mask.shape) not in allowed[name]:
+            shapes = " or ".join(map(str, allowed[name]))
+            raise ValueError(f"{name} must have shape {shapes}, not {tuple(mask.shape)}")
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Attention with its probabilities, by separate products."""
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
-    if is_causal and mask is None:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        mask = _additive(hidden, q.dtype)
     if mask is not None:
         scores = scores + mask
     weights = F.dropout(F.softmax(scores, dim=-1), dropout_p, training=dropout_p > 0)
@@ -91,32 +98,41 @@ def multi_head_attention_forward(
 
     query (L, N, E), key and value (S, N, E), or without the batch dimension N. Returns the output
     (L, N, E) and, with need_weights, the probabilities (N, L, S), else None.
-    Raises NotImplementedError for bias_k, bias_v, add_zero_attn, static_k and static_v.
+    With need_weights the product with the probabilities is a call of its own, so a recipe rounds
+    the probabilities; without, the kernel of `scaled_dot_product_attention` keeps them precise.
+    is_causal is a hint that attn_mask is causal, believed (as in torch) where there is neither
+    key_padding_mask nor need_weights.
+    Raises NotImplementedError for bias_k, bias_v, add_zero_attn, static_k and static_v, and
+    ValueError for masks of another shape and for is_causal without a mask.
     """
     extras = {"bias_k": bias_k, "bias_v": bias_v, "static_k": static_k, "static_v": static_v}
     used = [name for name, value in extras.items() if value is not None]
     used += ["add_zero_attn"] if add_zero_attn else []
     if used:
         raise NotImplementedError(f"multi-head attention with {', '.join(used)} is not supported")
+    if is_causal and attn_mask is None:
+        raise ValueError("is_causal is a hint about attn_mask: give the mask as well")
     batched = query.dim() == 3
     if not batched:
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-    weights: Any = (
-        (q_proj_weight, k_proj_weight, v_proj_weight)
-        if use_separate_proj_weight
-        else (in_proj_weight,)
-    )
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     length, batch, width = query.shape
+    sizes = (length, key.shape[0])
+    _check_masks(attn_mask, key_padding_mask, batch, num_heads, sizes)
+    causal = is_causal and key_padding_mask is None and not need_weights
+    mask = None
+    if not causal:
+        mask = _merge_masks(attn_mask, key_padding_mask, batch, num_heads, query.dtype)
+    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
+    weights: Any = separate if use_separate_proj_weight else (in_proj_weight,)
     q, k, v = _project(query, key, value, weights, in_proj_bias)
     q, k, v = (t.reshape(t.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3) for t in (q, k, v))
-    mask = _merge_masks(attn_mask, key_padding_mask, batch, num_heads, q.dtype)
     p = dropout_p if training else 0.0
     probabilities = None
     if need_weights:
-        out, probabilities = _attend(q, k, v, mask, p, is_causal)
+        out, probabilities = _attend(q, k, v, mask, p)
         probabilities = probabilities.mean(1) if average_attn_weights else probabilities
     else:
-        causal = is_causal and mask is None
         out = F.scaled_dot_product_attention(q, k, v, mask, p, causal)
     out = out.permute(2, 0, 1, 3).reshape(length, batch, width)
     out = F.linear(out, out_proj_weight, out_proj_bias)

@@ -6,6 +6,7 @@ make that division exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -25,16 +26,24 @@ def tensor_scale(x: Tensor, format: Format) -> Tensor:
     """The smallest power of two under which no finite element of ``x`` overflows ``format``.
 
     "Current" per-tensor scaling: one pass over ``x`` for its largest magnitude, no history.
-    Returns a 0-dim float32 tensor. It is 1 where the amax is zero or not finite, so an Inf or a
-    NaN reaches the cast unscaled; it is clamped to the normal float32 range.
+    Returns a 0-dim float32 tensor (float64 for float64). It is 1 where the largest magnitude is
+    zero, Inf or NaN, so that these reach the cast unscaled, and for an empty tensor. It is not
+    less than 2**-126, the smallest normal float32: a tensor below that times half the format's
+    smallest value becomes zero.
     """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    one = torch.ones((), dtype=dtype, device=x.device)
     if x.numel() == 0:
-        return torch.ones((), dtype=torch.float32, device=x.device)
-    amax = torch.ops.aten.amax.default(x.detach().abs()).float()
-    mantissa, exponent = torch.frexp(amax / format.max)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 127)
-    scale = torch.ldexp(torch.ones_like(amax), exponent)
-    return torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(amax))
+        return one
+    low, high = torch.ops.aten.aminmax.default(x.detach())
+    amax = torch.maximum(-low, high).to(dtype)
+    # amax = m * 2**e and max = M * 2**E with m and M in [1/2, 1), so amax <= max * 2**(e - E)
+    # if and only if m <= M.
+    mantissa, exponent = torch.frexp(amax)
+    top, top_exponent = math.frexp(format.max)
+    exponent = exponent - top_exponent + (mantissa > top)
+    scale = torch.ldexp(one, exponent.clamp(-126, 127))
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, one)
 
 
 SCALINGS: dict[str, Callable[[Tensor, Format], Tensor | None]] = {

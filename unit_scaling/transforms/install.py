@@ -15,15 +15,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["Scope", "find_scope", "install", "unwrapped"]
+__all__ = ["HOOKS", "Scope", "find_scope", "install", "unwrapped"]
+
+HOOKS = " hooks"
+"""Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
 
 Call = Callable[[], Any]
 
 
 class Scope(Protocol):
-    """One transform of one model. ``order`` says which scope is entered first, lowest first."""
+    """One transform of one model.
+
+    order: which scope is entered first, lowest first. path: the names of the modules that are
+    running, outermost first; empty while the model is not, or where the transform needs no names.
+    """
 
     order: int
+    path: list[str]
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
@@ -35,6 +43,21 @@ class Transformed:
     """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
 
     _scopes: tuple[tuple[Any, str], ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call, hooks included, told apart from its forward.
+
+        A hook may do anything; none of it belongs to the model.
+        """
+        for scope, path in self._scopes:
+            if scope.path:
+                scope.path.append(path + HOOKS)
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for scope, _ in self._scopes:
+                if scope.path:
+                    scope.path.pop()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the original class, which can be imported, and made into this class on arrival."""
@@ -90,6 +113,8 @@ def install(model: nn.Module, scope: Scope) -> None:
     Raises TypeError for a TorchScript module, which has no Python forward to run.
     """
     for path, module in unwrapped(model).named_modules():
+        if unwrapped(module) is not module:
+            continue  # what torch.compile wrapped is a module of its own, further down
         if isinstance(module, torch.jit.ScriptModule):
             name = path or type(module).__name__
             raise TypeError(f"{name!r} is a TorchScript module: transform it before scripting it")

@@ -40,12 +40,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the report."""
+    """A line of the report. number: how many calls of the kind came before in the module."""
 
     path: str
     call: str
     done: str
     why: str = ""
+    number: int = 0
 
     @property
     def left_alone(self) -> bool:
@@ -172,7 +173,7 @@ class _Planner:
         """The step for a call and its line in the report."""
         splits = tuple((i.slot, 1.0, self.splits.get((index, i.slot), 1.0)) for i in node.inputs)
         splits = tuple(s for s in splits if s[2] != 1.0)
-        path, kind, _ = node.key or ("", node.name, 0)
+        path, kind, number = node.key or ("", node.name, 0)
         if not node.floating or not self._concerns(node):
             return (Step(slots=splits) if splits else None), None
         step, done, why = self._choose(index, node, kind)
@@ -181,7 +182,7 @@ class _Planner:
             step = replace(step, slots=_merge(step.slots, splits))
             if node.key is None:
                 done, why = "left alone", f"{node.name} reads a skip connection and is unknown"
-        return step, Row(path, node.name, done, why) if done else None
+        return step, Row(path, node.name, done, why, number) if done else None
 
     def _concerns(self, node: Node) -> bool:
         return node.live or any(self.nodes[i.node].live for i in node.inputs)

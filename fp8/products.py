@@ -1,0 +1,331 @@
+"""The calls that compute matrix products, and what computes them under a recipe.
+
+PRODUCTS, EXPANDED and OPAQUE are read by `fp8.autocast`. Every handler ends in the functions of
+`fp8.matmul`, `fp8.convolution` and `fp8.attention`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import string
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import matmul
+from .attention import attention
+from .convolution import conv, conv_transpose
+from .multi_head import multi_head_attention_forward
+from .recipe import Recipe
+
+__all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler"]
+
+Handler = Callable[..., Any]
+"""(recipe, *args, **kwargs) -> the result, or NotImplemented for torch to compute, or refuse, the call itself."""
+
+aten = torch.ops.aten
+
+
+def _refuse_out(out: object) -> None:
+    if out is not None:
+        raise ValueError("a product under fp8.autocast cannot write to out=; assign its result")
+
+
+def _floating(*values: object) -> bool:
+    """Whether these are all tensors that a recipe applies to: not integer, complex or sparse."""
+    return all(
+        isinstance(v, Tensor) and v.is_floating_point() and v.layout == torch.strided
+        for v in values
+    )
+
+
+def _layer(function: Callable[..., Tensor]) -> Handler:
+    """For functions with torch's own signature that take a recipe."""
+
+    def handler(recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not _floating(*tensors[:2]):
+            return NotImplemented
+        return function(*args, **kwargs, recipe=recipe)
+
+    return handler
+
+
+def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> bool:
+    """Whether torch takes the operands, and sums over more than one term: outer products round nothing."""
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor) and _floating(left, right)):
+        return False
+    if ranks is not None:
+        equal_batch = ranks[0] < 3 or left.shape[:1] == right.shape[:1]
+        if (left.dim(), right.dim()) != ranks or not equal_batch:
+            return False
+    return left.dim() > 0 and left.shape[-1] != 1
+
+
+def _two(ranks: tuple[int, int] | None = None) -> Handler:
+    """``left @ right``, where torch asks for operands of these ranks; None: any that broadcast."""
+
+    def handler(
+        recipe: Recipe,
+        input: Tensor,
+        other: Tensor | None = None,
+        *,
+        mat2: Tensor | None = None,
+        vec: Tensor | None = None,
+        tensor: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Any:
+        _refuse_out(out)
+        right = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
+        if not _is_product(input, right, ranks):
+            return NotImplemented
+        assert right is not None
+        return matmul.matmul(input, right, recipe=recipe)
+
+    return handler
+
+
+def _reversed(recipe: Recipe, input: Tensor, other: Any) -> Any:
+    return _two()(recipe, other, input) if isinstance(other, Tensor) else NotImplemented
+
+
+def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Any:
+    _refuse_out(out)
+    if not _is_product(input, other, None) or other.dim() == 0:
+        return NotImplemented
+    right = other if other.dim() == 1 else other.flatten(0, -2).mT
+    y = matmul.matmul(input, right, recipe=recipe)
+    return y.reshape(*input.shape[:-1], *other.shape[:-1])
+
+
+def _vecdot(
+    recipe: Recipe, x: Tensor, y: Tensor, *, dim: int = -1, out: Tensor | None = None
+) -> Any:
+    _refuse_out(out)
+    if not _floating(x, y):
+        return NotImplemented
+    rows, columns = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
+    y = matmul.matmul(rows, columns, recipe=recipe)
+    return y.squeeze(-1).squeeze(-1)
+
+
+def _sum_of_products(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """``sum(left[b] @ right[b] for b)`` as one product of two matrices."""
+    return left.transpose(0, 1).flatten(1), right.flatten(0, 1)
+
+
+def _added(
+    first: str,
+    second: str,
+    ranks: tuple[int, int],
+    prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> Handler:
+    """``beta * input + alpha * first @ second``; input is not read where beta is 0, as in torch."""
+
+    def handler(
+        recipe: Recipe,
+        input: Tensor,
+        *args: Any,
+        beta: float = 1,
+        alpha: float = 1,
+        out: Tensor | None = None,
+        **named: Any,
+    ) -> Any:
+        _refuse_out(out)
+        left, right, *rest = (*args, *(named.pop(n, None) for n in (first, second)[len(args) :]))
+        if rest or not isinstance(input, Tensor):
+            raise TypeError("beta and alpha are keywords under fp8.autocast")
+        if named or not _floating(input) or not _is_product(left, right, ranks):
+            return NotImplemented
+        if prepare is not None:
+            left, right = prepare(left, right)
+        product = matmul.matmul(left, right, scales=(alpha, alpha, alpha), recipe=recipe)
+        return product if beta == 0 else _add(product, input, beta)
+
+    return handler
+
+
+def _add(product: Tensor, input: Tensor, beta: float) -> Tensor:
+    (input,) = matmul.to_autocast_dtype(input)
+    if input.dtype != product.dtype:
+        raise TypeError(f"input is {input.dtype} and the product {product.dtype}; make them equal")
+    if torch.broadcast_shapes(input.shape, product.shape) != product.shape:
+        shapes = f"{tuple(input.shape)} does not broadcast to {tuple(product.shape)}"
+        raise ValueError(f"input of shape {shapes}, the shape of the product")
+    return product + (input if beta == 1 else input * beta)
+
+
+def _in_place(handler: Handler) -> Handler:
+    def write(recipe: Recipe, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = handler(recipe, input, *args, **kwargs)
+        return result if result is NotImplemented else input.copy_(result)
+
+    return write
+
+
+def _tensordot(
+    recipe: Recipe, a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None
+) -> Any:
+    """One product of two matrices: the dimensions that are summed, flattened, are the inner one."""
+    _refuse_out(out)
+    dims = dims.tolist() if isinstance(dims, Tensor) else dims
+    if not _floating(a, b) or (isinstance(dims, int) and not 0 < dims <= min(a.dim(), b.dim())):
+        return NotImplemented
+    if isinstance(dims, int):
+        dims = (range(a.dim() - dims, a.dim()), range(dims))
+    over_a, over_b = ([d % t.dim() for d in over] for over, t in zip(dims, (a, b), strict=True))
+    if math.prod(a.shape[d] for d in over_a) == 1:
+        return NotImplemented
+    free_a, free_b = (
+        [d for d in range(t.dim()) if d not in over] for t, over in ((a, over_a), (b, over_b))
+    )
+    left = a.permute(*free_a, *over_a).reshape(-1, math.prod(a.shape[d] for d in over_a))
+    right = b.permute(*over_b, *free_b).reshape(math.prod(b.shape[d] for d in over_b), -1)
+    y = matmul.matmul(left, right, recipe=recipe)
+    return y.reshape(*(a.shape[d] for d in free_a), *(b.shape[d] for d in free_b))
+
+
+def _einsum(recipe: Recipe, *args: Any) -> Any:
+    """Operands cast once, and the gradient of the result; with three or more operands what is
+    computed on the way stays in high precision."""
+    equation, operands = _equation(args)
+    if not _floating(*operands) or not _sums(equation, operands):
+        return NotImplemented
+    operands = [matmul.cast_forward(t, recipe.input) for t in operands]
+    return matmul.cast_backward(aten.einsum.default(equation, operands), recipe.grad)
+
+
+def _equation(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
+    """The arguments of torch.einsum, in any of its three forms, as (equation, operands)."""
+    if isinstance(args[0], str):
+        listed = len(args) == 2 and isinstance(args[1], list | tuple)
+        return args[0].replace(" ", ""), list(args[1] if listed else args[1:])
+
+    def term(indices: Sequence[Any]) -> str:
+        return "".join("..." if i is Ellipsis else string.ascii_letters[i] for i in indices)
+
+    pairs = list(zip_longest(args[::2], args[1::2]))
+    output = pairs.pop()[0] if len(args) % 2 else None
+    equation = ",".join(term(indices) for _, indices in pairs)
+    equation += "" if output is None else f"->{term(output)}"
+    return equation, [t for t, _ in pairs]
+
+
+def _sums(equation: str, operands: list[Tensor]) -> bool:
+    """Whether an index of more than one value, shared by operands, is summed over."""
+    inputs, arrow, output = equation.partition("->")
+    terms = inputs.split(",")
+    for letter in set(inputs) & set(string.ascii_letters):
+        shared = [(t, x) for t, x in zip(terms, operands, strict=False) if letter in t]
+        summed = letter not in output if arrow else inputs.count(letter) > 1
+        if summed and len(shared) > 1 and any(_size(*one, letter) > 1 for one in shared):
+            return True
+    return False
+
+
+def _size(term: str, x: Tensor, letter: str) -> int:
+    before, _, after = term.partition("...")
+    if letter in before:
+        return x.shape[before.index(letter)]
+    return x.shape[after.index(letter) - len(after)]
+
+
+def _bilinear(
+    recipe: Recipe, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Any:
+    """Operands cast, and the gradient of the result; what is computed on the way is not."""
+    if not _floating(input1, input2, weight):
+        return NotImplemented
+    first, second = (matmul.cast_forward(t, recipe.input) for t in (input1, input2))
+    weight = matmul.cast_forward(weight, recipe.weight)
+    first, second, weight, bias = matmul.to_autocast_dtype(first, second, weight, bias)
+    y = matmul.cast_backward(aten.bilinear.default(first, second, weight, None), recipe.grad)
+    return y if bias is None else y + bias
+
+
+_mm, _bmm, _mv, _dot = _two((2, 2)), _two((3, 3)), _two((2, 1)), _two((1, 1))
+_addmm, _addmv = _added("mat1", "mat2", (2, 2)), _added("mat", "vec", (2, 1))
+_baddbmm = _added("batch1", "batch2", (3, 3))
+_addbmm = _added("batch1", "batch2", (3, 3), _sum_of_products)
+
+PRODUCTS: dict[Callable[..., Any], Handler] = {
+    F.linear: _layer(matmul.linear),
+    torch.matmul: _two(),
+    torch.linalg.matmul: _two(),
+    torch.Tensor.matmul: _two(),
+    torch.Tensor.__matmul__: _two(),
+    torch.Tensor.__rmatmul__: _reversed,
+    operator.matmul: _two(),
+    torch.mm: _mm,
+    torch.Tensor.mm: _mm,
+    torch.bmm: _bmm,
+    torch.Tensor.bmm: _bmm,
+    torch.mv: _mv,
+    torch.Tensor.mv: _mv,
+    torch.dot: _dot,
+    torch.Tensor.dot: _dot,
+    torch.vdot: _dot,
+    torch.Tensor.vdot: _dot,
+    torch.linalg.vecdot: _vecdot,
+    torch.inner: _inner,
+    torch.Tensor.inner: _inner,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
+    torch.Tensor.addmm_: _in_place(_addmm),
+    torch.addmv: _addmv,
+    torch.addmv_: _in_place(_addmv),
+    torch.Tensor.addmv: _addmv,
+    torch.Tensor.addmv_: _in_place(_addmv),
+    torch.addbmm: _addbmm,
+    torch.Tensor.addbmm: _addbmm,
+    torch.Tensor.addbmm_: _in_place(_addbmm),
+    torch.baddbmm: _baddbmm,
+    torch.Tensor.baddbmm: _baddbmm,
+    torch.Tensor.baddbmm_: _in_place(_baddbmm),
+    torch.einsum: _einsum,
+    torch.tensordot: _tensordot,
+    F.bilinear: _bilinear,
+    F.conv1d: _layer(conv),
+    F.conv2d: _layer(conv),
+    F.conv3d: _layer(conv),
+    F.conv_transpose1d: _layer(conv_transpose),
+    F.conv_transpose2d: _layer(conv_transpose),
+    F.conv_transpose3d: _layer(conv_transpose),
+    F.scaled_dot_product_attention: _layer(attention),
+}
+"""Torch function -> its handler."""
+
+EXPANDED: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.multi_head_attention_forward: multi_head_attention_forward,
+}
+"""Torch function -> the same computation in calls that the mode sees."""
+
+_RECURRENT = "one kernel computes all its products; write it out step by step"
+_SPARSE = "sparse operands have no cast"
+_GROUPED = "the products of a group have no recipe yet; write them as a loop of @"
+
+OPAQUE: dict[Callable[..., Any], str] = {
+    torch.lstm: _RECURRENT,
+    torch.gru: _RECURRENT,
+    torch.rnn_tanh: _RECURRENT,
+    torch.rnn_relu: _RECURRENT,
+    torch.lstm_cell: _RECURRENT,
+    torch.gru_cell: _RECURRENT,
+    torch.rnn_tanh_cell: _RECURRENT,
+    torch.rnn_relu_cell: _RECURRENT,
+    torch.chain_matmul: "it chooses the order of its products itself; write them with @",
+    torch.linalg.multi_dot: "it chooses the order of its products itself; write them with @",
+    torch.conv_tbc: "call conv1d",
+    torch.sparse.mm: _SPARSE,
+    torch.sparse.addmm: _SPARSE,
+    torch.smm: _SPARSE,
+    torch.hspmm: _SPARSE,
+    torch.sspaddmm: _SPARSE,
+    F.grouped_mm: _GROUPED,
+}
+"""Torch function whose products cannot run under a recipe -> why, and what to write instead."""
