@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("quantize",)
+BENCHMARKS = ("quantize", "training")
 """Scripts of this package; `python -m benchmarks.NAME` runs one and writes results/NAME.json."""
 
 

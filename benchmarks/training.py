@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import THREADS, report
-
 from notebooks.nanogpt import cli
 from notebooks.nanogpt.session import RESULTS
 
