@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -51,6 +51,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--data": {"metavar": "FILE", "help": "text (default: the Python standard library's source)"},
+    "--preset": {"default": "small", "help": f"{' or '.join(PRESETS)} (default: %(default)s)"},
+    "--variants": {"default": ",".join(VARIANTS), "help": "some of %(default)s (default: all)"},
+    "--seeds": {"default": "0", "help": "whole numbers and commas (default: %(default)s)"},
+    "--lr": {"help": "peak learning rate: a number for all, or variant=number,... for some"},
+    "--out": {
+        "type": Path,
+        "help": "folder for the results (default: out/PRESET, or the next free number)",
+    },
+    "--resume": {
+        "action": "store_true",
+        "help": "continue the run in --out, or start it there if there is none",
+    },
+    "--compile": {
+        "action": argparse.BooleanOptionalAction,
+        "default": False,
+        "help": "torch.compile the models (default: no)",
+    },
+    "--device": {"default": "auto", "help": "auto, cpu, cuda or cuda:N (default: %(default)s)"},
+    "--threads": {
+        "type": int,
+        "default": torch.get_num_threads(),
+        "help": "CPU threads (default: %(default)s)",
+    },
+    "--sample": {"type": int, "default": 160, "help": "tokens to sample (default: %(default)s)"},
+}
+PRESET_GIVES = {"lr", "unit_lr", "betas"}  # settings without an option of their own; --lr sets both
+
+
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="nanogpt",
@@ -58,61 +88,13 @@ def _build_parser() -> argparse.ArgumentParser:
         "unit-scaled simulated FP8, and compare the losses.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--data",
-        metavar="FILE",
-        help="text to train on (default: the Python standard library's source)",
-    )
-    parser.add_argument(
-        "--preset", default="small", help=f"{' or '.join(PRESETS)} (default: small)"
-    )
-    parser.add_argument(
-        "--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)"
-    )
-    parser.add_argument("--seeds", default="0", help="comma-separated (default: 0)")
-    parser.add_argument(
-        "--lr", help="peak learning rate: a number for all, or variant=number,... for some"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for the results (default: out/PRESET, or the next free number)",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --out, or start it there if it is new",
-    )
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="torch.compile the model (default: no)",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=torch.get_num_threads(),
-        help="CPU threads (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--sample",
-        type=int,
-        default=160,
-        metavar="N",
-        help="tokens to sample at the end (default: 160)",
-    )
+    for option, how in OPTIONS.items():
+        parser.add_argument(option, **how)
     overrides = parser.add_argument_group("settings of the preset")
     for field in dataclasses.fields(Settings):
-        if field.name not in NOT_OPTIONS:
+        if field.name not in PRESET_GIVES:
             _add_override(overrides, field.name, getattr(PRESETS["small"], field.name))
     return parser
-
-
-NOT_OPTIONS = {"lr", "unit_lr", "betas"}  # --lr sets both rates
 
 
 def _add_override(group: argparse._ArgumentGroup, name: str, example: object) -> None:
@@ -151,7 +133,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     """The preset with the options given in place of its own."""
     if args.preset not in PRESETS:
         raise ValueError(f"unknown preset {args.preset!r}; choose one of {', '.join(PRESETS)}")
-    names = [field.name for field in dataclasses.fields(Settings) if field.name not in NOT_OPTIONS]
+    names = [field.name for field in dataclasses.fields(Settings) if field.name not in PRESET_GIVES]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return dataclasses.replace(PRESETS[args.preset], **given)
 
