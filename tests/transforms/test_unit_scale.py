@@ -308,6 +308,17 @@ def test_tags_and_optimizer() -> None:
     optimizer.step()
 
 
+def test_a_last_layer_inside_a_residual_branch_is_no_readout() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True))
+    assert model.linear2.weight.mup_type == "output"
+    y = model(torch.randn(2, 8, 32))
+    assert model.linear2.weight.mup_type == "weight"
+    assert not [r for r in uu.report(model) if r.why.startswith("readout")]
+    assert [r.path for r in uu.report(model) if r.done == "tagged as weight"] == ["linear2"]
+    assert y.isfinite().all()
+
+
 def test_tied_readout_is_a_weight() -> None:
     assert unit_scale(gpt()).head.weight.mup_type == "weight"
 

@@ -39,7 +39,7 @@ class Scope(Protocol):
         """The result of ``call()``, the forward of ``module``, with the transform active."""
 
 
-class Transformed:
+class _Transformed:
     """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
 
     _scopes: tuple[tuple[Any, str], ...] = ()
@@ -88,7 +88,7 @@ def _make_subclass(base: type[nn.Module]) -> type[nn.Module]:
         return _run(self, original, self._scopes, args, kwargs)
 
     names = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
-    return type(base.__name__, (Transformed, base), {"__qualname__": base.__qualname__, **names})
+    return type(base.__name__, (_Transformed, base), {"__qualname__": base.__qualname__, **names})
 
 
 def _run(
@@ -127,7 +127,7 @@ def install(model: nn.Module, scope: Scope) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             name = path or type(module).__name__
             raise TypeError(f"{name!r} is a TorchScript module: transform it before scripting it")
-        if not isinstance(module, Transformed):
+        if not isinstance(module, _Transformed):
             module.__class__ = _subclass(type(module))
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]

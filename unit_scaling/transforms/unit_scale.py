@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
 
+from ..parameter import tag
 from .calls import KINDS
 from .compile import copied
 from .install import Call, find_scope, install, unwrapped
@@ -142,6 +143,8 @@ class UnitScale:
     ) -> Any:
         """Records the model, makes the plan, then runs it."""
         plan = self.record(module, path, args, kwargs)
+        if plan.inner and not path:
+            self._demote(module, plan.inner)
         if self.strict:
             alone = [row for row in (*self.weights.rows, *plan.rows) if row.left_alone]
             if alone:
@@ -154,6 +157,15 @@ class UnitScale:
         if not path:
             self._latest[module.training] = plan
         return self._replay(plan, call, path)
+
+    def _demote(self, model: nn.Module, names: frozenset[str]) -> None:
+        """Tags as weights what was taken for the readout before the model had run."""
+        self.weights.readouts -= names
+        for name in sorted(names):
+            tag(model.get_parameter(name), "weight")
+            path, _, leaf = name.rpartition(".")
+            why = "not the readout: make the optimizer after the first call"
+            self.weights.rows.append(Row(path, leaf, "tagged as weight", why))
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
