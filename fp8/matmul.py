@@ -95,6 +95,8 @@ def rounded_gradient(grad: Tensor, spec: Spec) -> Tensor:
 
 
 class _Round(Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, spec: Spec) -> Tensor:
         return _rounded(x, spec)
@@ -109,6 +111,8 @@ class _Round(Function):
 
 
 class _RoundGradient(Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, spec: Spec) -> Tensor:
         return x.view_as(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .formats import Format, get_format
@@ -11,8 +12,10 @@ from .scaling import SCALINGS
 __all__ = ["RECIPES", "Cast", "Recipe", "get_recipe"]
 
 
-def _check(what: str, got: object, allowed: object) -> None:
-    names = tuple(allowed)  # type: ignore[call-overload]
+def _check(what: str, got: object, allowed: Iterable[str]) -> None:
+    names = tuple(allowed)
+    if not isinstance(got, str):
+        raise TypeError(f"{what} is a {type(got).__name__}; give a name")
     if got not in names:
         raise ValueError(f"unknown {what} {got!r}; choose one of {', '.join(map(repr, names))}")
 
@@ -24,7 +27,8 @@ class Cast:
     format: a name in `fp8.FORMATS`, or a `fp8.Format`.
     scaling: a name in `fp8.SCALINGS`.
     rounding, overflow: as in `fp8.quantize`. Stochastic rounding draws a new seed at each use.
-    Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name and for overflow="nonfinite" with a format that has
+    neither Inf nor NaN, TypeError for what is not a name.
     """
 
     format: str | Format
@@ -33,10 +37,12 @@ class Cast:
     overflow: str = "saturate"
 
     def __post_init__(self) -> None:
-        get_format(self.format)
+        format = get_format(self.format)
         _check("scaling", self.scaling, SCALINGS)
         _check("rounding", self.rounding, ROUNDINGS)
         _check("overflow", self.overflow, OVERFLOWS)
+        if self.overflow == "nonfinite" and format.nonfinite is None:
+            raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +82,13 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe of that name; a Recipe is returned as it is. ValueError lists the names."""
+    """The recipe of that name; a Recipe is returned as it is.
+
+    Raises ValueError, with the names there are, for another, and TypeError for what is neither.
+    """
     if isinstance(recipe, Recipe):
         return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"a recipe must be a name or a Recipe, not {type(recipe).__name__}")
     _check("recipe", recipe, RECIPES)
     return RECIPES[recipe]
