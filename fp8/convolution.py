@@ -145,8 +145,11 @@ def conv(
     x, weight, bias = operands(recipe, input, weight, bias)
     x = x if input.dim() == dims + 2 else x.unsqueeze(0)
     steps = _per_dim(dilation, dims, "dilation")
+    strides = _per_dim(stride, dims, "stride")
+    if padding == "same" and any(step != 1 for step in strides):
+        raise ValueError(f"padding='same' needs stride 1, got {stride!r}")
     x, margins = _padded(x, weight, padding, steps)
-    geometry = (_per_dim(stride, dims, "stride"), margins, steps, False, [0] * dims, groups)
+    geometry = (strides, margins, steps, False, [0] * dims, groups)
     spec = () if recipe is None else spec_of(recipe.grad)
     y = apply(_Convolution, x, weight, bias, *scales, geometry, spec)
     return y if input.dim() == dims + 2 else y.squeeze(0)

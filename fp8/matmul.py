@@ -104,6 +104,8 @@ def rounded_gradient(grad: Tensor, spec: Spec) -> Tensor:
 
 
 class _Round(Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, spec: Spec) -> Tensor:
         return _rounded(x, spec)
@@ -118,6 +120,8 @@ class _Round(Function):
 
 
 class _RoundGradient(Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, spec: Spec) -> Tensor:
         return x.view_as(x)

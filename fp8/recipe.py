@@ -13,8 +13,10 @@ from .scaling import SCALINGS
 __all__ = ["RECIPES", "Cast", "Recipe", "get_recipe"]
 
 
-def _check(what: str, got: object, allowed: Iterable[object]) -> None:
+def _check(what: str, got: object, allowed: Iterable[str]) -> None:
     names = tuple(allowed)
+    if not isinstance(got, str):
+        raise TypeError(f"{what} is a {type(got).__name__}; give a name")
     if got not in names:
         raise ValueError(f"unknown {what} {got!r}; choose one of {', '.join(map(repr, names))}")
 
@@ -25,8 +27,10 @@ class Cast:
 
     format: a name in `fp8.FORMATS`, or a `fp8.Format`.
     scaling: a name in `fp8.SCALINGS`.
-    rounding, overflow, random_bits: as in `fp8.quantize`. Stochastic rounding draws a new seed at each use.
-    Raises ValueError for an unknown name.
+    rounding, overflow, random_bits: as in `fp8.quantize`. Stochastic rounding draws a new seed at
+    each use.
+    Raises ValueError for an unknown name and for overflow="nonfinite" with a format that has
+    neither Inf nor NaN, TypeError for what is not a name.
     """
 
     format: str | Format
@@ -36,11 +40,14 @@ class Cast:
     random_bits: int = 31
 
     def __post_init__(self) -> None:
-        get_format(self.format)
+        format = get_format(self.format)
         _check("scaling", self.scaling, SCALINGS)
         _check("rounding", self.rounding, ROUNDINGS)
         _check("overflow", self.overflow, OVERFLOWS)
-        _check("random_bits", self.random_bits, range(1, 32))
+        if self.overflow == "nonfinite" and format.nonfinite is None:
+            raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
+        if not (isinstance(self.random_bits, int) and 1 <= self.random_bits <= 31):
+            raise ValueError(f"random_bits must be 1 to 31, got {self.random_bits!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +87,13 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe of that name; a Recipe is returned as it is. ValueError lists the names."""
+    """The recipe of that name; a Recipe is returned as it is.
+
+    Raises ValueError, with the names there are, for another, and TypeError for what is neither.
+    """
     if isinstance(recipe, Recipe):
         return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"a recipe must be a name or a Recipe, not {type(recipe).__name__}")
     _check("recipe", recipe, RECIPES)
     return RECIPES[recipe]

@@ -29,7 +29,7 @@ def tensor_scale(x: Tensor, format: Format) -> Tensor:
     Returns a 0-dim float32 tensor (float64 for float64). It is 1 where the largest magnitude is
     zero, Inf or NaN, so that these reach the cast unscaled, and for an empty tensor. It is not
     less than 2**-126, the smallest normal float32: a tensor below that times half the format's
-    smallest value becomes zero.
+    smallest value becomes zero; and not more than 2**127, past which only float64 reaches.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     one = torch.ones((), dtype=dtype, device=x.device)

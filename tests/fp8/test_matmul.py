@@ -1,0 +1,311 @@
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fp8
+from fp8 import Cast, Format, Recipe
+from fp8.function import apply
+from fp8.matmul import active_recipe, linear, matmul
+from tests.reference import NONE, assert_within, product, unit
+
+SCALES = (0.3, 2.5, 0.7)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+RECIPES = {"none": NONE, **fp8.RECIPES}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + 31 * len(shape) + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+
+def check(function, plain, operands, recipe, scales=SCALES, layer=True) -> None:
+    """Value and gradients of both operands against the oracle."""
+    dtype = operands[0].dtype
+    y = function(*operands, scales=scales, recipe=recipe)
+    assert y.dtype == dtype
+    grad = randn(*y.shape, dtype=dtype, seed=5).detach()
+    got = (y, *torch.autograd.grad(y, operands, grad))
+    values, magnitudes = product(plain, operands, grad, scales, recipe, layer)
+    for one, value, magnitude in zip(got, values, magnitudes, strict=True):
+        assert one.dtype == dtype
+        assert_within(one.detach(), value, magnitude, dtype)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7), (2, 3, 4, 7), (0, 7), (5, 1), (2, 0, 7)])
+def test_linear(shape, dtype, recipe):
+    operands = randn(*shape, dtype=dtype), randn(6, shape[-1], dtype=dtype)
+    check(linear, F.linear, operands, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((7,), (7,)),
+        ((7,), (7, 4)),
+        ((5, 7), (7,)),
+        ((5, 7), (7, 4)),
+        ((3, 5, 7), (7, 4)),
+        ((3, 5, 7), (7,)),
+        ((7,), (3, 7, 4)),
+        ((5, 7), (3, 7, 4)),
+        ((3, 5, 7), (3, 7, 4)),
+        ((2, 3, 5, 7), (2, 3, 7, 4)),
+        ((2, 1, 5, 7), (3, 7, 4)),
+        ((1, 5, 7), (3, 7, 4)),
+        ((3, 5, 7), (1, 7, 4)),
+        ((5, 1), (1, 4)),
+        ((0, 7), (7, 4)),
+        ((0, 5, 7), (7, 4)),
+        ((0, 5, 7), (0, 7, 4)),
+        ((5, 0), (0, 4)),
+        ((3, 5, 0), (3, 0, 4)),
+    ],
+    ids=str,
+)
+def test_matmul(left, right, dtype, recipe):
+    operands = randn(*left, dtype=dtype), randn(*right, dtype=dtype, seed=1)
+    check(matmul, torch.matmul, operands, recipe, layer=False)
+
+
+def test_strided_operands():
+    wide, tall = randn(5, 14)[:, ::2], randn(7, 6).mT
+    check(linear, F.linear, (wide, tall), NONE)
+    check(matmul, torch.matmul, (randn(7, 3, 5).permute(1, 2, 0), randn(4, 7).mT), NONE, layer=False)
+    check(matmul, torch.matmul, (randn(1, 5, 7).expand(3, 5, 7), randn(7, 4)), NONE, layer=False)
+
+
+def test_scales_of_one_and_powers_of_two_are_exact():
+    x, w = randn(5, 7), randn(6, 7)
+    assert torch.equal(linear(x, w), F.linear(x, w))
+    assert torch.equal(linear(x, w, scales=(0.25, 1, 1)), F.linear(x, w) * 0.25)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_bias(dtype, recipe):
+    x, w, b = randn(2, 5, 7, dtype=dtype), randn(6, 7, dtype=dtype), randn(6, dtype=dtype)
+    y = linear(x, w, b, scales=SCALES, recipe=recipe)
+    grad = randn(2, 5, 6, dtype=dtype, seed=2).detach()
+    values, magnitudes = product(F.linear, (x, w), grad, SCALES, recipe)
+    value, magnitude = values[0] + b.detach().double(), magnitudes[0] + b.detach().double().abs()
+    assert_within(y.detach(), value, magnitude, dtype)
+    (db,) = torch.autograd.grad(y, b, grad)
+    total = SCALES[2] * grad.double()
+    assert_within(db, total.sum((0, 1)), total.abs().sum((0, 1)), dtype)  # no cast touches it
+
+
+@pytest.mark.parametrize("needs", list(itertools.product((True, False), repeat=3)))
+def test_gradients_only_where_asked_for(needs):
+    tensors = [randn(5, 7), randn(6, 7), randn(6)]
+    wanted = torch.autograd.grad(
+        linear(*tensors, scales=SCALES, recipe=fp8.RECIPES["unit"]).sum(), tensors
+    )
+    leaves = [t.detach().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
+    y = linear(*leaves, scales=SCALES, recipe=fp8.RECIPES["unit"])
+    assert y.requires_grad == any(needs)
+    if any(needs):
+        y.sum().backward()
+    for leaf, need, grad in zip(leaves, needs, wanted, strict=True):
+        assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
+
+
+@pytest.mark.parametrize("name", fp8.RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operands_are_what_quantize_makes_of_them(name, dtype):
+    recipe = fp8.RECIPES[name]
+    x, eye = randn(8, 8, dtype=dtype), torch.eye(8, dtype=dtype)
+    with torch.no_grad():
+        x[0, 0] = 300.0  # a scale other than one, and 1 is still a value of the format
+    expected = x.detach()
+    if name == "unit":
+        expected = fp8.quantize(expected, "e4m3")
+    else:
+        expected = fp8.quantize(expected, "e4m3", scale=fp8.scaling.tensor_scale(expected, fp8.get_format("e4m3")))
+    for y in (linear(x, eye, recipe=recipe), matmul(x, eye, recipe=recipe)):
+        assert torch.equal(y, expected)
+    y = linear(eye, x, recipe=recipe)
+    assert torch.equal(y, expected.mT)
+    grad = randn(8, 8, dtype=dtype, seed=3).detach()
+    y = linear(x, eye, recipe=recipe)
+    scale = None if name == "unit" else fp8.scaling.tensor_scale(grad, fp8.get_format("e5m2"))
+    (dx,) = torch.autograd.grad(y, x, grad)
+    assert torch.equal(dx, fp8.quantize(grad, "e5m2", scale=scale))
+
+
+def test_each_operand_has_its_own_cast():
+    formats = {"input": "e2m1", "weight": "e4m3", "grad": "e3m2"}
+    x, w, g = randn(5, 7), randn(6, 7), randn(5, 6, seed=4).detach()
+    for kept in (*formats, None):
+        casts = {k: Cast(format=f) for k, f in formats.items() if k != kept}
+        check(linear, F.linear, (x, w), Recipe(name="odd", **casts))
+        q = {
+            k: fp8.quantize(t, formats[k]) if k in casts else t.detach()
+            for k, t in (("input", x), ("weight", w), ("grad", g))
+        }
+        y = linear(x, w, recipe=Recipe(name="odd", **casts))
+        dx, dw = torch.autograd.grad(y, (x, w), g)
+        torch.testing.assert_close(dx, q["grad"] @ q["weight"])
+        torch.testing.assert_close(dw, q["grad"].mT @ q["input"])
+
+
+def test_a_format_of_ones_own():
+    mine = Format(name="mine", exponent_bits=3, mantissa_bits=1, bias=3, max=12.0)
+    recipe = Recipe(name="mine", input=Cast(format=mine), weight=Cast(format=mine), grad=Cast(format=mine))
+    check(linear, F.linear, (randn(5, 7), randn(6, 7)), recipe)
+
+
+def test_overflow_and_non_finite_operands():
+    x = torch.tensor([[1e4, float("inf"), 1.0], [float("nan"), 1.0, 1.0]])
+    y = linear(x, torch.eye(3), recipe=fp8.RECIPES["unit"])
+    assert y[0].tolist() == [448.0, 448.0, 1.0]  # saturated, so that Inf * 0 makes no NaN
+    assert y[1].isnan().all()
+    y = linear(torch.tensor([[1e4, 1.0]]), torch.ones(1, 2), recipe=fp8.RECIPES["unit"])
+    assert y.item() == 449
+    y = linear(torch.tensor([[float("nan"), 1.0]]), torch.ones(1, 2), recipe=fp8.RECIPES["tensor"])
+    assert y.isnan().all()
+
+
+def test_stochastic_rounding_draws_anew_and_repeats_under_a_seed():
+    how = Cast(format="e2m1", rounding="stochastic")
+    recipe = Recipe(name="stochastic", input=how)
+    x, w = randn(64, 8), torch.eye(8)
+    torch.manual_seed(0)
+    first, second = linear(x, w, recipe=recipe), linear(x, w, recipe=recipe)
+    torch.manual_seed(0)
+    assert torch.equal(first, linear(x, w, recipe=recipe))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_double_backward(recipe):
+    """The gradient of a gradient: all casts pass it unchanged, so it is that of the products."""
+    x, w, b = (t.double().detach().requires_grad_() for t in (randn(5, 7), randn(6, 7), randn(6)))
+    g = randn(5, 6, seed=6).double().detach().requires_grad_()
+    y = linear(x, w, b, scales=SCALES, recipe=recipe)
+    dx, dw = torch.autograd.grad(y, (x, w), g, create_graph=True)
+    u, v = randn(5, 7, seed=7).double().detach(), randn(6, 7, seed=8).double().detach()
+    gx, gw, gg = torch.autograd.grad((dx * u).sum() + (dw * v).sum(), (x, w, g))
+    def q(t, cast):
+        return t.detach() if cast is None else fp8.quantize(t, cast.format, scale=fp8.scaling.SCALINGS[cast.scaling](t, fp8.get_format(cast.format)))
+    qx, qw, qg = q(x, recipe.input), q(w, recipe.weight), q(g, recipe.grad)
+    # of sum(s_dx * qg qw * u + s_dw * qg' qx * v)
+    torch.testing.assert_close(gx, SCALES[2] * qg @ v)
+    torch.testing.assert_close(gw, SCALES[1] * qg.mT @ u)
+    torch.testing.assert_close(gg, SCALES[1] * u @ qw.mT + SCALES[2] * qx @ v.mT)
+
+
+def test_gradcheck_where_the_scales_agree():
+    x, w, b = (t.double().detach().requires_grad_() for t in (randn(3, 4), randn(2, 4), randn(2)))
+    same = (0.5, 0.5, 0.5)
+    assert torch.autograd.gradcheck(lambda x, w: linear(x, w, scales=same), (x, w))
+    assert torch.autograd.gradgradcheck(lambda x, w: linear(x, w, scales=same), (x, w))
+    assert torch.autograd.gradcheck(lambda x, b: linear(x, w, b, scales=(1, 1, 1)), (x, b))
+
+
+def test_gradients_accumulate():
+    x, w = randn(5, 7), randn(6, 7)
+    for _ in range(2):
+        linear(x, w, scales=SCALES, recipe=fp8.RECIPES["unit"]).sum().backward()
+    (once,) = torch.autograd.grad(linear(x, w, scales=SCALES, recipe=fp8.RECIPES["unit"]).sum(), w)
+    assert torch.equal(w.grad, 2 * once)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # quantize works in place
+def test_torch_func(recipe):
+    x, w = randn(4, 5, 7).detach(), randn(6, 7).detach()
+
+    def loss(w, x):
+        return linear(x, w, scales=SCALES, recipe=recipe).square().sum()
+
+    leaf = w.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf, x[0]), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(w, x[0]), expected)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
+    torch.testing.assert_close(each[0], expected)  # vmap: each example has its own amax
+    batched = torch.func.vmap(lambda x: matmul(x, w.mT, scales=SCALES))(x)
+    torch.testing.assert_close(batched, matmul(x, w.mT, scales=SCALES))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_torch_autocast(dtype, recipe):
+    """Operands are rounded to the format from float32, then computed with in autocast's dtype."""
+    x, w, b = randn(5, 7), randn(6, 7), randn(6)
+    with torch.autocast("cpu", dtype=dtype):
+        y = linear(x, w, b, scales=SCALES, recipe=recipe)
+        z = matmul(x, w.mT, scales=SCALES, recipe=recipe)
+        assert linear(x.double(), w.double()).dtype == torch.float64
+    assert y.dtype == z.dtype == dtype
+    grad = randn(5, 6, dtype=dtype, seed=9).detach()
+    values, magnitudes = product(F.linear, (x, w), grad, SCALES, recipe)
+    values[0] += b.detach()
+    got = (y, *torch.autograd.grad(y, (x, w), grad))
+    for one, value, magnitude in zip(got, values, magnitudes, strict=True):
+        # without a cast the operands themselves are rounded to the dtype
+        assert_within(one.detach().float(), value, magnitude + value.abs(), dtype, roundings=6)
+    assert got[1].dtype == got[2].dtype == torch.float32
+
+
+def test_integers_and_mixed_dtypes_are_torchs_own_matter():
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear(randn(5, 7), randn(6, 7, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="dtype"):
+        matmul(randn(5, 7), randn(7, 6, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="cannot quantize"):
+        linear(torch.ones(2, 2, dtype=torch.long), torch.ones(2, 2), recipe=fp8.RECIPES["unit"])
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"weight of 2 dimensions, got shape \(2, 6, 7\)"):
+        linear(randn(5, 7), randn(2, 6, 7))
+    with pytest.raises(ValueError, match=r"input of shape \(..., 7\)"):
+        linear(randn(5, 8), randn(6, 7))
+    with pytest.raises(ValueError, match="0-dim"):
+        matmul(randn(), randn(7))
+    with pytest.raises(ValueError, match="matching inner sizes"):
+        matmul(randn(5, 7), randn(6, 7))
+    with pytest.raises(ValueError, match="three numbers"):
+        linear(randn(5, 7), randn(6, 7), scales=(1.0,))
+
+
+def test_weight_of_one_dimension():
+    x, w, b = randn(2, 5, 7), randn(7), randn(1).squeeze()
+    torch.testing.assert_close(linear(x, w, b), F.linear(x, w, b))
+
+
+def test_no_recipe_outside_of_a_block_nor_in_another_thread():
+    seen = []
+    with fp8.autocast("unit"):
+        assert active_recipe() is fp8.RECIPES["unit"]
+        thread = threading.Thread(target=lambda: seen.append(active_recipe()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+    assert active_recipe() is None
+
+
+def test_apply_raises_the_error_of_forward():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            raise RuntimeError("of forward")
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+    with pytest.raises(RuntimeError, match="of forward"):
+        apply(Fails, randn(2))
+
+
+def test_unit_is_half_an_ulp():
+    assert unit(torch.float32) == 2.0**-24
