@@ -78,15 +78,24 @@ def spec_of(cast: Cast | None) -> Spec:
     format: Any = cast.format
     if isinstance(format, Format):
         format = tuple(getattr(format, name) for name in _FIELDS)
-    return (format, cast.scaling, cast.rounding, cast.overflow)
+    return (format, cast.scaling, cast.rounding, cast.overflow, cast.random_bits)
 
 
 def _rounded(x: Tensor, spec: Spec) -> Tensor:
     """``x`` in the spec's format. No gradient."""
-    name, scaling, rounding, overflow = spec
-    format = get_format(name) if isinstance(name, str) else Format(**dict(zip(_FIELDS, name, strict=True)))
-    scale = SCALINGS[scaling](x, format)
-    return quantize(x, format, rounding=rounding, overflow=overflow, scale=scale)
+    name, scaling, rounding, overflow, random_bits = spec
+    if isinstance(name, str):
+        format = get_format(name)
+    else:
+        format = Format(**dict(zip(_FIELDS, name, strict=True)))
+    return quantize(
+        x,
+        format,
+        rounding=rounding,
+        overflow=overflow,
+        scale=SCALINGS[scaling](x, format),
+        random_bits=random_bits,
+    )
 
 
 def rounded_gradient(grad: Tensor, spec: Spec) -> Tensor:

@@ -17,6 +17,7 @@ from fp8.rounding import (
     Key,
     Seed,
     bits_from_key,
+    fewer_bits,
     random_key,
     round_to_grid,
 )
@@ -40,6 +41,7 @@ def quantize(
     overflow: str = "saturate",
     scale: float | Tensor | None = None,
     seed: Seed | None = None,
+    random_bits: int = 31,
 ) -> Tensor:
     """scale * (x / scale rounded to a value of `format`), with the shape, dtype and memory format
     of `x`.
@@ -71,13 +73,16 @@ def quantize(
     that both have is where overflow begins (65280 for format "fp16" in a bfloat16 tensor, and for
     "bf16" in a float16 tensor).
 
+    random_bits: for "stochastic", how many random bits decide, 1 to 31 (hardware has few: the
+    chance of rounding up is then a multiple of 2**-random_bits).
+
     No gradient flows through: see `quantize_forward` and `quantize_backward`.
 
     Raises TypeError for a tensor that is not floating point, and ValueError for unknown names,
     overflow="nonfinite" with a format that has neither Inf nor NaN, a scale that is not positive or
     does not broadcast to `x`, and a seed without stochastic rounding.
     """
-    grid, scale = _check(x, format, rounding, overflow, scale)
+    grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
     return _quantize(x.detach(), grid, rounding, scale, _key(rounding, seed, x.device))
 
 
@@ -89,12 +94,13 @@ def quantize_forward(
     overflow: str = "saturate",
     scale: float | Tensor | None = None,
     seed: Seed | None = None,
+    random_bits: int = 31,
 ) -> Tensor:
     """`quantize(x, ...)` whose gradient passes to x unchanged (straight-through), saturated or not.
 
     Arguments and errors are those of `quantize`. The scale gets no gradient.
     """
-    grid, scale = _check(x, format, rounding, overflow, scale)
+    grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
     return _Forward.apply(x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
 
 
@@ -106,13 +112,14 @@ def quantize_backward(
     overflow: str = "saturate",
     scale: float | Tensor | None = None,
     seed: Seed | None = None,
+    random_bits: int = 31,
 ) -> Tensor:
     """x itself, whose gradient is quantized: grad_x = quantize(grad, ...).
 
     Arguments and errors are those of `quantize`; a seed that is not given is drawn now, not in the
     backward pass. The scale gets no gradient. The gradient of the gradient passes unchanged.
     """
-    grid, scale = _check(x, format, rounding, overflow, scale)
+    grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
     return _Backward.apply(x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
 
 
@@ -167,7 +174,12 @@ class _Backward(torch.autograd.Function):
 
 
 def _check(
-    x: Tensor, format: str | Format, rounding: str, overflow: str, scale: float | Tensor | None
+    x: Tensor,
+    format: str | Format,
+    rounding: str,
+    overflow: str,
+    scale: float | Tensor | None,
+    random_bits: int,
 ) -> tuple[Grid, Tensor | None]:
     """The arguments of `quantize`, validated, as the numbers that the arithmetic needs."""
     if x.dtype not in DTYPES:
@@ -181,7 +193,10 @@ def _check(
             raise ValueError(
                 f"unknown {name} {value!r}; choose one of {', '.join(map(repr, names))}"
             )
-    return _grid(get_format(format), overflow, x.dtype, scale), _scale(x, scale)
+    if not 1 <= random_bits <= 31:
+        raise ValueError(f"random_bits must be 1 to 31, got {random_bits}")
+    grid = _grid(get_format(format), overflow, x.dtype, scale)
+    return grid._replace(random_bits=random_bits), _scale(x, scale)
 
 
 def _grid(format: Format, overflow: str, dtype: torch.dtype, scale: object) -> Grid:
@@ -282,6 +297,8 @@ def _whole(
     if scale is not None:
         y = y / scale
     bits = None if key is None else bits_from_key(x.shape, key, device=x.device, start=start)
+    if bits is not None:
+        bits = fewer_bits(bits, grid.random_bits)
     y = round_to_grid(y, grid, rounding, bits=bits, out=out, scratch=scratch)
     if scale is not None:
         y.mul_(scale)

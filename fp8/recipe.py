@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .formats import Format, get_format
-from .quantize import OVERFLOWS, ROUNDINGS
+from .quantize import OVERFLOWS
+from .rounding import ROUNDINGS
 from .scaling import SCALINGS
 
 __all__ = ["RECIPES", "Cast", "Recipe", "get_recipe"]
 
 
-def _check(what: str, got: object, allowed: object) -> None:
-    names = tuple(allowed)  # type: ignore[call-overload]
+def _check(what: str, got: object, allowed: Iterable[object]) -> None:
+    names = tuple(allowed)
     if got not in names:
         raise ValueError(f"unknown {what} {got!r}; choose one of {', '.join(map(repr, names))}")
 
@@ -23,7 +25,7 @@ class Cast:
 
     format: a name in `fp8.FORMATS`, or a `fp8.Format`.
     scaling: a name in `fp8.SCALINGS`.
-    rounding, overflow: as in `fp8.quantize`. Stochastic rounding draws a new seed at each use.
+    rounding, overflow, random_bits: as in `fp8.quantize`. Stochastic rounding draws a new seed at each use.
     Raises ValueError for an unknown name.
     """
 
@@ -31,12 +33,14 @@ class Cast:
     scaling: str = "unit"
     rounding: str = "nearest"
     overflow: str = "saturate"
+    random_bits: int = 31
 
     def __post_init__(self) -> None:
         get_format(self.format)
         _check("scaling", self.scaling, SCALINGS)
         _check("rounding", self.rounding, ROUNDINGS)
         _check("overflow", self.overflow, OVERFLOWS)
+        _check("random_bits", self.random_bits, range(1, 32))
 
 
 @dataclass(frozen=True, kw_only=True)

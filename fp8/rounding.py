@@ -193,6 +193,16 @@ class Grid(NamedTuple):
     smallest: float
     """0, or where the format has no zero the smallest value, to which anything in [0, smallest)
     goes."""
+    random_bits: int = 31
+    """How many of the bits of stochastic rounding are random; see `fewer_bits`."""
+
+
+def fewer_bits(bits: Tensor, count: int) -> Tensor:
+    """The first `count` of the 31 bits that decide, with a one and zeros after them: the middle of
+    what the missing bits could be, so that the error they cost averages out."""
+    if count == 31:
+        return bits
+    return (bits & (2**31 - 2 ** (31 - count))) | 2 ** (30 - count)
 
 
 def round_to_grid(

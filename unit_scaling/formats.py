@@ -66,6 +66,12 @@ class FPFormat:
         )
 
     @property
+    def random_bits(self) -> int:
+        """What ``srbits`` is to `fp8.quantize`, where "all" are 31, more than are ever dropped."""
+        dropped = _MANTISSA_BITS - self.mantissa_bits
+        return self.srbits if 0 < self.srbits < dropped else 31
+
+    @property
     def bits(self) -> int:
         """Sign, exponent and mantissa bits."""
         return self.format.bits

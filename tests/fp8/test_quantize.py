@@ -324,3 +324,19 @@ def test_errors_say_what_is_allowed(
 ) -> None:
     with pytest.raises(error, match=message):
         quantize(**{"x": torch.ones(2), "format": "e4m3", **arguments})
+
+
+@pytest.mark.parametrize("random_bits", [1, 2, 4, 31])
+def test_few_random_bits(random_bits: int) -> None:
+    """The chance of rounding up is the nearest of the odd multiples of 2**-(random_bits + 1)."""
+    for share in (0.1, 0.3, 0.5, 0.9):
+        x = torch.full((100_000,), 1 + share / 8)  # e4m3 has steps of 1/8 here
+        up = quantize(x, "e4m3", rounding="stochastic", seed=1, random_bits=random_bits) > 1
+        chance = round(share * 2**random_bits) / 2**random_bits
+        error = 5 * (0.25 / len(x)) ** 0.5
+        assert abs(up.double().mean().item() - chance) <= error + (2.0**-31), (share, chance)
+
+
+def test_random_bits_are_checked() -> None:
+    with pytest.raises(ValueError, match="1 to 31, got 32"):
+        quantize(torch.ones(2), "e4m3", rounding="stochastic", random_bits=32)

@@ -69,6 +69,12 @@ def gpt(seed: int = 0) -> GPT:
     return GPT()
 
 
+def tiny() -> GPT:
+    """One block: compiling takes time in proportion."""
+    torch.manual_seed(0)
+    return GPT(width=16, layers=1)
+
+
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 65, (2, 17), generator=generator)
