@@ -91,6 +91,9 @@ class autocast(TorchFunctionMode):
     The block belongs to the thread that opens it. It may be inside `torch.autocast` or around it.
     To compile, compile the function that contains the block: while a block is open in eager code,
     what was compiled before runs in eager mode, so that no product is cast twice.
+    Activation checkpointing recomputes outside of the block, wherever backward is called: the
+    non-reentrant kind raises a CheckpointError then, the reentrant kind notices nothing and
+    computes gradients from operands that were not cast.
 
     >>> import torch, fp8
     >>> x, w = torch.tensor([[1.06, 2.0]]), torch.tensor([[1.0, 1.0]])

@@ -72,7 +72,7 @@ _FIELDS = tuple(field.name for field in fields(Format))
 
 
 def spec_of(cast: Cast | None) -> Spec:
-    """``cast`` as plain values. A Format that is not in the table becomes the tuple of its fields."""
+    """``cast`` as plain values. A Format object becomes the tuple of its fields."""
     if cast is None:
         return ()
     format: Any = cast.format
@@ -99,11 +99,14 @@ def _rounded(x: Tensor, spec: Spec) -> Tensor:
 
 
 def rounded_gradient(grad: Tensor, spec: Spec) -> Tensor:
-    """An output's gradient as the backward products use it, itself differentiable (straight through)."""
+    """An output's gradient as the backward products use it; differentiable, straight through."""
     return apply(_Round, grad, spec) if spec else grad
 
 
 class _Round(Function):
+    """Saves its output, which the product saves anyway: activation checkpointing counts what is
+    saved, and so notices when it recomputes outside of the block what was cast inside."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -112,10 +115,10 @@ class _Round(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
+        ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None
 
 
@@ -131,7 +134,7 @@ class _RoundGradient(Function):
         ctx.spec = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return rounded_gradient(grad, ctx.spec), None
 
 
@@ -169,7 +172,7 @@ class _Product(Function):
         ctx.save_for_backward(a, b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         g = rounded_gradient(grad, ctx.spec) if needs_a or needs_b else grad
@@ -197,7 +200,8 @@ def operands(
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the dtype of the enclosing `torch.autocast`; as they are outside of one.
 
-    None, float64 and what is not floating point stay as they are, as in torch. The first is a tensor.
+    None, float64 and what is not floating point stay as they are, as in torch. The first must be a
+    tensor.
     """
     device = tensors[0].device.type  # type: ignore[union-attr]
     if not torch.is_autocast_enabled(device):

@@ -49,7 +49,10 @@ def _merge_masks(
 def _check_masks(
     attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, sizes: tuple[int, int]
 ) -> None:
-    allowed = {"attn_mask": (sizes, (batch * heads, *sizes)), "key_padding_mask": ((batch, sizes[1]),)}
+    allowed = {
+        "attn_mask": (sizes, (batch * heads, *sizes)),
+        "key_padding_mask": ((batch, sizes[1]),),
+    }
     for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
         if mask is not None and tuple(mask.shape) not in allowed[name]:
             shapes = " or ".join(map(str, allowed[name]))

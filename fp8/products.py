@@ -26,7 +26,7 @@ from .recipe import Recipe
 __all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler"]
 
 Handler = Callable[..., Any]
-"""(recipe, *args, **kwargs) -> the result, or NotImplemented for torch to compute, or refuse, the call itself."""
+"""(recipe, *args, **kwargs) -> the result, or NotImplemented for a call that is left to torch."""
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def _layer(function: Callable[..., Tensor]) -> Handler:
 
 
 def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> bool:
-    """Whether torch takes the operands, and sums over more than one term: outer products round nothing."""
+    """Whether torch takes these operands (where not, it says so) and sums over several terms."""
     if not (isinstance(left, Tensor) and isinstance(right, Tensor) and _floating(left, right)):
         return False
     if ranks is not None:
@@ -331,6 +331,6 @@ OPAQUE: dict[Callable[..., Any], str] = {
     torch.smm: _SPARSE,
     torch.hspmm: _SPARSE,
     torch.sspaddmm: _SPARSE,
-    F.grouped_mm: _GROUPED,
+    torch._grouped_mm: _GROUPED,  # what a mode sees of torch.nn.functional.grouped_mm
 }
 """Torch function whose products cannot run under a recipe -> why, and what to write instead."""

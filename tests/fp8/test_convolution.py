@@ -48,7 +48,9 @@ def test_against_float64(torchs, ours, input, weight, kwargs, dtype, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-@pytest.mark.parametrize(("torchs", "ours", "input", "weight"), [c[:4] for c in (CASES[1], CASES[7], CASES[11])])
+@pytest.mark.parametrize(
+    ("torchs", "ours", "input", "weight"), [c[:4] for c in (CASES[1], CASES[7], CASES[11])]
+)
 def test_bias(torchs, ours, input, weight, recipe):
     x, w, b = randn(*input), randn(*weight), randn(6)
     y = ours(x, w, b, scales=SCALES, recipe=recipe)
@@ -81,7 +83,10 @@ def test_double_backward():
     (dx,) = torch.autograd.grad(y, x, g, create_graph=True)
     (dw,) = torch.autograd.grad(dx.sum(), w)
     _, expected = torch.autograd.functional.vjp(
-        lambda w: torch.autograd.grad(F.conv1d(x, w), x, fp8.quantize(g, "e5m2"), create_graph=True)[0].sum(), w
+        lambda w: torch.autograd.grad(
+            F.conv1d(x, w), x, fp8.quantize(g, "e5m2"), create_graph=True
+        )[0].sum(),
+        w,
     )
     torch.testing.assert_close(dw, expected)
 

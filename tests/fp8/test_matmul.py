@@ -37,7 +37,9 @@ def check(function, plain, operands, recipe, scales=SCALES, layer=True) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7), (2, 3, 4, 7), (0, 7), (5, 1), (2, 0, 7)])
+@pytest.mark.parametrize(
+    "shape", [(7,), (5, 7), (2, 3, 7), (2, 3, 4, 7), (0, 7), (5, 1), (2, 0, 7)]
+)
 def test_linear(shape, dtype, recipe):
     operands = randn(*shape, dtype=dtype), randn(6, shape[-1], dtype=dtype)
     check(linear, F.linear, operands, recipe)
@@ -78,7 +80,9 @@ def test_matmul(left, right, dtype, recipe):
 def test_strided_operands():
     wide, tall = randn(5, 14)[:, ::2], randn(7, 6).mT
     check(linear, F.linear, (wide, tall), NONE)
-    check(matmul, torch.matmul, (randn(7, 3, 5).permute(1, 2, 0), randn(4, 7).mT), NONE, layer=False)
+    check(
+        matmul, torch.matmul, (randn(7, 3, 5).permute(1, 2, 0), randn(4, 7).mT), NONE, layer=False
+    )
     check(matmul, torch.matmul, (randn(1, 5, 7).expand(3, 5, 7), randn(7, 4)), NONE, layer=False)
 
 
@@ -128,7 +132,9 @@ def test_operands_are_what_quantize_makes_of_them(name, dtype):
     if name == "unit":
         expected = fp8.quantize(expected, "e4m3")
     else:
-        expected = fp8.quantize(expected, "e4m3", scale=fp8.scaling.tensor_scale(expected, fp8.get_format("e4m3")))
+        expected = fp8.quantize(
+            expected, "e4m3", scale=fp8.scaling.tensor_scale(expected, fp8.get_format("e4m3"))
+        )
     for y in (linear(x, eye, recipe=recipe), matmul(x, eye, recipe=recipe)):
         assert torch.equal(y, expected)
     y = linear(eye, x, recipe=recipe)
@@ -158,7 +164,9 @@ def test_each_operand_has_its_own_cast():
 
 def test_a_format_of_ones_own():
     mine = Format(name="mine", exponent_bits=3, mantissa_bits=1, bias=3, max=12.0)
-    recipe = Recipe(name="mine", input=Cast(format=mine), weight=Cast(format=mine), grad=Cast(format=mine))
+    recipe = Recipe(
+        name="mine", input=Cast(format=mine), weight=Cast(format=mine), grad=Cast(format=mine)
+    )
     check(linear, F.linear, (randn(5, 7), randn(6, 7)), recipe)
 
 
@@ -193,8 +201,18 @@ def test_double_backward(recipe):
     dx, dw = torch.autograd.grad(y, (x, w), g, create_graph=True)
     u, v = randn(5, 7, seed=7).double().detach(), randn(6, 7, seed=8).double().detach()
     gx, gw, gg = torch.autograd.grad((dx * u).sum() + (dw * v).sum(), (x, w, g))
+
     def q(t, cast):
-        return t.detach() if cast is None else fp8.quantize(t, cast.format, scale=fp8.scaling.SCALINGS[cast.scaling](t, fp8.get_format(cast.format)))
+        return (
+            t.detach()
+            if cast is None
+            else fp8.quantize(
+                t,
+                cast.format,
+                scale=fp8.scaling.SCALINGS[cast.scaling](t, fp8.get_format(cast.format)),
+            )
+        )
+
     qx, qw, qg = q(x, recipe.input), q(w, recipe.weight), q(g, recipe.grad)
     # of sum(s_dx * qg qw * u + s_dw * qg' qx * v)
     torch.testing.assert_close(gx, SCALES[2] * qg @ v)

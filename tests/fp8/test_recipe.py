@@ -14,7 +14,11 @@ def test_rows(name):
     assert recipe.name == name
     assert get_recipe(name) is get_recipe(recipe) is recipe
     assert {cast.scaling for cast in (recipe.input, recipe.weight, recipe.grad)} == {name}
-    assert (recipe.input.format, recipe.weight.format, recipe.grad.format) == ("e4m3", "e4m3", "e5m2")
+    assert (recipe.input.format, recipe.weight.format, recipe.grad.format) == (
+        "e4m3",
+        "e4m3",
+        "e5m2",
+    )
 
 
 @pytest.mark.parametrize(
@@ -25,7 +29,9 @@ def test_a_cast_checks_every_name(field, table):
     for name in table:
         if (field, name) != ("overflow", "nonfinite"):
             Cast(**{"format": "e4m3", field: name})
-    with pytest.raises(ValueError, match=f"unknown {field} 'fp7'; choose one of '{next(iter(table))}'"):
+    with pytest.raises(
+        ValueError, match=f"unknown {field} 'fp7'; choose one of '{next(iter(table))}'"
+    ):
         Cast(**{"format": "e4m3", field: "fp7"})
     with pytest.raises(TypeError):
         Cast(**{"format": "e4m3", field: 8})

@@ -66,9 +66,7 @@ def simulate_format(model: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
 
 
 def _cast(format: FPFormat) -> Cast:
-    return Cast(
-        format=format.format, rounding=format.rounding, random_bits=format.random_bits
-    )
+    return Cast(format=format.format, rounding=format.rounding, random_bits=format.random_bits)
 
 
 def simulate_fp8(model: M) -> M:

@@ -1,0 +1,63 @@
+"""``python -m fp8 formats`` and ``python -m fp8 recipes``: the tables, printed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from .formats import FORMATS, Format
+from .recipe import RECIPES, Cast, Recipe
+
+__all__ = ["main"]
+
+
+def _format_row(format: Format) -> tuple[str, ...]:
+    has = (format.infinity, format.nan, format.negative_zero)
+    numbers = (format.max, format.min_normal, format.min_subnormal)
+    widths = f"{int(format.signed)}/{format.exponent_bits}/{format.mantissa_bits}"
+    return (
+        format.name,
+        widths,
+        str(format.bias),
+        *(f"{number:.6g}" for number in numbers),
+        *("yes" if yes else "no" for yes in has),
+    )
+
+
+def _cast_cell(cast: Cast | None) -> str:
+    return "-" if cast is None else f"{cast.format}, {cast.scaling}, {cast.rounding}"
+
+
+def _recipe_row(recipe: Recipe) -> tuple[str, ...]:
+    return (recipe.name, *map(_cast_cell, (recipe.input, recipe.weight, recipe.grad)))
+
+
+TABLES = {
+    "formats": (
+        ["format", "s/e/m", "bias", "max", "min-normal", "min-subnormal", "Inf", "NaN", "-0"],
+        lambda: map(_format_row, FORMATS.values()),
+    ),
+    "recipes": (
+        ["recipe", "input", "weight", "grad"],
+        lambda: map(_recipe_row, RECIPES.values()),
+    ),
+}
+"""Command -> the heads of its columns, and its rows."""
+
+
+def _aligned(rows: list[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; arguments default to those of the process."""
+    parser = argparse.ArgumentParser(prog="fp8", description="Tables of the fp8 package.")
+    parser.add_argument("table", choices=TABLES, help="what to print")
+    heads, rows = TABLES[parser.parse_args(arguments).table]
+    print(_aligned([heads, *rows()]))
+
+
+if __name__ == "__main__":
+    main()

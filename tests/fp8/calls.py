@@ -1,0 +1,135 @@
+"""One call of every function in PRODUCTS, and what is cast in it."""
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fp8
+from fp8 import Cast, Recipe
+from tests.fp8.test_matmul import randn
+
+A, B, V = (5, 8), (8, 6), (8,)
+BATCH = ((3, 5, 8), (3, 8, 6))
+IMAGE = {
+    1: ((2, 4, 9), (6, 4, 3)),
+    2: ((2, 4, 5, 6), (6, 4, 3, 2)),
+    3: ((1, 2, 4, 5, 4), (3, 2, 2, 3, 1)),
+}
+BACK = {
+    1: ((2, 4, 9), (4, 6, 3)),
+    2: ((2, 4, 5, 6), (4, 3, 3, 2)),
+    3: ((1, 2, 4, 5, 4), (2, 3, 2, 3, 1)),
+}
+
+# Every operand is its own e4m3 value times this, so that a cast changes each and is seen.
+OFF = 1 + 2**-5
+
+COARSE = Recipe(
+    name="coarse",
+    input=Cast(format="e3m2"),
+    weight=Cast(format="e2m1"),
+    grad=Cast(format="e2m3"),
+)
+
+
+@dataclass
+class Row:
+    """How to call one function of PRODUCTS: the operands that are cast, and as what."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ("input", "input")
+    before: tuple[object, ...] = ()  # positional arguments before the operands
+    kwargs: dict = field(default_factory=dict)
+    reference: object = None  # where calling the function itself changes its argument
+
+
+def _added(shape, *shapes, names, **kw):
+    return Row((shape, *shapes), ("input", *names), ("none", "input", "input"), **kw)
+
+
+MATMUL = Row((A, B), ("input", "other"))
+ADDMM, ADDMV = _added((6,), A, B, names=("mat1", "mat2")), _added((5,), A, V, names=("mat", "vec"))
+BADDBMM = _added((3, 5, 6), *BATCH, names=("batch1", "batch2"))
+ADDBMM = _added((5, 6), *BATCH, names=("batch1", "batch2"))
+LAYER, ROWS = ("input", "weight"), ("input", "weight", "none")
+T = torch.Tensor
+
+CALLS = {
+    F.linear: Row((A, (6, 8), (6,)), ("input", "weight", "bias"), ROWS),
+    torch.matmul: MATMUL,
+    torch.linalg.matmul: MATMUL,
+    T.matmul: MATMUL,
+    T.__matmul__: Row((A, B)),
+    T.__rmatmul__: Row((B, A)),
+    operator.matmul: Row((A, B)),
+    torch.mm: Row((A, B), ("input", "mat2")),
+    T.mm: Row((A, B), ("input", "mat2")),
+    torch.bmm: Row(BATCH, ("input", "mat2")),
+    T.bmm: Row(BATCH, ("input", "mat2")),
+    torch.mv: Row((A, V), ("input", "vec")),
+    T.mv: Row((A, V), ("input", "vec")),
+    torch.dot: Row((V, V), ("input", "tensor")),
+    T.dot: Row((V, V), ("input", "tensor")),
+    torch.vdot: Row((V, V), ("input", "other")),
+    T.vdot: Row((V, V), ("input", "other")),
+    torch.linalg.vecdot: Row(((3, 8, 5), (8, 1)), ("x", "y"), kwargs={"dim": -2}),
+    torch.inner: Row(((2, 5, 8), (3, 8)), ("input", "other")),
+    T.inner: Row((A, V), ("input", "other")),
+    torch.addmm: ADDMM,
+    T.addmm: ADDMM,
+    T.addmm_: _added((5, 6), A, B, names=("mat1", "mat2"), reference=torch.addmm),
+    torch.addmv: ADDMV,
+    torch.addmv_: _added((5,), A, V, names=("mat", "vec"), reference=torch.addmv),
+    T.addmv: ADDMV,
+    T.addmv_: _added((5,), A, V, names=("mat", "vec"), reference=torch.addmv),
+    torch.addbmm: ADDBMM,
+    T.addbmm: ADDBMM,
+    T.addbmm_: _added((5, 6), *BATCH, names=("batch1", "batch2"), reference=torch.addbmm),
+    torch.baddbmm: BADDBMM,
+    T.baddbmm: BADDBMM,
+    T.baddbmm_: _added((3, 5, 6), *BATCH, names=("batch1", "batch2"), reference=torch.baddbmm),
+    torch.einsum: Row((A, B), before=("ij,jk->ki",)),
+    torch.tensordot: Row(((5, 2, 4), (4, 2, 6)), ("a", "b"), kwargs={"dims": ([1, 2], [1, 0])}),
+    F.bilinear: Row(
+        ((5, 4), (5, 3), (6, 4, 3), (6,)),
+        ("input1", "input2", "weight", "bias"),
+        ("input", "input", "weight", "none"),
+    ),
+    F.conv1d: Row((*IMAGE[1], (6,)), ("input", "weight", "bias"), ROWS, kwargs={"padding": 1}),
+    F.conv2d: Row((*IMAGE[2], (6,)), ("input", "weight", "bias"), ROWS, kwargs={"stride": 2}),
+    F.conv3d: Row((*IMAGE[3], (3,)), ("input", "weight", "bias"), ROWS),
+    F.conv_transpose1d: Row((*BACK[1], (6,)), ("input", "weight", "bias"), ROWS),
+    F.conv_transpose2d: Row(
+        (*BACK[2], (3,)), ("input", "weight", "bias"), ROWS, kwargs={"stride": 2}
+    ),
+    F.conv_transpose3d: Row((*BACK[3], (3,)), ("input", "weight", "bias"), ROWS),
+    F.scaled_dot_product_attention: Row(
+        ((2, 5, 8), (2, 6, 8), (2, 6, 4)), ("query", "key", "value"), ("input",) * 3
+    ),
+}
+
+
+def name_of(function) -> str:
+    return getattr(function, "__qualname__", "") or function.__name__
+
+
+def operands(row: Row, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [(randn(*s, seed=i).detach() * OFF).to(dtype) for i, s in enumerate(row.shapes)]
+
+
+def forms(function, row: Row, tensors: list[Tensor]):
+    """The call as each form writes it."""
+    yield "positional", lambda: function(*row.before, *tensors, **row.kwargs)
+    if row.names:
+        method = function in vars(torch._C.TensorBase).values()
+        first, named = (tensors[:1], row.names[1:]) if method else ([], row.names)
+        values = dict(zip(named, tensors[len(first) :], strict=True))
+        yield "keyword", lambda: function(*first, *row.before, **values, **row.kwargs)
+
+
+def cast(x: Tensor, how: Cast | None) -> Tensor:
+    return x if how is None else fp8.quantize(x, how.format)

@@ -1,0 +1,540 @@
+import threading
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import fp8
+from fp8 import Recipe
+from fp8.autocast import EXPANDED, OPAQUE, PRODUCTS
+from fp8.matmul import active_recipe
+from tests.fp8.calls import (
+    ADDMM,
+    CALLS,
+    COARSE,
+    MATMUL,
+    OFF,
+    A,
+    B,
+    V,
+    cast,
+    forms,
+    name_of,
+    operands,
+)
+from tests.fp8.test_matmul import randn
+
+
+def test_every_row_of_products_is_here():
+    assert set(CALLS) == set(PRODUCTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("function", CALLS, ids=name_of)
+def test_rows(function, dtype):
+    """In every form: the product of the operands cast, in the operands' dtype."""
+    row = CALLS[function]
+    casts = [getattr(COARSE, kind, None) for kind in row.kinds]
+    rounded = [cast(t, c) for t, c in zip(operands(row, dtype), casts, strict=True)]
+    reference = row.reference or function
+    expected = reference(*row.before, *rounded, **row.kwargs)
+    plain = reference(*row.before, *operands(row, dtype), **row.kwargs)
+    assert not torch.allclose(expected, plain)
+    tolerance = (
+        {}
+        if dtype != torch.bfloat16
+        else {"rtol": 2**-6, "atol": 2**-6 * float(expected.abs().max())}
+    )
+    for form, _ in forms(function, row, operands(row, dtype)):
+        call = dict(forms(function, row, operands(row, dtype)))[form]
+        with fp8.autocast(COARSE):
+            y = call()
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, expected, **tolerance)
+        assert torch.equal(call(), plain) or row.reference  # the block is over
+
+
+@pytest.mark.parametrize("function", CALLS, ids=name_of)
+def test_gradients(function):
+    """Of each operand: what the product's own backward makes of cast operands and gradient."""
+    row = CALLS[function]
+    casts = [getattr(COARSE, kind, None) for kind in row.kinds]
+    got, expected = ([t.double().requires_grad_() for t in operands(row)] for _ in range(2))
+    leaves = list(got)
+    if row.reference:
+        got = [got[0] * 1, *got[1:]]  # torch refuses to write into a leaf
+    with fp8.autocast(COARSE):
+        y = function(*row.before, *got, **row.kwargs)
+    straight = [
+        t if c is None else t + (cast(t.detach(), c) - t).detach()
+        for t, c in zip(expected, casts, strict=True)
+    ]
+    reference = row.reference or function
+    z = reference(*row.before, *straight, **row.kwargs)
+    g = randn(*y.shape, seed=9).detach().double() * OFF
+    grads = torch.autograd.grad(y, leaves, g)
+    wanted = torch.autograd.grad(z, expected, cast(g, COARSE.grad), retain_graph=True)
+    exact = torch.autograd.grad(z, expected, g)
+    for one, rounded, untouched, kind in zip(grads, wanted, exact, row.kinds, strict=True):
+        torch.testing.assert_close(one, untouched if kind == "none" else rounded)
+
+
+WITH_OUT = [torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.vdot]
+WITH_OUT += [torch.linalg.vecdot, torch.inner, torch.tensordot]
+WITH_OUT += [torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm]
+
+
+@pytest.mark.parametrize("function", WITH_OUT, ids=name_of)
+def test_out_is_refused_by_name(function):
+    row = CALLS[function]
+    with fp8.autocast("unit"), pytest.raises(ValueError, match="cannot write to out="):
+        function(*operands(row), **row.kwargs, out=torch.empty(0))
+
+
+def test_operators():
+    a, b = operands(MATMUL)
+    expected = cast(a, COARSE.input) @ cast(b, COARSE.input)
+    with fp8.autocast(COARSE):
+        c = a
+        c @= b
+        for y in (a @ b, c, b.__rmatmul__(a)):
+            torch.testing.assert_close(y, expected)
+
+
+def test_in_place_writes_into_its_input():
+    x, a, b = operands(CALLS[torch.Tensor.addmm_])
+    with fp8.autocast(COARSE):
+        assert x.addmm_(a, b) is x
+
+
+# --- addmm and its kin
+
+
+@pytest.mark.parametrize(
+    "function", [torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm], ids=name_of
+)
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, 2.0), (0, 3), (2, 0.25)])
+def test_beta_and_alpha(function, beta, alpha):
+    input, a, b = (t.requires_grad_() for t in operands(CALLS[function]))
+    qa, qb = (cast(t.detach(), COARSE.input).requires_grad_() for t in (a, b))
+    with fp8.autocast(COARSE):
+        y = function(input, a, b, beta=beta, alpha=alpha)
+    z = function(input, qa, qb, beta=beta, alpha=alpha)
+    torch.testing.assert_close(y, z)
+    g = cast(randn(*y.shape).detach(), COARSE.grad)
+    got, wanted = torch.autograd.grad(y, (a, b), g), torch.autograd.grad(z, (qa, qb), g)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_beta_zero_does_not_read_the_input():
+    _, a, b = operands(ADDMM)
+    with fp8.autocast("unit"):
+        assert torch.addmm(torch.full((6,), float("nan")), a, b, beta=0).isfinite().all()
+
+
+def test_what_torch_refuses_is_refused():
+    x, a, b = operands(ADDMM)
+    with fp8.autocast("unit"):
+        with pytest.raises(TypeError, match="make them equal"):
+            torch.addmm(x.double(), a, b)
+        with pytest.raises(ValueError, match="does not broadcast"):
+            torch.addmm(torch.zeros(2, 5, 6), a, b)
+        with pytest.raises(TypeError, match="keywords"):
+            torch.addmm(1, x, 1, a, b)
+        for call in (
+            lambda: torch.mm(a[None], b[None]),
+            lambda: torch.bmm(a, b),
+            lambda: torch.bmm(torch.ones(1, 5, 8), torch.ones(3, 8, 6)),
+            lambda: torch.mv(a, b),
+            lambda: torch.dot(a, b),
+            lambda: torch.addmm(x, a[None], b),
+            lambda: torch.matmul(a.double(), b),
+        ):
+            with pytest.raises(RuntimeError):
+                call()
+        with pytest.raises(TypeError):
+            torch.mm(a)
+        with pytest.raises(TypeError):
+            a @ [1]
+
+
+# --- einsum and tensordot
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("ij,jk", (A, B)),
+        ("i j , j k -> i k", (A, B)),
+        ("...ij,jk->...ik", ((2, *A), B)),
+        ("b...j,...jk->b...k", ((2, 3, 8), (3, 8, 6))),
+        ("ij,ij->", (A, A)),
+        ("ij,j->i", (A, V)),
+        ("ij,jk,kl->il", (A, B, (6, 4))),
+    ],
+)
+def test_einsum(equation, shapes):
+    tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
+    rounded = [cast(t.detach(), COARSE.input).requires_grad_() for t in tensors]
+    z = torch.einsum(equation, *rounded)
+    g = randn(*z.shape, seed=7).detach()
+    wanted = torch.autograd.grad(z, rounded, cast(g, COARSE.grad))
+    with fp8.autocast(COARSE):
+        results = [torch.einsum(equation, *tensors), torch.einsum(equation, tensors)]
+    for y in results:
+        torch.testing.assert_close(y, z)
+        for one, other in zip(torch.autograd.grad(y, tensors, g), wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_einsum_by_lists():
+    a, b = randn(2, 5, 8).detach(), randn(*B).detach()
+    with fp8.autocast(COARSE):
+        y = torch.einsum(a, [..., 0, 1], b, [1, 2], [..., 2, 0])
+        assert torch.equal(y, torch.einsum("...ij,jk->...ki", a, b))
+        assert torch.equal(torch.einsum(a[0], [0, 1], b, [1, 2]), torch.einsum("ij,jk", a[0], b))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("ij->ji", (A,)),
+        ("ii->i", ((4, 4),)),
+        ("ij->", (A,)),
+        ("i,j->ij", (V, (5,))),
+        ("ij,ij->ij", (A, A)),
+        ("bik,bkj->bij", ((2, 5, 1), (2, 1, 6))),
+        ("ij,k->i", (A, V)),
+    ],
+)
+def test_an_einsum_that_sums_no_products_is_left_alone(equation, shapes):
+    tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
+    with fp8.autocast(COARSE):
+        y = torch.einsum(equation, *tensors)
+    assert torch.equal(y, torch.einsum(equation, *tensors))
+    (y.sum() / 3).backward()
+    assert not torch.equal(tensors[0].grad, cast(tensors[0].grad, COARSE.grad))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "dims"),
+    [
+        ((4, 5, 4), (4, 4, 5), 1),
+        ((4, 5, 4), (5, 4, 6), 2),
+        ((4, 5, 6), (3, 6, 4), torch.tensor([[2, 0], [1, 2]])),
+        ((4, 5, 4), (4, 4, 5), ([-1], [0])),
+        ((4, 5), (4, 5), ((0, 1), (0, 1))),
+    ],
+    ids=str,
+)
+def test_tensordot(left, right, dims):
+    a, b = randn(*left).detach(), randn(*right).detach()
+    expected = torch.tensordot(cast(a, COARSE.input), cast(b, COARSE.input), dims)
+    with fp8.autocast(COARSE):
+        torch.testing.assert_close(torch.tensordot(a, b, dims), expected)
+
+
+# --- what is left alone
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.complex64], ids=str)
+def test_integers_and_complex_numbers_are_left_alone(dtype):
+    a, b = (torch.arange(n).reshape(s).to(dtype) * 100 for n, s in ((40, A), (48, B)))
+    expected = a @ b
+    with fp8.autocast("unit"):
+        for y in (
+            a @ b,
+            torch.mm(a, b),
+            F.linear(a, b.mT),
+            torch.einsum("ij,jk", a, b),
+            torch.tensordot(a, b, 1),
+        ):
+            assert torch.equal(y, expected)
+        assert torch.equal(torch.addmm(expected, a, b), 2 * expected)
+
+
+def test_outer_products_are_left_alone_and_layers_are_not():
+    column, row = randn(5, 1).detach(), randn(1, 6).detach()
+    with fp8.autocast(COARSE):
+        assert torch.equal(column @ row, column * row)
+        assert torch.equal(torch.tensordot(column[:, 0], row[0], 0), column * row)
+        assert torch.equal(torch.addmm(row, column, row), row + column * row)
+        assert torch.equal(
+            F.linear(column, row.mT), cast(column, COARSE.input) * cast(row, COARSE.weight)
+        )
+        image, kernel = randn(2, 4, 3, 1).detach(), randn(4, 1, 1, 1).detach()
+        y = F.conv2d(image, kernel, groups=4)
+    assert torch.equal(
+        y, cast(image, COARSE.input) * cast(kernel, COARSE.weight)[:, 0, 0, 0, None, None]
+    )
+
+
+def test_sparse_products_are_left_alone():
+    a, b = operands(MATMUL)
+    with fp8.autocast("unit"):
+        torch.testing.assert_close(a.to_sparse() @ b, torch.ops.aten.mm.default(a, b))
+        with pytest.raises(NotImplementedError, match="sparse"):
+            torch.sparse.mm(a.to_sparse(), b)
+
+
+# --- what cannot be reached
+
+
+def test_opaque_and_expanded_are_disjoint():
+    assert not set(PRODUCTS) & set(OPAQUE)
+    assert not set(PRODUCTS) & set(EXPANDED)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_layers_are_refused_by_name(kind):
+    layer, x = kind(4, 4), randn(3, 4)
+    name = {
+        "RNN": "rnn_tanh",
+        "RNNCell": "rnn_tanh_cell",
+        "LSTMCell": "lstm_cell",
+        "GRUCell": "gru_cell",
+    }
+    name = name.get(kind.__name__, kind.__name__.lower())
+    with (
+        fp8.autocast("unit"),
+        pytest.raises(NotImplementedError, match=rf"^{name} cannot run.*step by step"),
+    ):
+        layer(x)
+    expected = layer(x)[0]
+    with (
+        fp8.autocast("unit", opaque="warn"),
+        pytest.warns(UserWarning, match=f"^{name} .*left in high precision"),
+    ):
+        assert torch.equal(layer(x)[0], expected)
+
+
+def test_multi_dot_and_grouped_products_are_refused():
+    a, b = operands(MATMUL)
+    with fp8.autocast("unit"):
+        for call in (lambda: torch.linalg.multi_dot([a, b]), lambda: F.grouped_mm(a, b)):
+            with pytest.raises(NotImplementedError, match="cannot run under"):
+                call()
+
+
+def test_the_innermost_block_says_what_to_do():
+    layer, x = nn.GRU(4, 4), randn(3, 4)
+    with fp8.autocast("unit"):
+        with fp8.autocast("unit", opaque="warn"), pytest.warns(UserWarning, match="gru"):
+            layer(x)
+        with pytest.raises(NotImplementedError):
+            layer(x)
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="opaque must be 'raise' or 'warn', not 'skip'"):
+        fp8.autocast("unit", opaque="skip")
+    with pytest.raises(ValueError, match="unknown recipe"):
+        fp8.autocast("int4")
+    assert fp8.autocast().recipe is fp8.RECIPES["unit"]
+
+
+# --- blocks
+
+
+def test_nested_blocks():
+    x, w = randn(5, 8).detach(), randn(6, 8).detach()
+
+    def product(recipe):
+        recipe = fp8.get_recipe(recipe)
+        return F.linear(cast(x, recipe.input), cast(w, recipe.weight))
+
+    none = Recipe(name="none")
+    with fp8.autocast("unit"):
+        torch.testing.assert_close(F.linear(x, w), product("unit"))
+        with fp8.autocast(COARSE) as mode:
+            torch.testing.assert_close(F.linear(x, w), product(COARSE))
+            with mode, fp8.autocast(none):
+                torch.testing.assert_close(F.linear(x, w), F.linear(x.clone(), w))
+                assert active_recipe() is none
+            torch.testing.assert_close(F.linear(x, w), product(COARSE))
+        with pytest.raises(KeyError), fp8.autocast(COARSE):
+            raise KeyError
+        torch.testing.assert_close(F.linear(x, w), product("unit"))
+        with pytest.raises(RuntimeError), fp8.autocast(COARSE):
+            F.linear(x, w.double())
+        assert active_recipe() is fp8.RECIPES["unit"]
+    assert active_recipe() is None
+
+
+def test_threads_do_not_share_a_block():
+    x, w = randn(5, 8).detach(), randn(6, 8).detach()
+    with fp8.autocast(COARSE):
+        coarse = F.linear(x, w)
+    entered, leave, results = threading.Event(), threading.Event(), {}
+
+    def other():
+        with fp8.autocast("unit"):
+            entered.set()
+            leave.wait(10)
+            results["other"] = F.linear(x, w)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait(10)
+    plain = F.linear(x, w)
+    with fp8.autocast(COARSE):
+        leave.set()
+        thread.join()
+        assert torch.equal(F.linear(x, w), coarse)
+    assert torch.equal(plain, F.linear(x, w))
+    with fp8.autocast("unit"):
+        assert torch.equal(results["other"], F.linear(x, w))
+
+
+class Counting(Counter):
+    """The casts that take place, by format and dtype of what is cast."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        plain = fp8.matmul._rounded
+
+        def counted(x, spec):
+            self[spec[0]] += 1
+            return plain(x, spec)
+
+        monkeypatch.setattr(fp8.matmul, "_rounded", counted)
+
+
+@pytest.mark.parametrize("function", CALLS, ids=name_of)
+def test_everything_is_cast_once_also_when_backward_runs_inside(function, monkeypatch):
+    row, counts = CALLS[function], Counting(monkeypatch)
+    tensors = [t.requires_grad_() for t in operands(row)]
+    tensors = [tensors[0] * 1, *tensors[1:]]
+    with fp8.autocast(COARSE), fp8.autocast(COARSE):
+        function(*row.before, *tensors, **row.kwargs).sum().backward()
+    kinds = Counter(getattr(COARSE, kind).format for kind in row.kinds if kind != "none")
+    assert counts == kinds + Counter([COARSE.grad.format])
+
+
+def test_layers_of_a_model_are_cast_once(monkeypatch):
+    counts = Counting(monkeypatch)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    with fp8.autocast(COARSE):
+        model(randn(5, 8)).sum().backward()
+    assert counts == {"e3m2": 2, "e2m1": 2, "e2m3": 2}
+
+
+# --- with other parts of torch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", [f for f in CALLS if not CALLS[f].reference], ids=name_of)
+def test_torch_autocast(function, dtype):
+    """The result has autocast's dtype where torch's own has, whichever block is the outer one."""
+    row = CALLS[function]
+    with torch.autocast("cpu", dtype=dtype):
+        plain = function(*row.before, *operands(row), **row.kwargs)
+        with fp8.autocast("unit"):
+            y = function(*row.before, *operands(row), **row.kwargs)
+    with fp8.autocast("unit"), torch.autocast("cpu", dtype=dtype):
+        z = function(*row.before, *operands(row), **row.kwargs)
+    assert torch.equal(y, z)
+    own = {
+        torch.mv,
+        torch.dot,
+        torch.vdot,
+        torch.linalg.vecdot,
+        torch.inner,
+        torch.addmv,
+        F.bilinear,
+    }
+    own |= {
+        torch.Tensor.mv,
+        torch.Tensor.dot,
+        torch.Tensor.vdot,
+        torch.Tensor.inner,
+        torch.Tensor.addmv,
+    }
+    if function not in own:  # which torch.autocast does not know, and this block does
+        assert y.dtype == plain.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_models_in_one_dtype(dtype):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+    with fp8.autocast("tensor"):
+        y = model(randn(5, 8).to(dtype))
+    y.sum().backward()
+    assert {y.dtype, *(p.grad.dtype for p in model.parameters())} == {dtype}
+
+
+def test_another_mode_and_a_subclass():
+    class Mine(torch.Tensor):
+        pass
+
+    class Look(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    a, b = operands(MATMUL)
+    with fp8.autocast(COARSE):
+        expected = a @ b
+        with Look():
+            assert torch.equal(a @ b, expected)
+        assert torch.equal((a.as_subclass(Mine) @ b).as_subclass(Tensor), expected)
+    with Look(), fp8.autocast(COARSE):
+        assert torch.equal(a @ b, expected)
+
+
+def test_inference_mode_and_no_grad():
+    a, b = operands(MATMUL)
+    with fp8.autocast("tensor"):
+        expected = a @ b
+        with torch.no_grad():
+            assert torch.equal(a @ b, expected)
+        with torch.inference_mode():
+            assert torch.equal(a @ b, expected)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "block",
+    [
+        nn.Linear(8, 8),
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        nn.Conv1d(5, 5, 3),
+        nn.TransformerEncoderLayer(8, 2, 16, 0.0),
+    ],
+    ids=lambda block: type(block).__name__,
+)
+def test_checkpointing_is_never_silently_wrong(block, inside):
+    """What it recomputes is not cast, wherever backward is called: torch notices, and says so."""
+    with fp8.autocast("unit"):
+        y = torch.utils.checkpoint.checkpoint(block, randn(5, 8), use_reentrant=False)
+        if inside:
+            with pytest.raises(torch.utils.checkpoint.CheckpointError):
+                y.sum().backward()
+    if not inside:
+        with pytest.raises(torch.utils.checkpoint.CheckpointError):
+            y.sum().backward()
+
+
+def test_checkpointing_of_the_block_itself():
+    """A function that contains the block can be checkpointed: it opens the block again."""
+    layer, x = nn.Linear(8, 8), randn(5, 8)
+
+    def run():
+        with fp8.autocast("unit"):
+            return layer(x)
+
+    (expected,) = torch.autograd.grad(run().square().sum(), layer.weight)
+    y = torch.utils.checkpoint.checkpoint(run, use_reentrant=False)
+    (got,) = torch.autograd.grad(y.square().sum(), layer.weight)
+    assert torch.equal(got, expected)
+
+
+def test_nothing_is_warned_about():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fp8.autocast("unit"):
+            nn.Linear(8, 2)(randn(5, 8)).sum().backward()

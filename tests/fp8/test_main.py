@@ -1,0 +1,38 @@
+import subprocess
+import sys
+
+import pytest
+
+from fp8 import FORMATS, RECIPES
+from fp8.__main__ import TABLES, main
+
+
+@pytest.mark.parametrize(("command", "names"), [("formats", FORMATS), ("recipes", RECIPES)])
+def test_one_line_for_each_row(command, names, capsys):
+    main([command])
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith(TABLES[command][0][0])
+    assert [line.split()[0] for line in lines] == list(names)
+
+
+def test_what_a_line_says(capsys):
+    main(["formats"])
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["e4m3"] == ["1/4/3", "7", "448", "0.015625", "0.00195312", "no", "yes", "yes"]
+    main(["recipes"])
+    assert "e4m3, tensor, nearest  e4m3, tensor, nearest  e5m2, tensor, nearest" in (
+        capsys.readouterr().out
+    )
+
+
+def test_an_unknown_table_is_one_line_and_code_2(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["rounding"])
+    assert exit.value.code == 2
+    assert "invalid choice: 'rounding'" in capsys.readouterr().err
+
+
+def test_as_a_module():
+    run = [sys.executable, "-m", "fp8", "recipes"]
+    result = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("recipe")
