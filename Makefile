@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)  ## train a small GPT in fp32, FP8, unit-scaled and unit-scaled FP8, with a table and a plot
-	$(BIN)/python -m notebooks.nanogpt --preset small --out out/demo
+	$(BIN)/python -m notebooks.nanogpt --preset small
 
 test: $(STAMP)  ## the tests (minutes, no GPU)
 	$(BIN)/python -m pytest

@@ -1,4 +1,5 @@
-"""Floating-point formats: how many bits, which values, and what overflow, Inf, NaN and -0 become."""
+"""Floating-point formats: how many bits, which values, and what overflow, Inf, NaN and -0
+become."""
 
 from __future__ import annotations
 
@@ -18,21 +19,24 @@ MAX_MANTISSA_BITS = 23
 class Format:
     """A binary floating-point format: a set of values and what stands for those outside it.
 
-    A code with exponent field E > 0 and mantissa field M is (1 + M / 2**mantissa_bits) * 2**(E - bias);
-    with E = 0 it is (M / 2**mantissa_bits) * 2**(1 - bias): zero and the subnormals. An unsigned format
-    (`signed=False`; only scales use one) has no sign bit, no zero and no subnormals: E = 0 is like any other.
+    A code with exponent field E > 0 and mantissa field M is (1 + M / 2**mantissa_bits) * 2**(E -
+    bias); with E = 0 it is (M / 2**mantissa_bits) * 2**(1 - bias): zero and the subnormals. An
+    unsigned format (`signed=False`; only scales use one) has no sign bit, no zero and no
+    subnormals: E = 0 is like any other.
 
     Attributes:
         name: what `get_format` looks up and `str` prints.
         exponent_bits: 1 to 8.
         mantissa_bits: 0 to 23, the implicit leading bit not counted.
         bias: subtracted from the exponent field. IEEE 754 uses 2**(exponent_bits - 1) - 1.
-        max: the largest finite value. Not implied by the fields: formats reserve different codes for Inf and NaN.
+        max: the largest finite value. Not implied by the fields: formats reserve different codes
+            for Inf and NaN.
         infinity: whether there are codes for +-Inf.
         nan: whether there is a code for NaN. NaN in a tensor stays NaN in any case.
         negative_zero: whether -0 differs from +0. Where it does not, -0 becomes +0.
         signed: False for a format of positive scales.
-        dtype: the torch dtype with exactly these values, if there is one that tensors can be cast to.
+        dtype: the torch dtype with exactly these values, if there is one that tensors can be cast
+            to.
 
     Raises ValueError where the fields contradict each other or a value would not be a float32.
     """
@@ -61,16 +65,17 @@ class Format:
             require(low <= value <= high, f"{field} is {value}, allowed are {low} to {high}")
         require(
             self.min_exponent >= -127,
-            f"bias {self.bias} gives a min normal of 2**{self.min_exponent}, below float32's range (2**-127)",
+            f"bias {self.bias} gives a min normal of 2**{self.min_exponent}, "
+            "below float32's range (2**-127)",
         )
         require(
             math.isfinite(self.max) and self.max > 0, f"max is {self.max}, not finite and positive"
         )
-        top = 2**self.exponent_bits - 1 - self.bias
-        exponent = self.max_exponent
+        low, exponent = self.min_exponent, self.max_exponent
+        high = min(2**self.exponent_bits - 1 - self.bias, 127)
         require(
-            self.min_exponent <= exponent <= min(top, 127),
-            f"max {self.max} has exponent {exponent}, allowed are {self.min_exponent} to {min(top, 127)}",
+            low <= exponent <= high,
+            f"max {self.max} has exponent {exponent}, allowed are {low} to {high}",
         )
         steps = math.ldexp(self.max, self.mantissa_bits - exponent)
         require(
@@ -84,7 +89,7 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal value. Field 0 holds the subnormals, except in a format without them."""
+        """Exponent of the smallest normal value: of field 1, or of field 0 without subnormals."""
         return 1 - self.bias if self.signed else -self.bias
 
     @property
@@ -109,15 +114,16 @@ class Format:
 
     @property
     def nonfinite(self) -> float | None:
-        """What overflow gives where it does not saturate: inf, else nan, else None (no code for either)."""
+        """What overflow gives where it does not saturate: inf, else nan, else None (no code for
+        either)."""
         return math.inf if self.infinity else math.nan if self.nan else None
 
 
 FORMATS: dict[str, Format] = {
     row.name: row
     for row in (
-        # OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 gives all but one code of its
-        # top exponent to finite values: no Inf, one NaN.
+        # OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 gives all but
+        # one code of its top exponent to finite values: no Inf, one NaN.
         Format(
             name="e4m3",
             exponent_bits=4,
@@ -137,8 +143,9 @@ FORMATS: dict[str, Format] = {
             nan=True,
             dtype=torch.float8_e5m2,
         ),
-        # Noune et al., "8-bit numerical formats for deep neural networks", 2022 (arXiv:2206.02915): the code of -0
-        # is the only NaN, and the bias is one more than IEEE's. The FP8 of Graphcore and of AMD MI300.
+        # Noune et al., "8-bit numerical formats for deep neural networks", 2022 (arXiv:2206.02915):
+        # the code of -0 is the only NaN, and the bias is one more than IEEE's. The FP8 of Graphcore
+        # and of AMD MI300.
         Format(
             name="e4m3fnuz",
             exponent_bits=4,
@@ -159,8 +166,8 @@ FORMATS: dict[str, Format] = {
             negative_zero=False,
             dtype=torch.float8_e5m2fnuz,
         ),
-        # OCP Microscaling Formats (MX) specification version 1.0, section 5.3: FP6, FP4 (every code is finite) and
-        # the scale of a block.
+        # OCP Microscaling Formats (MX) specification version 1.0, section 5.3: FP6, FP4 (every code
+        # is finite) and the scale of a block.
         Format(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0),
         Format(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5),
         Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0),

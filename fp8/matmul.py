@@ -78,19 +78,24 @@ def spec_of(cast: Cast | None) -> Spec:
     format: Any = cast.format
     if isinstance(format, Format):
         format = tuple(getattr(format, name) for name in _FIELDS)
-    return (format, cast.scaling, cast.rounding, cast.overflow)
+    return (format, cast.scaling, cast.rounding, cast.overflow, cast.random_bits)
 
 
 def _rounded(x: Tensor, spec: Spec) -> Tensor:
     """``x`` in the spec's format. No gradient."""
-    name, scaling, rounding, overflow = spec
-    format = (
-        get_format(name)
-        if isinstance(name, str)
-        else Format(**dict(zip(_FIELDS, name, strict=True)))
+    name, scaling, rounding, overflow, random_bits = spec
+    if isinstance(name, str):
+        format = get_format(name)
+    else:
+        format = Format(**dict(zip(_FIELDS, name, strict=True)))
+    return quantize(
+        x,
+        format,
+        rounding=rounding,
+        overflow=overflow,
+        scale=SCALINGS[scaling](x, format),
+        random_bits=random_bits,
     )
-    scale = SCALINGS[scaling](x, format)
-    return quantize(x, format, rounding=rounding, overflow=overflow, scale=scale)
 
 
 def rounded_gradient(grad: Tensor, spec: Spec) -> Tensor:
@@ -113,7 +118,7 @@ class _Round(Function):
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None
 
 
@@ -129,7 +134,7 @@ class _RoundGradient(Function):
         ctx.spec = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return rounded_gradient(grad, ctx.spec), None
 
 
@@ -167,7 +172,7 @@ class _Product(Function):
         ctx.save_for_backward(a, b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
         g = rounded_gradient(grad, ctx.spec) if needs_a or needs_b else grad

@@ -1,4 +1,5 @@
-"""A tensor into a low-precision format: `quantize` and its two straight-through autograd functions."""
+"""A tensor into a low-precision format: `quantize` and its two straight-through autograd
+functions."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from fp8.rounding import (
     LAYOUTS,
     ROUNDINGS,
     Grid,
+    Key,
     Seed,
     bits_from_key,
+    fewer_bits,
     random_key,
     round_to_grid,
 )
@@ -22,13 +25,12 @@ from fp8.rounding import (
 OVERFLOWS = ("saturate", "nonfinite")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What can be quantized. The 16-bit types are computed in float32 and the others in themselves: one rounding."""
+"""What can be quantized. The 16-bit types are computed in float32 and the others in themselves: one
+rounding."""
 
 CHUNK = 1 << 17
-"""Elements per thread and step in eager mode on a CPU: an input, an output and a scratch chunk (1.5 MiB a thread)
-stay in cache between the half dozen passes. Measured in benchmarks/quantize.py."""
-
-Key = tuple[int, int] | tuple[Tensor, Tensor]
+"""Elements per thread and step in eager mode on a CPU: an input, an output and a scratch chunk (1.5
+MiB a thread) stay in cache between the half dozen passes. Measured in benchmarks/quantize.py."""
 
 
 def quantize(
@@ -39,37 +41,48 @@ def quantize(
     overflow: str = "saturate",
     scale: float | Tensor | None = None,
     seed: Seed | None = None,
+    random_bits: int = 31,
 ) -> Tensor:
-    """scale * (x / scale rounded to a value of `format`), with the shape, dtype and memory format of `x`.
+    """scale * (x / scale rounded to a value of `format`), with the shape, dtype and memory format
+    of `x`.
 
     Args:
-        x: float32, bfloat16, float16 or float64, any shape and strides. Each is rounded once, from its exact value.
+        x: float32, bfloat16, float16 or float64, any shape and strides. Each is rounded once, from
+            its exact value.
         format: a name in `FORMATS` or a `Format`.
-        rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two neighbours, so that the
-            expected value is x.
-        overflow: "saturate": what is beyond the largest value, Inf included, becomes the largest value of its sign.
-            "nonfinite": it becomes Inf where the format has Inf, else NaN. As in IEEE 754 what decides is the
-            rounded value, so that toward zero only Inf is beyond.
-        scale: the size of one unit of the format: a positive float or a tensor of positive values that broadcasts
-            to `x`. Division and product are in float32 (float64 for float64); exact for powers of two.
-        seed: for "stochastic", an int, a 0-dim int64 tensor or a sequence of these such as (seed, step, stream).
-            The same seed gives the same result in eager and compiled code and on every device; element i in
-            row-major order has the same random bits whatever the strides. None draws a seed from torch's default
-            generator: repeatable under torch.manual_seed, but then differently in eager and compiled code.
+        rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two
+            neighbours, so that the expected value is x.
+        overflow: "saturate": what is beyond the largest value, Inf included, becomes the largest
+            value of its sign. "nonfinite": it becomes Inf where the format has Inf, else NaN. As in
+            IEEE 754 what decides is the rounded value, so that toward zero only Inf is beyond.
+        scale: the size of one unit of the format: a positive float or a tensor of positive values
+            that broadcasts to `x`. Division and product are in float32 (float64 for float64); exact
+            for powers of two.
+        seed: for "stochastic", an int, a 0-dim int64 tensor or a sequence of these such as (seed,
+            step, stream). The same seed gives the same result in eager and compiled code and on
+            every device; element i in row-major order has the same random bits whatever the
+            strides. None draws a seed from torch's default
+            generator: repeatable under torch.manual_seed, but then differently in eager and
+                compiled code.
 
-    NaN stays NaN, also in formats without NaN. -0 stays -0 and negative values round to -0, except in formats
-    without -0. In an unsigned format (e8m0) zero becomes the smallest value and negative numbers NaN.
+    NaN stays NaN, also in formats without NaN. -0 stays -0 and negative values round to -0, except
+    in formats without -0. In an unsigned format (e8m0) zero becomes the smallest value and negative
+    numbers NaN.
 
-    The result is a value of the format that x's dtype can hold: without a scale, the largest value that both have
-    is where overflow begins (65280 for format "fp16" in a bfloat16 tensor, and for "bf16" in a float16 tensor).
+    The result is a value of the format that x's dtype can hold: without a scale, the largest value
+    that both have is where overflow begins (65280 for format "fp16" in a bfloat16 tensor, and for
+    "bf16" in a float16 tensor).
+
+    random_bits: for "stochastic", how many random bits decide, 1 to 31 (hardware has few: the
+    chance of rounding up is then a multiple of 2**-random_bits).
 
     No gradient flows through: see `quantize_forward` and `quantize_backward`.
 
-    Raises TypeError for a tensor that is not floating point, and ValueError for unknown names, overflow="nonfinite"
-    with a format that has neither Inf nor NaN, a scale that is not positive or does not broadcast to `x`, and a
-    seed without stochastic rounding.
+    Raises TypeError for a tensor that is not floating point, and ValueError for unknown names,
+    overflow="nonfinite" with a format that has neither Inf nor NaN, a scale that is not positive or
+    does not broadcast to `x`, and a seed without stochastic rounding.
     """
-    grid, scale = _check(x, format, rounding, overflow, scale)
+    grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
     return _quantize(x.detach(), grid, rounding, scale, _key(rounding, seed, x.device))
 
 
@@ -81,14 +94,14 @@ def quantize_forward(
     overflow: str = "saturate",
     scale: float | Tensor | None = None,
     seed: Seed | None = None,
+    random_bits: int = 31,
 ) -> Tensor:
     """`quantize(x, ...)` whose gradient passes to x unchanged (straight-through), saturated or not.
 
     Arguments and errors are those of `quantize`. The scale gets no gradient.
     """
-    grid, scale = _check(x, format, rounding, overflow, scale)
-    key = _key(rounding, seed, x.device) or (None, None)
-    return _Forward.apply(x, rounding, scale, *key, *grid)
+    grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
+    return _Forward.apply(x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
 
 
 def quantize_backward(
@@ -99,80 +112,96 @@ def quantize_backward(
     overflow: str = "saturate",
     scale: float | Tensor | None = None,
     seed: Seed | None = None,
+    random_bits: int = 31,
 ) -> Tensor:
     """x itself, whose gradient is quantized: grad_x = quantize(grad, ...).
 
-    Arguments and errors are those of `quantize`; a seed that is not given is drawn now, not in the backward pass.
-    The scale gets no gradient. The gradient of the gradient passes unchanged.
+    Arguments and errors are those of `quantize`; a seed that is not given is drawn now, not in the
+    backward pass. The scale gets no gradient. The gradient of the gradient passes unchanged.
     """
-    grid, scale = _check(x, format, rounding, overflow, scale)
-    key = _key(rounding, seed, x.device) or (None, None)
-    return _Backward.apply(x, rounding, scale, *key, *grid)
+    grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
+    return _Backward.apply(x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
 
 
 class _Forward(torch.autograd.Function):
-    """Arguments: x, rounding, scale, the two words of the key, the fields of the Grid (plain values cross compile)."""
+    """Its arguments are tensors, strings and numbers: what may cross compilation.
+
+    The grid is one plain tuple. With *args, torch 2.13 compiled a tensor argument to a wrong place.
+    """
 
     @staticmethod
     def forward(
-        x: Tensor, rounding: str, scale: Tensor | None, first: Any, second: Any, *grid: Any
+        x: Tensor, scale: Tensor | None, key: Key | None, rounding: str, grid: tuple[Any, ...]
     ) -> Tensor:
-        key = None if first is None else (first, second)
         return _quantize(x, Grid(*grid), rounding, scale, key)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.arguments = len(inputs)
+        pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (grad, *[None] * (ctx.arguments - 1))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None, None
 
 
 class _Backward(torch.autograd.Function):
-    """Arguments as for _Forward; tensors among them are saved, the rest stays on the context."""
+    """Arguments as for _Forward. The tensors among them are saved, the rest is on the context."""
 
     @staticmethod
     def forward(
-        x: Tensor, rounding: str, scale: Tensor | None, first: Any, second: Any, *grid: Any
+        x: Tensor, scale: Tensor | None, key: Key | None, rounding: str, grid: tuple[Any, ...]
     ) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.rounding, scale, first, second, *ctx.grid = inputs
-        keyed = isinstance(first, Tensor)
-        ctx.save_for_backward(scale, first if keyed else None, second if keyed else None)
-        ctx.key = None if keyed else (first, second)
+        _, scale, key, ctx.rounding, ctx.grid = inputs
+        # Tensors alone: compiled, saved_tensors leaves out None.
+        ctx.save_for_backward(*(value for value in (scale, key) if isinstance(value, Tensor)))
+        ctx.scaled, ctx.keyed = scale is not None, isinstance(key, Tensor)
+        ctx.key = None if ctx.keyed else key
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        scale, *saved = ctx.saved_tensors
-        key = saved if ctx.key is None else ctx.key
-        out = _Forward.apply(grad, ctx.rounding, scale, *key, *ctx.grid)
-        return (out, *[None] * (4 + len(ctx.grid)))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scale = ctx.saved_tensors[0] if ctx.scaled else None
+        key = ctx.saved_tensors[-1] if ctx.keyed else ctx.key
+        if torch.compiler.is_compiling():
+            # A compiled backward pass is not differentiated again.
+            out = _quantize(grad, Grid(*ctx.grid), ctx.rounding, scale, key)
+        else:
+            out = _Forward.apply(grad, scale, key, ctx.rounding, ctx.grid)
+        return out, None, None, None, None
 
 
 def _check(
-    x: Tensor, format: str | Format, rounding: str, overflow: str, scale: float | Tensor | None
+    x: Tensor,
+    format: str | Format,
+    rounding: str,
+    overflow: str,
+    scale: float | Tensor | None,
+    random_bits: int,
 ) -> tuple[Grid, Tensor | None]:
     """The arguments of `quantize`, validated, as the numbers that the arithmetic needs."""
     if x.dtype not in DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"cannot quantize {x.dtype}; allowed are {allowed}")
-    for name, value, allowed in (
+    for name, value, names in (
         ("rounding", rounding, ROUNDINGS),
         ("overflow", overflow, OVERFLOWS),
     ):
-        if value not in allowed:
+        if value not in names:
             raise ValueError(
-                f"unknown {name} {value!r}; choose one of {', '.join(map(repr, allowed))}"
+                f"unknown {name} {value!r}; choose one of {', '.join(map(repr, names))}"
             )
-    return _grid(get_format(format), overflow, x.dtype, scale), _scale(x, scale)
+    if not 1 <= random_bits <= 31:
+        raise ValueError(f"random_bits must be 1 to 31, got {random_bits}")
+    grid = _grid(get_format(format), overflow, x.dtype, scale)
+    return grid._replace(random_bits=random_bits), _scale(x, scale)
 
 
 def _grid(format: Format, overflow: str, dtype: torch.dtype, scale: object) -> Grid:
-    """The values of `format` that `dtype` can hold (all of them under a scale), and where overflow goes."""
+    """The values of `format` that `dtype` can hold (all of them under a scale), and where overflow
+    goes."""
     largest, smallest = format.max, 0.0 if format.signed else format.min_subnormal
     if scale is None and dtype in (torch.bfloat16, torch.float16):
         limits = torch.finfo(dtype)
@@ -182,7 +211,8 @@ def _grid(format: Format, overflow: str, dtype: torch.dtype, scale: object) -> G
     beyond: float | None = largest if overflow == "saturate" else format.nonfinite
     if beyond is None:
         raise ValueError(
-            f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'; use overflow='saturate'"
+            f"format {format.name!r} has neither Inf nor NaN for overflow='nonfinite'; "
+            "use overflow='saturate'"
         )
     return Grid(
         format.mantissa_bits,
@@ -211,7 +241,8 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
         if not 0 < scale < math.inf:
             raise ValueError(f"scale is {scale}, not positive and finite")
         return torch.full((), scale, dtype=dtype, device=x.device)
-    if torch.broadcast_shapes(x.shape, scale.shape) != x.shape:
+    extra = x.dim() - scale.dim()
+    if extra < 0 or any(s not in (1, n) for s, n in zip(scale.shape, x.shape[extra:], strict=True)):
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not broadcast to x of shape {tuple(x.shape)}"
         )
@@ -245,7 +276,8 @@ def _quantize(
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether `x` can be worked through piece by piece: in main memory, and no subclass that means more."""
+    """Whether `x` can be worked through piece by piece: in main memory, and no subclass that means
+    more."""
     return x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
 
 
@@ -265,6 +297,8 @@ def _whole(
     if scale is not None:
         y = y / scale
     bits = None if key is None else bits_from_key(x.shape, key, device=x.device, start=start)
+    if bits is not None:
+        bits = fewer_bits(bits, grid.random_bits)
     y = round_to_grid(y, grid, rounding, bits=bits, out=out, scratch=scratch)
     if scale is not None:
         y.mul_(scale)

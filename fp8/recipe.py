@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .formats import Format, get_format
-from .quantize import OVERFLOWS, ROUNDINGS
+from .quantize import OVERFLOWS
+from .rounding import ROUNDINGS
 from .scaling import SCALINGS
 
 __all__ = ["RECIPES", "Cast", "Recipe", "get_recipe"]
@@ -26,7 +27,8 @@ class Cast:
 
     format: a name in `fp8.FORMATS`, or a `fp8.Format`.
     scaling: a name in `fp8.SCALINGS`.
-    rounding, overflow: as in `fp8.quantize`. Stochastic rounding draws a new seed at each use.
+    rounding, overflow, random_bits: as in `fp8.quantize`. Stochastic rounding draws a new seed at
+    each use.
     Raises ValueError for an unknown name and for overflow="nonfinite" with a format that has
     neither Inf nor NaN, TypeError for what is not a name.
     """
@@ -35,6 +37,7 @@ class Cast:
     scaling: str = "unit"
     rounding: str = "nearest"
     overflow: str = "saturate"
+    random_bits: int = 31
 
     def __post_init__(self) -> None:
         format = get_format(self.format)
@@ -43,6 +46,8 @@ class Cast:
         _check("overflow", self.overflow, OVERFLOWS)
         if self.overflow == "nonfinite" and format.nonfinite is None:
             raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
+        if not (isinstance(self.random_bits, int) and 1 <= self.random_bits <= 31):
+            raise ValueError(f"random_bits must be 1 to 31, got {self.random_bits!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,15 @@
 """Random bits from a counter, and rounding to a grid: the inner loops of `fp8.quantize`.
 
-Everything here is plain torch arithmetic on integers and exact float operations, so that eager and compiled
-code, on any device, give the same bits, and so that a compiler can fuse it with its surroundings.
+Everything here is plain torch arithmetic on integers and exact float operations, so that eager and
+compiled code, on any device, give the same bits, and so that a compiler can fuse it with its
+surroundings.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,17 +17,22 @@ from torch import Tensor
 Word = TypeVar("Word", int, Tensor)
 Seed = int | Tensor | Sequence[int | Tensor]
 
+Key = int | Tensor
+"""64 random bits as a signed number: see `random_key`."""
+
 ROUNDINGS = ("nearest", "stochastic", "toward_zero")
 
 
-# --- random bits -------------------------------------------------------------------------------------------------
+# --- random bits ------------------------------------------------------------------------------
 
 FIRST, SECOND, THIRD = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
-"""Multipliers, as int32, of `triple32`, with shifts 17, 11, 15, 14: the 32-bit mixer with the least avalanche bias
-found by Wellons' search (https://github.com/skeeto/hash-prospector; 0.0208, against 0.17 for two rounds)."""
+"""Multipliers, as int32, of `triple32`, with shifts 17, 11, 15, 14: the 32-bit mixer with the least
+avalanche bias found by Wellons' search (https://github.com/skeeto/hash-prospector; 0.0208, against
+0.17 for two rounds)."""
 
 KEY_STEP = 0x5851F42D4C957F2D
-"""Multiplier that combines the parts of a seed: that of Knuth's MMIX generator, good in the spectral test."""
+"""Multiplier that combines the parts of a seed: that of Knuth's MMIX generator, good in the
+spectral test."""
 
 KEY_START = 0x243F6A8885A308D3
 """Where a key starts: the first 64 bits of the fraction of pi."""
@@ -41,17 +47,19 @@ def _wrap(word: Word) -> Word:
 
 
 def _mix64(word: Word) -> Word:
-    """Stafford's variant 13 of the 64-bit murmur finaliser, as in SplitMix64 (Steele et al., OOPSLA 2014).
+    """Stafford's variant 13 of the 64-bit murmur finaliser, as in SplitMix64 (Steele et al., OOPSLA
+    2014).
 
-    `>>` copies the sign, hence the masks. The multipliers are the published ones as signed 64-bit numbers.
+    `>>` copies the sign, hence the masks. The multipliers are the published ones as signed 64-bit
+    numbers.
     """
     word = _wrap((word ^ ((word >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64))
     word = _wrap((word ^ ((word >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64))
     return word ^ ((word >> 31) & (2**33 - 1))
 
 
-def random_key(seed: Seed) -> tuple[int, int] | tuple[Tensor, Tensor]:
-    """Two 32-bit words from a seed, as int32 values: ints, or 0-dim int32 tensors where the seed holds a tensor.
+def random_key(seed: Seed) -> Key:
+    """A 64-bit key from a seed: an int, or a 0-dim int64 tensor where the seed holds a tensor.
 
     Args:
         seed: an int in [-2**63, 2**63), a 0-dim int64 tensor, or a sequence of these such as
@@ -66,18 +74,24 @@ def random_key(seed: Seed) -> tuple[int, int] | tuple[Tensor, Tensor]:
     if tensors or torch.compiler.is_compiling():
         # A compiled int may be symbolic, which bitwise operators do not take.
         device = tensors[0].device if tensors else None
-        word = _combine(torch.full((), KEY_START, dtype=torch.int64, device=device), parts)
-        return word.to(torch.int32), (word >> 32).to(torch.int32)
-    word = _combine(KEY_START, parts)
-    return (word + 2**31) % 2**32 - 2**31, word >> 32
+        return _combine(torch.full((), KEY_START, dtype=torch.int64, device=device), parts)
+    return _combine(KEY_START, parts)
+
+
+def _halves(key: Key) -> tuple[Key, Key]:
+    """The low and the high 32 bits of a key, as int32."""
+    if isinstance(key, Tensor):
+        return key.to(torch.int32), (key >> 32).to(torch.int32)
+    return (key + 2**31) % 2**32 - 2**31, key >> 32
 
 
 def _combine(start: Word, parts: list[int | Tensor]) -> Word:
     """One 64-bit word from the parts of a seed. The parts enter linearly and are mixed at the end.
 
-    Few steps use their operand twice: inductor's time to compile a chain of those is exponential in its length.
+    Few steps use their operand twice: inductor's time to compile a chain of those is exponential in
+        its length.
     """
-    word = start
+    word: Any = start
     for part in parts:
         word = _wrap(word * KEY_STEP + part)
     return _mix64(_wrap(word * KEY_STEP))
@@ -103,11 +117,12 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 
 def bits_from_key(
-    shape: Sequence[int], key: tuple[Word, Word], *, device: torch.device, start: int = 0
+    shape: Sequence[int], key: Key, *, device: torch.device, start: int = 0
 ) -> Tensor:
-    """int32 tensor of `shape`, all 32 bits random: a hash of `key` and the row-major index counted from `start`."""
+    """int32 tensor of `shape`, all 32 bits random: a hash of `key` and the row-major index counted
+    from `start`."""
     count = math.prod(shape)
-    first, second = key
+    first, second = _halves(key)
     if start + count <= 1 << INDEX_BITS:
         z = torch.arange(start, start + count, dtype=torch.int32, device=device)
     else:
@@ -122,19 +137,20 @@ def bits_from_key(
 
 
 def random_bits(shape: Sequence[int], seed: Seed, *, device: torch.device | str = "cpu") -> Tensor:
-    """Random int32 tensor of `shape`, uniform over all 2**32 values and a function of the arguments alone.
+    """Random int32 tensor of `shape`: uniform over all 2**32 values, determined by the arguments.
 
-    Element i is a hash of (seed, i), i the row-major index: the same in eager and compiled code, on every device,
-    and whatever else draws random numbers. For seeds see `random_key`.
+    Element i is a hash of (seed, i), i the row-major index: the same in eager and compiled code, on
+    every device, and whatever else draws random numbers. For seeds see `random_key`.
     """
     return bits_from_key(shape, random_key(seed), device=torch.device(device))
 
 
-# --- rounding ----------------------------------------------------------------------------------------------------
+# --- rounding ---------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
-    """How a torch dtype stores a float: the integer of the same size, its mantissa bits and exponent bias."""
+    """How a torch dtype stores a float: the integer of the same size, its mantissa bits and
+    exponent bias."""
 
     integer: torch.dtype
     mantissa_bits: int
@@ -165,7 +181,8 @@ LAYOUTS = {
 
 
 class Grid(NamedTuple):
-    """The values a tensor is rounded to, as plain numbers (which may cross an autograd function)."""
+    """The values a tensor is rounded to, as plain numbers (which may cross an autograd
+    function)."""
 
     mantissa_bits: int
     min_exponent: int
@@ -174,7 +191,18 @@ class Grid(NamedTuple):
     """What a magnitude above `largest` becomes: `largest` itself (saturation), inf or nan."""
     negative_zero: bool
     smallest: float
-    """0, or where the format has no zero the smallest value, to which anything in [0, smallest) goes."""
+    """0, or where the format has no zero the smallest value, to which anything in [0, smallest)
+    goes."""
+    random_bits: int = 31
+    """How many of the bits of stochastic rounding are random; see `fewer_bits`."""
+
+
+def fewer_bits(bits: Tensor, count: int) -> Tensor:
+    """The first `count` of the 31 bits that decide, with a one and zeros after them: the middle of
+    what the missing bits could be, so that the error they cost averages out."""
+    if count == 31:
+        return bits
+    return (bits & (2**31 - 2 ** (31 - count))) | 2 ** (30 - count)
 
 
 def round_to_grid(
@@ -190,60 +218,106 @@ def round_to_grid(
 
     Args:
         x: float32 or float64, any shape and strides.
-        rounding: "nearest" (ties to even), "toward_zero", or "stochastic" (up with probability equal to the
-            fraction of the step that `x` is above the lower neighbour, truncated to 31 bits).
+        rounding: "nearest" (ties to even), "toward_zero", or "stochastic" (up with probability
+            equal to the fraction of the step that `x` is above the lower neighbour, truncated to 31
+            bits).
         bits: for "stochastic", int32 like `x`; the low 31 bits are used.
-        out, scratch: where to put the result (like `x`) and an intermediate (the integer of the same size).
+        out, scratch: where to put the result (like `x`) and an intermediate (the integer of the
+            same size).
 
-    NaN stays NaN. +-Inf and whatever rounds beyond `grid.largest` becomes +-`grid.beyond`; toward zero, finite
-    values stop at `grid.largest` (IEEE 754-2019, section 7.4). Exact under torch.set_flush_denormal(True).
+    NaN stays NaN. +-Inf and whatever rounds beyond `grid.largest` becomes +-`grid.beyond`; toward
+    zero, finite values stop at `grid.largest` (IEEE 754-2019, section 7.4). Exact under
+    torch.set_flush_denormal(True).
     """
     layout = LAYOUTS[x.dtype]
-    if rounding == "nearest" and _fits_magic(grid, layout):
+    if not _fits_floats(grid, layout):
+        return _round_by_bits(x, grid, layout, rounding, bits, out)
+    if rounding == "nearest":
         return _round_by_magic(x, grid, layout, out, scratch)
-    return _round_by_bits(x, grid, layout, rounding, bits, out)
+    return _round_by_steps(x, grid, layout, rounding, bits, out)
 
 
-def _fits_magic(grid: Grid, layout: Layout) -> bool:
-    """Whether `_round_by_magic` is exact: there is room to add, and no float32 subnormal matters."""
+def _fits_floats(grid: Grid, layout: Layout) -> bool:
+    """Whether float operations are exact here: there is room above, and subnormals are far below
+    every step.
+
+    The two mantissa bits are for `_round_by_magic`; 2**-31 of a step is the least that stochastic
+    rounding sees.
+    """
     top = math.frexp(grid.largest)[1] - 1
     return (
         grid.smallest == 0.0
         and grid.mantissa_bits <= layout.mantissa_bits - 2
         and top + layout.mantissa_bits - grid.mantissa_bits < layout.bias
-        and grid.min_exponent - grid.mantissa_bits > 1 - layout.bias
+        and grid.min_exponent - grid.mantissa_bits - 31 > -layout.bias
     )
+
+
+def _power(x: Tensor, grid: Grid, layout: Layout, scratch: Tensor | None) -> Tensor:
+    """The bits of the power of two at or below |x|, kept within the exponents of the grid."""
+    low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
+    high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
+    power = torch.bitwise_and(x.view(layout.integer), layout.infinity, out=scratch)
+    return power.clamp_(low, high)
 
 
 def _round_by_magic(
     x: Tensor, grid: Grid, layout: Layout, out: Tensor | None, scratch: Tensor | None
 ) -> Tensor:
-    """Nearest, ties to even: add and subtract a number so large that the float addition itself rounds.
+    """Nearest, ties to even: add and subtract a number so large that the float addition itself
+    rounds.
 
-    With p the power of two at or below |x| (kept within the grid's exponents), 1.5 * p * 2**(23 - m) has the
-    grid's spacing at x as its own, on both sides; 1.5 keeps the sum of either sign inside one binade. The
-    product in `alpha` is exact, so it does not matter whether it is fused.
+    With p the power of two at or below |x|, the spacing of floats at 1.5 * p * 2**(23 - m) is that
+    of the grid at x, on both sides: 1.5 keeps the sum of either sign inside one binade. The product
+        in `alpha` is exact, so it
+    does not matter whether it is fused.
     """
-    low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
-    high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
     magic = 1.5 * 2.0 ** (layout.mantissa_bits - grid.mantissa_bits)
-    power = torch.bitwise_and(x.view(layout.integer), layout.infinity, out=scratch)
-    power = power.clamp_(low, high).view(x.dtype)
+    power = _power(x, grid, layout, scratch).view(x.dtype)
     y = torch.add(x, power, alpha=magic, out=out).sub_(power, alpha=magic)
-    if grid.beyond == grid.largest:
-        y.clamp_(-grid.largest, grid.largest)
-    else:
-        y.mul_(torch.where(y.abs() > grid.largest, grid.beyond, 1.0))
+    y = _overflow(y, x, grid, "nearest")
     return y.copysign_(x) if grid.negative_zero else y
+
+
+def _round_by_steps(
+    x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """Toward zero or stochastic: count the grid's steps in x, exactly, as they are powers of
+    two."""
+    power = _power(x, grid, layout, None)
+    shift = grid.mantissa_bits << layout.mantissa_bits
+    steps = x * ((2 * layout.bias << layout.mantissa_bits) + shift - power).view(x.dtype)
+    whole = steps.trunc()
+    if bits is not None:
+        fraction = (steps - whole).abs_().mul_(2.0**31).to(torch.int32)
+        up = fraction > (bits & 0x7FFFFFFF)
+        whole = whole.add_(up.to(x.dtype).copysign_(steps))
+    y = torch.mul(whole, power.sub_(shift).view(x.dtype), out=out)
+    y = _overflow(y, x, grid, rounding)
+    return y if grid.negative_zero else y.add_(0.0)
+
+
+def _overflow(y: Tensor, x: Tensor, grid: Grid, rounding: str) -> Tensor:
+    """The overflow policy of `round_to_grid` applied to `y`, which is `x` rounded without a limit,
+    in place."""
+    if grid.beyond == grid.largest:
+        return y.clamp_(-grid.largest, grid.largest)
+    if rounding == "toward_zero":
+        y.clamp_(-grid.largest, grid.largest)
+        over = x.isinf()
+    else:
+        over = y.abs() > grid.largest
+    return y.mul_(torch.where(over, grid.beyond, 1.0))
 
 
 def _round_by_bits(
     x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """Any rounding, on the bits of x: integers only, so float32 subnormals are numbers like any other.
+    """Any rounding, on the bits of x: integers only, so float32 subnormals are numbers like any
+    other.
 
-    x is significand * 2**e; the low `drop` bits of the significand are below the grid's spacing at x. They are
-    shifted out and decide, as a fraction of 31 bits, whether the rest is incremented.
+    x is significand * 2**e; the low `drop` bits of the significand are below the grid's spacing at
+    x. They are shifted out and decide, as a fraction of 31 bits, whether the rest is incremented.
     """
     width = layout.mantissa_bits
     raw = x.view(layout.integer)
@@ -252,10 +326,12 @@ def _round_by_bits(
     normal = exponent.clamp(max=1)
     significand = (magnitude & ((1 << width) - 1)) | (normal << width)
     drop = (grid.min_exponent + layout.bias - exponent).clamp_(min=0)
-    drop = drop.add_(normal).add_(width - grid.mantissa_bits - 1).clamp_(min=0)
+    drop = drop.add_(normal).add_(width - grid.mantissa_bits - 1)
+    if grid.mantissa_bits == width:
+        drop = drop.clamp_(min=0)
     up = _round_up(significand, drop, width, rounding, bits)
-    # Below the spacing there is only the choice between 0 and one step; above it the bits of x, exponent and all,
-    # count steps, and the carry into the exponent is the right one.
+    # Below the spacing there is only the choice between 0 and one step; above it the bits of x,
+    # exponent and all, count steps, and the carry into the exponent is the right one.
     step = layout.encode(2.0 ** (grid.min_exponent - grid.mantissa_bits))
     kept = drop.clamp(max=width)
     rounded = torch.where(drop > width, up * step, ((magnitude >> kept) + up) << kept)
@@ -266,10 +342,12 @@ def _round_by_bits(
 def _round_up(
     significand: Tensor, drop: Tensor, width: int, rounding: str, bits: Tensor | None
 ) -> Tensor:
-    """1 where the kept part of `significand` is to be incremented, else 0; integers like `significand`."""
+    """1 where the kept part of `significand` is to be incremented, else 0; integers like
+    `significand`."""
     if rounding == "toward_zero":
         return torch.zeros_like(significand)
-    # The dropped bits as a fraction of 2**places. Where that truncates, the fraction is below 2**-7 anyway.
+    # The dropped bits as a fraction of 2**places. Where that truncates, the fraction is below 2**-7
+    # anyway.
     places = significand.element_size() * 8 - 1
     fraction = significand << (places - drop).clamp_(min=0)
     fraction = (fraction >> (drop - places).clamp_(min=0)) & ((1 << places) - 1)

@@ -7,7 +7,7 @@ their own: the bias is ``2**(exponent_bits - 1)`` and every code is a finite val
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -39,12 +39,12 @@ class FPFormat:
     mantissa_bits: int
     rounding: str = "stochastic"
     srbits: int = 0
-    _format: Format = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.rounding not in _SHORT:
             allowed = ", ".join(map(repr, _SHORT))
             raise ValueError(f"unknown rounding {self.rounding!r}; choose one of {allowed}")
+        _ = self.format  # refuses impossible numbers of bits
         dropped = _MANTISSA_BITS - self.mantissa_bits
         if self.srbits and self.rounding == "nearest":
             raise ValueError(f"srbits is for stochastic rounding: got {self.srbits} with 'nearest'")
@@ -52,8 +52,12 @@ class FPFormat:
             raise ValueError(f"srbits must be 0 to {dropped} here: got {self.srbits}")
         if self.rounding == "stochastic" and self.srbits == 0:
             self.srbits = dropped
+
+    @property
+    def format(self) -> Format:
+        """The set of values, for `fp8`."""
         bias = 2 ** (self.exponent_bits - 1) if self.exponent_bits > 0 else 0
-        self._format = Format(
+        return Format(
             name=f"E{self.exponent_bits}M{self.mantissa_bits}",
             exponent_bits=self.exponent_bits,
             mantissa_bits=self.mantissa_bits,
@@ -62,44 +66,45 @@ class FPFormat:
         )
 
     @property
-    def format(self) -> Format:
-        """The set of values, for `fp8`."""
-        return self._format
+    def random_bits(self) -> int:
+        """What ``srbits`` is to `fp8.quantize`, where "all" are 31, more than are ever dropped."""
+        dropped = _MANTISSA_BITS - self.mantissa_bits
+        return self.srbits if 0 < self.srbits < dropped else 31
 
     @property
     def bits(self) -> int:
         """Sign, exponent and mantissa bits."""
-        return self._format.bits
+        return self.format.bits
 
     @property
     def max_absolute_value(self) -> float:
         """The largest value: what lies beyond saturates to it."""
-        return self._format.max
+        return self.format.max
 
     @property
     def min_absolute_normal(self) -> float:
         """The smallest value with full precision."""
-        return self._format.min_normal
+        return self.format.min_normal
 
     @property
     def min_absolute_subnormal(self) -> float:
         """The smallest value above zero."""
-        return self._format.min_subnormal
+        return self.format.min_subnormal
 
     def quantise(self, x: Tensor) -> Tensor:
         """x rounded to values of the format. Shape and floating-point dtype of x; no gradient."""
-        return quantize(x, self._format, rounding=self.rounding)
+        return quantize(x, self.format, rounding=self.rounding)
 
     def quantise_fwd(self, x: Tensor) -> Tensor:
         """`quantise(x)`, with the gradient passed back unchanged."""
-        return quantize_forward(x, self._format, rounding=self.rounding)
+        return quantize_forward(x, self.format, rounding=self.rounding)
 
     def quantise_bwd(self, x: Tensor) -> Tensor:
         """x itself, with its gradient rounded on the way back."""
-        return quantize_backward(x, self._format, rounding=self.rounding)
+        return quantize_backward(x, self.format, rounding=self.rounding)
 
     def __str__(self) -> str:
-        return f"{self._format.name}-{_SHORT[self.rounding]}"
+        return f"{self.format.name}-{_SHORT[self.rounding]}"
 
 
 def format_to_tuple(format: FPFormat) -> tuple[int, int]:

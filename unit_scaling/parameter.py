@@ -97,10 +97,10 @@ def _deepcopy(reference: TensorWeakRef, memo: dict[int, Any]) -> nn.Parameter:
 
 def _reduce(reference: TensorWeakRef, protocol: Any) -> tuple[Any, ...]:
     p = _alive(reference)
-    return rebuild, (p.data, p.requires_grad, OrderedDict(), p.mup_type, p.mup_scaling_depth)
+    return _rebuild, (p.data, p.requires_grad, OrderedDict(), p.mup_type, p.mup_scaling_depth)
 
 
-def rebuild(
+def _rebuild(
     data: Tensor, requires_grad: bool, hooks: Any, mup_type: MupType, depth: int | None
 ) -> nn.Parameter:
     """The tagged parameter that was pickled. Hooks are not pickled, as in torch."""
@@ -108,4 +108,4 @@ def rebuild(
 
 
 # Lets torch.load(weights_only=True) read what torch.save wrote.
-torch.serialization.add_safe_globals([rebuild])
+torch.serialization.add_safe_globals([_rebuild])

@@ -30,7 +30,7 @@ class _Scale(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return scale_both(grad, ctx.bwd), None, None
+        return _scale_both(grad, ctx.bwd), None, None
 
 
 class _EagerScale(_Scale):
@@ -56,7 +56,7 @@ class _Instead(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return scale_both(grad, ctx.scale), None, None
+        return _scale_both(grad, ctx.scale), None, None
 
 
 def _is_one(scale: float) -> bool:
@@ -76,7 +76,7 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     return function.apply(input, fwd, bwd)
 
 
-def scale_both(input: Tensor, scale: float) -> Tensor:
+def _scale_both(input: Tensor, scale: float) -> Tensor:
     """``scale * input``, and so is the gradient. ``input`` itself where the scale is 1."""
     return input if _is_one(scale) else input * scale
 

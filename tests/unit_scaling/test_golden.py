@@ -55,7 +55,6 @@ CASES = {
         wave(2, 3, 5, 6, seed=2),
     ),
     "linear_power": (lambda *a: U.linear(*a, None, (0.25, 0.5, 0.75)), X, WEIGHT, BIAS),
-    "linear_3d": (lambda *a: U.linear(*a, None), wave(2, 3, 8), WEIGHT, BIAS),
     "gelu_tanh": (lambda x: U.gelu(x, approximate="tanh"), X),
     "silu_glu": (lambda x, y: U.silu_glu(x, y, mult=2.0), X, Y),
     "add_broadcast": (lambda x, y: U.add(x, y, constraint=None), X, wave(8, seed=9)),
@@ -70,7 +69,6 @@ CASES = {
     "residual_add": (lambda x, y: U.residual_add(x, y, tau=0.3), X, Y),
     "residual_apply": (lambda x: U.residual_apply(torch.sin, x, tau=0.3), X),
     "sdpa_cross": (U.scaled_dot_product_attention, *qkv(4, 6)),
-    "sdpa_dropout0": (lambda *a: U.scaled_dot_product_attention(*a, dropout_p=0.0), *qkv(4, 6)),
     "sdpa_mask": (
         lambda *a: U.scaled_dot_product_attention(*a, torch.ones(4, 6).bool().tril()),
         *qkv(4, 6),

@@ -288,15 +288,25 @@ def test_tie():
     assert tie(None, output=2.0, input=4.0) == {"output": 2.0, "input": 4.0}
 
 
+def no_scales() -> dict:
+    return {}
+
+
+def weight_scales(weight: Tensor) -> dict:
+    return {}
+
+
 def test_refuses_a_second_row():
-    with pytest.raises(ValueError, match="'gelu' is in OPS already"):
-        unit_scaled(dict)(type("gelu", (), {"__init__": lambda self: None}))
+    def gelu(input):
+        return input
 
     def another(input):
         return input
 
+    with pytest.raises(ValueError, match="'gelu' is in OPS already"):
+        unit_scaled(no_scales)(gelu)
     with pytest.raises(ValueError, match="is replaced by 'linear'"):
-        unit_scaled(dict, replaces=(F.linear,))(another)
+        unit_scaled(no_scales, replaces=(F.linear,))(another)
     with pytest.raises(ValueError, match="arguments the op lacks"):
-        unit_scaled(lambda weight: {})(another)
+        unit_scaled(weight_scales)(another)
     assert "another" not in OPS

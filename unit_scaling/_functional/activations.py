@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ..core.functional import logarithmic_interpolation
 from ..ops import Scales, tie, unit_scaled
 from ..scale import scale_bwd, scale_each, scale_output
+from . import fused
 
 __all__ = ["add", "dropout", "gelu", "silu", "silu_glu", "softmax"]
 
@@ -54,8 +55,11 @@ def gelu(
     "tanh", as in `torch.nn.functional.gelu`. Returns the shape and dtype of input.
     """
     s = gelu_scales(mult, constraint)
-    output = F.gelu(input if mult == 1.0 else input * mult, approximate=approximate)
-    return scale_output(output, s["output"] / mult, s["input"] / mult, fresh=True)
+    fwd, bwd = s["output"] / mult, s["input"] / mult
+    input = input if mult == 1.0 else input * mult
+    if fused.applies(input) and approximate in ("none", "tanh"):
+        return fused.activation(input, f"gelu_{approximate}", fwd, bwd)
+    return scale_output(F.gelu(input, approximate=approximate), fwd, bwd, fresh=True)
 
 
 def silu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
@@ -81,8 +85,13 @@ def silu(
     result into ``input``. Returns the shape and dtype of input.
     """
     s = silu_scales(mult, constraint)
-    output = F.silu(input if mult == 1.0 else input * mult)
-    output = scale_output(output, s["output"] / mult, s["input"] / mult, fresh=True)
+    fwd, bwd = s["output"] / mult, s["input"] / mult
+    x = input if mult == 1.0 else input * mult
+    x = x.clone() if inplace and x is input else x  # what autograd saves must not be written to
+    if fused.applies(x):
+        output = fused.activation(x, "silu", fwd, bwd)
+    else:
+        output = scale_output(F.silu(x), fwd, bwd, fresh=True)
     return input.copy_(output) if inplace else output
 
 
@@ -100,8 +109,11 @@ def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
     is, above 0.
     """
     s = silu_glu_scales(mult)
-    activated = F.silu(gate if mult == 1.0 else gate * mult)
-    return (input * activated).mul_(s["output"] / mult)
+    scale = s["output"] / mult
+    gate = gate if mult == 1.0 else gate * mult
+    if fused.applies(input, gate):
+        return fused.silu_glu(input, gate, scale)
+    return (input * F.silu(gate)).mul_(scale)
 
 
 def _softmax_dim(input: Tensor, dim: int | None) -> int:

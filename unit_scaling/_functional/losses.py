@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +127,8 @@ def mse_loss(
     """
     kind = _reduction(reduction, size_average, reduce)
     s = mse_loss_scales(input, target)
-    loss = F.mse_loss if weight is None else partial(F.mse_loss, weight=weight)
+    settings: dict[str, Any] = {} if weight is None else {"weight": weight}
+    loss = partial(F.mse_loss, **settings)
     if s["input"] == s["target"]:
         return _unit_loss(loss, input, target, kind, s["input"])
     input, target = scale_bwd(input, s["input"]), scale_bwd(target, s["target"])

@@ -19,6 +19,11 @@ def _weights(tau: float) -> tuple[float, float]:
     return tau / norm, 1 / norm
 
 
+def _weighted(branch: Tensor, skip: Tensor, a: float, b: float) -> Tensor:
+    """``a * branch + b * skip``; b is above zero."""
+    return torch.add(skip, branch, alpha=a / b).mul_(b)
+
+
 class _Split(Function):
     """Two views of x; ``dx`` is the weighted sum of their gradients, in one pass."""
 
@@ -34,7 +39,7 @@ class _Split(Function):
 
     @staticmethod
     def backward(ctx: Any, branch: Tensor, skip: Tensor) -> tuple[Tensor, None, None]:
-        return torch.add(skip * ctx.skip, branch, alpha=ctx.branch), None, None
+        return _weighted(branch, skip, ctx.branch, ctx.skip), None, None
 
 
 class _Add(Function):
@@ -44,7 +49,7 @@ class _Add(Function):
 
     @staticmethod
     def forward(branch: Tensor, skip: Tensor, a: float, b: float) -> Tensor:
-        return torch.add(skip * b, branch, alpha=a)
+        return _weighted(branch, skip, a, b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -18,8 +18,10 @@ from .tagged import TaggedModule
 __all__ = ["DepthModuleList", "DepthSequential"]
 
 
-def _multiply_depth(root: nn.Module, old: int, new: int) -> None:
+def _multiply_depth(root: nn.Module, old: int | None, new: int | None) -> None:
     """Replaces the factor ``old`` in the depth of every parameter in ``root`` by ``new``.
+
+    None is the factor of no container at all, which leaves a depth of None.
 
     Raises ValueError for a parameter without tags, before anything is changed.
     """
@@ -30,8 +32,8 @@ def _multiply_depth(root: nn.Module, old: int, new: int) -> None:
                 f"parameter {name!r} has no mup_type, so its learning rate is not known: use a "
                 "module of unit_scaling, or unit_scaling.Parameter"
             )
-        depth = (parameter.mup_scaling_depth or 1) // old * new
-        inside = depth if new > 1 or depth > 1 else None
+        depth = (parameter.mup_scaling_depth or 1) // (old or 1) * (new or 1)
+        inside = None if new is None and depth == 1 else depth
         tags[cast("nn.Parameter", parameter)] = parameter.mup_type, inside
     for parameter, (mup_type, inside) in tags.items():
         tag(parameter, mup_type, inside)
@@ -50,15 +52,15 @@ class _DepthContainer(nn.Module):
     """
 
     #: The factor that is in the depths now.
-    _factor: int = 1
+    _factor: int | None = None
 
-    def _set_factor(self, factor: int) -> None:
+    def _set_factor(self, factor: int | None) -> None:
         _multiply_depth(self, self._factor, factor)
         self._factor = factor
 
     @contextmanager
     def _resized(self) -> Iterator[None]:
-        self._set_factor(1)
+        self._set_factor(None)
         yield
         self._set_factor(max(len(self), 1))  # type: ignore[arg-type]
 
@@ -79,6 +81,9 @@ class _DepthContainer(nn.Module):
         with self._resized():
             super().insert(index, module)  # type: ignore[misc]
         return self
+
+    def __iadd__(self, modules: Iterable[nn.Module]) -> Any:
+        return self.extend(modules)
 
     def extend(self, modules: Iterable[nn.Module]) -> Any:
         with self._resized():

@@ -19,198 +19,48 @@ from ..ops import OPS
 __all__ = ["ATTENTION", "KINDS", "NEUTRAL", "PRODUCTS", "TRANSPARENT"]
 
 TRANSPARENT = frozenset(
-    [
-        "bfloat16",
-        "clone",
-        "contiguous",
-        "double",
-        "dropout",
-        "expand",
-        "expand_as",
-        "flatten",
-        "float",
-        "half",
-        "movedim",
-        "permute",
-        "repeat",
-        "reshape",
-        "select",
-        "squeeze",
-        "swapaxes",
-        "t",
-        "to",
-        "transpose",
-        "type",
-        "type_as",
-        "unflatten",
-        "unsqueeze",
-        "view",
-        "view_as",
-        "__getitem__",
-        "narrow",
-        "index_select",
-        "chunk",
-        "split",
-        "unbind",
-        "flip",
-        "roll",
-    ]
+    (
+        "bfloat16 clone contiguous double dropout expand expand_as flatten float half movedim "
+        "permute repeat reshape select squeeze swapaxes t to transpose type type_as unflatten "
+        "unsqueeze view view_as __getitem__ narrow index_select chunk split unbind flip roll"
+    ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""
 
 NEUTRAL = TRANSPARENT | frozenset(
-    [
-        "cat",
-        "stack",
-        "pad",
-        "masked_fill",
-        "where",
-        "detach",
-        "gather",
-        "__setitem__",
-        "copy_",
-        "neg",
-        "abs",
-        "arange",
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "tensor",
-        "as_tensor",
-        "maximum",
-        "minimum",
-        "clamp",
-        "sin",
-        "cos",
-        "argmax",
-        "topk",
-        "multinomial",
-        "tril",
-        "triu",
-        "outer",
-        "max",
-        "min",
-        "max_pool1d",
-        "max_pool2d",
-        "max_pool3d",
-    ]
+    (
+        "cat stack pad masked_fill where detach gather __setitem__ copy_ neg abs arange zeros "
+        "ones full empty zeros_like ones_like full_like empty_like tensor as_tensor maximum "
+        "minimum clamp sin cos argmax topk multinomial tril triu outer max min max_pool1d "
+        "max_pool2d max_pool3d"
+    ).split()
 )
 """Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
 
 PRODUCTS = frozenset(
-    [
-        "linear",
-        "linear_readout",
-        "matmul",
-        "mm",
-        "bmm",
-        "mv",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "tensordot",
-        "bilinear",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "scaled_dot_product_attention",
-    ]
+    (
+        "linear linear_readout matmul mm bmm mv addmm baddbmm einsum tensordot bilinear conv1d "
+        "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+        "scaled_dot_product_attention"
+    ).split()
 )
 """Kinds that mix features: what makes a branch of a network more than a formula."""
 
 ATTENTION = frozenset(["scaled_dot_product_attention", "softmax"])
 """Kinds that mark a branch as attention."""
 
-_ARITHMETIC = [
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "pow",
-    "square",
-    "sqrt",
-    "rsqrt",
-    "exp",
-    "log",
-    "tanh",
-    "sigmoid",
-    "relu",
-    "relu6",
-    "leaky_relu",
-    "elu",
-    "selu",
-    "celu",
-    "softplus",
-    "mish",
-    "hardswish",
-    "hardsigmoid",
-    "hardtanh",
-    "logsigmoid",
-    "softsign",
-    "prelu",
-    "glu",
-    "mean",
-    "sum",
-    "var",
-    "std",
-    "norm",
-    "cumsum",
-    "log_softmax",
-    "softmax",
-    "erf",
-    "rsub",
-    "reciprocal",
-    "lerp",
-    "addcmul",
-    "group_norm",
-    "batch_norm",
-    "instance_norm",
-    "local_response_norm",
-    "normalize",
-    "embedding_bag",
-    "avg_pool1d",
-    "avg_pool2d",
-    "avg_pool3d",
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "interpolate",
-    "alpha_dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "feature_alpha_dropout",
-    "nll_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-    "cosine_similarity",
-    "pixel_shuffle",
-    "lstm",
-    "gru",
-    "rnn_tanh",
-    "rnn_relu",
-    "lstm_cell",
-    "gru_cell",
-    "rnn_tanh_cell",
-    "rnn_relu_cell",
-    "tensordot",
-    "multi_dot",
-    "logsumexp",
-    "amax",
-    "prod",
-]
+_ARITHMETIC = (
+    "add sub mul div pow square sqrt rsqrt exp log tanh sigmoid relu relu6 leaky_relu elu "
+    "selu celu softplus mish hardswish hardsigmoid hardtanh logsigmoid softsign prelu glu "
+    "mean sum var std norm cumsum log_softmax softmax erf rsub reciprocal lerp addcmul "
+    "group_norm batch_norm instance_norm local_response_norm normalize embedding_bag "
+    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d interpolate alpha_dropout dropout1d dropout2d dropout3d "
+    "feature_alpha_dropout nll_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div cosine_similarity pixel_shuffle lstm gru "
+    "rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell tensordot multi_dot "
+    "logsumexp amax prod"
+).split()
 
 _OPERATORS = {
     "add": ("__add__", "__radd__", "__iadd__", operator.add, operator.iadd),

@@ -19,6 +19,9 @@ class Compile:
 
     order = 2
 
+    def __init__(self) -> None:
+        self.path: list[str] = []
+
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:

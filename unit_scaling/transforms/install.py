@@ -15,15 +15,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["Scope", "find_scope", "install", "unwrapped"]
+__all__ = ["HOOKS", "Scope", "find_scope", "install", "unwrapped"]
+
+HOOKS = " hooks"
+"""Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
 
 Call = Callable[[], Any]
 
 
 class Scope(Protocol):
-    """One transform of one model. ``order`` says which scope is entered first, lowest first."""
+    """One transform of one model.
+
+    order: which scope is entered first, lowest first. path: the names of the modules that are
+    running, outermost first; empty while the model is not, or where the transform needs no names.
+    """
 
     order: int
+    path: list[str]
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
@@ -31,10 +39,25 @@ class Scope(Protocol):
         """The result of ``call()``, the forward of ``module``, with the transform active."""
 
 
-class Transformed:
+class _Transformed:
     """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
 
     _scopes: tuple[tuple[Any, str], ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call, hooks included, told apart from its forward.
+
+        A hook may do anything; none of it belongs to the model.
+        """
+        for scope, path in self._scopes:
+            if scope.path:
+                scope.path.append(path + HOOKS)
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for scope, _ in self._scopes:
+                if scope.path:
+                    scope.path.pop()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the original class, which can be imported, and made into this class on arrival."""
@@ -47,8 +70,17 @@ def _restore(base: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-@functools.cache
+_SUBCLASSES: dict[type, type[nn.Module]] = {}
+
+
 def _subclass(base: type[nn.Module]) -> type[nn.Module]:
+    """The class that instances of ``base`` become: one for each base."""
+    if base not in _SUBCLASSES:
+        _SUBCLASSES[base] = _make_subclass(base)
+    return _SUBCLASSES[base]
+
+
+def _make_subclass(base: type[nn.Module]) -> type[nn.Module]:
     original = base.forward
 
     @functools.wraps(original)
@@ -56,7 +88,7 @@ def _subclass(base: type[nn.Module]) -> type[nn.Module]:
         return _run(self, original, self._scopes, args, kwargs)
 
     names = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
-    return type(base.__name__, (Transformed, base), {"__qualname__": base.__qualname__, **names})
+    return type(base.__name__, (_Transformed, base), {"__qualname__": base.__qualname__, **names})
 
 
 def _run(
@@ -90,10 +122,13 @@ def install(model: nn.Module, scope: Scope) -> None:
     Raises TypeError for a TorchScript module, which has no Python forward to run.
     """
     for path, module in unwrapped(model).named_modules():
+        if unwrapped(module) is not module:
+            continue  # what torch.compile wrapped is a module of its own, further down
         if isinstance(module, torch.jit.ScriptModule):
             name = path or type(module).__name__
             raise TypeError(f"{name!r} is a TorchScript module: transform it before scripting it")
-        if not isinstance(module, Transformed):
+        if not isinstance(module, _Transformed):
             module.__class__ = _subclass(type(module))
-        kept = [(s, p) for s, p in module._scopes if type(s) is not type(scope)]  # type: ignore[union-attr,operator]
-        module._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))  # type: ignore[assignment]
+        gained: Any = module
+        kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
+        gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))

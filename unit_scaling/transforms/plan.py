@@ -40,12 +40,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the report."""
+    """A line of the report. number: how many calls of the kind came before in the module."""
 
     path: str
     call: str
     done: str
     why: str = ""
+    number: int = 0
 
     @property
     def left_alone(self) -> bool:
@@ -54,10 +55,15 @@ class Row:
 
 @dataclass
 class Plan:
-    """The steps of every known call, None for those that stay as they are, and their report."""
+    """The steps of every known call, None for those that stay as they are, and their report.
+
+    inner: readout weights that turn out not to be the last: their output goes on into products or
+    residual connections.
+    """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    inner: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ _SECOND_SLOTS: tuple[Slot, ...] = ((1,), ("other",))
 def make_plan(graph: Graph, settings: Settings) -> Plan:
     """The plan for a recorded graph."""
     planner = _Planner(graph, settings)
-    plan = Plan()
+    plan = Plan(inner=planner.inner)
     for index, node in enumerate(graph.nodes):
         if node.function is None:
             continue
@@ -113,10 +119,21 @@ class _Planner:
             found = self._skip(index) if kind == "add" and not settings.preserve else None
             if found is not None:
                 self.skips[index] = found
+        self.inner = self._inner_readouts()
         self.taus = self._taus()
         self.splits: dict[tuple[int, Slot], float] = {}
         for index, tau in self.taus.items():
             self._split(index, tau)
+
+    def _inner_readouts(self) -> frozenset[str]:
+        """The readout weights with products or residual adds after them."""
+        after = 0  # what products and residual adds depend on, themselves left out
+        for index in range(len(self.nodes)):
+            if self.products >> index & 1 or index in self.skips:
+                after |= self.ancestors[index] & ~(1 << index)
+        uses = (i for i in range(len(self.nodes)) if self.products & after & 1 << i)
+        weights = {self.parameters[i.node] for use in uses for i in self.nodes[use].inputs}
+        return frozenset(w for w in weights if w is not None) & self.settings.readouts
 
     # Residual connections
 
@@ -172,7 +189,7 @@ class _Planner:
         """The step for a call and its line in the report."""
         splits = tuple((i.slot, 1.0, self.splits.get((index, i.slot), 1.0)) for i in node.inputs)
         splits = tuple(s for s in splits if s[2] != 1.0)
-        path, kind, _ = node.key or ("", node.name, 0)
+        path, kind, number = node.key or ("", node.name, 0)
         if not node.floating or not self._concerns(node):
             return (Step(slots=splits) if splits else None), None
         step, done, why = self._choose(index, node, kind)
@@ -181,7 +198,7 @@ class _Planner:
             step = replace(step, slots=_merge(step.slots, splits))
             if node.key is None:
                 done, why = "left alone", f"{node.name} reads a skip connection and is unknown"
-        return step, Row(path, node.name, done, why) if done else None
+        return step, Row(path, node.name, done, why, number) if done else None
 
     def _concerns(self, node: Node) -> bool:
         return node.live or any(self.nodes[i.node].live for i in node.inputs)
@@ -198,7 +215,7 @@ class _Planner:
         if op is None:
             return self._without_rule(node, kind)
         weights = {self.parameters[i.node] for i in node.inputs}
-        if kind == "linear" and weights & self.settings.readouts:
+        if kind == "linear" and weights & (self.settings.readouts - self.inner):
             return Step(op="linear_readout", constraint=None), "scaled", "readout: 1/fan_in"
         constraint = None if self.bridges[index] else "to_output_scale"
         why = "not constrained: on the only path" if constraint is None else ""

@@ -15,6 +15,7 @@ from fp8.autocast import EXPANDED, FIRST_LOOK
 
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each
+from .install import HOOKS
 from .plan import Plan, Step
 from .record import Key, Slot
 
@@ -131,6 +132,8 @@ class Replay(TorchFunctionMode):
 
     def _next(self, kind: str) -> Step | None:
         path = self._path[-1]
+        if path.endswith(HOOKS):
+            return None
         count = self._counts.get((path, kind), 0)
         self._counts[path, kind] = count + 1
         key: Key = (path, kind, count)

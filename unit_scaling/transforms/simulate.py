@@ -26,6 +26,7 @@ class Simulate:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
+        self.path: list[str] = []
         self._active = False
 
     def run(
@@ -34,21 +35,24 @@ class Simulate:
         """``call()`` under the recipe."""
         if self._active:
             return call()
-        if torch.compiler.is_compiling():
-            return self._simulated(call)
-        return outside_compiler(lambda: self._simulated(call))
+        return self._simulated(call)
 
-    def _simulated(self, call: Call) -> Any:
+    def _simulated(self, call: Call, eager: bool = False) -> Any:
+        if not (eager or torch.compiler.is_compiling()):
+            return outside_compiler(lambda: self._simulated(call, eager=True))
+        # Not a with statement, for the reason given in UnitScale._replay.
+        mode = autocast(self.recipe, opaque="warn")
         self._active = True
+        mode.__enter__()
         try:
-            with autocast(self.recipe, opaque="warn"):
-                return call()
+            return call()
         finally:
+            mode.__exit__(None, None, None)
             self._active = False
 
 
 def simulate_format(model: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
-    """A copy of ``model`` whose products have operands in ``fwd_format``, gradients in ``bwd_format``.
+    """A copy of ``model`` whose products have operands in one format and gradients in another.
 
     Both are honoured in full: exponent and mantissa bits, rounding, random bits.
     Raises TypeError for what is not a module or not an FPFormat.
@@ -62,7 +66,9 @@ def simulate_format(model: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
 
 
 def _cast(format: FPFormat) -> Cast:
-    return Cast(format=format.format, rounding=format.rounding)
+    return Cast(
+        format=format.format, rounding=format.rounding, random_bits=format.random_bits
+    )
 
 
 def simulate_fp8(model: M) -> M:

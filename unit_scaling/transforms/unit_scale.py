@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
 
+from ..parameter import tag
 from .calls import KINDS
 from .compile import copied
 from .install import Call, find_scope, install, unwrapped
@@ -27,6 +27,9 @@ Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
 INITS = ("unit", "preserve")
 RESIDUALS = ("fixed", "umup")
+# The scopes that are running, innermost last: at most one, in practice.
+_RUNNING: list[UnitScale] = []
+
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -51,11 +54,11 @@ class UnitScale:
         self.residual = residual
         self.strict = strict
         self.plans: dict[Any, Plan] = {}
-        self._path: list[str] = []
+        self.path: list[str] = []
         self._latest: dict[bool, Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kinds": None, "_path": []}
+        return {**self.__dict__, "kinds": None, "path": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -65,40 +68,69 @@ class UnitScale:
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """``call()`` under the plan for this form of call, made at its first time."""
-        if self._path:
-            return self._within(path, call)
+        if _RUNNING:
+            outer = _RUNNING[-1]
+            if outer is not self:  # a part with a transform of its own: the whole has one plan
+                path = f"{outer.path[-1]} > {path}"
+            return outer.within(path, call)
         form = (path, module.training, _form(args), _form(kwargs))
+        plan = self._known(form, path, module.training)
+        if torch.compiler.is_compiling():
+            if plan is not None:
+                return self._replay(plan, call, path)
+            from .first_call import outside_graph
+
+            return outside_graph(lambda: self.run(call, module, path, args, kwargs))
+        return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
+
+    def _known(self, form: Any, path: str, training: bool) -> Plan | None:
+        """The plan for a form of call; for a part, that of the whole if it has run."""
         plan = self.plans.get(form)
         if plan is None and path:
-            plan = self._latest.get(module.training)
-            plan = plan if plan is not None and _covers(plan, path) else None
-        if plan is None:
-            first = functools.partial(self._first, form, call, module, path, args, kwargs)
-            if torch.compiler.is_compiling():
-                from .first_call import outside_graph
+            plan = self._latest.get(training)
+            return plan if plan is not None and _covers(plan, path) else None
+        if plan is not None and not path:
+            self._latest[training] = plan
+        return plan
 
-                return outside_graph(first)
-            return outside_compiler(first)
-        if not path:
-            self._latest[module.training] = plan
-        if torch.compiler.is_compiling():
-            return self._replay(plan, call, path)
-        try:
-            return outside_compiler(lambda: self._replay(plan, call, path))
-        except PlanMissError:
-            first = functools.partial(self._first, form, call, module, path, args, kwargs)
-            return outside_compiler(first)
+    def _eager(
+        self,
+        form: Any,
+        call: Call,
+        module: nn.Module,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        plan = self._known(form, path, module.training)
+        if plan is not None:
+            try:
+                return self._replay(plan, call, path)
+            except PlanMissError:
+                pass  # it has taken another branch: see it again
+        return self._first(form, call, module, path, args, kwargs)
 
-    def _within(self, path: str, call: Call) -> Any:
-        self._path.append(path)
+    def within(self, path: str, call: Call) -> Any:
+        """``call()``, the forward of the module named ``path``."""
+        self.path.append(path)
         try:
             return call()
         finally:
-            self._path.pop()
+            self.path.pop()
 
-    def _replay(self, plan: Plan, call: Call, path: str) -> Any:
-        with Replay(plan, self.kinds, self.replacements, self._path):
-            return self._within(path, call)
+    def _replay(self, plan: Plan, call: Call, path: str, eager: bool = False) -> Any:
+        if not (eager or torch.compiler.is_compiling()):
+            return outside_compiler(lambda: self._replay(plan, call, path, eager=True))
+        # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
+        # the mode is active. Inside try, it leaves this frame, from its start, to eager mode.
+        mode = Replay(plan, self.kinds, self.replacements, self.path)
+        _RUNNING.append(self)
+        mode.__enter__()
+        try:
+            return self.within(path, call)
+        finally:
+            mode.__exit__(None, None, None)
+            _RUNNING.pop()
 
     def _first(
         self,
@@ -111,6 +143,8 @@ class UnitScale:
     ) -> Any:
         """Records the model, makes the plan, then runs it."""
         plan = self.record(module, path, args, kwargs)
+        if plan.inner and not path:
+            self._demote(module, plan.inner)
         if self.strict:
             alone = [row for row in (*self.weights.rows, *plan.rows) if row.left_alone]
             if alone:
@@ -123,6 +157,15 @@ class UnitScale:
         if not path:
             self._latest[module.training] = plan
         return self._replay(plan, call, path)
+
+    def _demote(self, model: nn.Module, names: frozenset[str]) -> None:
+        """Tags as weights what was taken for the readout before the model had run."""
+        self.weights.readouts -= names
+        for name in sorted(names):
+            tag(model.get_parameter(name), "weight")
+            path, _, leaf = name.rpartition(".")
+            why = "not the readout: make the optimizer after the first call"
+            self.weights.rows.append(Row(path, leaf, "tagged as weight", why))
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
@@ -142,10 +185,14 @@ class UnitScale:
         names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
         live = {id(p) for p in twin.parameters() if p.requires_grad}
         live |= {id(t) for _, t in tensors_in((args, kwargs)) if t.is_floating_point()}
-        recorder = Recorder(self.kinds, names, live, lambda: self._path[-1])
+        recorder = Recorder(self.kinds, names, live, lambda: self.path[-1])
         devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
         with torch.random.fork_rng(devices), torch.no_grad(), recorder:
-            self._within(path, lambda: twin(*args, **kwargs))
+            _RUNNING.append(self)
+            try:
+                self.within(path, lambda: twin(*args, **kwargs))
+            finally:
+                _RUNNING.pop()
         settings = Settings(
             factors={n: f for n, f in self.weights.factors.items() if f != 1.0},
             readouts=self.weights.readouts,

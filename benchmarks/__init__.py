@@ -1,0 +1,2 @@
+"""One script per question; each prints rows and writes them to results/ with the machine and the
+commit."""

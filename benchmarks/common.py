@@ -1,0 +1,139 @@
+"""What every benchmark shares: a fixed allocator, paired timing, and rows with the machine and the
+commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+THREADS = 2
+
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
+}
+"""Keep freed memory in the process: with glibc's defaults page faults swing elementwise timings by
+a factor of two."""
+
+Row = dict[str, Any]
+
+
+def fix_allocator(module: str) -> None:
+    """Start `python -m module` anew with ALLOCATOR set, unless it is: glibc reads these when a
+    process starts."""
+    torch.set_num_threads(THREADS)
+    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
+        arguments = [sys.executable, "-m", module, *sys.argv[1:]]
+        os.execve(sys.executable, arguments, {**os.environ, **ALLOCATOR})
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    root = Path(__file__).parent.parent
+    git = ["git", "-C", str(root)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    changes = subprocess.run(
+        [*git, "status", "--porcelain", "--", "*.py"], capture_output=True, text=True
+    )
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "allocator": ALLOCATOR,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+        "uncommitted_changes": bool(changes.stdout.strip()),
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def compare(
+    baseline: Callable[[], object],
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 40,
+    warmup: int = 3,
+    seconds: float = 0.0,
+) -> list[Row]:
+    """Time each candidate side by side with `baseline`: one row per candidate.
+
+    Every round times the baseline and all candidates once, in an order that rotates, so that drift
+    of the machine falls on all alike; the ratio is the median over rounds of candidate / baseline
+    of the same round, with a 95 % confidence interval from 2000 bootstrap resamples of the rounds.
+    `seconds` asks for repeating a call until it takes about that long, for functions of
+    microseconds.
+    """
+    functions = [baseline, *candidates.values()]
+    for function in functions:
+        for _ in range(warmup):
+            function()
+    repeats = [_repeats(function, seconds) for function in functions]
+    times = np.zeros((rounds, len(functions)))
+    for i in range(rounds):
+        for j in np.roll(np.arange(len(functions)), i):
+            times[i, j] = _time(functions[j], repeats[j])
+    return [_row(name, times[:, 0], times[:, j + 1]) for j, name in enumerate(candidates)]
+
+
+def _time(function: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return (time.perf_counter() - start) / repeats
+
+
+def _repeats(function: Callable[[], object], seconds: float) -> int:
+    return max(1, int(seconds / max(_time(function, 1), 1e-9)))
+
+
+def _row(name: str, baseline: np.ndarray, candidate: np.ndarray) -> Row:
+    ratios = candidate / baseline
+    generator = np.random.default_rng(0)
+    resampled = np.median(generator.choice(ratios, (2000, len(ratios))), axis=1)
+    low, high = np.quantile(resampled, (0.025, 0.975))
+    return {
+        "name": name,
+        "ratio": round(float(np.median(ratios)), 3),
+        "ratio_low": round(float(low), 3),
+        "ratio_high": round(float(high), 3),
+        "ms": round(float(np.median(candidate)) * 1e3, 4),
+        "baseline_ms": round(float(np.median(baseline)) * 1e3, 4),
+        "rounds": len(ratios),
+    }
+
+
+def report(name: str, question: str, rows: Sequence[Row]) -> Path:
+    """Print the rows and write them with the question and the machine to results/NAME.json."""
+    print(f"\n{name}: {question}")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([str(row.get(key, "")) for key in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    record = {"question": question, "machine": machine(), "rows": list(rows)}
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path

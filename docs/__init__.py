@@ -1,0 +1,1 @@
+"""The documents, and `build`, which writes those that are tables of the code."""

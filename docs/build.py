@@ -1,0 +1,200 @@
+"""`python -m docs.build`: writes docs/tables.md from the tables in the code.
+
+One section for each table, one line for each row. tests/test_tables.py fails while the file is
+stale.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unit_scaling.functional  # noqa: F401 - fills OPS
+from fp8.formats import FORMATS, Format
+from fp8.products import EXPANDED, OPAQUE, PRODUCTS
+from fp8.recipe import RECIPES, Cast, Recipe
+from fp8.scaling import SCALINGS
+from unit_scaling.constraints import CONSTRAINTS
+from unit_scaling.ops import OPS, Op
+from unit_scaling.optim import LR_RULES
+
+TABLES = Path(__file__).with_name("tables.md")
+
+PREAMBLE = """\
+# Tables
+
+Written by `make docs` from the tables in the code: change them there.
+`F` is `torch.nn.functional`."""
+
+# The widths that the learning-rate rules are shown for: one, and four times as much.
+WIDTHS = (256, 1024)
+
+
+# Where to look for the name of a torch function, in this order.
+NAMESPACES = {
+    "F": torch.nn.functional,
+    "torch": torch,
+    "Tensor": torch.Tensor,
+    "torch.linalg": torch.linalg,
+    "torch.sparse": torch.sparse,
+    "operator": operator,
+}
+
+
+def first_paragraph(documented: object) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join((inspect.getdoc(documented) or "").partition("\n\n")[0].split())
+
+
+def torch_name(function: Callable[..., Any]) -> str:
+    """What a torch function is called in code: F.linear, torch.mm, Tensor.add_, operator.matmul."""
+    parts = function.__name__.split("_")  # torch.linalg.multi_dot is called linalg_multi_dot
+    names = ["_".join(parts[i:]) for i in range(len(parts))]
+    for owner, space in NAMESPACES.items():
+        for name in names:
+            if getattr(space, name, None) is function:
+                return f"{owner}.{name}"
+    raise ValueError(f"no public name of {function} is known: add its module to NAMESPACES")
+
+
+def code(names: Iterable[object]) -> str:
+    """The names as code, with commas."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def number(value: float) -> str:
+    """Exact where six digits are enough; a power of two that is very small or large as 2^n."""
+    fraction, exponent = math.frexp(value)
+    if fraction == 0.5 and (value < 1 or value > 1e6):
+        return f"2^{exponent - 1}"
+    return f"{value:.6g}"
+
+
+def formats(format: Format) -> list[str]:
+    overflow = "refused" if format.nonfinite is None else number(format.nonfinite)
+    return [
+        f"`{format.name}`",
+        f"{int(format.signed)} + {format.exponent_bits} + {format.mantissa_bits}",
+        str(format.bias),
+        number(format.max),
+        number(format.min_normal),
+        number(format.min_subnormal) if format.signed else "none",
+        "yes" if format.infinity else "no",
+        "yes" if format.nan else "no",
+        "yes" if format.negative_zero else "no",
+        overflow,
+        "none" if format.dtype is None else f"`{format.dtype}`",
+    ]
+
+
+def cast(cast: Cast | None) -> str:
+    if cast is None:
+        return "as it is"
+    return f"`{cast.format}`, scaling `{cast.scaling}`, {cast.rounding}, {cast.overflow}"
+
+
+def ops(op: Op) -> list[str]:
+    constraint = "yes" if op.constrainable else "no"
+    replaced = code(torch_name(function) for function in op.replaces)
+    return [f"`U.{op.name}`", replaced or "nothing", constraint, first_paragraph(op.rule)]
+
+
+def learning_rates(rule: str, mup_type: str) -> list[str]:
+    factor = LR_RULES[rule][mup_type]
+    matrix = mup_type in ("weight", "output")
+    shapes = [torch.Size([width] * 2 if matrix else [width]) for width in WIDTHS]
+    return [f"`{rule}`", f"`{mup_type}`", *(f"{factor(shape):.6g}" for shape in shapes)]
+
+
+def table(headings: str, rows: Iterable[list[str]]) -> str:
+    """A Markdown table. headings: with | between them."""
+    columns = [heading.strip() for heading in headings.split("|")]
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def products() -> Iterable[list[str]]:
+    yield [code(dict.fromkeys(map(torch_name, PRODUCTS))), "operands and gradients are cast"]
+    yield [code(map(torch_name, EXPANDED)), "written out as products of the first line"]
+    for why in dict.fromkeys(OPAQUE.values()):
+        yield [code(torch_name(f) for f in OPAQUE if OPAQUE[f] == why), f"refused: {why}"]
+
+
+def recipe(recipe: Recipe) -> list[str]:
+    return [f"`{recipe.name}`", *map(cast, (recipe.input, recipe.weight, recipe.grad))]
+
+
+def documented(rows: Mapping[str, Callable[..., Any]]) -> list[list[str]]:
+    """Name and documentation of the functions of a table."""
+    return [[f"`{name}`", first_paragraph(function)] for name, function in rows.items()]
+
+
+#: Title, what the section is about, the headings, the rows.
+SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
+    (
+        "Formats",
+        "`fp8.FORMATS`. Bits: sign + exponent + mantissa. Overflow saturates at the largest value; "
+        '"nonfinite" is what it gives with `overflow="nonfinite"`.',
+        "name | bits | bias | max | min normal | min subnormal | Inf | NaN | -0 | nonfinite "
+        "| torch dtype",
+        [formats(row) for row in FORMATS.values()],
+    ),
+    (
+        "Scalings",
+        "`fp8.scaling.SCALINGS`: where the scale of an operand comes from.",
+        "name | scale",
+        documented(SCALINGS),
+    ),
+    (
+        "Recipes",
+        "`fp8.RECIPES`: what happens to each operand of the three products of a layer.",
+        "name | input | weight | gradient of the output",
+        [recipe(row) for row in RECIPES.values()],
+    ),
+    (
+        "Products",
+        "What runs under the recipe inside `fp8.autocast`.",
+        "torch function | under a recipe",
+        [*products()],
+    ),
+    (
+        "Operations",
+        "`unit_scaling.ops.OPS`: what `unit_scaling.functional` (`U`) holds, and what `unit_scale` "
+        "puts in place of torch's.",
+        "operation | replaces | constraint= | the rule",
+        [ops(row) for row in OPS.values()],
+    ),
+    (
+        "Constraints",
+        "`unit_scaling.constraints.CONSTRAINTS`: how the scales of an operation are tied. None "
+        "ties nothing.",
+        "name | the common scale",
+        documented(CONSTRAINTS),
+    ),
+    (
+        "Learning rates",
+        "`unit_scaling.optim.LR_RULES`: the factor of a parameter's learning rate, before "
+        "1/sqrt(depth). A matrix is square here, a vector as long as the model is wide.",
+        f"optimizer | mup_type | width {WIDTHS[0]} | width {WIDTHS[1]}",
+        [learning_rates(rule, mup_type) for rule in LR_RULES for mup_type in LR_RULES[rule]],
+    ),
+]
+
+
+def render() -> str:
+    """The text of docs/tables.md."""
+    parts = [PREAMBLE]
+    for title, about, headings, rows in SECTIONS:
+        parts.append(f"## {title}\n\n{about}\n\n{table(headings, rows)}")
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    TABLES.write_text(render(), encoding="utf-8")
+    print(f"wrote {TABLES}")

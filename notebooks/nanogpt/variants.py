@@ -1,0 +1,65 @@
+"""The variants compared: what is done to the plain model, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .model import GPT
+from .settings import Settings
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _fp8(model: nn.Module) -> nn.Module:
+    from unit_scaling.transforms import simulate_fp8
+
+    return simulate_fp8(model)
+
+
+def _unit_scaled(model: nn.Module) -> nn.Module:
+    from unit_scaling.transforms import unit_scale
+
+    return unit_scale(model)
+
+
+def _unit_scaled_fp8(model: nn.Module) -> nn.Module:
+    return _unit_scaled(_fp8(model))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a GPT is trained: `build` makes the model from a plain one.
+
+    `autocast` is the dtype of torch.autocast around the forward pass, None for none.
+    `unit_scaled` picks the learning rate: weights of variance 1 need a larger one than weights
+    of variance 0.02**2.
+    """
+
+    label: str
+    build: Callable[[nn.Module], nn.Module] = _plain
+    autocast: torch.dtype | None = None
+    unit_scaled: bool = False
+
+    def default_lr(self, settings: Settings) -> float:
+        return settings.unit_lr if self.unit_scaled else settings.lr
+
+
+VARIANTS: dict[str, Variant] = {
+    "fp32": Variant(label="FP32"),
+    "bf16": Variant(label="BF16", autocast=torch.bfloat16),
+    "fp8": Variant(label="FP8", build=_fp8),
+    "unit_scaled": Variant(label="unit-scaled FP32", build=_unit_scaled, unit_scaled=True),
+    "unit_scaled_fp8": Variant(label="unit-scaled FP8", build=_unit_scaled_fp8, unit_scaled=True),
+}
+
+
+def build_model(variant: str, *, vocab: int, settings: Settings, seed: int) -> nn.Module:
+    """The model of `variant`, made from the plain one that `seed` gives all of them."""
+    torch.manual_seed(seed)
+    return VARIANTS[variant].build(GPT(settings.gpt(vocab)))

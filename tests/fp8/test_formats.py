@@ -1,0 +1,113 @@
+"""The format table against the specifications, torch and gfloat."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fp8 import FORMATS, Format, get_format
+from tests.fp8.oracles import GFLOAT
+
+# name: max, min normal, min subnormal, Inf, NaN, -0, bits. OFP8 1.0 table 1, MX 1.0 tables 2 to 7,
+# IEEE 754.
+SPECIFIED = {
+    "e4m3": (448.0, 2.0**-6, 2.0**-9, False, True, True, 8),
+    "e5m2": (57344.0, 2.0**-14, 2.0**-16, True, True, True, 8),
+    "e4m3fnuz": (240.0, 2.0**-7, 2.0**-10, False, True, False, 8),
+    "e5m2fnuz": (57344.0, 2.0**-15, 2.0**-17, False, True, False, 8),
+    "e3m2": (28.0, 2.0**-2, 2.0**-4, False, False, True, 6),
+    "e2m3": (7.5, 1.0, 2.0**-3, False, False, True, 6),
+    "e2m1": (6.0, 1.0, 0.5, False, False, True, 4),
+    "e8m0": (2.0**127, 2.0**-127, 2.0**-127, False, True, False, 8),
+    "bf16": (float.fromhex("0x1.fep127"), 2.0**-126, 2.0**-133, True, True, True, 16),
+    "fp16": (65504.0, 2.0**-14, 2.0**-24, True, True, True, 16),
+}
+
+
+def row(**changes: object) -> Format:
+    fields = {"name": "custom", "exponent_bits": 4, "mantissa_bits": 3, "bias": 7, "max": 448.0}
+    return Format(**{**fields, **changes})
+
+
+def test_every_row_has_its_specification() -> None:
+    assert FORMATS.keys() == SPECIFIED.keys()
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_values_are_the_specified_ones(format: Format) -> None:
+    values = (format.max, format.min_normal, format.min_subnormal)
+    flags = (format.infinity, format.nan, format.negative_zero)
+    assert (*values, *flags, format.bits) == SPECIFIED[format.name]
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS.values() if f.dtype], ids=str)
+def test_values_are_those_of_torch(format: Format) -> None:
+    limits = torch.finfo(format.dtype)
+    assert (limits.max, limits.smallest_normal) == (format.max, format.min_normal)
+    assert limits.bits == format.bits
+
+
+@pytest.mark.parametrize("name", GFLOAT)
+def test_values_are_those_of_gfloat(name: str) -> None:
+    format, other = FORMATS[name], GFLOAT[name]
+    assert (format.max, format.min_subnormal) == (other.max, other.smallest_subnormal)
+    assert (format.bits, format.bias, format.mantissa_bits) == (
+        other.bits if hasattr(other, "bits") else other.k,
+        other.bias,
+        other.precision - 1,
+    )
+
+
+def test_nonfinite_is_inf_else_nan_else_none() -> None:
+    assert FORMATS["e5m2"].nonfinite == math.inf
+    assert math.isnan(FORMATS["e4m3"].nonfinite)
+    assert FORMATS["e2m1"].nonfinite is None
+
+
+def test_get_format() -> None:
+    assert get_format("e4m3") is FORMATS["e4m3"]
+    custom = row()
+    assert get_format(custom) is custom
+    with pytest.raises(ValueError, match=r"unknown format 'e4m4'; choose one of 'e4m3', 'e5m2'"):
+        get_format("e4m4")
+    with pytest.raises(TypeError, match="int"):
+        get_format(8)
+
+
+def test_a_format_is_frozen_and_prints_its_name() -> None:
+    assert str(row()) == "custom"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        row().max = 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": ""}, "name is empty"),
+        ({"exponent_bits": 0}, "exponent_bits is 0, allowed are 1 to 8"),
+        ({"exponent_bits": 9}, "exponent_bits is 9"),
+        ({"mantissa_bits": 24}, "mantissa_bits is 24, allowed are 0 to 23"),
+        ({"bias": 129}, "below float32's range"),
+        ({"max": math.inf}, "not finite and positive"),
+        ({"max": -1.0}, "not finite and positive"),
+        ({"max": 512.0}, "has exponent 9, allowed are -6 to 8"),
+        ({"max": 433.0}, "needs more than 3 mantissa bits"),
+        ({"signed": False}, "unsigned format has no -0"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        row(**changes)
+
+
+@pytest.mark.parametrize("exponent_bits", range(2, 9))
+@pytest.mark.parametrize("mantissa_bits", [0, 1, 7, 22, 23])
+def test_any_split_of_bits_makes_a_format(exponent_bits: int, mantissa_bits: int) -> None:
+    bias = 2 ** (exponent_bits - 1)
+    largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2**exponent_bits - 1 - bias)
+    format = row(exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=bias, max=largest)
+    assert format.max_exponent == bias - 1
+    assert format.bits == 1 + exponent_bits + mantissa_bits

@@ -1,0 +1,128 @@
+"""The straight-through pair, and compiled code giving the bits of eager code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8 import FORMATS, Format, quantize, quantize_backward, quantize_forward
+from tests.fp8.oracles import assert_same, random_patterns
+
+OPTIONS = [
+    {},
+    {"overflow": "nonfinite"},
+    {"rounding": "toward_zero", "scale": 0.5},
+    {"rounding": "stochastic", "seed": (1, 2)},
+    {"rounding": "stochastic", "seed": torch.tensor(3), "scale": torch.full((1, 8), 2.0)},
+]
+
+# torch's compiler does what torch deprecates.
+TORCH_DEPRECATES = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
+CUSTOM = Format(name="custom", exponent_bits=3, mantissa_bits=4, bias=3, max=28.0, infinity=True)
+
+
+def tensors(*shape: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(shape, generator=generator) * 300 for _ in range(2))
+    return x.requires_grad_(), grad
+
+
+@pytest.mark.parametrize("format", ["e5m2", CUSTOM], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_forward_quantizes_and_passes_the_gradient(format: str, options: dict[str, object]) -> None:
+    x, grad = tensors(5, 8)
+    y = quantize_forward(x, format, **options)
+    y.backward(grad)
+    assert torch.equal(y, quantize(x, format, **options))
+    assert torch.equal(x.grad, grad)
+
+
+@pytest.mark.parametrize("format", ["e5m2", CUSTOM], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_backward_passes_x_and_quantizes_the_gradient(
+    format: str, options: dict[str, object]
+) -> None:
+    x, grad = tensors(5, 8)
+    y = quantize_backward(x, format, **options)
+    y.backward(grad)
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad, quantize(grad, format, **options))
+
+
+def test_quantize_is_not_differentiable() -> None:
+    assert not quantize(tensors(4)[0], "e4m3").requires_grad
+
+
+def test_second_derivatives_pass_straight_through() -> None:
+    x, grad = tensors(6)
+    y = quantize_backward(x, "e5m2") ** 2
+    (first,) = torch.autograd.grad(y, x, grad, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(first, quantize(2 * x * grad, "e5m2"))
+    assert torch.equal(second, quantize(2 * grad, "e5m2"))
+
+
+def test_a_seed_drawn_for_the_backward_pass_is_drawn_in_the_forward_pass() -> None:
+    x, grad = tensors(1000)
+    grads = []
+    for noise in range(2):
+        torch.manual_seed(1)
+        y = quantize_backward(x, "e5m2", rounding="stochastic")
+        torch.manual_seed(noise)
+        grads += torch.autograd.grad(y, x, grad)
+    assert torch.equal(*grads)
+
+
+def step(x: Tensor, half: Tensor, seed: Tensor) -> Tensor:
+    """Every kernel and both autograd functions in one graph."""
+    y = quantize_forward(x, "e4m3", overflow="nonfinite")
+    y = quantize_backward(y, "e5m2", rounding="stochastic", seed=(seed, 1))
+    return torch.stack(
+        [
+            y,
+            quantize_forward(x, "e4m3", rounding="stochastic", seed=(7, seed)),
+            quantize_forward(x, "fp16", rounding="stochastic", seed=8, scale=3.0),
+            quantize(x, CUSTOM, rounding="toward_zero"),
+            quantize(x, "bf16"),
+            quantize(half, "e4m3fnuz").float(),
+            quantize(x, "e8m0", scale=x.new_full((37, 1), 0.7)),
+        ]
+    )
+
+
+@TORCH_DEPRECATES
+def test_compiled_code_gives_the_bits_of_eager_code() -> None:
+    compiled = torch.compile(step, fullgraph=True)
+    data = random_patterns(37 * 41, 1).view(37, 41)
+    data[:19] = torch.randn(19, 41, generator=torch.Generator().manual_seed(2)) * 100
+    # An input: a cast to bfloat16 inside the graph is one that inductor may skip.
+    half = data.bfloat16()
+    grad = torch.randn(7, 37, 41, generator=torch.Generator().manual_seed(3))
+    for seed in (torch.tensor(5), torch.tensor(-6)):
+        x, z = (data.clone().requires_grad_() for _ in range(2))
+        want, got = step(x, half, seed), compiled(z, half, seed)
+        assert_same(got.detach(), want.detach(), want.detach())
+        want.backward(grad)
+        got.backward(grad)
+        assert torch.equal(z.grad, x.grad)
+
+
+def test_compiled_seeds_may_change_and_be_absent() -> None:
+    def sr(x: Tensor, seed: int | None) -> Tensor:
+        return quantize(x, "e4m3", rounding="stochastic", seed=seed)
+
+    compiled = torch.compile(sr, fullgraph=True, backend="aot_eager")
+    x = tensors(100)[0].detach()
+    for seed in (1, 2, 3):  # the second makes it symbolic
+        assert torch.equal(compiled(x, seed), sr(x, seed))
+    first, second = (compiled(x, None) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_every_format_passes_gradients(format: Format) -> None:
+    x, grad = tensors(9)
+    quantize_forward(x, format).backward(grad)
+    assert torch.equal(x.grad, grad)

@@ -1,0 +1,91 @@
+"""A text and options small enough to train on in a fraction of a second."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+TINY = {
+    "layers": 1,
+    "heads": 2,
+    "width": 16,
+    "context": 16,
+    "batch-size": 4,
+    "iters": 20,
+    "warmup": 2,
+    "eval-interval": 5,
+    "eval-batches": 2,
+    "threads": 1,
+    "device": "cpu",
+    "sample": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4,000 characters of words in random order: something to learn in a few steps."""
+    words = random.Random(0).choices(["the ", "quick ", "brown ", "fox ", "jumps.\n"], k=1000)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("".join(words)[:4000])
+    return path
+
+
+@pytest.fixture
+def argv(text_file: Path):
+    """`argv(variants=..., iters=...)`: a command line of the tiny run, with changes."""
+
+    def build(*flags: str, **changes: object) -> list[str]:
+        options = {"data": text_file, "variants": "fp32", **TINY}
+        options.update({name.replace("_", "-"): value for name, value in changes.items()})
+        return [*(f"--{name}={value}" for name, value in options.items()), *flags]
+
+    return build
+
+
+@pytest.fixture
+def losses():
+    """`losses(out)`: every loss of every run in a folder, to compare to the bit."""
+
+    def read(out: Path) -> dict[tuple[str, int], tuple]:
+        runs = json.loads((out / "results.json").read_text())["runs"]
+        return {
+            (r["variant"], r["seed"]): (r["batch_loss"], r["curves"], r["sample"]) for r in runs
+        }
+
+    return read
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]):
+    """`refused(argv, unchanged=folder)`: the one line on stderr with which a command exits 2."""
+    from notebooks.nanogpt.cli import main
+
+    def run(command: list[str], unchanged: Path | None = None) -> str:
+        before = _contents(unchanged)
+        with pytest.raises(SystemExit) as exit:
+            main(command)
+        out, err = capsys.readouterr()
+        assert exit.value.code == 2
+        assert out == ""
+        assert err.count("\n") == 1, err
+        assert _contents(unchanged) == before
+        return err
+
+    return run
+
+
+def _contents(folder: Path | None) -> dict[Path, bytes]:
+    if folder is None:
+        return {}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,116 @@
+"""One run: schedule, optimizer, stopping and continuing."""
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from notebooks.nanogpt.data import load_corpus
+from notebooks.nanogpt.progress import Progress
+from notebooks.nanogpt.settings import PRESETS, Settings
+from notebooks.nanogpt.train import Training, deterministic, learning_rate, make_optimizer, train
+from notebooks.nanogpt.variants import build_model
+
+SETTINGS = Settings(
+    layers=1, heads=2, width=16, context=16, batch_size=4, iters=12, warmup=2, dropout=0.3,
+    eval_interval=4, eval_batches=2,
+)  # fmt: skip
+
+
+@pytest.fixture
+def training(text_file: Path):
+    def build(variant: str = "fp32", settings: Settings = SETTINGS, seed: int = 0) -> Training:
+        corpus = load_corpus(str(text_file), context=16)
+        vocab = len(corpus.symbols)
+        model = build_model(variant, vocab=vocab, settings=settings, seed=seed)
+        return Training(model, lr=1e-2, corpus=corpus, settings=settings, seed=seed)
+
+    return build
+
+
+def finish(run: Training) -> Training:
+    with Progress("test", start=run.step, total=run.settings.iters) as progress:
+        train(run, progress)
+    return run
+
+
+def test_warm_up_reaches_the_peak_and_the_cosine_ends_at_its_final_share() -> None:
+    settings = Settings(iters=1000, warmup=100, final_lr=0.1)
+    rates = [learning_rate(step, settings) for step in range(1001)]
+    assert rates[0] == pytest.approx(0.01)
+    assert max(rates) == rates[99] == rates[100] == 1.0
+    assert rates[550] == pytest.approx(0.55)
+    assert rates[1000] == pytest.approx(0.1)
+    assert rates[100:] == sorted(rates[100:], reverse=True)
+
+
+def test_warm_up_longer_than_the_run_and_none_at_all() -> None:
+    assert learning_rate(3, Settings(iters=2, warmup=8)) == 0.5
+    assert learning_rate(0, Settings(iters=2, warmup=0)) == 1.0
+
+
+def test_the_published_preset_is_the_published_one() -> None:
+    preset = PRESETS["shakespeare"]
+    assert (preset.layers, preset.heads, preset.width, preset.context) == (6, 6, 384, 256)
+    assert (preset.batch_size, preset.iters, preset.warmup, preset.dropout) == (64, 5000, 100, 0.2)
+    assert (preset.lr, preset.lr * preset.final_lr) == (1e-3, pytest.approx(1e-4))
+    assert (preset.unit_lr, preset.unit_lr * preset.final_lr) == (0.02, pytest.approx(0.002))
+    assert (preset.betas, preset.weight_decay, preset.clip) == ((0.9, 0.99), 0.1, 1.0)
+
+
+def test_only_matrices_decay(training) -> None:
+    model = training().model
+    decayed, rest = make_optimizer(model, 1e-3, SETTINGS).param_groups
+    assert {p.dim() for p in decayed["params"]} == {2}
+    assert {p.dim() for p in rest["params"]} == {1}
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+
+
+def test_the_loss_falls_on_text_it_has_not_seen(training) -> None:
+    run = finish(training(settings=dataclasses.replace(SETTINGS, iters=60)))
+    assert run.curves["val"][-1] < run.curves["val"][0] - 0.3
+
+
+@pytest.mark.parametrize("stop", [4, 8])
+def test_a_run_continued_from_its_state_gives_the_same_bits(training, stop: int) -> None:
+    with deterministic(threads=1):
+        undisturbed = finish(training())
+        first = training()
+        while first.step < stop:
+            if first.evaluation_due:
+                first.evaluate()
+            first.advance()
+        state = copy.deepcopy(first.state_dict())
+        second = training()
+        second.load_state_dict(state)
+        finish(second)
+    assert torch.equal(second.batch_loss, undisturbed.batch_loss)
+    assert second.curves == undisturbed.curves
+    for a, b in zip(second.model.parameters(), undisturbed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_variants_and_seeds_see_the_same_and_other_examples(training) -> None:
+    fp32, bf16, other = training(), training("bf16"), training(seed=1)
+    assert torch.equal(fp32._starts, bf16._starts)
+    assert torch.equal(fp32.model.head.weight, bf16.model.head.weight)
+    assert not torch.equal(fp32._starts, other._starts)
+    assert not torch.equal(fp32.model.head.weight, other.model.head.weight)
+
+
+def test_state_that_is_not_whole_is_refused(training) -> None:
+    state = training().state_dict()
+    del state["model"]["head.weight"]
+    with pytest.raises(ValueError, match="state does not fit the model"):
+        training().load_state_dict(state)
+
+
+def test_deterministic_puts_back_what_was_set() -> None:
+    before = torch.get_num_threads()
+    with deterministic(threads=before + 1):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_num_threads() == before + 1
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == before

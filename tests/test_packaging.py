@@ -1,0 +1,163 @@
+"""The wheel: what it contains, and that it imports with the core dependencies alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"fp8", "unit_scaling"}
+CORE = ("torch", "numpy", "einops")
+
+#: Libraries that some part of the project, or a user of it, works with. None is needed to import.
+OPTIONAL = (
+    "accelerate",
+    "bitsandbytes",
+    "composer",
+    "gfloat",
+    "lightning",
+    "matplotlib",
+    "ml_dtypes",
+    "msamp",
+    "pandas",
+    "torchao",
+    "tqdm",
+    "transformer_engine",
+    "transformers",
+)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, since a build leaves files in the tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    skip = shutil.ignore_patterns(".*", "build", "dist", "out", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, folder / "source", ignore=skip)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    done = subprocess.run([*build, str(folder / "source")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def python(code: str, *args: str, flags: tuple[str, ...] = ()) -> object:
+    """What the code prints, as JSON, run in a new interpreter."""
+    command = [sys.executable, "-W", "error", *flags, "-c", code, *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_wheel_holds_the_packages_and_nothing_else(wheel: Path):
+    names = zipfile.ZipFile(wheel).namelist()
+    info = f"{wheel.name.removesuffix('-py3-none-any.whl')}.dist-info"
+    assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    assert f"{info}/licenses/LICENSE" in names
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+    }
+    assert {name for name in names if name.endswith(".py")} == sources
+
+
+def test_wheel_says_what_it_is(wheel: Path):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+    about = metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA")))
+    fields = about.metadata
+    assert (fields["Name"], fields["License-Expression"]) == ("unit-scaling-fp8", "Apache-2.0")
+    needed = {_name(r) for r in about.requires or [] if "extra ==" not in r}
+    assert needed == set(CORE)
+    assert "unit_scale" in fields.get_payload()  # the README
+
+
+def _name(requirement: str) -> str:
+    """The distribution of a requirement, spelled one way."""
+    found = re.match(r"[\w.-]+", requirement)
+    assert found is not None
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def core_distributions() -> set[str]:
+    """The core dependencies and all that they depend on themselves."""
+    known, queue = set(), list(CORE)
+    while queue:
+        name = queue.pop()
+        if name in known:
+            continue
+        known.add(name)
+        try:
+            requires = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # for another platform
+            continue
+        queue += [_name(r) for r in requires if "extra ==" not in r]
+    return known
+
+
+IMPORT_ALONE = """
+import json, sys
+
+unpacked, site, blocked = json.loads(sys.argv[1])
+sys.path[:0] = [unpacked]
+sys.path.append(site)
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"{name} is no core dependency", name=name)
+
+sys.meta_path.insert(0, Block())
+import torch
+import fp8, unit_scaling
+
+x = torch.linspace(-1, 1, 4).reshape(2, 2)
+with fp8.autocast("unit"):
+    unit_scaling.Linear(2, 2)(x).sum().backward()
+print(json.dumps([fp8.__file__, unit_scaling.__file__]))
+"""
+
+
+def test_wheel_works_with_core_dependencies_alone(wheel: Path, tmp_path: Path):
+    """In an interpreter that sees the wheel, torch, numpy, einops and what these need.
+
+    -S: no .pth file of this environment is read, so that an editable install is out of reach.
+    """
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    core = core_distributions()
+    owners = metadata.packages_distributions()
+    other = {name for name, dists in owners.items() if not core & {_name(dist) for dist in dists}}
+    blocked = sorted(other - PACKAGES)
+    assert "pytest" in blocked
+    site = str(Path(torch.__file__).parent.parent)
+    argument = json.dumps([str(tmp_path), site, blocked])
+    files = python(IMPORT_ALONE, argument, flags=("-I", "-S"))
+    assert all(Path(file).is_relative_to(tmp_path) for file in files)
+
+
+IMPORT_AND_LIST = """
+import json, sys
+import torch
+before = set(sys.modules)
+import fp8, unit_scaling
+print(json.dumps([sorted(set(sys.modules) - before), "torch._dynamo" in sys.modules]))
+"""
+
+
+def test_import_loads_no_optional_library():
+    """Nothing but the standard library and the core dependencies, and no compiler."""
+    loaded, compiler = python(IMPORT_AND_LIST)
+    tops = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)
+    assert tops <= PACKAGES | set(CORE)
+    assert not tops & set(OPTIONAL)
+    assert not compiler

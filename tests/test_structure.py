@@ -1,0 +1,360 @@
+"""The structure of the code: layers, sizes, exports, and what no module may do."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import io
+import itertools
+import sys
+import tokenize
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("fp8", "unit_scaling")
+
+#: What stands to the right of an arrow may import what stands to the left of it, at any distance.
+#: A name stands for everything below it. `unit_scaling` may import all of `fp8`, `fp8` nothing of
+#: `unit_scaling`; the modules of one name may import each other where that makes no circle.
+LAYERS = """
+fp8.formats <- fp8.rounding <- fp8.quantize <- fp8.scaling <- fp8.recipe <- fp8.matmul
+fp8.function <- fp8.matmul <- fp8.attention, fp8.convolution, fp8.multi_head <- fp8.products
+fp8.products <- fp8.autocast
+fp8.recipe <- fp8.__main__
+
+unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
+unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
+unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules
+unit_scaling.parameter <- unit_scaling.optim
+unit_scaling.functional, unit_scaling.parameter, unit_scaling.formats <- unit_scaling.transforms
+"""
+
+MAX_FUNCTION = 40
+MAX_FILE = 400
+
+#: Functions longer than that -> why.
+LONG = {
+    "fp8/multi_head.py:multi_head_attention_forward": "torch's signature alone is 27 lines",
+}
+
+#: Files longer than that -> why.
+LONG_FILES = {
+    "tests/unit_scaling/golden_values.py": "recorded numbers, no code",
+}
+
+#: Private names of torch: file -> name -> why it is needed.
+PRIVATE = {
+    "fp8/autocast.py": {
+        "torch._dynamo": "asks sys.modules whether the compiler is loaded, without loading it",
+    },
+    "fp8/products.py": {
+        "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
+    },
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+FILES = python_files(*PACKAGES)
+SOURCES = [*FILES, *python_files("benchmarks", "docs", "notebooks")]
+TESTS = python_files("tests")
+
+
+def name_of(path: Path) -> str:
+    """The file relative to the repository, for messages and test ids."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_of(path: Path) -> str:
+    return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+each_file = pytest.mark.parametrize("path", FILES, ids=name_of)
+each_source = pytest.mark.parametrize("path", SOURCES, ids=name_of)
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+# Layers
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of this project that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(path, node)
+            inner = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else base for name in inner}
+    return {name for name in found if name.partition(".")[0] in PACKAGES}
+
+
+def _absolute(path: Path, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    package = module_of(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    package = package[: len(package) - node.level + 1]
+    return ".".join([*package, *filter(None, [node.module])])
+
+
+@functools.cache
+def layers() -> dict[str, set[str]]:
+    """Name of a layer -> the layers it may import, from `LAYERS`."""
+    below: dict[str, set[str]] = {}
+    for line in filter(None, LAYERS.splitlines()):
+        groups = [[name.strip() for name in group.split(",")] for group in line.split("<-")]
+        for name in groups[0]:
+            below.setdefault(name, set())
+        for lower, upper in itertools.pairwise(groups):
+            for name in upper:
+                below.setdefault(name, set()).update(lower)
+    for name in TopologicalSorter(below).static_order():
+        below[name] |= {deeper for lower in below[name] for deeper in below[lower]}
+    return below
+
+
+def layer_of(module: str, names: dict[str, set[str]]) -> str | None:
+    """The layer that a module belongs to; None for a package's own __init__."""
+    if module in PACKAGES:
+        return None
+    found = [name for name in names if module == name or module.startswith(f"{name}.")]
+    assert found, f"{module} has no place in LAYERS: add it to tests/test_structure.py"
+    return found[0]
+
+
+@each_file
+def test_imports_point_down(path: Path):
+    below = layers()
+    module = module_of(path)
+    layer = layer_of(module, below)
+    if layer is None:  # the package itself: it may import all of its modules
+        allowed = {name for name in MODULES if name.startswith(f"{module}.")}
+        assert imported(path) <= allowed
+        return
+    for name in sorted(imported(path) - {module}):
+        assert name not in PACKAGES, f"{module} imports the package {name}, not a module of it"
+        target = layer_of(name, below)
+        crosses = layer.startswith("unit_scaling.") and target.startswith("fp8.")
+        assert crosses or target in below[layer] | {layer}, f"{module} imports {name}"
+
+
+def test_imports_make_no_circle():
+    graph = {
+        module: imported(path) - {module}
+        for module, path in MODULES.items()
+        if path.name != "__init__.py"
+    }
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, naming the circle
+
+
+# Sizes
+
+
+@functools.cache
+def code_lines(path: Path) -> set[int]:
+    """The numbers of the lines that hold code: not blank, not only a comment."""
+    layout = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    return {
+        line
+        for token in tokens
+        if token.type not in layout
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Every function and its lines of code, signature included and docstring not."""
+    code = code_lines(path)
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = code & set(range(node.lineno, node.end_lineno + 1))
+            if ast.get_docstring(node) is not None:
+                lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+            yield node.name, len(lines)
+
+
+@each_source
+def test_functions_are_short(path: Path):
+    sizes = {f"{name_of(path)}:{name}": size for name, size in functions(path)}
+    long = {name: size for name, size in sizes.items() if size > MAX_FUNCTION and name not in LONG}
+    assert not long, f"more than {MAX_FUNCTION} lines: {long}"
+
+
+def test_long_functions_are_listed_while_they_are_long():
+    names = [key.split(":") for key in LONG]
+    assert all(dict(functions(ROOT / file))[name] > MAX_FUNCTION for file, name in names)
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=name_of)
+def test_files_are_short(path: Path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE or name_of(path) in LONG_FILES
+
+
+# Exports
+
+
+def assigned(tree: ast.Module, name: str) -> ast.expr | None:
+    """The value that a module gives a name, or None."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == name for t in node.targets):
+            return node.value
+    return None
+
+
+def exported(path: Path) -> list[str] | None:
+    value = assigned(parse(path), "__all__")
+    return None if value is None else ast.literal_eval(value)
+
+
+def defined(path: Path) -> list[str]:
+    """The public functions and classes that a module defines."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    names = [node.name for node in parse(path).body if isinstance(node, kinds)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def order(name: str) -> tuple[int, str]:
+    """CONSTANTS, then Classes, then functions, each by name."""
+    return (0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2, name)
+
+
+@functools.cache
+def names_used() -> set[str]:
+    """Every name that some module of the project imports from another or reads from one."""
+    nodes = [node for path in SOURCES for node in ast.walk(parse(path))]
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return attributes | {alias.name for node in froms for alias in node.names}
+
+
+exporting = [path for path in FILES if exported(path) is not None]
+each_exporting_file = pytest.mark.parametrize("path", exporting, ids=name_of)
+
+
+@each_exporting_file
+def test_exports_are_sorted_and_exist(path: Path):
+    names = exported(path)
+    assert names == sorted(set(names), key=order)
+    module = importlib.import_module(module_of(path))
+    for name in names:
+        assert hasattr(module, name), f"{name} is in __all__ and not in {module.__name__}"
+
+
+@each_exporting_file
+def test_exports_are_complete(path: Path):
+    """A public name is exported, or used by another module of the project, or the rule of an op.
+
+    A module of nothing but imports exports them all.
+    """
+    *body, last = parse(path).body[1:]
+    froms = [node for node in body if isinstance(node, ast.ImportFrom)]
+    if len(froms) == len(body) and isinstance(last, ast.Assign):
+        public = {alias.asname or alias.name for node in froms for alias in node.names}
+    else:
+        seams = names_used()
+        public = {n for n in defined(path) if n not in seams and not n.endswith("_scales")}
+    missing = public - set(exported(path))
+    assert not missing, f"not in __all__ nor used by another module: {sorted(missing)}"
+
+
+@each_file
+def test_public_names_are_documented(path: Path):
+    tree = parse(path)
+    assert ast.get_docstring(tree), "the module has no docstring"
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    for node in tree.body:
+        if isinstance(node, kinds) and node.name in (exported(path) or defined(path)):
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+# What no module does
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of an attribute chain; "" for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+def torch_names(tree: ast.Module) -> set[str]:
+    """Everything of torch that a module names: imports, attributes and strings."""
+    aliases = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {a.asname or a.name.partition(".")[0]: a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    names = set(aliases.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            head, _, rest = dotted(node).partition(".")
+            names.add(f"{aliases.get(head, head)}.{rest}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= {node.value} if " " not in node.value else set()
+    return {name for name in names if name.partition(".")[0] == "torch"}
+
+
+def private(name: str) -> str | None:
+    """The name up to its first private part, or None where all of it is public."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.startswith("_") and not part.endswith("__"):
+            return ".".join(parts[: i + 1])
+    return None
+
+
+@each_file
+def test_private_names_of_torch_are_listed(path: Path):
+    used = {private(name) for name in torch_names(parse(path))} - {None}
+    assert used == PRIVATE.get(name_of(path), {}).keys()
+
+
+@each_file
+def test_configuration_is_not_read_from_the_environment_or_kept_in_globals(path: Path):
+    for node in ast.walk(parse(path)):
+        assert not isinstance(node, ast.Global), f"line {node.lineno}: a global statement"
+        name = dotted(node)
+        assert name not in ("os.environ", "os.getenv"), f"line {node.lineno}: {name}"
+
+
+@each_file
+def test_optional_libraries_are_not_imported(path: Path):
+    """Core needs torch, numpy and einops. Whatever else a module needs it imports when it does."""
+    for node in parse(path).body:
+        found = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found = [node.module]
+        for name in found:
+            top = name.partition(".")[0]
+            assert top in {*sys.stdlib_module_names, *PACKAGES, "torch", "numpy", "einops"}, name

@@ -1,0 +1,379 @@
+"""A transformed model is still that model: copied, saved, cast, wrapped, hooked, compiled."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+import fp8
+import unit_scaling as uu
+from tests.transforms.models import GPT, batch, gpt, same, step, tiny
+from unit_scaling.formats import FPFormat
+from unit_scaling.transforms import compile, simulate_format, simulate_fp8, unit_scale
+
+TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "unit_scale": unit_scale,
+    "preserve": lambda m: unit_scale(m, init="preserve"),
+    "simulate_fp8": simulate_fp8,
+    "both": lambda m: unit_scale(simulate_fp8(m)),
+}
+every_transform = pytest.mark.parametrize("name", TRANSFORMS)
+
+
+def transformed(name: str, *, seen: bool = True) -> GPT:
+    model = TRANSFORMS[name](gpt())
+    if seen:
+        step(model)
+    return model
+
+
+@every_transform
+def test_identity(name: str) -> None:
+    plain, model = gpt(), transformed(name)
+    assert isinstance(model, GPT)
+    assert type(model).__name__ == "GPT"
+    assert all(isinstance(b.qkv, nn.Linear) for b in model.blocks)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert model.head.weight is model.tokens.weight
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert repr(model) == repr(plain)
+
+
+@every_transform
+def test_requires_grad_and_dtype_are_kept(name: str) -> None:
+    plain = gpt().double()
+    plain.positions.weight.requires_grad_(False)
+    model = TRANSFORMS[name](plain)
+    assert model.positions.weight.dtype == torch.float64
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in plain.parameters()
+    ]
+    step(model)
+
+
+def roundtrip(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": roundtrip,
+    "EMA": lambda m: AveragedModel(m).module,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("seen", [True, False])
+@every_transform
+def test_copies_are_transformed_and_independent(name: str, seen: bool, how: str) -> None:
+    model = transformed(name, seen=seen)
+    twin = COPIES[how](model)
+    same(step(twin), step(model))
+    for p in twin.parameters():
+        p.data.zero_()
+    _, loss = twin(*batch())
+    assert loss.item() == pytest.approx(torch.tensor(65.0).log().item(), rel=1e-6)
+    loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    if name != "simulate_fp8":
+        tags = [(p.mup_type, p.mup_scaling_depth) for p in twin.parameters()]
+        assert tags == [(p.mup_type, p.mup_scaling_depth) for p in model.parameters()]
+
+
+@every_transform
+def test_state_dict_round_trip(name: str) -> None:
+    model = transformed(name)
+    other = TRANSFORMS[name](gpt())
+    other.load_state_dict(model.state_dict())
+    same(step(other), step(model))
+
+
+@every_transform
+def test_eval_and_generate(name: str) -> None:
+    """A growing prompt from one token: each step equals a call with the whole prompt."""
+    model = transformed(name).eval()
+    ids = model.generate(torch.tensor([[7]]), 6)
+    assert ids.shape == (1, 7)
+    for end in range(1, 7):
+        logits, _ = model(ids[:, :end])
+        assert logits.isfinite().all()
+        assert logits[0, -1].argmax() == ids[0, end]
+    step(model.train())
+
+
+def test_generate_is_transformed() -> None:
+    model = transformed("unit_scale").eval()
+    x = torch.tensor([[1, 2, 3]])
+    full = model(x, x)[0][:, -1]
+    torch.testing.assert_close(model(x)[0][:, -1], full)
+    assert not torch.allclose(model(x)[0], GPT.forward(gpt(), x)[0], atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@every_transform
+def test_pure_dtypes(name: str, dtype: torch.dtype) -> None:
+    expected = step(transformed(name))
+    model = TRANSFORMS[name](gpt().to(dtype))
+    logits, loss = model(*batch())
+    assert logits.dtype == dtype
+    assert all(p.dtype == dtype for p in model.parameters())
+    loss.backward()
+    assert loss.item() == pytest.approx(expected[0].item(), rel=0.02)
+
+
+@every_transform
+def test_bf16_autocast(name: str) -> None:
+    model = transformed(name)
+    expected = step(model)[0].item()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = model(*batch())
+    assert logits.dtype == torch.bfloat16
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=0.02)
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@every_transform
+def test_hooks_fire_once(name: str) -> None:
+    model = TRANSFORMS[name](gpt())
+    calls: list[str] = []
+    model.register_forward_hook(lambda *_: calls.append("model"))
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append("block"))
+    model.blocks[0].up.register_full_backward_hook(lambda *_: calls.append("backward"))
+    for _ in range(2):  # the first call is also the one that is recorded
+        calls.clear()
+        step(model)
+        assert calls == ["block", "model", "backward"]
+
+
+@every_transform
+def test_submodules_and_methods_run_transformed(name: str) -> None:
+    model = transformed(name)
+    x = torch.randn(2, 16, 32)
+    seen: list[torch.Tensor] = []
+    handle = model.blocks[1].register_forward_hook(lambda _, args, out: seen.extend([*args, out]))
+    model(*batch())
+    handle.remove()
+    torch.testing.assert_close(model.blocks[1](seen[0]), seen[1], rtol=0, atol=0)
+    if name in ("unit_scale", "both"):  # a block that was never part of a whole call
+        alone = TRANSFORMS[name](gpt()).blocks[1]
+        assert not torch.allclose(alone(x), GPT().blocks[1](x), atol=0.1)
+        assert len(uu.report(alone)) > 0
+
+
+def test_a_submodule_called_first_then_the_model() -> None:
+    model = TRANSFORMS["unit_scale"](gpt())
+    model.blocks[0](torch.randn(2, 16, 32))
+    same(step(model), step(transformed("unit_scale")))
+
+
+def test_gradient_checkpointing_of_blocks() -> None:
+    class Checkpointed(GPT):
+        def forward(self, ids, targets=None):
+            x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            logits = self.head(self.norm(x))
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    plain = gpt()
+    model = Checkpointed()
+    model.load_state_dict(plain.state_dict())
+    for name in TRANSFORMS:
+        same(step(TRANSFORMS[name](model)), step(TRANSFORMS[name](plain)))
+
+
+ORDERS = list(itertools.permutations(["unit", "fp8", "compile"]))
+
+
+@pytest.mark.parametrize("order", [("unit", "fp8"), ("fp8", "unit"), *ORDERS[:1], *ORDERS[-1:]])
+def test_any_order_applies_each_once(order: tuple[str, ...]) -> None:
+    """unit_scale and a coarse format change every value: twice or not at all, it shows."""
+    coarse = FPFormat(3, 1, "nearest")
+    steps = {
+        "unit": unit_scale,
+        "fp8": lambda m: simulate_format(m, coarse, coarse),
+        "compile": compile,
+    }
+    expected = step(unit_scale(simulate_format(tiny(), coarse, coarse)))
+    model: nn.Module = tiny()
+    for name in order:
+        model = steps[name](model)
+    tolerance = 1e-5 if "compile" in order else 0.0
+    for _ in range(2):  # recorded in eager mode, then compiled
+        same(step(model), expected, rtol=tolerance, atol=tolerance)
+    assert not torch.allclose(expected[0], step(unit_scale(tiny()))[0], rtol=1e-4)
+    assert not torch.allclose(expected[0], step(simulate_format(tiny(), coarse, coarse))[0])
+
+
+def test_twice_is_once() -> None:
+    same(step(unit_scale(unit_scale(gpt()))), step(unit_scale(gpt())))
+    same(step(simulate_fp8(simulate_fp8(gpt()))), step(simulate_fp8(gpt())))
+
+
+def test_parts_transformed_before_the_whole() -> None:
+    model = gpt()
+    model.blocks[0] = simulate_fp8(model.blocks[0])
+    ours = unit_scale(model)
+    reference = unit_scale(gpt())
+    reference.blocks[0] = simulate_fp8(reference.blocks[0])
+    same(step(ours), step(reference))
+    assert not torch.equal(step(ours)[0], step(unit_scale(gpt()))[0])
+
+
+def test_autocast_around_and_inside() -> None:
+    expected = step(TRANSFORMS["both"](gpt()))
+    model = unit_scale(gpt())
+    with fp8.autocast("unit"):
+        same(step(model), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@every_transform
+def test_fullgraph_after_the_first_call(name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    model = TRANSFORMS[name](tiny())
+    expected = step(model)  # the first call
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    same(step(compiled), expected, rtol=1e-5, atol=1e-5)
+
+
+@every_transform
+def test_compiled_before_the_first_call(name: str) -> None:
+    torch._dynamo.reset()
+    expected = step(TRANSFORMS[name](tiny()))
+    counter = CompileCounter()
+    compiled = torch.compile(TRANSFORMS[name](tiny()), backend=counter)
+    for _ in range(3):
+        same(step(compiled), expected, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1  # one whole graph, once the model has been seen
+
+
+@every_transform
+def test_transform_of_a_compiled_model(name: str) -> None:
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    compiled = TRANSFORMS[name](torch.compile(tiny(), backend="eager"))
+    expected = step(TRANSFORMS[name](tiny()))
+    for _ in range(3):
+        same(step(compiled), expected, rtol=1e-5, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_fullgraph_before_the_first_call_says_what_to_do() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(unit_scale(tiny()), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="call the model once before compiling"):
+        compiled(*batch())
+
+
+def test_a_compiled_part_is_transformed_once() -> None:
+    torch._dynamo.reset()
+    model = tiny()
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    model.blocks[0](torch.randn(2, 16, 16))
+    for name in TRANSFORMS:
+        same(step(TRANSFORMS[name](model)), step(TRANSFORMS[name](tiny())))
+
+
+def test_a_graph_break_changes_nothing() -> None:
+    torch._dynamo.reset()
+
+    class Broken(GPT):
+        def __init__(self) -> None:
+            super().__init__(width=16, layers=1)
+
+        def forward(self, ids, targets=None):
+            torch._dynamo.graph_break()
+            return super().forward(ids, targets)
+
+    broken = Broken()
+    broken.load_state_dict(tiny().state_dict())
+    for name in TRANSFORMS:
+        model = torch.compile(TRANSFORMS[name](broken), backend="eager")
+        for _ in range(2):
+            same(step(model), step(TRANSFORMS[name](tiny())))
+
+
+def test_an_unrelated_compiled_model_is_left_alone() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    other = torch.compile(nn.Linear(4, 4), backend=counter)
+    x = torch.randn(2, 4)
+    expected = other(x)
+    for name in TRANSFORMS:
+        step(TRANSFORMS[name](tiny()))
+        assert torch.equal(other(x), expected)
+    assert counter.frame_count == 1
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@every_transform
+def test_ddp(name: str, process_group: None) -> None:
+    expected = step(transformed(name))
+    model = nn.parallel.DistributedDataParallel(TRANSFORMS[name](gpt()))
+    same(step(model), expected)
+
+
+def test_new_branches_are_recorded_when_they_come() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.flip = False
+
+        def forward(self, x):
+            return self.b(F.gelu(self.a(x))) if self.flip else self.b(self.a(x))
+
+    torch.manual_seed(0)
+    model = unit_scale(Branch())
+    x = torch.randn(4, 8)
+    plain = model(x)
+    model.flip = True
+    flipped = model(x)
+    assert not torch.equal(plain, flipped)
+    assert [r.call for r in uu.report(model) if r.done == "scaled"].count("gelu") == 1
+    model.flip = False
+    torch.testing.assert_close(model(x), plain)
+
+
+def test_slices_of_a_transformed_container() -> None:
+    model = unit_scale(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+    x = torch.randn(4, 8)
+    model(x)
+    torch.testing.assert_close(model[:2](x), model[1](model[0](x)))
+
+
+def test_script_modules_are_refused_by_name() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, about TorchScript
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="'0' is a TorchScript module"):
+        unit_scale(nn.Sequential(scripted))

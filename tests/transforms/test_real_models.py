@@ -1,0 +1,111 @@
+"""Models nobody here wrote: built from a configuration, with random weights."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import unit_scaling as uu
+from unit_scaling.transforms import simulate_fp8, unit_scale
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("default")  # theirs to fix
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 64,
+}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=128,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+MODELS = {
+    "GPT-2": (gpt2, 4),
+    "Llama": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), 4),
+    "BERT": (lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)), 4),
+    "T5": (t5, 10),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def build(name: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return MODELS[name][0](), torch.randint(1, 100, (2, 32))
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(1)
+    return model(input_ids=ids, labels=ids).loss
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unit_scale_trains_and_finds_the_residuals(name: str) -> None:
+    model, ids = build(name)
+    ours = unit_scale(model)
+    loss_of(ours, ids).backward()
+    assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
+    residuals = [r for r in uu.report(ours) if r.why.startswith("residual add")]
+    assert len(residuals) == MODELS[name][1]
+    first = loss_of(ours, ids)
+    optimizer = uu.optim.AdamW(ours.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss_of(ours, ids).backward()
+        optimizer.step()
+    assert loss_of(ours, ids) < first
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_preserve_keeps_the_function(name: str) -> None:
+    model, ids = build(name)
+    ours = unit_scale(model, init="preserve")
+    torch.testing.assert_close(loss_of(ours, ids), loss_of(model, ids), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_simulate_fp8_quantises(name: str) -> None:
+    model, ids = build(name)
+    ours, plain = loss_of(simulate_fp8(model), ids), loss_of(model, ids)
+    assert not torch.equal(ours, plain)
+    assert ours.item() == pytest.approx(plain.item(), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5"])
+def test_generate(name: str) -> None:
+    model, ids = build(name)
+    for transform in (unit_scale, simulate_fp8, lambda m: unit_scale(simulate_fp8(m))):
+        ours = transform(model).eval()
+        prompt = ids[:1] if name == "T5" else ids[:1, :1]
+        out = ours.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        assert out.shape[1] >= 5

@@ -1,0 +1,388 @@
+"""What unit_scale computes: the same as the model written by hand with uu and U."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unit_scaling as uu
+import unit_scaling.functional as U
+from tests.transforms.models import GPT, batch, gpt, same, step
+from unit_scaling.transforms import unit_scale
+
+attention = F.scaled_dot_product_attention
+
+
+def rms(x: Tensor) -> float:
+    return x.detach().double().square().mean().sqrt().item()
+
+
+class Net(nn.Module):
+    """A module from a function of (self, x)."""
+
+    def __init__(self, fn, **modules: nn.Module) -> None:
+        super().__init__()
+        self.fn = fn
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(self, x)
+
+
+def grads(y: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(5)
+    cotangent = torch.randn(y.shape, generator=generator, dtype=y.dtype)
+    return torch.autograd.grad(y, of, cotangent)
+
+
+def test_mlp_is_the_hand_written_one() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)))
+    x = torch.randn(32, 16, requires_grad=True)
+    y = model(x)
+    h = U.gelu(U.linear(x, model[0].weight, model[0].bias, constraint=None), constraint=None)
+    expected = U.linear_readout(h, model[2].weight, model[2].bias)
+    parameters = (x, *model.parameters())
+    same([y, *grads(y, *parameters)], [expected, *grads(expected, *parameters)])
+
+
+def test_gpt_is_the_hand_written_one() -> None:
+    model = unit_scale(gpt().double())
+    ids, targets = batch()
+
+    def block(b: nn.Module, x: Tensor) -> Tensor:
+        def attend(x: Tensor) -> Tensor:
+            q, k, v = (
+                t.view(2, 16, 2, 16).transpose(1, 2)
+                for t in U.linear(x, b.qkv.weight).split(32, dim=2)
+            )
+            y = U.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return U.linear(y.transpose(1, 2).reshape(2, 16, 32), b.out.weight)
+
+        def norm(x: Tensor, n: nn.LayerNorm) -> Tensor:
+            return U.layer_norm(x, (32,), n.weight, n.bias)
+
+        x = U.residual_apply(lambda x: attend(norm(x, b.norm1)), x, tau=0.01)
+        return U.residual_apply(
+            lambda x: U.linear(
+                U.gelu(U.linear(norm(x, b.norm2), b.up.weight, b.up.bias)),
+                b.down.weight,
+                b.down.bias,
+            ),
+            x,
+            tau=0.5,
+        )
+
+    def loss(m: GPT) -> Tensor:
+        x = U.add(
+            U.embedding(ids, m.tokens.weight), U.embedding(torch.arange(16), m.positions.weight)
+        )
+        for b in m.blocks:
+            x = block(b, x)
+        x = U.layer_norm(x, (32,), m.norm.weight, m.norm.bias)
+        logits = U.linear(x, m.head.weight, constraint=None)
+        return U.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    expected = loss(model)
+    theirs = [expected, *torch.autograd.grad(expected, list(model.parameters()))]
+    same(step(model), theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_every_tensor_has_unit_scale() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(GPT(width=128, heads=2))
+    ids = torch.randint(0, 65, (8, 64))
+    _, loss = model(ids, ids.roll(-1, 1))
+    loss.backward()
+    for name, p in model.named_parameters():
+        assert p.dim() == 1 or rms(p) == pytest.approx(1, abs=1e-5), name
+        bound = 16 if p.dim() == 1 else 8  # a vector's gradient adds up correlated terms
+        assert 1 / bound < rms(p.grad) < bound, (name, rms(p.grad))
+
+
+def test_original_is_untouched() -> None:
+    model = gpt()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    step(unit_scale(model))
+    assert type(model) is GPT
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda m, x: m.a(x) + 1,
+        lambda m, x: 1 + m.a(x),
+        lambda m, x: m.a(x + x),
+        lambda m, x: m.b(m.a(x) + m.b(x)),
+        lambda m, x: x + m.a(x) + m.b(x),
+        lambda m, x: torch.add(x, m.a(x), alpha=2),
+        lambda m, x: F.silu(m.a(x), False),
+        lambda m, x: F.linear(x, weight=m.a.weight),
+        lambda m, x: m.a(x).softmax(-1),
+        lambda m, x: torch.softmax(m.a(x), dim=1),
+        lambda m, x: nn.Softmax(-1)(m.a(x)),
+        lambda m, x: F.scaled_dot_product_attention(x[None], m.a(x)[None], x[None], scale=0.1),
+        lambda m, x: F.scaled_dot_product_attention(
+            x[None], m.a(x)[None], x[None], None, 0.0, True
+        ),
+        lambda m, x: x @ m.a(x).T,
+        lambda m, x: x.matmul(m.a(x).t()),
+    ],
+)
+def test_calls_that_crash_the_library_it_replaces(fn) -> None:
+    torch.manual_seed(0)
+    net = Net(fn, a=nn.Linear(16, 16, bias=False), b=nn.Linear(16, 16, bias=False))
+    model = unit_scale(net)
+    x = torch.randn(8, 16, requires_grad=True)
+    y = model(x)
+    (dx,) = grads(y, x)
+    assert y.isfinite().all()
+    assert dx.isfinite().all()
+    assert rms(y) > 1 / 16
+
+
+def residuals(model: nn.Module, x: Tensor) -> list[str]:
+    model(x)
+    return [row.why for row in uu.report(model) if row.why.startswith("residual add")]
+
+
+RESIDUAL = {
+    "pre-norm": (lambda m, x: x + m.a(F.layer_norm(x, (16,))), ["0.5"]),
+    "post-norm": (lambda m, x: F.layer_norm(x + m.a(x), (16,)), ["0.5"]),
+    "branch first": (lambda m, x: m.a(x) + x, ["0.5"]),
+    "method": (lambda m, x: x.add(m.a(x)), ["0.5"]),
+    "function": (lambda m, x: torch.add(x, other=m.a(x)), ["0.5"]),
+    "in place": (lambda m, x: F.gelu(x).add_(m.a(F.gelu(x))) + 0, []),
+    "attention": (lambda m, x: x + m.a(attention(x, x, x)), ["0.01"]),
+    "two": (lambda m, x: (y := x + m.a(x)) + m.b(y), ["0.5", "0.5"]),
+    "through a view": (lambda m, x: x.view(2, 4, 16) + m.a(x).view(2, 4, 16), ["0.5"]),
+    "gelu by hand": (lambda m, x: m.a(x + 0.044715 * x**3), []),
+    "bias": (lambda m, x: m.a(x) + m.b.weight[0], []),
+    "not residual": (lambda m, x: m.a(x) + m.b(x), []),
+}
+
+
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_residual_adds_are_found(name: str) -> None:
+    fn, taus = RESIDUAL[name]
+    torch.manual_seed(0)
+    model = unit_scale(Net(fn, a=nn.Linear(16, 16), b=nn.Linear(16, 16)))
+    found = residuals(model, torch.randn(8, 16))
+    assert [f.split()[-1] for f in found] == taus
+
+
+def test_residual_gradient_is_delayed_to_the_branch() -> None:
+    """Forward tau / sqrt(1 + tau^2); backward that factor only where the branch leaves."""
+    torch.manual_seed(0)
+    model = unit_scale(Net(lambda m, x: x + m.a(x), a=nn.Linear(16, 16, bias=False)))
+    x = torch.randn(64, 16, requires_grad=True)
+    y = model(x)
+    skip, weight = 1.25**-0.5, model.a.weight
+    branch = U.linear(x, weight)
+    torch.testing.assert_close(y, skip * x + 0.5 * skip * branch)
+    dx, dw = grads(y, x, weight)
+    expected_dx, expected_dw = grads(branch, x, weight)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(dw, expected_dw)
+    torch.testing.assert_close(dx, skip * cotangent + 0.5 * skip * expected_dx)
+
+
+def test_residual_search_is_linear() -> None:
+    """A ladder of adds has exponentially many paths; the search takes none of them twice."""
+
+    def ladder(m: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(200):
+            x = m.a(x) + m.b(x)
+        return x
+
+    model = unit_scale(Net(ladder, a=nn.Linear(4, 4), b=nn.Linear(4, 4)))
+    assert residuals(model, torch.randn(2, 4)) == []
+
+
+def test_umup_residual_rule() -> None:
+    model = unit_scale(gpt(), residual="umup")
+    model(*batch())
+    rule = uu.transformer_residual_scaling_rule()
+    found = [r.why for r in uu.report(model) if r.why.startswith("residual")]
+    assert found == [f"residual add, tau {rule(i, 4):.3g}" for i in range(4)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_train_and_eval(dropout: float) -> None:
+    torch.manual_seed(0)
+    model = unit_scale(nn.Sequential(nn.Linear(64, 64), nn.Dropout(dropout), nn.Linear(64, 64)))
+    x = torch.randn(256, 64)
+    model(x)
+    model.eval()
+    h = U.linear(x, model[0].weight, model[0].bias, constraint=None)
+    torch.testing.assert_close(model(x), U.linear_readout(h, model[2].weight, model[2].bias))
+
+
+def test_random_numbers_and_buffers_are_as_without_a_plan() -> None:
+    """Seeing the model run for the first time leaves no trace."""
+    torch.manual_seed(0)
+    model = unit_scale(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)))
+    x = torch.randn(16, 8)
+    torch.manual_seed(1)
+    first, state = model(x), torch.get_rng_state()
+    assert model[1].num_batches_tracked == 1
+    model[1].reset_running_stats()
+    torch.manual_seed(1)
+    assert torch.equal(first, model(x))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_constant_weights_are_left_with_a_row() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(1, 1))
+    nn.init.zeros_(model[0].weight)
+    model = unit_scale(model)
+    assert torch.equal(model[0].weight, torch.zeros(8, 8))
+    assert model(torch.randn(4, 8)).isfinite().all()
+    alone = {(row.path, row.why) for row in uu.report(model).left_alone}
+    assert alone == {("0", "is constant"), ("2", "is constant")}
+
+
+def test_biases_are_zeroed_or_preserved() -> None:
+    model = nn.Linear(4, 4)
+    nn.init.constant_(model.bias, 3.0)
+    assert not unit_scale(model).bias.any()
+    assert torch.equal(unit_scale(model, init="preserve").bias, model.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_preserve_computes_the_same_function(dtype: torch.dtype) -> None:
+    model = gpt().to(dtype)
+    ours = unit_scale(model, init="preserve")
+    for p in ours.parameters():
+        assert p.dim() == 1 or 0.7 < rms(p) < 1.42
+    ids, targets = batch()
+    expected, actual = model(ids, targets), ours(ids, targets)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(actual[0], expected[0], rtol=64 * eps, atol=64 * eps)
+    torch.testing.assert_close(actual[1], expected[1], rtol=64 * eps, atol=0)
+
+
+def test_preserve_gradients_are_parallel() -> None:
+    """Each parameter's gradient is the plain one times a constant (untied, in float64)."""
+    model = gpt().double()
+    model.head.weight = nn.Parameter(torch.randn_like(model.head.weight))
+    ours = unit_scale(model, init="preserve")
+    for theirs, g in zip(step(model)[1:], step(ours)[1:], strict=True):
+        cosine = F.cosine_similarity(theirs.flatten(), g.flatten(), dim=0).item()
+        assert cosine == pytest.approx(1, abs=1e-9)
+
+
+def test_preserve_follows_training() -> None:
+    """One SGD step on the rescaled weights changes the function: the factor is not frozen in."""
+    ours = unit_scale(gpt(), init="preserve")
+    before = ours(*batch())[1]
+    optimizer = uu.optim.AdamW(ours.parameters(), lr=0.05)
+    ours(*batch())[1].backward()
+    optimizer.step()
+    assert ours(*batch())[1] < before
+
+
+def test_tags_and_optimizer() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4)))
+    tags = {name: p.mup_type for name, p in model.named_parameters()}
+    assert tags == {
+        "0.weight": "weight",
+        "0.bias": "bias",
+        "1.weight": "norm",
+        "1.bias": "bias",
+        "2.weight": "output",
+        "2.bias": "bias",
+    }
+    optimizer = uu.optim.AdamW(model.parameters(), lr=1.0)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[id(model[0].weight)] == pytest.approx(1 / math.sqrt(16))
+    assert rates[id(model[2].weight)] == pytest.approx(1.0)
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+
+
+def test_a_last_layer_inside_a_residual_branch_is_no_readout() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True))
+    assert model.linear2.weight.mup_type == "output"
+    y = model(torch.randn(2, 8, 32))
+    assert model.linear2.weight.mup_type == "weight"
+    assert not [r for r in uu.report(model) if r.why.startswith("readout")]
+    assert [r.path for r in uu.report(model) if r.done == "tagged as weight"] == ["linear2"]
+    assert y.isfinite().all()
+
+
+def test_tied_readout_is_a_weight() -> None:
+    assert unit_scale(gpt()).head.weight.mup_type == "weight"
+
+
+def test_replace() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model = unit_scale(net, replace={F.relu: U.silu})
+    x = torch.randn(4, 8)
+    h = U.linear(x, model[0].weight, model[0].bias, constraint=None)
+    torch.testing.assert_close(model(x), U.silu(h))
+    assert [r.done for r in uu.report(model) if r.call == "relu"] == ["replaced"]
+
+
+def test_strict_names_the_first_call_left_alone() -> None:
+    model = unit_scale(nn.Sequential(nn.Linear(8, 8), nn.Softsign()), strict=True)
+    with pytest.raises(ValueError, match=r"softsign.*'1'.*no rule"):
+        model(torch.randn(4, 8))
+
+
+def test_weights_without_a_rule_keep_their_scale() -> None:
+    """Nothing explodes or vanishes where unit scaling has no rule: the call is as it was."""
+    torch.manual_seed(0)
+    model = nn.Bilinear(8, 8, 4, bias=False)
+    x = torch.randn(4, 8)
+    ours = unit_scale(model)
+    torch.testing.assert_close(ours(x, x), model(x, x))
+    assert ["its weight keeps its own scale" in r.why for r in uu.report(ours).left_alone] == [True]
+
+
+def test_multi_head_attention_is_scaled_inside() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(nn.MultiheadAttention(32, 4, batch_first=True))
+    x = torch.randn(2, 8, 32)
+    y, _ = model(x, x, x, need_weights=False)
+    calls = [row.call for row in uu.report(model) if row.done == "scaled"]
+    assert calls == ["linear", "scaled_dot_product_attention", "linear"]
+    assert y.isfinite().all()
+
+
+def test_report_counts_every_weight_and_call() -> None:
+    model = unit_scale(gpt())
+    assert "not run yet" in str(uu.report(model))
+    model(*batch())
+    report = uu.report(model)
+    assert not report.left_alone
+    weights = sum(p.dim() > 1 for p in model.parameters())
+    assert sum(row.done == "unit scale" for row in report) == weights
+    # 2 embeddings, their add, 2 blocks of 2 norms, 4 linear, attention, gelu and 2 adds,
+    # the last norm, the head and the loss
+    assert sum(row.done == "scaled" for row in report) == 3 + 2 * 10 + 3
+    assert "blocks.1.down" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: unit_scale("model"), TypeError, "needs an nn.Module, got str"),
+        (lambda: unit_scale(nn.Linear(2, 2), init="zero"), ValueError, "'unit', 'preserve'"),
+        (lambda: unit_scale(nn.Linear(2, 2), residual="x"), ValueError, "'fixed', 'umup'"),
+        (lambda: unit_scale(nn.Linear(2, 2), {rms: rms}), ValueError, "not a torch function"),
+        (lambda: uu.report(nn.Linear(2, 2)), ValueError, "no transform"),
+    ],
+)
+def test_bad_input(call, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call()

@@ -1,0 +1,114 @@
+"""`FPFormat`: the interface of 0.3.5; its values are those of torch's fnuz dtypes."""
+
+import math
+
+import pytest
+import torch
+
+from unit_scaling.formats import FPFormat, format_to_tuple, tuple_to_format
+
+LIMITS = {  # recorded from 0.3.5: srbits, max, min normal, min subnormal, bits
+    (4, 3): (20, 240.0, 2.0**-7, 2.0**-10, 8),
+    (5, 2): (21, 57344.0, 2.0**-15, 2.0**-17, 8),
+    (3, 4): (19, 15.5, 2.0**-3, 2.0**-7, 8),
+    (5, 10): (13, 65504.0, 2.0**-15, 2.0**-25, 16),
+    (8, 7): (16, (2 - 2**-7) * 2.0**127, 2.0**-127, 2.0**-134, 16),
+    (2, 1): (22, 3.0, 0.5, 0.25, 4),
+    (4, 0): (23, 128.0, 2.0**-7, 2.0**-7, 5),
+}
+
+
+@pytest.mark.parametrize("bits", LIMITS, ids=str)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_limits(bits, rounding):
+    f = FPFormat(*bits, rounding)
+    srbits, *limits = LIMITS[bits]
+    assert f.srbits == (srbits if rounding == "stochastic" else 0)
+    assert [
+        f.max_absolute_value,
+        f.min_absolute_normal,
+        f.min_absolute_subnormal,
+        f.bits,
+    ] == limits
+    assert str(f) == f"E{bits[0]}M{bits[1]}-{'RN' if rounding == 'nearest' else 'SR'}"
+
+
+def test_defaults():
+    f = FPFormat(4, 3)
+    assert (f.rounding, f.srbits) == ("stochastic", 20)
+    assert repr(f) == "FPFormat(exponent_bits=4, mantissa_bits=3, rounding='stochastic', srbits=20)"
+    assert f == FPFormat(4, 3) != FPFormat(4, 3, "nearest")
+    assert tuple_to_format(format_to_tuple(FPFormat(5, 2))) == FPFormat(5, 2)
+    assert format_to_tuple(FPFormat(5, 2, "nearest")) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((4, 3, "banker"), "unknown rounding 'banker'; choose one of 'nearest', 'stochastic'"),
+        ((9, 3), "exponent_bits is 9, allowed are 1 to 8"),
+        ((0, 3), "exponent_bits is 0"),
+        ((4, 24), "mantissa_bits is 24, allowed are 0 to 23"),
+        ((4, -1), "mantissa_bits is -1"),
+        ((4, 3, "stochastic", 25), "srbits must be 0 to 20 here: got 25"),
+        ((4, 3, "nearest", 5), "srbits is for stochastic rounding: got 5"),
+    ],
+)
+def test_refusals(args, message):
+    with pytest.raises(ValueError, match=message):
+        FPFormat(*args)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [((4, 3), torch.float8_e4m3fnuz), ((5, 2), torch.float8_e5m2fnuz)], ids=str
+)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_values_of_the_format_are_kept(bits, dtype, rounding):
+    """All 255 values; torch's dtype has them and a NaN in the place of -0."""
+    values = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
+    values = values[~values.isnan()]
+    assert values.numel() == 255
+    assert torch.equal(FPFormat(*bits, rounding).quantise(values), values)
+
+
+def test_nearest():
+    f = FPFormat(4, 3, "nearest")
+    x = torch.tensor([1.1, 500.0, -1e9, 2**-10, 2**-11, 0.0, -0.0, math.inf, 1.1875, 1.4375])
+    expected = [1.125, 240, -240, 2**-10, 0, 0, -0.0, 240, 1.25, 1.5]  # ties to even
+    assert f.quantise(x).tolist() == expected
+    assert math.copysign(1, f.quantise(x)[6].item()) == -1
+    assert f.quantise(torch.tensor(math.nan)).isnan()
+    assert f.quantise(torch.tensor(1.1)).shape == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_dtypes_and_shapes(dtype, rounding):
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q = FPFormat(4, 3, rounding).quantise(x)
+    assert (q.dtype, q.shape) == (dtype, x.shape)
+    spacing = 2.0 ** (x.double().abs().log2().floor().clamp(min=-7) - 3)
+    error = (q.double() - x.double()).abs()
+    assert (error <= (spacing / 2 if rounding == "nearest" else spacing)).all()
+
+
+def test_stochastic_rounding_is_unbiased():
+    torch.manual_seed(0)
+    n, x, step = 2**18, 1.03, 0.125
+    q = FPFormat(4, 3).quantise(torch.full((n,), x))
+    assert set(q.unique().tolist()) == {1.0, 1.125}
+    p = (x - 1) / step
+    standard_error = step * math.sqrt(p * (1 - p) / n)
+    assert q.double().mean().item() == pytest.approx(x, abs=5 * standard_error)
+
+
+def test_gradients():
+    f, x = FPFormat(4, 3, "nearest"), torch.tensor([1.1, 500.0], requires_grad=True)
+    f.quantise_fwd(x).backward(torch.tensor([1.1, 1.1]))
+    assert torch.equal(x.grad, torch.tensor([1.1, 1.1]))
+    x.grad = None
+    y = f.quantise_bwd(x)
+    assert torch.equal(y, x)
+    y.backward(torch.tensor([1.1, 500.0]))
+    assert x.grad.tolist() == [1.125, 240.0]
+    assert not f.quantise(x).requires_grad

@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+import unit_scaling as uu
+from unit_scaling.constraints import CONSTRAINTS, apply_constraint
+from unit_scaling.core import functional as core
+from unit_scaling.scale import scale_bwd, scale_fwd
+
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def test_scale_in_one_direction():
+    for f, forward, backward in ((scale_fwd, 3.0, 1.0), (scale_bwd, 1.0, 3.0)):
+        x = X.clone().requires_grad_()
+        y = f(x, 3.0)
+        y.sum().backward()
+        assert torch.equal(y, X * forward)
+        assert torch.equal(x.grad, torch.full_like(X, backward))
+
+
+@pytest.mark.parametrize("f", [scale_fwd, scale_bwd])
+def test_scale(f):
+    assert f(X, 1.0) is X
+    assert f(X, 1) is X
+    assert f(X, torch.tensor(2.0)).shape == X.shape
+    assert f(X.to(torch.bfloat16), 0.3).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="a scale is a constant"):
+        f(X, torch.tensor(2.0, requires_grad=True))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("f", [scale_fwd, scale_bwd])
+def test_scale_under_torch_func(f):
+    """The derivative in forward mode is the one in reverse mode."""
+
+    def g(x):
+        return (f(x, 3.0) ** 2).sum()
+
+    grad = torch.func.grad(g)(X)
+    _, tangent = torch.func.jvp(g, (X,), (torch.ones_like(X),))
+    torch.testing.assert_close(grad.sum(), tangent)
+    each = torch.func.vmap(torch.func.grad(g))(X)
+    torch.testing.assert_close(each, grad)
+
+
+def test_scale_twice_differentiable():
+    x = X.double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: scale_fwd(x**3, 2.0), x)
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_constraint(name: str):
+    function = CONSTRAINTS[name]
+    assert getattr(uu.constraints, name) is function
+    scales = (2.0, 3.0) if name == "to_grad_input_scale" else (2.0, 3.0, 7.0)
+    value = function(*scales)
+    assert apply_constraint(name, *scales) == (value,) * len(scales)
+
+
+def test_constraint_values():
+    """By hand: 14/3 is the mean of 2, 4 and 8; 4 is their geometric mean; 24/7 the harmonic."""
+    values = {
+        name: apply_constraint(name, 2.0, 4.0, 8.0)[0] for name in ("amean", "gmean", "hmean")
+    }
+    assert values == pytest.approx({"amean": 14 / 3, "gmean": 4.0, "hmean": 24 / 7})
+    assert apply_constraint("to_left_grad_scale", 2.0, 4.0, 8.0) == (4.0,) * 3
+    assert apply_constraint("to_right_grad_scale", 2.0, 4.0, 8.0) == (8.0,) * 3
+    assert apply_constraint(None, 2.0, 4.0) == apply_constraint("", 2.0, 4.0) == (2.0, 4.0)
+
+
+@pytest.mark.parametrize("name", ["pow", "apply_constraint", max, 3])
+def test_unknown_constraint(name):
+    with pytest.raises(ValueError, match="choose None or one of 'amean', 'gmean', 'hmean', 'to_gr"):
+        apply_constraint(name, 2.0, 3.0)
+
+
+def test_constraint_for_another_number_of_inputs():
+    with pytest.raises(ValueError, match=r"is for ops with 1 scaled input\(s\), but this op has 2"):
+        uu.functional.matmul(X, X.T, constraint="to_grad_input_scale")
+    with pytest.raises(ValueError, match=r"is for ops with 2 scaled input\(s\), but this op has 1"):
+        uu.functional.gelu(X, constraint="to_left_grad_scale")
+
+
+def test_rms():
+    assert core.rms(X).item() == pytest.approx((55 / 6) ** 0.5)
+    assert core.rms(X, dims=(1,), keepdim=True).shape == (2, 1)
+    assert core.rms(torch.zeros(3), eps=0.25).item() == 0.5
+    assert core.rms(torch.full((4,), 1000.0, dtype=torch.float16)).item() == 1000.0
+    assert core.rms(X.double()).dtype == torch.float64
+
+
+def test_scale_elementwise():
+    x = X.clone().requires_grad_()
+    y = core.scale_elementwise(torch.square, 3.0, 5.0, constraint=None)(x)
+    y.sum().backward()
+    assert torch.equal(y, 3 * X**2)
+    assert torch.equal(x.grad, 5 * 2 * X)
