@@ -61,7 +61,7 @@ def _layer(function: Callable[..., Tensor]) -> Handler:
 
 
 def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> bool:
-    """Whether torch takes these operands (where not, it says so) and sums over several terms."""
+    """Whether torch takes these operands (if not, it says so) and sums over more than one term."""
     if not (isinstance(left, Tensor) and isinstance(right, Tensor) and _floating(left, right)):
         return False
     if ranks is not None:

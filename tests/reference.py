@@ -26,7 +26,7 @@ def rounded(x: Tensor, format: Format, scale: float = 1.0) -> Tensor:
 
 
 def tensor_scale(x: Tensor, format: Format) -> float:
-    """The smallest power of two, 2**-126 to 2**127, under which nothing exceeds the max."""
+    """The smallest power of two, 2**-126 to 2**127, times which max is not exceeded."""
     amax = x.double().abs().max().item() if x.numel() else 0.0
     if amax == 0 or not math.isfinite(amax):
         return 1.0

@@ -25,6 +25,7 @@ LAYERS = """
 fp8.formats <- fp8.rounding <- fp8.quantize <- fp8.scaling <- fp8.recipe <- fp8.matmul
 fp8.function <- fp8.matmul <- fp8.attention, fp8.convolution, fp8.multi_head <- fp8.products
 fp8.products <- fp8.autocast
+fp8.recipe <- fp8.__main__
 
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
 unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
@@ -50,6 +51,9 @@ LONG_FILES = {
 PRIVATE = {
     "fp8/autocast.py": {
         "torch._dynamo": "asks sys.modules whether the compiler is loaded, without loading it",
+    },
+    "fp8/products.py": {
+        "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
     },
 }
 

@@ -1,0 +1,179 @@
+"""What single rows of PRODUCTS promise beyond what all of them do (test_autocast.py)."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fp8
+from tests.fp8.calls import ADDMM, CALLS, COARSE, MATMUL, A, B, V, cast, name_of, operands
+from tests.fp8.test_matmul import randn
+
+# --- addmm and its kin
+
+
+@pytest.mark.parametrize(
+    "function", [torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm], ids=name_of
+)
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, 2.0), (0, 3), (2, 0.25)])
+def test_beta_and_alpha(function, beta, alpha):
+    input, a, b = (t.requires_grad_() for t in operands(CALLS[function]))
+    qa, qb = (cast(t.detach(), COARSE.input).requires_grad_() for t in (a, b))
+    with fp8.autocast(COARSE):
+        y = function(input, a, b, beta=beta, alpha=alpha)
+    z = function(input, qa, qb, beta=beta, alpha=alpha)
+    torch.testing.assert_close(y, z)
+    g = cast(randn(*y.shape).detach(), COARSE.grad)
+    got, wanted = torch.autograd.grad(y, (a, b), g), torch.autograd.grad(z, (qa, qb), g)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_beta_zero_does_not_read_the_input():
+    _, a, b = operands(ADDMM)
+    with fp8.autocast("unit"):
+        assert torch.addmm(torch.full((6,), float("nan")), a, b, beta=0).isfinite().all()
+
+
+def test_what_torch_refuses_is_refused():
+    x, a, b = operands(ADDMM)
+    with fp8.autocast("unit"):
+        with pytest.raises(TypeError, match="make them equal"):
+            torch.addmm(x.double(), a, b)
+        with pytest.raises(ValueError, match="does not broadcast"):
+            torch.addmm(torch.zeros(2, 5, 6), a, b)
+        with pytest.raises(TypeError, match="keywords"):
+            torch.addmm(1, x, 1, a, b)
+        for call in (
+            lambda: torch.mm(a[None], b[None]),
+            lambda: torch.bmm(a, b),
+            lambda: torch.bmm(torch.ones(1, 5, 8), torch.ones(3, 8, 6)),
+            lambda: torch.mv(a, b),
+            lambda: torch.dot(a, b),
+            lambda: torch.addmm(x, a[None], b),
+            lambda: torch.matmul(a.double(), b),
+        ):
+            with pytest.raises(RuntimeError):
+                call()
+        with pytest.raises(TypeError):
+            torch.mm(a)
+        with pytest.raises(TypeError):
+            a @ [1]
+
+
+# --- einsum and tensordot
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("ij,jk", (A, B)),
+        ("i j , j k -> i k", (A, B)),
+        ("...ij,jk->...ik", ((2, *A), B)),
+        ("b...j,...jk->b...k", ((2, 3, 8), (3, 8, 6))),
+        ("ij,ij->", (A, A)),
+        ("ij,j->i", (A, V)),
+        ("ij,jk,kl->il", (A, B, (6, 4))),
+    ],
+)
+def test_einsum(equation, shapes):
+    tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
+    rounded = [cast(t.detach(), COARSE.input).requires_grad_() for t in tensors]
+    z = torch.einsum(equation, *rounded)
+    g = randn(*z.shape, seed=7).detach()
+    wanted = torch.autograd.grad(z, rounded, cast(g, COARSE.grad))
+    with fp8.autocast(COARSE):
+        results = [torch.einsum(equation, *tensors), torch.einsum(equation, tensors)]
+    for y in results:
+        torch.testing.assert_close(y, z)
+        for one, other in zip(torch.autograd.grad(y, tensors, g), wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_einsum_by_lists():
+    a, b = randn(2, 5, 8).detach(), randn(*B).detach()
+    with fp8.autocast(COARSE):
+        y = torch.einsum(a, [..., 0, 1], b, [1, 2], [..., 2, 0])
+        assert torch.equal(y, torch.einsum("...ij,jk->...ki", a, b))
+        assert torch.equal(torch.einsum(a[0], [0, 1], b, [1, 2]), torch.einsum("ij,jk", a[0], b))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("ij->ji", (A,)),
+        ("ii->i", ((4, 4),)),
+        ("ij->", (A,)),
+        ("i,j->ij", (V, (5,))),
+        ("ij,ij->ij", (A, A)),
+        ("bik,bkj->bij", ((2, 5, 1), (2, 1, 6))),
+        ("ij,k->i", (A, V)),
+    ],
+)
+def test_an_einsum_that_sums_no_products_is_left_alone(equation, shapes):
+    tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
+    with fp8.autocast(COARSE):
+        y = torch.einsum(equation, *tensors)
+    assert torch.equal(y, torch.einsum(equation, *tensors))
+    (y.sum() / 3).backward()
+    assert not torch.equal(tensors[0].grad, cast(tensors[0].grad, COARSE.grad))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "dims"),
+    [
+        ((4, 5, 4), (4, 4, 5), 1),
+        ((4, 5, 4), (5, 4, 6), 2),
+        ((4, 5, 6), (3, 6, 4), torch.tensor([[2, 0], [1, 2]])),
+        ((4, 5, 4), (4, 4, 5), ([-1], [0])),
+        ((4, 5), (4, 5), ((0, 1), (0, 1))),
+    ],
+    ids=str,
+)
+def test_tensordot(left, right, dims):
+    a, b = randn(*left).detach(), randn(*right).detach()
+    expected = torch.tensordot(cast(a, COARSE.input), cast(b, COARSE.input), dims)
+    with fp8.autocast(COARSE):
+        torch.testing.assert_close(torch.tensordot(a, b, dims), expected)
+
+
+# --- what is left alone
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.complex64], ids=str)
+def test_integers_and_complex_numbers_are_left_alone(dtype):
+    a, b = (torch.arange(n).reshape(s).to(dtype) * 100 for n, s in ((40, A), (48, B)))
+    expected = a @ b
+    with fp8.autocast("unit"):
+        for y in (
+            a @ b,
+            torch.mm(a, b),
+            F.linear(a, b.mT),
+            torch.einsum("ij,jk", a, b),
+            torch.tensordot(a, b, 1),
+        ):
+            assert torch.equal(y, expected)
+        assert torch.equal(torch.addmm(expected, a, b), 2 * expected)
+
+
+def test_outer_products_are_left_alone_and_layers_are_not():
+    column, row = randn(5, 1).detach(), randn(1, 6).detach()
+    with fp8.autocast(COARSE):
+        assert torch.equal(column @ row, column * row)
+        assert torch.equal(torch.tensordot(column[:, 0], row[0], 0), column * row)
+        assert torch.equal(torch.addmm(row, column, row), row + column * row)
+        assert torch.equal(
+            F.linear(column, row.mT), cast(column, COARSE.input) * cast(row, COARSE.weight)
+        )
+        image, kernel = randn(2, 4, 3, 1).detach(), randn(4, 1, 1, 1).detach()
+        y = F.conv2d(image, kernel, groups=4)
+    assert torch.equal(
+        y, cast(image, COARSE.input) * cast(kernel, COARSE.weight)[:, 0, 0, 0, None, None]
+    )
+
+
+def test_sparse_products_are_left_alone():
+    a, b = operands(MATMUL)
+    with fp8.autocast("unit"):
+        torch.testing.assert_close(a.to_sparse() @ b, torch.ops.aten.mm.default(a, b))
+        with pytest.raises(NotImplementedError, match="sparse"):
+            torch.sparse.mm(a.to_sparse(), b)
