@@ -65,7 +65,7 @@ _ARITHMETIC = (
 _OPERATORS = {
     "add": ("__add__", "__radd__", "__iadd__", operator.add, operator.iadd),
     "sub": ("__sub__", "__rsub__", "__isub__", operator.sub, operator.isub),
-    "mul": ("__mul__", "__rmul__", "__imul__", operator.mul, operator.imul),
+    "mul": ("__mul__", "__rmul__", "__imul__", "multiply", operator.mul, operator.imul),
     "div": (
         "__truediv__",
         "__rtruediv__",
@@ -78,7 +78,6 @@ _OPERATORS = {
     "pow": ("__pow__", "__rpow__", "__ipow__", operator.pow, operator.ipow),
     "neg": ("__neg__", operator.neg),
     "matmul": ("__matmul__", "__rmatmul__", operator.matmul),
-    "mul_": ("multiply",),
     "abs": ("__abs__",),
     "__getitem__": (operator.getitem,),
     "__setitem__": (operator.setitem,),

@@ -46,10 +46,9 @@ def compile(module: M) -> M:
 
 
 def copied(module: M) -> M:
-    """A deep copy of a model; a compiled one stays compiled, in either of torch's two ways.
+    """A deep copy of a model; a compiled one stays compiled.
 
-    `copy.deepcopy` drops what `nn.Module.compile` did, and cannot copy what `torch.compile` made
-    of a model whose class has changed.
+    `copy.deepcopy` alone drops what `nn.Module.compile` did.
     """
     result = copy.deepcopy(module)
     if find_scope(result, Compile) is not None and unwrapped(result) is result:
