@@ -154,8 +154,8 @@ def _seeds(text: str) -> tuple[int, ...]:
         raise ValueError(
             f"--seeds must be whole numbers separated by commas, got {text!r}"
         ) from None
-    if min(seeds) < 0:
-        raise ValueError(f"--seeds must not be negative, got {text!r}")
+    if not all(0 <= seed < 2**63 for seed in seeds):  # what torch.manual_seed takes
+        raise ValueError(f"--seeds must be from 0 to 2**63 - 1, got {text!r}")
     return seeds
 
 

@@ -60,7 +60,7 @@ class Session:
         }
 
     def identity(self) -> dict[str, Any]:
-        """What decides the losses to the bit, machine and versions apart, as JSON gives it back."""
+        """What decides the results to the bit, on one machine, as JSON gives it back."""
         return {
             "settings": self.settings.as_json(),
             "lr": self.lr,
@@ -75,6 +75,8 @@ class Session:
             "device": self.device.type,
             "threads": self.threads,
             "compile": self.compile,
+            "sample": self.sample,
+            "torch": torch.__version__,
         }
 
 
@@ -98,9 +100,7 @@ def prepare(session: Session, *, resume: bool) -> None:
             if checkpoint.exists():
                 load_checkpoint(checkpoint)
         return
-    if out.exists() and any(
-        not p.name.endswith(".tmp") for p in out.iterdir() if p.name != CHECKPOINTS
-    ):
+    if out.exists() and not all(_left_by_a_kill(path) for path in out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no run; choose another --out")
     (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     write_json(path, session.identity())
@@ -191,6 +191,11 @@ def _write_results(session: Session, runs: list[dict[str, Any]]) -> None:
     )
     figure = plot_runs(runs, title=title)
     write_atomically(session.out / PLOT, lambda file: figure.savefig(file, format="png"))
+
+
+def _left_by_a_kill(path: Path) -> bool:
+    """Whether a run killed before it had settings may have left this."""
+    return path.name == CHECKPOINTS or path.name == f"{SETTINGS}.tmp"
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:

@@ -16,9 +16,7 @@ from .progress import Progress
 from .settings import Settings
 
 EVAL_SEED = 1337  # the examples of an evaluation: the same for every variant, seed and step
-LOG_INTERVAL = (
-    10  # steps between two looks at the loss and the clock, each of which waits for a GPU
-)
+LOG_INTERVAL = 10  # steps between two looks at the loss and the clock: each waits for a GPU
 
 
 @contextmanager
@@ -140,21 +138,19 @@ class Training:
         self.optimizer.step()
         self.batch_loss[step] = loss.detach()
 
-    @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
         """Adds train and held-out loss on the fixed batches to `curves`, and returns them."""
         self.model.eval()
-        train, val = (
-            torch.stack([self._loss(self._call, tokens, starts) for starts in batches])
-            .double()
-            .mean()
-            .item()
-            for tokens in (self._train, self._val)
-            for batches in (self._draw(tokens, self.settings.eval_batches, EVAL_SEED),)
-        )
+        train, val = self._mean_loss(self._train), self._mean_loss(self._val)
         for name, value in (("step", self.step), ("train", train), ("val", val)):
             self.curves[name].append(value)
         return train, val
+
+    @torch.no_grad()
+    def _mean_loss(self, tokens: Tensor) -> float:
+        batches = self._draw(tokens, self.settings.eval_batches, EVAL_SEED)
+        losses = [self._loss(self._call, tokens, starts) for starts in batches]
+        return torch.stack(losses).double().mean().item()
 
     @property
     def finished(self) -> bool:
