@@ -60,7 +60,7 @@ def active_recipe() -> Recipe | None:
 
 def cast_forward(x: Tensor, cast: Cast | None) -> Tensor:
     """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not."""
-    return x if cast is None else apply(_Round, x, spec_of(cast))
+    return x if cast is None else _round(x, spec_of(cast))
 
 
 def cast_backward(x: Tensor, cast: Cast | None) -> Tensor:
@@ -100,7 +100,11 @@ def _rounded(x: Tensor, spec: Spec) -> Tensor:
 
 def rounded_gradient(grad: Tensor, spec: Spec) -> Tensor:
     """An output's gradient as the backward products use it; differentiable, straight through."""
-    return apply(_Round, grad, spec) if spec else grad
+    return _round(grad, spec) if spec else grad
+
+
+def _round(x: Tensor, spec: Spec) -> Tensor:
+    return apply(_Round, x, spec) if torch.is_grad_enabled() else _rounded(x, spec)
 
 
 class _Round(Function):
@@ -145,7 +149,7 @@ def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Ten
     batches = a.dim() == 3
     if alpha == 1.0:
         return aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
-    ignored = a.new_empty((1,))  # beta is 0
+    ignored = a.new_zeros((1,))  # beta is 0; not empty, because vmap multiplies by beta
     product = aten.baddbmm.default if batches else aten.addmm.default
     return product(ignored, a, b, beta=0, alpha=alpha)
 
