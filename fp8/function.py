@@ -35,5 +35,8 @@ def _without_binding(function: type[Function]) -> type[Function]:
         function.setup_context(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
-    return type(function.__name__, (Function,), methods)
+    methods = {"forward": forward, "backward": function.backward}
+    if function.jvp is not Function.jvp:
+        methods["jvp"] = function.jvp
+    static = {name: staticmethod(method) for name, method in methods.items()}
+    return type(function.__name__, (Function,), static)

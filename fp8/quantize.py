@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8.formats import Format, get_format
+from fp8.function import apply
 from fp8.rounding import (
     LAYOUTS,
     ROUNDINGS,
@@ -101,7 +102,7 @@ def quantize_forward(
     Arguments and errors are those of `quantize`. The scale gets no gradient.
     """
     grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
-    return _Forward.apply(x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
+    return apply(_Forward, x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
 
 
 def quantize_backward(
@@ -120,7 +121,7 @@ def quantize_backward(
     backward pass. The scale gets no gradient. The gradient of the gradient passes unchanged.
     """
     grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
-    return _Backward.apply(x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
+    return apply(_Backward, x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
 
 
 class _Forward(torch.autograd.Function):
@@ -169,7 +170,7 @@ class _Backward(torch.autograd.Function):
             # A compiled backward pass is not differentiated again.
             out = _quantize(grad, Grid(*ctx.grid), ctx.rounding, scale, key)
         else:
-            out = _Forward.apply(grad, scale, key, ctx.rounding, ctx.grid)
+            out = apply(_Forward, grad, scale, key, ctx.rounding, ctx.grid)
         return out, None, None, None, None
 
 

@@ -23,10 +23,12 @@ PACKAGES = ("fp8", "unit_scaling")
 #: `unit_scaling`; the modules of one name may import each other where that makes no circle.
 LAYERS = """
 fp8.formats <- fp8.rounding <- fp8.quantize <- fp8.scaling <- fp8.recipe <- fp8.matmul
-fp8.function <- fp8.matmul <- fp8.attention, fp8.convolution, fp8.multi_head <- fp8.products
+fp8.function <- fp8.quantize
+fp8.matmul <- fp8.attention, fp8.convolution, fp8.multi_head <- fp8.products
 fp8.products <- fp8.autocast
 fp8.recipe <- fp8.__main__
 
+fp8.function <- unit_scaling.scale
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
 unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
 unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules

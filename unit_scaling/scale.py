@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fp8.function import apply
+
 __all__ = ["scale_bwd", "scale_fwd"]
 
 
@@ -73,7 +75,7 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     if _is_one(fwd) and _is_one(bwd):
         return input
     function = _Scale if torch.compiler.is_compiling() else _EagerScale
-    return function.apply(input, fwd, bwd)
+    return apply(function, input, fwd, bwd)
 
 
 def _scale_both(input: Tensor, scale: float) -> Tensor:
@@ -96,7 +98,7 @@ def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tens
 
 def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
     """``value``, whose gradient is ``scale`` times that of ``total`` (of the same shape)."""
-    return _Instead.apply(total, value, scale)
+    return apply(_Instead, total, value, scale)
 
 
 def scale_fwd(input: Tensor, scale: float) -> Tensor:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from fp8.function import apply
+
 __all__ = ["activation", "applies", "silu_glu"]
 
 aten = torch.ops.aten
@@ -126,11 +128,11 @@ class _SiluGlu(Function):
 
 def activation(input: Tensor, name: str, fwd: float, bwd: float) -> Tensor:
     """``fwd * f(input)``; ``bwd`` times the gradient. name: "silu", "gelu_none", "gelu_tanh"."""
-    return _Activation.apply(input, name, fwd, bwd)
+    return apply(_Activation, input, name, fwd, bwd)
 
 
 def silu_glu(input: Tensor, gate: Tensor, scale: float) -> Tensor:
     """``scale * input * silu(gate)``."""
     with torch.no_grad():
         activated = F.silu(gate)
-    return _SiluGlu.apply(input, gate, activated, scale)
+    return apply(_SiluGlu, input, gate, activated, scale)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fp8.function import apply
+
 __all__ = ["residual_add", "residual_apply", "residual_split"]
 
 
@@ -68,7 +70,7 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
     `residual_add`, which ends the branch. Inside the branch gradients are those of a branch of
     weight 1, so they have RMS 1 too; here they are multiplied by the branch's weight.
     """
-    branch, skip = _Split.apply(input, *_weights(tau))
+    branch, skip = apply(_Split, input, *_weights(tau))
     return branch, skip
 
 
@@ -77,7 +79,7 @@ def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
 
     residual, skip: shapes that broadcast together. See `residual_split`.
     """
-    return _Add.apply(residual, skip, *_weights(tau))
+    return apply(_Add, residual, skip, *_weights(tau))
 
 
 def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0) -> Tensor:
