@@ -2,12 +2,12 @@
 
 An op is a rule and a body, side by side. The rule reads shapes and settings and returns scale
 factors by name: ``"output"`` for the output, the name of an argument for its gradient. The body is
-the torch operation with those factors applied. `unit_scaled` adds a row to `OPS`:
+the torch operation with those factors applied. `row` adds a row to `OPS`:
 
     def square_scales(input, constraint="to_output_scale"):
         return tie(constraint, output=3**-0.5, input=0.5)
 
-    @unit_scaled(square_scales, replaces=(torch.square,))
+    @row(square_scales, replaces=(torch.square,))
     def square(input, constraint="to_output_scale"):
         s = square_scales(input, constraint)
         return scale_output(torch.square(input), s["output"], s["input"], fresh=True)
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .constraints import apply_constraint
 
-__all__ = ["OPS", "Adapter", "Op", "Scales", "find_op", "tie", "unit_scaled"]
+__all__ = ["OPS", "Adapter", "Op", "Scales", "find_op", "row", "tie"]
 
 #: Scale factors by name: "output", or the argument whose gradient is multiplied.
 Scales = dict[str, float]
@@ -138,7 +138,7 @@ def tie(constraint: str | None, **scales: float) -> Scales:
     return dict(zip(scales, apply_constraint(constraint, *scales.values()), strict=True))
 
 
-def unit_scaled(
+def row(
     rule: Callable[..., Scales],
     *,
     replaces: Sequence[Callable[..., Any]] = (),

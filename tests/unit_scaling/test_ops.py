@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import unit_scaling.functional as U
-from unit_scaling.ops import OPS, Op, find_op, tie, unit_scaled
+from unit_scaling.ops import OPS, Op, find_op, row, tie
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -304,9 +304,9 @@ def test_refuses_a_second_row():
         return input
 
     with pytest.raises(ValueError, match="'gelu' is in OPS already"):
-        unit_scaled(no_scales)(gelu)
+        row(no_scales)(gelu)
     with pytest.raises(ValueError, match="is replaced by 'linear'"):
-        unit_scaled(no_scales, replaces=(F.linear,))(another)
+        row(no_scales, replaces=(F.linear,))(another)
     with pytest.raises(ValueError, match="arguments the op lacks"):
-        unit_scaled(weight_scales)(another)
+        row(weight_scales)(another)
     assert "another" not in OPS

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.functional import logarithmic_interpolation
-from ..ops import Scales, tie, unit_scaled
+from ..ops import Scales, row, tie
 from ..scale import scale_bwd, scale_each, scale_output
 from . import fused
 
@@ -42,7 +42,7 @@ def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -
     return tie(constraint, output=output, input=_gated_scale(1 / 4, mult, _RELU_GRAD_RMS))
 
 
-@unit_scaled(gelu_scales, adapters={F.gelu: _torch_gelu})
+@row(gelu_scales, adapters={F.gelu: _torch_gelu})
 def gelu(
     input: Tensor,
     mult: float = 1.0,
@@ -72,7 +72,7 @@ def _torch_silu(input: Tensor, inplace: bool = False) -> dict[str, Any]:
     return {"input": input, "inplace": inplace}
 
 
-@unit_scaled(silu_scales, adapters={F.silu: _torch_silu})
+@row(silu_scales, adapters={F.silu: _torch_silu})
 def silu(
     input: Tensor,
     mult: float = 1.0,
@@ -101,7 +101,7 @@ def silu_glu_scales(mult: float = 1.0) -> Scales:
     return {"output": scale, "input": scale, "gate": scale}
 
 
-@unit_scaled(silu_glu_scales)
+@row(silu_glu_scales)
 def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
     """``s * input * silu(mult * gate) / mult``: the gated unit of Llama's MLP.
 
@@ -156,7 +156,7 @@ def _torch_softmax(
     return {"input": input, "dim": dim, "dtype": dtype}
 
 
-@unit_scaled(
+@row(
     softmax_scales,
     adapters={
         F.softmax: _torch_nn_softmax,
@@ -194,9 +194,7 @@ def _torch_dropout(
     return {"input": input, "p": p, "training": train, **training}
 
 
-@unit_scaled(
-    dropout_scales, replaces=(F.dropout, torch.dropout), adapters={torch.dropout: _torch_dropout}
-)
+@row(dropout_scales, replaces=(F.dropout, torch.dropout), adapters={torch.dropout: _torch_dropout})
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """``s * dropout(input, p)``; the identity when not training.
 
@@ -252,7 +250,7 @@ def _torch_add_(input: Tensor, other: Tensor | float, *, alpha: float = 1) -> di
     return {"input": input, "other": other, "alpha": alpha, "out": input}
 
 
-@unit_scaled(
+@row(
     add_scales,
     adapters={
         torch.add: _torch_add,

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fp8.attention import attention
 
 from ..core.functional import logarithmic_interpolation
-from ..ops import Scales, unit_scaled
+from ..ops import Scales, row
 from ..scale import scale_output
 
 __all__ = ["scaled_dot_product_attention"]
@@ -50,7 +50,7 @@ def scaled_dot_product_attention_scales(
     return {"output": factor, "query": factor, "key": factor, "value": factor}
 
 
-@unit_scaled(scaled_dot_product_attention_scales, replaces=(F.scaled_dot_product_attention,))
+@row(scaled_dot_product_attention_scales, replaces=(F.scaled_dot_product_attention,))
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops import Scales, unit_scaled
+from ..ops import Scales, row
 from ..scale import scale_bwd, value_with_gradient
 
 __all__ = ["cross_entropy", "mse_loss"]
@@ -50,7 +50,7 @@ def cross_entropy_scales(input: Tensor, label_smoothing: float = 0.0) -> Scales:
     return {"output": 1.0, "input": scale / (1 - label_smoothing) if label_smoothing < 1 else scale}
 
 
-@unit_scaled(cross_entropy_scales, replaces=(F.cross_entropy,))
+@row(cross_entropy_scales, replaces=(F.cross_entropy,))
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -110,7 +110,7 @@ def mse_loss_scales(input: Tensor, target: Tensor) -> Scales:
     }
 
 
-@unit_scaled(mse_loss_scales, replaces=(F.mse_loss,))
+@row(mse_loss_scales, replaces=(F.mse_loss,))
 def mse_loss(
     input: Tensor,
     target: Tensor,

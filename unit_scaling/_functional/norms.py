@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops import Scales, unit_scaled
+from ..ops import Scales, row
 from ..scale import scale_bwd, scale_each
 
 __all__ = ["embedding", "layer_norm", "rms_norm"]
@@ -45,7 +45,7 @@ def _torch_layer_norm(
     }
 
 
-@unit_scaled(
+@row(
     layer_norm_scales,
     replaces=(F.layer_norm, torch.layer_norm),
     adapters={torch.layer_norm: _torch_layer_norm},
@@ -82,9 +82,7 @@ def _torch_rms_norm(
     return {"input": input, "normalized_shape": normalized_shape, "weight": weight, "eps": eps}
 
 
-@unit_scaled(
-    rms_norm_scales, adapters={F.rms_norm: _torch_rms_norm, torch.rms_norm: _torch_rms_norm}
-)
+@row(rms_norm_scales, adapters={F.rms_norm: _torch_rms_norm, torch.rms_norm: _torch_rms_norm})
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -107,7 +105,7 @@ def embedding_scales(input: Tensor, weight: Tensor) -> Scales:
     return {"output": 1.0, "weight": float(((weight.shape[0] or 1) / lookups) ** 0.5)}
 
 
-@unit_scaled(embedding_scales, replaces=(F.embedding,))
+@row(embedding_scales, replaces=(F.embedding,))
 def embedding(
     input: Tensor,
     weight: Tensor,

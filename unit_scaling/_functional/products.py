@@ -19,7 +19,7 @@ from fp8.convolution import conv
 from fp8.matmul import linear as linear_product
 from fp8.matmul import matmul as matrix_product
 
-from ..ops import Scales, tie, unit_scaled
+from ..ops import Scales, row, tie
 from ..scale import scale_each
 
 __all__ = ["conv1d", "linear", "linear_readout", "matmul"]
@@ -53,7 +53,7 @@ def _inverse(size: int, power: float) -> float:
     return (size or 1) ** -power
 
 
-@unit_scaled(linear_scales, replaces=(F.linear,))
+@row(linear_scales, replaces=(F.linear,))
 def linear(
     input: Tensor,
     weight: Tensor,
@@ -88,7 +88,7 @@ def linear_readout_scales(input: Tensor, weight: Tensor, constraint: str | None 
     return linear_scales(input, weight, constraint, READOUT)
 
 
-@unit_scaled(linear_readout_scales)
+@row(linear_readout_scales)
 def linear_readout(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, constraint: str | None = None
 ) -> Tensor:
@@ -132,7 +132,7 @@ def _torch_mm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> dict
     return _torch_matmul(input, mat2, out=out)
 
 
-@unit_scaled(
+@row(
     matmul_scales,
     adapters={
         torch.matmul: _torch_matmul,
@@ -194,7 +194,7 @@ def conv1d_scales(
     return {**tied, "weight": grad, "bias": grad}
 
 
-@unit_scaled(conv1d_scales, replaces=(F.conv1d,))
+@row(conv1d_scales, replaces=(F.conv1d,))
 def conv1d(
     input: Tensor,
     weight: Tensor,
