@@ -6,7 +6,7 @@ Each function is a row of `unit_scaling.ops.OPS`. ``constraint`` names how its s
 """
 
 from ._functional.activations import add, dropout, gelu, silu, silu_glu, softmax
-from ._functional.attention import scaled_dot_product_attention
+from ._functional.attention import rotary, scaled_dot_product_attention
 from ._functional.contraction import einsum
 from ._functional.convolution import (
     conv1d,
@@ -47,6 +47,7 @@ __all__ = [
     "residual_apply",
     "residual_split",
     "rms_norm",
+    "rotary",
     "scaled_dot_product_attention",
     "silu",
     "silu_glu",

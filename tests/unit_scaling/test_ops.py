@@ -26,6 +26,15 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
+def rotated(x: Tensor) -> Tensor:
+    """Rotary embedding as a product of complex numbers, in float64."""
+    a, b = x.double().chunk(2, dim=-1)
+    exponents = torch.arange(a.shape[-1], dtype=torch.float64) / a.shape[-1]
+    angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * 10000.0**-exponents
+    z = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((z.real, z.imag), dim=-1).to(x.dtype)
+
+
 #: Arguments of the unit-scaled function, where standard normal matrices will not do.
 CALLS = {
     "addmm": lambda: {
@@ -120,6 +129,7 @@ PLAIN = {
     "einsum": lambda equation, left, right: torch.einsum(equation, left, right),
     "matmul": lambda left, right: left @ right,
     "linear_readout": F.linear,
+    "rotary": lambda input: rotated(input),
     "silu_glu": lambda input, gate: input * F.silu(gate),
 }
 
