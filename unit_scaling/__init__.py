@@ -15,8 +15,11 @@ from . import (
 from .core.functional import transformer_residual_scaling_rule
 from .modules import (
     GELU,
+    GRU,
+    LSTM,
     MHSA,
     MLP,
+    RNN,
     Bilinear,
     Conv1d,
     Conv2d,
@@ -47,8 +50,11 @@ from .transforms import report
 
 __all__ = [
     "GELU",
+    "GRU",
+    "LSTM",
     "MHSA",
     "MLP",
+    "RNN",
     "Bilinear",
     "Conv1d",
     "Conv2d",
