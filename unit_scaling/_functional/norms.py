@@ -19,7 +19,8 @@ __all__ = ["layer_norm", "rms_norm"]
 def _row_scale(input: Tensor, normalized_shape: Sequence[int]) -> float:
     """1/sqrt(rows): what the gradient of a norm's weight sums over."""
     rows = input.numel() // (math.prod(normalized_shape) or 1)
-    return float((rows or 1) ** -0.5)
+    scale: float = (rows or 1) ** -0.5  # not float(): a number that a graph may work out
+    return scale
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:

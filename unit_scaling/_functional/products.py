@@ -189,7 +189,7 @@ def addmm_scales(
     tied = tie(constraint, output=product["output"] / norm, mat1=mat1_scale, mat2=mat2_scale)
     # As many gradients as the product has elements for each of input's.
     size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.dim() > 1 else 1)
-    own = math.sqrt((input.numel() or 1) / (size or 1)) / b
+    own = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
     return {**tied, "input": 1 / norm if constraint else own}
 
 
