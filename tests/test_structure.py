@@ -29,6 +29,7 @@ fp8.products <- fp8.autocast
 fp8.recipe <- fp8.__main__
 
 fp8.function <- unit_scaling.scale
+unit_scaling.batch <- unit_scaling._functional
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
 unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
 unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules

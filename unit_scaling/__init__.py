@@ -1,6 +1,7 @@
 """Scales: what factor each operation needs so that every tensor has RMS about 1."""
 
 from . import (
+    batch,
     constraints,
     core,
     formats,
@@ -12,6 +13,7 @@ from . import (
     scale,
     transforms,
 )
+from .batch import batch_multiplier
 from .core.functional import transformer_residual_scaling_rule
 from .modules import (
     GELU,
@@ -57,6 +59,8 @@ __all__ = [
     "TransformerDecoder",
     "TransformerLayer",
     "TransformerStack",
+    "batch",
+    "batch_multiplier",
     "constraints",
     "core",
     "formats",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..batch import row_scale
 from ..ops import Scales, row
 from ..scale import scale_bwd, scale_each
 
@@ -18,8 +19,7 @@ __all__ = ["embedding", "layer_norm", "rms_norm"]
 
 def _row_scale(input: Tensor, normalized_shape: Sequence[int]) -> float:
     """1/sqrt(rows): what the gradient of a norm's weight sums over."""
-    rows = input.numel() // (math.prod(normalized_shape) or 1)
-    return float((rows or 1) ** -0.5)
+    return row_scale(input.numel() // (math.prod(normalized_shape) or 1))
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
@@ -101,8 +101,7 @@ def rms_norm(
 
 def embedding_scales(input: Tensor, weight: Tensor) -> Scales:
     """Each row of the weight is looked up batch/rows times on average."""
-    lookups = input.numel() or 1
-    return {"output": 1.0, "weight": float(((weight.shape[0] or 1) / lookups) ** 0.5)}
+    return {"output": 1.0, "weight": row_scale((input.numel() or 1) / (weight.shape[0] or 1))}
 
 
 @row(embedding_scales, replaces=(F.embedding,))

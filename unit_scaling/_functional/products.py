@@ -19,6 +19,7 @@ from fp8.convolution import conv
 from fp8.matmul import linear as linear_product
 from fp8.matmul import matmul as matrix_product
 
+from ..batch import row_scale
 from ..ops import Scales, row, tie
 from ..scale import scale_each
 
@@ -39,7 +40,7 @@ def linear_scales(
 ) -> Scales:
     """1/sqrt of what each product sums over: fan-in, fan-out, and the rows of the input."""
     fan_out, fan_in = weight.shape
-    grad = _inverse(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
+    grad = row_scale(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
     tied = tie(
         constraint,
         output=_inverse(fan_in, scale_power[0]),
@@ -185,7 +186,7 @@ def conv1d_scales(
     step = _first(stride)
     batch = input.shape[0] if input.dim() == 3 else 1
     length = _conv1d_length(input.shape[-1], kernel, step, padding, _first(dilation))
-    grad = _inverse(batch * length, scale_power[2])
+    grad = row_scale(batch * length, scale_power[2])
     tied = tie(
         constraint,
         output=_inverse(fan_in * kernel, scale_power[0]),
