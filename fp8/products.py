@@ -198,14 +198,14 @@ def _tensordot(
 def _einsum(recipe: Recipe, *args: Any) -> Any:
     """Operands cast once, and the gradient of the result; with three or more operands what is
     computed on the way stays in high precision."""
-    equation, operands = _equation(args)
+    equation, operands = equation_of(args)
     if not _floating(*operands) or not _sums(equation, operands):
         return NotImplemented
     operands = [matmul.cast_forward(t, recipe.input) for t in operands]
     return matmul.cast_backward(aten.einsum.default(equation, operands), recipe.grad)
 
 
-def _equation(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
+def equation_of(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
     """The arguments of torch.einsum, in any of its three forms, as (equation, operands)."""
     if isinstance(args[0], str):
         listed = len(args) == 2 and isinstance(args[1], list | tuple)
