@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from . import matmul
 from .attention import attention
+from .casting import cast_backward, cast_forward
 from .convolution import conv, conv_transpose
 from .multi_head import multi_head_attention_forward
 from .recipe import Recipe
@@ -201,8 +202,8 @@ def _einsum(recipe: Recipe, *args: Any) -> Any:
     equation, operands = _equation(args)
     if not _floating(*operands) or not _sums(equation, operands):
         return NotImplemented
-    operands = [matmul.cast_forward(t, recipe.input) for t in operands]
-    return matmul.cast_backward(aten.einsum.default(equation, operands), recipe.grad)
+    operands = [cast_forward(t, recipe.input) for t in operands]
+    return cast_backward(aten.einsum.default(equation, operands), recipe.grad)
 
 
 def _equation(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
@@ -246,10 +247,10 @@ def _bilinear(
     """Operands cast, and the gradient of the result; what is computed on the way is not."""
     if not _floating(input1, input2, weight):
         return NotImplemented
-    first, second = (matmul.cast_forward(t, recipe.input) for t in (input1, input2))
-    weight = matmul.cast_forward(weight, recipe.weight)
+    first, second = (cast_forward(t, recipe.input) for t in (input1, input2))
+    weight = cast_forward(weight, recipe.weight)
     first, second, weight, bias = matmul.to_autocast_dtype(first, second, weight, bias)
-    y = matmul.cast_backward(aten.bilinear.default(first, second, weight, None), recipe.grad)
+    y = cast_backward(aten.bilinear.default(first, second, weight, None), recipe.grad)
     return y if bias is None else y + bias
 
 
