@@ -18,11 +18,11 @@ from torch.autograd import Function
 from .formats import Format, get_format
 from .function import apply
 from .quantize import quantize
-from .recipe import Cast
+from .recipe import Cast, Recipe
 from .rounding import KEY_START
 from .scaling import scale_of, scaled_tiles
 
-__all__ = ["cast_backward", "cast_forward", "is_symmetric", "round_straight", "spec_of"]
+__all__ = ["cast_backward", "cast_forward", "is_symmetric", "is_whole", "round_straight", "spec_of"]
 
 aten = torch.ops.aten
 
@@ -49,6 +49,12 @@ def is_symmetric(spec: Spec) -> bool:
         return True
     _, _, _, (across, along), *_, hadamard = spec
     return across == along and not hadamard
+
+
+def is_whole(recipe: Recipe) -> bool:
+    """Whether no operand has a scale by rows or blocks: none needs to know what is summed over."""
+    casts = (*recipe.forward, *recipe.grad_input, *recipe.grad_weight)
+    return all(cast is None or cast.tile == (0, 0) for cast in casts)
 
 
 def cast_forward(x: Tensor, cast: Cast | None, axis: int = -1) -> Tensor:
@@ -130,7 +136,7 @@ class _RoundGradient(Function):
         return round_straight(grad, ctx.spec, ctx.axis), None, None
 
 
-def hadamard_matrix(size: int) -> list[list[float]]:
+def _hadamard_matrix(size: int) -> list[list[float]]:
     """Sylvester's Hadamard matrix, its columns with fixed random signs, as an orthogonal matrix.
 
     Entry (i, j) is (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the first bits of
@@ -154,7 +160,7 @@ def _rotated(x: Tensor, size: int, axis: int) -> Tensor:
     missing = -x.shape[axis] % size
     if missing:
         x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
-    matrix = torch.tensor(hadamard_matrix(size), dtype=x.dtype, device=x.device)
+    matrix = torch.tensor(_hadamard_matrix(size), dtype=x.dtype, device=x.device)
     blocks = x.unflatten(axis, (-1, size))
     with torch.autocast(x.device.type, enabled=False):
         if axis == -1:

@@ -45,7 +45,7 @@ def _one(amax: Tensor) -> int:
     return 1 << LAYOUTS[amax.dtype].mantissa_bits
 
 
-def up(amax: Tensor, format: Format) -> Tensor:
+def _up(amax: Tensor, format: Format) -> Tensor:
     """The smallest power of two under which nothing overflows (the "round up" of Mishra et al.,
     arXiv:2506.08027, torchao's RCEIL)."""
     layout = LAYOUTS[amax.dtype]
@@ -53,28 +53,28 @@ def up(amax: Tensor, format: Format) -> Tensor:
     return _power(amax, format, _one(amax) - 1 - top)
 
 
-def floor(amax: Tensor, format: Format) -> Tensor:
+def _floor(amax: Tensor, format: Format) -> Tensor:
     """2**(e - E), e and E the exponents of amax and of the format's largest value: what is between
     that value and the next power of two saturates (OCP MX specification 1.0, section 6.3)."""
     return _power(amax, format, 0)
 
 
-def ceil(amax: Tensor, format: Format) -> Tensor:
+def _ceil(amax: Tensor, format: Format) -> Tensor:
     """As floor, of amax rounded up to a power of two (torchao's CEIL)."""
     return _power(amax, format, _one(amax) - 1)
 
 
-def even(amax: Tensor, format: Format) -> Tensor:
+def _even(amax: Tensor, format: Format) -> Tensor:
     """As floor, of amax rounded to the format's mantissa bits (torchao's EVEN)."""
     return _power(amax, format, _one(amax) >> (format.mantissa_bits + 1))
 
 
-def exact(amax: Tensor, format: Format) -> Tensor:
+def _exact(amax: Tensor, format: Format) -> Tensor:
     """amax divided by the format's largest value, in float32: no power of two."""
     return amax / format.max
 
 
-def e4m3(amax: Tensor, format: Format) -> Tensor:
+def _e4m3(amax: Tensor, format: Format) -> Tensor:
     """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
     (NVFP4, arXiv:2509.25149, section 2). The e4m3 number is at least 2**-6, as in torchao."""
     scale_format = FORMATS["e4m3"]
@@ -85,7 +85,12 @@ def e4m3(amax: Tensor, format: Format) -> Tensor:
 
 
 RULES: dict[str, Callable[[Tensor, Format], Tensor]] = {
-    rule.__name__: rule for rule in (up, floor, ceil, even, exact, e4m3)
+    "up": _up,
+    "floor": _floor,
+    "ceil": _ceil,
+    "even": _even,
+    "exact": _exact,
+    "e4m3": _e4m3,
 }
 """Name -> function of (largest magnitude of a tile, format) giving its scale."""
 
