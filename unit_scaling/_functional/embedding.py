@@ -69,7 +69,7 @@ def embedding_bag_scales(
     output = {"sum": size**-0.5, "mean": size**0.5}.get(mode, 1.0)
     each = {"sum": 1.0, "mean": size}.get(mode, size**0.5)
     own = (weight.shape[1] or 1) ** -0.5
-    grad = each * math.sqrt(rows / lookups)
+    grad = each * row_scale(lookups / rows)
     return {"output": output, "weight": grad, "per_sample_weights": own}
 
 
