@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8.matmul import matmul as matrix_product
 from fp8.einsum import as_equation
+from fp8.matmul import matmul as matrix_product
 
 from ..ops import Scales, row, tie
 from .products import inverse, scaled
