@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fp8
 from fp8 import RECIPES
+from fp8.casting import is_whole
 from fp8.convert import LAYERS
 
 # Layer -> (constructor, input).
@@ -77,11 +78,18 @@ TOKENS = torch.arange(12).view(3, 4)
 def test_a_converted_layer_computes_what_autocast_does(kind: type[nn.Module], recipe: str) -> None:
     torch.manual_seed(0)
     layer, inputs = MAKE[kind][0](), inputs_of(kind)
+    if kind is nn.Bilinear and not is_whole(RECIPES[recipe]):
+        (row,) = fp8.report(fp8.convert(layer, recipe))
+        assert row.left_alone
+        assert "it sums over two" in row.why
+        return
     plain = first(layer(*inputs))
+    torch.manual_seed(2)  # for stochastic rounding and random rotations
     with fp8.autocast(recipe):
         want = first(layer(*inputs))
     want_grads = torch.autograd.grad(want.square().sum(), list(layer.parameters()))
     assert fp8.convert(layer, recipe) is layer
+    torch.manual_seed(2)
     got = first(layer(*inputs))
     grads = torch.autograd.grad(got.square().sum(), list(layer.parameters()))
     assert torch.equal(got, want)
