@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from .autocast import autocast
+from .autocast import FIRST_LOOK, autocast
 from .casting import is_whole
+from .matmul import linear
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row
 from .subclass import Gained, bare_class, gain, lose
@@ -57,12 +58,20 @@ class _Converted(Gained):
     fp8_recipe: Recipe
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
+        # it may be compiled inside of a checkpoint.
+        if self._original is nn.Linear and self._gained == (_Converted,) and not FIRST_LOOK:
+            return _linear(self, self.fp8_recipe, *args, **kwargs)
         with autocast(self.fp8_recipe):
             return forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
         return f"{own}, fp8={self.fp8_recipe.name}" if own else f"fp8={self.fp8_recipe.name}"
+
+
+def _linear(layer: Any, recipe: Recipe, input: Tensor) -> Tensor:
+    return linear(input, layer.weight, layer.bias, recipe=recipe)
 
 
 class _Expanded(Gained):

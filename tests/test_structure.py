@@ -26,7 +26,7 @@ fp8.formats <- fp8.rounding <- fp8.quantize <- fp8.scaling <- fp8.recipe <- fp8.
 fp8.casting <- fp8.matmul
 fp8.function <- fp8.quantize
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
-fp8.products <- fp8.autocast <- fp8.convert
+fp8.products, fp8.checkpoint <- fp8.autocast <- fp8.convert
 fp8.subclass, fp8.report <- fp8.convert
 fp8.subclass <- unit_scaling.transforms
 fp8.recipe <- fp8.__main__
