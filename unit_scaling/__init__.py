@@ -17,8 +17,11 @@ from .batch import batch_multiplier
 from .core.functional import transformer_residual_scaling_rule
 from .modules import (
     GELU,
+    GRU,
+    LSTM,
     MHSA,
     MLP,
+    RNN,
     Bilinear,
     Conv1d,
     Conv2d,
@@ -49,8 +52,11 @@ from .transforms import report, verify
 
 __all__ = [
     "GELU",
+    "GRU",
+    "LSTM",
     "MHSA",
     "MLP",
+    "RNN",
     "Bilinear",
     "Conv1d",
     "Conv2d",

@@ -17,12 +17,16 @@ from ._modules.convolution import (
 from ._modules.embedding import Embedding, EmbeddingBag
 from ._modules.layers import GELU, CrossEntropyLoss, Dropout, LayerNorm, RMSNorm, SiLU, Softmax
 from ._modules.linear import Bilinear, Linear, LinearReadout
+from ._modules.recurrent import GRU, LSTM, RNN
 from ._modules.transformer import MLP, TransformerDecoder, TransformerLayer, TransformerStack
 
 __all__ = [
     "GELU",
+    "GRU",
+    "LSTM",
     "MHSA",
     "MLP",
+    "RNN",
     "Bilinear",
     "Conv1d",
     "Conv2d",

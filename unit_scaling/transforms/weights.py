@@ -13,7 +13,7 @@ from .plan import Row
 
 __all__ = ["Weights", "prepare"]
 
-_KERNELS = (nn.RNNBase, nn.RNNCellBase)
+_KERNELS = (nn.RNNCellBase,)
 """Modules computed by one opaque kernel, whose weights nothing can compensate for."""
 
 
