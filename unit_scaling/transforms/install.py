@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..parameter import TaggedModule
+
 __all__ = ["HOOKS", "Scope", "find_scope", "install", "unwrapped"]
 
 HOOKS = " hooks"
@@ -39,9 +41,10 @@ class Scope(Protocol):
         """The result of ``call()``, the forward of ``module``, with the transform active."""
 
 
-class _Transformed:
+class _Transformed(TaggedModule):
     """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
 
+    _base: type[nn.Module]
     _scopes: tuple[tuple[Any, str], ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +56,7 @@ class _Transformed:
             if scope.path:
                 scope.path.append(path + HOOKS)
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         finally:
             for scope, _ in self._scopes:
                 if scope.path:
@@ -62,7 +65,7 @@ class _Transformed:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the original class, which can be imported, and made into this class on arrival."""
         reduced = super().__reduce_ex__(protocol)
-        return (_restore, (type(self).__mro__[2],), *reduced[2:])
+        return (_restore, (self._base,), *reduced[2:])
 
 
 def _restore(base: type[nn.Module]) -> nn.Module:
@@ -87,8 +90,14 @@ def _make_subclass(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _run(self, original, self._scopes, args, kwargs)
 
-    names = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
-    return type(base.__name__, (_Transformed, base), {"__qualname__": base.__qualname__, **names})
+    names: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "__qualname__": base.__qualname__,
+        "_base": base,
+        "forward": forward,
+    }
+    return type(base.__name__, (_Transformed, base), names)
 
 
 def _run(
