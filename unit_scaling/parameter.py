@@ -30,6 +30,7 @@ __all__ = [
     "has_parameter_data",
     "remember_tags",
     "restore_tags",
+    "set_depth",
     "tag",
 ]
 
@@ -158,6 +159,22 @@ def remember_tags(model: nn.Module) -> None:
         tags = _tags(module)
         if tags:
             module.mup_tags = {**getattr(module, "mup_tags", {}), **tags}  # type: ignore[assignment]
+
+
+def set_depth(stack: nn.Module, depth: int) -> None:
+    """Sets the mup_scaling_depth of every parameter in ``stack``, and has its modules remember it.
+
+    For a stack of residual layers that is no `DepthSequential` or `DepthModuleList`: after
+    `unit_scale`, ``set_depth(model.blocks, len(model.blocks))``, before the optimizer is made.
+    depth: the number of layers, 1 or more. Raises ValueError for another one, and for a parameter
+    without a mup_type, before anything is changed.
+    """
+    for name, parameter in stack.named_parameters():
+        if not has_parameter_data(parameter):
+            raise ValueError(f"set_depth: parameter {name!r} has no mup_type; tag it first")
+    for parameter in stack.parameters():
+        tag(parameter, parameter.mup_type, depth)  # type: ignore[attr-defined]
+    remember_tags(stack)
 
 
 def restore_tags(model: nn.Module) -> None:

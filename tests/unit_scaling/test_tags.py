@@ -10,7 +10,13 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import unit_scaling as uu
-from unit_scaling.parameter import Parameter, has_parameter_data, remember_tags, restore_tags
+from unit_scaling.parameter import (
+    Parameter,
+    has_parameter_data,
+    remember_tags,
+    restore_tags,
+    set_depth,
+)
 from unit_scaling.transforms import unit_scale
 
 
@@ -148,6 +154,18 @@ def test_transformed_model_that_is_parametrized_can_be_copied():
     restore_tags(model)
     x = torch.ones(2, 4)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_depth_of_a_stack_of_anyones():
+    model = unit_scale(nn.Sequential(nn.Linear(4, 4), plain(), nn.Linear(4, 4)))
+    set_depth(model[1], 9)
+    load_assigned(model)
+    assert [p.mup_scaling_depth for p in model.parameters()] == [None] * 2 + [9] * 6 + [None] * 2
+    assert model[1][0].weight.mup_type == "weight"
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' has no mup_type"):
+        set_depth(plain(), 2)
+    with pytest.raises(ValueError, match="must be 1 or more, or None: got 0"):
+        set_depth(model[1], 0)
 
 
 def test_restoring_leaves_others_alone():
