@@ -16,6 +16,8 @@ from torch import nn
 
 from fp8.subclass import Gained, gain
 
+from ..parameter import TaggedModule
+
 __all__ = ["HOOKS", "Scope", "find_scope", "install", "unwrapped"]
 
 HOOKS = " hooks"
@@ -40,7 +42,7 @@ class Scope(Protocol):
         """The result of ``call()``, the forward of ``module``, with the transform active."""
 
 
-class _Transformed(Gained):
+class _Transformed(Gained, TaggedModule):
     """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
 
     _scopes: tuple[tuple[Any, str], ...] = ()
@@ -54,7 +56,7 @@ class _Transformed(Gained):
             if scope.path:
                 scope.path.append(path + HOOKS)
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         finally:
             for scope, _ in self._scopes:
                 if scope.path:
