@@ -34,6 +34,7 @@ unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
 unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules
 unit_scaling.parameter <- unit_scaling.optim
 unit_scaling.functional, unit_scaling.parameter, unit_scaling.formats <- unit_scaling.transforms
+unit_scaling.transforms <- unit_scaling.analysis, unit_scaling.utils
 """
 
 MAX_FUNCTION = 40

@@ -11,6 +11,7 @@ from . import (
     parameter,
     scale,
     transforms,
+    utils,
 )
 from .core.functional import transformer_residual_scaling_rule
 from .modules import (
@@ -69,5 +70,6 @@ __all__ = [
     "scale",
     "transformer_residual_scaling_rule",
     "transforms",
+    "utils",
     "verify",
 ]

@@ -7,6 +7,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,24 +48,29 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 class Tap(Observer):
-    """Writes the graph of one call of a model, with a `Metrics` for each floating-point tensor."""
+    """Writes the graph of one call of a model, with a `Metrics` for each floating-point tensor.
+
+    recurse: False for one node per module that the model calls, whatever it does inside.
+    """
 
     order = 8
 
-    def __init__(self, formats: tuple[Format, ...]) -> None:
+    def __init__(self, formats: tuple[Format, ...], recurse: bool = True) -> None:
         super().__init__()
         self.formats = formats
+        self.recurse = recurse
         self.graph = Graph()
         self._nodes: dict[int, Node] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[int, tuple[str, str]] = {}  # of the node, of the tensor in the model
+        self._targets: dict[Callable[..., Any], str] = {}
         self._kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
         self._handles: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"formats": self.formats}
+        return {"formats": self.formats, "recurse": self.recurse}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["formats"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
     def release(self) -> None:
         """Removes the hooks on tensors that outlive a call: parameters and the caller's inputs."""
@@ -76,6 +82,7 @@ class Tap(Observer):
         """Lets go of all tensors."""
         self._nodes.clear()
         self._names.clear()
+        self._targets.clear()
         self._kept.clear()
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -89,11 +96,27 @@ class Tap(Observer):
             for name, tensor in named:
                 *path, leaf = name.split(".")
                 parts = [part for each in path for part in ("modules", each)]
-                self._names[id(tensor)] = "_".join(["self", *parts, kind, leaf])
+                self._names[id(tensor)] = ("_".join(["self", *parts, kind, leaf]), name)
         arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         for slot, tensor in tensors_in(arguments):
             with unseen():
                 self._record(self.graph.placeholder("_".join(map(str, slot))), tensor)
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if self.recurse or not (self.active and self.path):
+            return super().run(call, module, path, args, kwargs)
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            return call((args, kwargs))
+
+        self._targets[whole] = path
+        self.path.append(path)  # in place of the name it has for its hooks
+        try:
+            return self._see(whole, args, kwargs)
+        finally:
+            self.path.pop()
 
     def end(self, output: Any) -> None:
         node = self.graph.output(self._written(plain(output)))
@@ -116,13 +139,17 @@ class Tap(Observer):
 
         def node_of(slot: Slot, tensor: Tensor) -> Node:
             if id(tensor) not in self._nodes:
-                name = self._names.get(id(tensor), "tensor")
-                self._record(self.graph.placeholder(name), tensor)
+                name, attribute = self._names.get(id(tensor), ("tensor", None))
+                node = self.graph.placeholder(name)
+                node.meta["attribute"] = attribute
+                self._record(node, tensor)
             return self._nodes[id(tensor)]
 
         return mapped(node_of, value)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Node:
+        if function in self._targets:
+            return self.graph.call_module(self._targets[function], args, kwargs)
         name = _name(function)
         if name == "__get__":  # of a property of tensors, which is its __self__
             owner: Any = function
@@ -153,8 +180,13 @@ class Tap(Observer):
             metrics = Metrics(value, self.formats)
             node.meta["metrics"] = metrics
             if value.requires_grad and torch.is_grad_enabled():
-                handle = value.register_hook(metrics.set_bwd)
+                handle = value.register_hook(partial(_note, metrics))
                 self._handles += [handle] if node.op == "placeholder" else []
+
+
+def _note(metrics: Metrics, grad: Tensor | None) -> None:
+    if grad is not None:  # as for a part of a split that nothing reads
+        metrics.set_bwd(grad)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -203,7 +235,7 @@ class Track:
     def _measured(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.tap.active = True
         try:
-            given = mapped(_differentiable, args), mapped(_differentiable, kwargs)
+            given = mapped(differentiable, args), mapped(differentiable, kwargs)
             output = outside_compiler(lambda: call(given))
         finally:
             self.tap.active = False
@@ -220,7 +252,7 @@ class Track:
         return History(list(self.passes))
 
 
-def _differentiable(slot: Slot, tensor: Tensor) -> Tensor:
+def differentiable(slot: Slot, tensor: Tensor) -> Tensor:
     """The tensor or, where the caller wants no gradient of it, a copy with one."""
     if tensor.requires_grad or not (tensor.is_floating_point() and torch.is_grad_enabled()):
         return tensor

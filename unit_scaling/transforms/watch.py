@@ -49,8 +49,8 @@ class _Operand:
     grad: Tensor | None = None
     probabilities: bool = False
 
-    def note(self, grad: Tensor) -> None:
-        self.grad = _norm(grad)
+    def note(self, grad: Tensor | None) -> None:
+        self.grad = None if grad is None else _norm(grad)
 
 
 @dataclass
