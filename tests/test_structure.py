@@ -38,6 +38,7 @@ unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
 unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules
 unit_scaling.parameter <- unit_scaling.optim
 unit_scaling.functional, unit_scaling.parameter, unit_scaling.formats <- unit_scaling.transforms
+unit_scaling.transforms <- unit_scaling.analysis, unit_scaling.utils
 """
 
 MAX_FUNCTION = 40
@@ -60,6 +61,9 @@ PRIVATE = {
     },
     "fp8/products.py": {
         "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
+    },
+    "unit_scaling/transforms/observe.py": {
+        "torch._C": "DisableTorchFunction: calls that no mode sees; there is no other way",
     },
 }
 

@@ -12,6 +12,7 @@ from . import (
     parameter,
     scale,
     transforms,
+    utils,
 )
 from .batch import batch_multiplier
 from .core.functional import transformer_residual_scaling_rule
@@ -97,5 +98,6 @@ __all__ = [
     "scale",
     "transformer_residual_scaling_rule",
     "transforms",
+    "utils",
     "verify",
 ]

@@ -23,7 +23,8 @@ __all__ = ["HOOKS", "Scope", "find_scope", "install", "unwrapped"]
 HOOKS = " hooks"
 """Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
+"""A module's forward: ``call()`` with its arguments, ``call((args, kwargs))`` with others."""
 
 
 class Scope(Protocol):
@@ -76,7 +77,11 @@ def _run(
     if not scopes:
         return forward(*args, **kwargs)
     (scope, path), inner = scopes[0], scopes[1:]
-    return scope.run(lambda: _run(module, forward, inner, args, kwargs), module, path, args, kwargs)
+
+    def call(given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)) -> Any:
+        return _run(module, forward, inner, *given)
+
+    return scope.run(call, module, path, args, kwargs)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
