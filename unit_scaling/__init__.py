@@ -1,6 +1,7 @@
 """Scales: what factor each operation needs so that every tensor has RMS about 1."""
 
 from . import (
+    batch,
     constraints,
     core,
     formats,
@@ -11,7 +12,9 @@ from . import (
     parameter,
     scale,
     transforms,
+    utils,
 )
+from .batch import batch_multiplier
 from .core.functional import transformer_residual_scaling_rule
 from .modules import (
     GELU,
@@ -46,7 +49,7 @@ from .modules import (
     TransformerStack,
 )
 from .parameter import MupType, Parameter
-from .transforms import report
+from .transforms import report, verify
 
 __all__ = [
     "GELU",
@@ -81,6 +84,8 @@ __all__ = [
     "TransformerDecoder",
     "TransformerLayer",
     "TransformerStack",
+    "batch",
+    "batch_multiplier",
     "constraints",
     "core",
     "formats",
@@ -93,4 +98,6 @@ __all__ = [
     "scale",
     "transformer_residual_scaling_rule",
     "transforms",
+    "utils",
+    "verify",
 ]

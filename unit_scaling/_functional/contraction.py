@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8.einsum import as_equation
 from fp8.matmul import matmul as matrix_product
-from fp8.products import equation_of
 
 from ..ops import Scales, row, tie
 from .products import inverse, scaled
@@ -79,7 +79,7 @@ def einsum_scales(
 
 
 def _torch_einsum(*args: Any) -> dict[str, Any]:
-    equation, (left, *rest) = equation_of(args)
+    equation, (left, *rest) = as_equation(args)
     return {
         "equation": equation,
         "left": left,

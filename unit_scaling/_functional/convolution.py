@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from fp8.convolution import conv, conv_transpose
 
+from ..batch import row_scale
 from ..ops import Scales, row, tie
 from ..scale import scale_each
 from .products import SQRT, ScalePower, inverse
@@ -70,7 +71,7 @@ def conv_scales(
         for k, step, n, length in zip(kernel, strides, positions, lengths, strict=True)
     ]
     batch = input.shape[0] if input.dim() == dims + 2 else 1
-    grad = inverse(batch * math.prod(positions), scale_power[2])
+    grad = row_scale(batch * math.prod(positions), scale_power[2])
     tied = tie(
         constraint,
         output=inverse(fan_in * math.prod(kernel), scale_power[0]),
@@ -167,7 +168,7 @@ def conv_transpose_scales(
     dims = len(kernel)
     taps = math.prod(kernel)
     batch = input.shape[0] if input.dim() == dims + 2 else 1
-    grad = inverse(batch * math.prod(input.shape[-dims:]), scale_power[2])
+    grad = row_scale(batch * math.prod(input.shape[-dims:]), scale_power[2])
     steps = math.prod(_each(stride, dims))
     tied = tie(
         constraint,

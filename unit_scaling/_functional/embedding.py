@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..batch import row_scale
 from ..ops import Scales, row
 from ..scale import scale_each
 
@@ -14,7 +15,7 @@ __all__ = ["embedding", "embedding_bag"]
 def embedding_scales(input: Tensor, weight: Tensor) -> Scales:
     """Each row of the weight is looked up batch/rows times on average."""
     lookups = input.numel() or 1
-    return {"output": 1.0, "weight": ((weight.shape[0] or 1) / lookups) ** 0.5}
+    return {"output": 1.0, "weight": row_scale(lookups / (weight.shape[0] or 1))}
 
 
 @row(embedding_scales, replaces=(F.embedding,))
@@ -66,7 +67,7 @@ def embedding_bag_scales(
     output = {"sum": size**-0.5, "mean": size**0.5}.get(mode, 1.0)
     each = {"sum": 1.0, "mean": size}.get(mode, size**0.5)
     own = (weight.shape[1] or 1) ** -0.5
-    grad = each * (rows / lookups) ** 0.5
+    grad = each * row_scale(lookups / rows)
     return {"output": output, "weight": grad, "per_sample_weights": own}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..batch import row_scale
 from ..ops import Scales, row
 from ..scale import scale_bwd
 
@@ -18,9 +19,7 @@ __all__ = ["layer_norm", "rms_norm"]
 
 def _row_scale(input: Tensor, normalized_shape: Sequence[int]) -> float:
     """1/sqrt(rows): what the gradient of a norm's weight sums over."""
-    rows = input.numel() // (math.prod(normalized_shape) or 1)
-    scale: float = (rows or 1) ** -0.5  # not float(): a number that a graph may work out
-    return scale
+    return row_scale(input.numel() // (math.prod(normalized_shape) or 1))
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:

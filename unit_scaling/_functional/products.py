@@ -19,6 +19,7 @@ from fp8.matmul import linear as linear_product
 from fp8.matmul import matmul as matrix_product
 from fp8.matmul import to_autocast_dtype
 
+from ..batch import row_scale
 from ..ops import Scales, row, tie
 from ..scale import scale_each
 
@@ -39,7 +40,7 @@ def linear_scales(
 ) -> Scales:
     """1/sqrt of what each product sums over: fan-in, fan-out, and the rows of the input."""
     fan_out, fan_in = weight.shape
-    grad = inverse(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
+    grad = row_scale(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
     tied = tie(
         constraint,
         output=inverse(fan_in, scale_power[0]),
@@ -183,8 +184,9 @@ def addmm_scales(
     product = matmul_scales(mat1, mat2, None)
     mat1_scale, mat2_scale = product["left"] / a, product["right"] / a
     if _is_bias(input, mat2):
+        grad = row_scale(math.prod(mat1.shape[:-1]))
         tied = tie(constraint, output=product["output"] / a, mat1=mat1_scale)
-        return {**tied, "mat2": mat2_scale, "input": product["right"] / b}
+        return {**tied, "mat2": grad / a, "input": grad / b}
     norm = math.hypot(alpha, beta) or 1.0
     tied = tie(constraint, output=product["output"] / norm, mat1=mat1_scale, mat2=mat2_scale)
     # As many gradients as the product has elements for each of input's.
@@ -287,7 +289,7 @@ def bilinear_scales(
 ) -> Scales:
     """1/sqrt of what each product sums over: pairs of features, and the rows of the inputs."""
     out, in1, in2 = weight.shape
-    grad = inverse(math.prod(input1.shape[:-1]))
+    grad = row_scale(math.prod(input1.shape[:-1]))
     tied = tie(
         constraint,
         output=inverse(in1 * in2),

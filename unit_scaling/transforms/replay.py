@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from fp8 import matmul
 from fp8.autocast import EXPANDED, FIRST_LOOK
+from fp8.checkpoint import checkpointed
 
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each
@@ -97,6 +99,7 @@ class Replay(TorchFunctionMode):
         self._path = path
         self._counts: dict[tuple[str, str], int] = {}
         self._busy = False
+        self.latest: Step | None = None  # the step of the call before, for who measures it
 
     def __enter__(self) -> Replay:
         FIRST_LOOK.append(self)
@@ -117,6 +120,8 @@ class Replay(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._busy:
             return function(*args, **kwargs)
+        if function is checkpoint:
+            return checkpointed(self, *args, **kwargs)
         if function in EXPANDED:
             with self:
                 return EXPANDED[function](*args, **kwargs)
@@ -124,6 +129,7 @@ class Replay(TorchFunctionMode):
         try:
             kind = self._kinds.get(function)
             step = None if kind is None else self._next(kind)
+            self.latest = step
             if step is None:
                 return function(*args, **kwargs)
             return self._execute(step, function, args, kwargs)
