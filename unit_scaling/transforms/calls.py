@@ -16,7 +16,17 @@ from torch.nn import functional as F
 from .. import functional as _rows  # noqa: F401 - fills OPS
 from ..ops import OPS
 
-__all__ = ["ATTENTION", "KINDS", "NEUTRAL", "PRODUCTS", "TRANSPARENT"]
+__all__ = [
+    "ATTENTION",
+    "CASTS",
+    "ELEMENTWISE",
+    "KINDS",
+    "LINEAR",
+    "MOVES",
+    "NEUTRAL",
+    "PRODUCTS",
+    "TRANSPARENT",
+]
 
 TRANSPARENT = frozenset(
     (
@@ -46,8 +56,26 @@ PRODUCTS = frozenset(
 )
 """Kinds that mix features: what makes a branch of a network more than a formula."""
 
-ATTENTION = frozenset(["scaled_dot_product_attention", "softmax"])
-"""Kinds that mark a branch as attention."""
+ATTENTION = frozenset(["scaled_dot_product_attention"])
+"""Kinds that are attention in one call."""
+
+CASTS = frozenset("bfloat16 clone contiguous double float half to type type_as".split())
+"""Kinds that keep every element, in another type or place."""
+
+LINEAR = frozenset("add sub rsub mul div neg".split()) | CASTS
+"""Kinds that are linear in an element and numbers."""
+
+ELEMENTWISE = LINEAR | frozenset(
+    (
+        "pow square sqrt rsqrt exp log log1p expm1 tanh sigmoid relu relu6 leaky_relu elu selu "
+        "celu gelu silu softplus mish hardswish hardsigmoid hardtanh logsigmoid softsign erf "
+        "reciprocal abs clamp clip sin cos maximum minimum"
+    ).split()
+)
+"""Kinds that act on each element by itself, where their other arguments are numbers."""
+
+MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
+"""Kinds that move elements about and change none."""
 
 _ARITHMETIC = (
     "add sub mul div pow square sqrt rsqrt exp log tanh sigmoid relu relu6 leaky_relu elu "
@@ -59,7 +87,7 @@ _ARITHMETIC = (
     "feature_alpha_dropout nll_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits kl_div cosine_similarity pixel_shuffle lstm gru "
     "rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell tensordot multi_dot "
-    "logsumexp amax prod"
+    "logsumexp amax prod log1p expm1 clip vector_norm"
 ).split()
 
 _OPERATORS = {
