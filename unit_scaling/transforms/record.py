@@ -52,9 +52,9 @@ class Input:
 class Node:
     """One call, or a tensor that comes from outside (key None): a parameter, an input, a buffer.
 
-    path: of the module that runs. live: whether it depends on a parameter or a floating-point input. computed: whether it depends
-    on parameters only. rms: of the values, where it is computed. where: file and line of the call.
-    inside: the autograd function that makes the call.
+    path: of the module that runs. live: whether it depends on a parameter or a floating-point
+    input. computed: whether it depends on parameters only. rms: of the values, where it is
+    computed. where: file and line of the call. inside: the autograd function that makes the call.
     """
 
     key: Key | None
