@@ -22,7 +22,7 @@ from .recipe import Recipe, get_recipe
 __all__ = ["EXPANDED", "FIRST_LOOK", "OPAQUE", "PRODUCTS", "autocast", "outside_compiler"]
 
 # Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
-# order they were entered. An autocast that starts inside one puts it back on top.
+# order they were entered. An autocast that starts inside them puts them back on top.
 FIRST_LOOK: list[TorchFunctionMode] = []
 
 
@@ -113,17 +113,17 @@ class autocast(TorchFunctionMode):
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():
             _STANCE.hold()
-        above = FIRST_LOOK[-1] if FIRST_LOOK else None
+        above = tuple(FIRST_LOOK)
         ACTIVE.blocks.append((self.recipe, self.opaque, above))
         super().__enter__()
-        if above is not None:
-            TorchFunctionMode.__enter__(above)
+        for mode in above:
+            TorchFunctionMode.__enter__(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
         *_, above = ACTIVE.blocks.pop()
-        if above is not None:
-            TorchFunctionMode.__exit__(above, *error)
+        for mode in reversed(above):
+            TorchFunctionMode.__exit__(mode, *error)
         super().__exit__(*error)
         if not torch.compiler.is_compiling():
             _STANCE.release()

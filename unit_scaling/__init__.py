@@ -34,7 +34,7 @@ from .modules import (
     TransformerStack,
 )
 from .parameter import MupType, Parameter
-from .transforms import report
+from .transforms import report, verify
 
 __all__ = [
     "GELU",
@@ -69,4 +69,5 @@ __all__ = [
     "scale",
     "transformer_residual_scaling_rule",
     "transforms",
+    "verify",
 ]
