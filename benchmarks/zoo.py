@@ -147,7 +147,7 @@ ZOO: dict[str, Entry] = {
     "Gemma 2": _language("Gemma2ForCausalLM", query_pre_attn_scalar=16, sliding_window=16),
     "Phi": _language("PhiForCausalLM"),
     "Phi-3": _language("Phi3ForCausalLM"),
-    "Falcon": _language("FalconForCausalLM"),
+    "Falcon": Entry("FalconForCausalLM", "language", {k: v for k, v in SIZES.items() if k != "head_dim"}, ids),
     "StableLM": _language("StableLmForCausalLM"),
     "OLMo": _language("OlmoForCausalLM"),
     "OLMo 2": _language("Olmo2ForCausalLM"),
@@ -176,7 +176,7 @@ ZOO: dict[str, Entry] = {
     ),
     "BERT": _language("BertForMaskedLM", "encoder"),
     "RoBERTa": _language("RobertaForMaskedLM", "encoder", max_position_embeddings=LENGTH + 1),
-    "DistilBERT": _language("DistilBertForMaskedLM", "encoder", dim=64, n_layers=2, n_heads=4),
+    "DistilBERT": _language("DistilBertForMaskedLM", "encoder", dim=64, hidden_dim=128, n_layers=2, n_heads=4),
     "ALBERT": _language("AlbertForMaskedLM", "encoder", embedding_size=32),
     "ELECTRA": _language("ElectraForMaskedLM", "encoder", embedding_size=32),
     "DeBERTa-v2": _language(
@@ -200,6 +200,7 @@ ZOO: dict[str, Entry] = {
         embed_dim=32,
         depths=[2, 2],
         num_heads=[2, 4],
+        num_attention_heads=2,
         window_size=4,
     ),
     "ConvNeXt": _vision("ConvNextForImageClassification", depths=[2, 2], hidden_sizes=[32, 64]),
@@ -299,7 +300,7 @@ def examine(name: str, verbose: bool = False) -> Result:
     result = Result(name, entry.model, entry.kind, "converted")
     try:
         plain, batch = build(name)
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:
         result.result = f"not built: {str(error).splitlines()[0]}"
         return result
     try:

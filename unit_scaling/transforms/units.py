@@ -73,8 +73,9 @@ def find_units(flow: Flow, alone: Callable[[Node], bool]) -> dict[int, Unit]:
         found[last] = _measured(flow, unit, factors)
         taken.update(calls)
     for entry, calls in _formulas(flow, taken):
-        plain = [flow.nodes[c] for c in calls if flow.nodes[c].kind not in CASTS]
-        if any(map(_curved, plain)) and not (len(plain) == 1 and alone(plain[0])):
+        plain = [c for c in calls if flow.nodes[c].kind not in CASTS]
+        ruled = len(plain) == 1 and alone(flow.nodes[plain[0]])
+        if not ruled and any(_curved(flow, c) for c in plain):
             found[calls[-1]] = _measured(flow, Unit("formula", entry, calls), factors)
     return found
 
@@ -107,9 +108,10 @@ def _match(kinds: list[str]) -> str | None:
     return None
 
 
-def _curved(node: Node) -> bool:
+def _curved(flow: Flow, index: int) -> bool:
     """Whether an elementwise call is more than a multiple of its input."""
-    live = [i for i in node.inputs if not node.computed]
+    node = flow.nodes[index]
+    live = [i for i in node.inputs if i.node in flow.sources[index]]
     return node.kind not in LINEAR or len(live) > 1
 
 
