@@ -169,7 +169,7 @@ def verify(
     devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), torch.enable_grad():
         output = outside_compiler(lambda: _call(twin, _detached(batch)))
-        watch.closed = True
+        watch.active = False  # checkpoints compute parts of the model again
         outside_compiler(lambda: _backward(output, loss, seed))
     return Verification([_measurement(*found) for found in watch.results()], watch.notes)
 

@@ -1,7 +1,7 @@
 """Seeing the products of a model: their operands, outputs and gradients, where they are computed.
 
-`Watch` is a scope like those of the transforms, the innermost: its mode sees each call as the model
-writes it, before the transforms replace it.
+What is measured is the operands as the model hands them over and its result: the transforms of the
+model do their work in between.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8.autocast import EXPANDED, FIRST_LOOK, OPAQUE
+from fp8.autocast import FIRST_LOOK, OPAQUE
 from fp8.autocast import PRODUCTS as FP8_PRODUCTS
 
-from ..ops import WATCHERS
 from .calls import KINDS, PRODUCTS, TRANSPARENT
-from .install import HOOKS, Call
-from .record import Recorder, Slot, tensors_in
+from .observe import Observer
+from .record import Slot, tensors_in
 from .replay import Replay
 
 __all__ = ["Watch"]
@@ -89,110 +87,46 @@ class _Origin:
     probabilities: bool = False
 
 
-class Watch(TorchFunctionMode):
-    """The scope that measures. parameters: names by id.
-
-    closed: no longer measures (checkpoints compute parts of a model again).
-    notes: what could not be measured.
-    """
-
-    order = 9
+class Watch(Observer):
+    """Measures one call of a model. parameters: names by id. notes: what could not be measured."""
 
     def __init__(self, parameters: dict[int, str]) -> None:
         super().__init__()
-        self.path: list[str] = []
-        self.closed = False
+        self.active = True
         self.notes: list[str] = []
         self._parameters = parameters
         self._products: list[_Product] = []
         self._origins = WeakTensorKeyDictionary()
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._busy = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         """One that measures nothing: copies are made to see what a model does, not how."""
         twin = Watch({})
-        twin.closed = True
+        twin.active = False
         return twin
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """``call()``, with the mode on top of whatever other modes its module has."""
-        if self.closed:
-            return call()
-        if not self.path:  # also when a plan did not fit and the model starts again
-            self._products.clear()
-            self._counts.clear()
-            self.notes.clear()
-        self.path.append(path)
-        FIRST_LOOK.append(self)
-        WATCHERS.append(self.watch_op)
-        try:
-            with self:
-                return call()
-        finally:
-            WATCHERS.pop()
-            FIRST_LOOK.pop()
-            self.path.pop()
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._products.clear()
+        self._counts.clear()
+        self.notes.clear()
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def observe(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        if not self._sees():
-            return function(*args, **kwargs)
-        if function in EXPANDED:
-            with self:
-                return EXPANDED[function](*args, **kwargs)
         kind = KINDS.get(function, getattr(function, "__name__", ""))
-        product = function in FP8_PRODUCTS or kind in _EMBEDDINGS
         if function in OPAQUE:
-            name = self.path[-1] or "the model itself"
-            self.notes.append(f"{kind} in {name} is not measured: {OPAQUE[function]}")
-        return self._watched(function, kind, product, args, kwargs)
-
-    def watch_op(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A call of a row of OPS that the model makes by itself."""
-        if not self._sees():
-            return fn(*args, **kwargs)
-        kind = fn.__name__
-        return self._watched(fn, kind, kind in PRODUCTS or kind in _EMBEDDINGS, args, kwargs)
-
-    def _sees(self) -> bool:
-        """Whether the call is the model's: not one of ours, of its hooks, or of a recording."""
-        if self._busy or not self.path or self.path[-1].endswith(HOOKS):
-            return False
-        return not any(isinstance(mode, Recorder) for mode in FIRST_LOOK)
-
-    def _watched(
-        self,
-        function: Callable[..., Any],
-        kind: str,
-        product: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        self._busy = True
-        try:
-            inputs = [t for _, t in tensors_in((args, kwargs))]
-            origin = self._joined(kind, [self._origin(t) for t in inputs])
-            if product:
-                output = self._product(function, kind, args, kwargs)
-                origin = _Origin(frozenset([len(self._products) - 1]))
-            else:
-                output = function(*args, **kwargs)
-            for _, tensor in tensors_in(output):
-                self._origins[tensor] = origin
-            return output
-        finally:
-            self._busy = False
+            place = self.path[-1] or "the model itself"
+            self.notes.append(f"{kind} in {place} is not measured: {OPAQUE[function]}")
+        origins = [self._origin(t) for _, t in tensors_in((args, kwargs))]
+        origin = self._joined(kind, origins)
+        if function in FP8_PRODUCTS or kind in PRODUCTS or kind in _EMBEDDINGS:
+            output = self._product(function, kind, args, kwargs)
+            origin = _Origin(frozenset([len(self._products) - 1]))
+        else:
+            output = function(*args, **kwargs)
+        for _, tensor in tensors_in(output):
+            self._origins[tensor] = origin
+        return output
 
     def _origin(self, tensor: Tensor) -> _Origin:
         if id(tensor) in self._parameters:
