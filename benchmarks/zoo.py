@@ -147,7 +147,9 @@ ZOO: dict[str, Entry] = {
     "Gemma 2": _language("Gemma2ForCausalLM", query_pre_attn_scalar=16, sliding_window=16),
     "Phi": _language("PhiForCausalLM"),
     "Phi-3": _language("Phi3ForCausalLM"),
-    "Falcon": Entry("FalconForCausalLM", "language", {k: v for k, v in SIZES.items() if k != "head_dim"}, ids),
+    "Falcon": Entry(
+        "FalconForCausalLM", "language", {k: v for k, v in SIZES.items() if k != "head_dim"}, ids
+    ),
     "StableLM": _language("StableLmForCausalLM"),
     "OLMo": _language("OlmoForCausalLM"),
     "OLMo 2": _language("Olmo2ForCausalLM"),
@@ -176,7 +178,9 @@ ZOO: dict[str, Entry] = {
     ),
     "BERT": _language("BertForMaskedLM", "encoder"),
     "RoBERTa": _language("RobertaForMaskedLM", "encoder", max_position_embeddings=LENGTH + 1),
-    "DistilBERT": _language("DistilBertForMaskedLM", "encoder", dim=64, hidden_dim=128, n_layers=2, n_heads=4),
+    "DistilBERT": _language(
+        "DistilBertForMaskedLM", "encoder", dim=64, hidden_dim=128, n_layers=2, n_heads=4
+    ),
     "ALBERT": _language("AlbertForMaskedLM", "encoder", embedding_size=32),
     "ELECTRA": _language("ElectraForMaskedLM", "encoder", embedding_size=32),
     "DeBERTa-v2": _language(

@@ -80,7 +80,9 @@ def test_gpt_is_the_hand_written_one() -> None:
 
     def loss(m: GPT) -> Tensor:
         x = U.add(
-            U.embedding(ids, m.tokens.weight), U.embedding(torch.arange(16), m.positions.weight)
+            U.embedding(ids, m.tokens.weight),
+            U.embedding(torch.arange(16), m.positions.weight),
+            constraint=None,
         )
         for b in m.blocks:
             x = block(b, x)

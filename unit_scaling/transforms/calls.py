@@ -25,6 +25,7 @@ __all__ = [
     "MOVES",
     "NEUTRAL",
     "PRODUCTS",
+    "SELECTIONS",
     "TRANSPARENT",
 ]
 
@@ -36,6 +37,9 @@ TRANSPARENT = frozenset(
     ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""
+
+SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
+"""Kinds that take a part of a value."""
 
 NEUTRAL = TRANSPARENT | frozenset(
     (
@@ -51,7 +55,7 @@ PRODUCTS = frozenset(
     (
         "linear linear_readout matmul mm bmm mv addmm baddbmm einsum tensordot bilinear conv1d "
         "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-        "scaled_dot_product_attention"
+        "scaled_dot_product_attention grouped_mm"
     ).split()
 )
 """Kinds that mix features: what makes a branch of a network more than a formula."""
@@ -105,6 +109,7 @@ _OPERATORS = {
     ),
     "pow": ("__pow__", "__rpow__", "__ipow__", operator.pow, operator.ipow),
     "neg": ("__neg__", operator.neg),
+    "grouped_mm": ("_grouped_mm",),
     "matmul": ("__matmul__", "__rmatmul__", operator.matmul),
     "abs": ("__abs__",),
     "__getitem__": (operator.getitem,),

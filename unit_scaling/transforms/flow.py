@@ -120,7 +120,7 @@ def _parameter_origins(nodes: list[Node]) -> list[str | None]:
 
 
 def _bridges(sources: list[list[int]]) -> list[bool]:
-    """For each node, whether its one source is a bridge: no other path goes around it."""
+    """For each node, whether it has sources, all of them by bridges: no path goes around one."""
     edges = [(source, index) for index, many in enumerate(sources) for source in many]
     around: list[list[int]] = [[] for _ in sources]
     for number, (source, index) in enumerate(edges):
@@ -128,7 +128,7 @@ def _bridges(sources: list[list[int]]) -> list[bool]:
         around[index].append(number)
     bridge = _bridge_edges(len(sources), edges, around)
     alone = [[e for e in around[i] if edges[e][1] == i] for i in range(len(sources))]
-    return [len(own) == 1 and bridge[own[0]] for own in alone]
+    return [bool(own) and all(bridge[e] for e in own) for own in alone]
 
 
 def _bridge_edges(count: int, edges: list[tuple[int, int]], around: list[list[int]]) -> list[bool]:

@@ -4,8 +4,8 @@
    scaled but their result.
 2. Residual adds (`transforms.residuals`) weigh their branches; every other add of values is a sum
    of independent terms.
-3. An op may scale its gradient on its own (constraint None) if its only differentiable input is a
-   bridge of the graph: no second path around it carries a gradient that its factor would miss
+3. An op may scale its gradient on its own (constraint None) if its differentiable inputs are
+   bridges of the graph: no second path around them carries a gradient that its factor would miss
    (Unit Scaling, section 3: cut edges). Elsewhere its scales are tied. Parameters do not count as
    paths: a tied weight gets the sum of differently scaled gradients, as in the peer libraries.
 4. A number that multiplies a value is taken out: the op before it has made the scale 1 already.
@@ -15,12 +15,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..ops import OPS, find_op
-from .calls import NEUTRAL, TRANSPARENT
+from .calls import NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .flow import Flow
 from .record import Graph, Key, Node, Slot
 from .residuals import Residuals, find_residuals
@@ -132,6 +133,12 @@ class _Planner:
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts()
         self.contexts = dict(settings.contexts)
+        self.uses = Counter(
+            (node.path, flow.parameters[i.node])
+            for node in self.nodes
+            if node.kind in PRODUCTS
+            for i in node.inputs
+        )
         self.averages: dict[int, int] = {}  # product of attention weights and values -> keys
 
     def _inner_readouts(self) -> frozenset[str]:
@@ -219,7 +226,11 @@ class _Planner:
         weights = [self.flow.parameters[i.node] for i in node.inputs if self._computed(i.node)]
         if weights and not any(name in self.settings.factors for name in weights):
             return shares, "unchanged", "adds a bias"
-        return (replace(shares or Step(), op="add"), "scaled", "") if node.kind == "add" else None
+        if node.kind != "add":
+            return None
+        if self.flow.bridges[index]:  # the op's own factors know of what is repeated
+            return Step(op="add", constraint=None), "scaled", "not constrained: on the only path"
+        return replace(shares or Step(), op="add"), "scaled", ""
 
     _sub = _add
 
@@ -233,7 +244,7 @@ class _Planner:
             sign = math.copysign(1.0, numbers[0]) if numbers else 1.0
             return Step(op="times", factor=sign), "scaled", "a number, taken out"
         if len(values) == 1 and any(o.computed for o in others):
-            return _with_slots(None, self._shares(node)), "scaled", "a gain"
+            return self._gain(node)
         if len(values) == 1 and not any(o.live for o in others):
             return None, "unchanged", "times a constant"
         if node.kind == "mul" and find_op(node.function) is None:
@@ -241,6 +252,14 @@ class _Planner:
         return None
 
     _div = _mul
+
+    def _gain(self, node: Node) -> Decision:
+        """A value times what is computed from parameters: a gain of RMS 1 at first."""
+        gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self._computed(i.node)]
+        slots = [(slot, 1 / gain.rms, 1 / gain.rms) for slot, gain in gains if not gain.parameter]
+        why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
+        slots = [s for s in slots if abs(s[1] - 1) > 0.1]
+        return _with_slots(_with_slots(None, self._shares(node)), slots), "scaled", f"a gain{why}"
 
     def _softmax(self, index: int, node: Node) -> Decision | None:
         """The softmax of attention: scaled for a fixed number of keys."""
@@ -259,6 +278,9 @@ class _Planner:
             return None
         return Step(op="average", factor=keys**-0.5), "scaled", f"attention over {keys} keys"
 
+    def _grouped_mm(self, index: int, node: Node) -> Decision:
+        return Step(op="grouped_mm"), "scaled", ""
+
     def _scaled_dot_product_attention(self, index: int, node: Node) -> Decision | None:
         value = OPS[node.kind].bind(node.args, node.kwargs, node.function)["value"]
         keys = self._keys(node, value.shape[-2])
@@ -274,9 +296,9 @@ class _Planner:
         assert node.function is not None
         op = find_op(node.function)
         if op is None:
-            return self._without_rule(node, kind)
+            return self._without_rule(index, node, kind)
         weights = {self.flow.parameters[i.node] for i in node.inputs}
-        slots = self._computed_weights(node)
+        slots = (*self._computed_weights(node), *self._shared_weights(node))
         if kind == "linear" and weights & (self.settings.readouts - self.inner):
             step = Step(op="linear_readout", constraint=None, slots=slots)
             return step, "scaled", "readout: 1/fan_in"
@@ -284,18 +306,28 @@ class _Planner:
         why = "not constrained: on the only path" if constraint is None else ""
         return Step(op=op.name, constraint=constraint, slots=slots), "scaled", why
 
-    def _without_rule(self, node: Node, kind: str) -> Decision:
+    def _without_rule(self, index: int, node: Node, kind: str) -> Decision:
         if kind in TRANSPARENT:
-            return _NOTHING
+            return self._selection(index, node)
+        if kind in NEUTRAL:
+            return _with_slots(None, self._shares(node)), "", ""
         restored = self._restored(node)
-        if kind in NEUTRAL and not restored:
-            return _NOTHING
         why = f"no rule for {node.name}"
         return (
             restored,
             "left alone",
             why + ("; its weight keeps its own scale" if restored else ""),
         )
+
+    def _selection(self, index: int, node: Node) -> Decision:
+        """A part of a value that nothing else reads: the rest of it gets no gradient."""
+        whole = node.inputs[0]
+        share = node.numel / (whole.numel or 1)
+        alone = self.flow.bridges[index] and len(self.flow.readers[whole.node]) == 1
+        if not (alone and 0 < share <= 0.5 and node.kind in SELECTIONS):
+            return _NOTHING
+        step = Step(slots=((whole.slot, 1.0, share**-0.5),))
+        return step, "scaled", f"gradient only: takes 1 in {1 / share:.3g}"
 
     def _preserve(self, node: Node, kind: str) -> Decision:
         """Only what leaves the function alone: weights at their own scale, losses."""
@@ -342,8 +374,21 @@ class _Planner:
         ]
         return tuple((slot, factor, factor) for slot, factor in found)
 
+    def _shared_weights(self, node: Node) -> tuple[Scaling, ...]:
+        """A weight collects a gradient from each time that its module is called."""
+        if node.kind not in PRODUCTS:
+            return ()
+        names = [(i.slot, self.flow.parameters[i.node]) for i in node.inputs]
+        return tuple(
+            (slot, 1.0, self.uses[node.path, name] ** -0.5)
+            for slot, name in names
+            if name in self.settings.factors and self.uses[node.path, name] > 1
+        )
 
-_SPECIAL_KINDS = frozenset("add sub mul div softmax matmul scaled_dot_product_attention".split())
+
+_SPECIAL_KINDS = frozenset(
+    "add sub mul div softmax matmul grouped_mm scaled_dot_product_attention".split()
+)
 """Kinds with a method of the planner."""
 
 

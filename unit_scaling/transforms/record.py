@@ -259,15 +259,12 @@ class Recorder(TorchFunctionMode):
 def _computed(kind: str, sources: list[Node]) -> bool:
     """Whether the result depends on parameters, and on nothing that the model is called with.
 
-    Integers are taken for such inputs, and so are the factors of a product that are no parameters.
+    Integers are taken for such inputs. What a product makes of parameters alone are values.
     """
     live = [s for s in sources if s.live]
     others = [s for s in sources if not s.live]
-    if not live or not all(s.computed for s in live):
-        return False
-    return not others or (
-        kind not in PRODUCTS and all(s.floating and not s.masking for s in others)
-    )
+    plain = all(s.floating and not s.masking for s in others)
+    return bool(live) and all(s.computed for s in live) and plain and kind not in PRODUCTS
 
 
 @torch.no_grad()

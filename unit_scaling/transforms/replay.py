@@ -54,9 +54,25 @@ def _preserved_embedding(step: Step, args: tuple[Any, ...], kwargs: dict[str, An
     return F.embedding(*args, **kwargs) * step.factor
 
 
+def _grouped_mm(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Rows of ``left`` in groups, each times a matrix of its own: the factors of `U.linear`.
+
+    A weight's gradient sums over the rows of its group, on average the rows by the groups.
+    """
+    left, right = (*args, *kwargs.values())[:2]
+    output = (left.shape[-1] or 1) ** -0.5
+    rows = left.shape[0] / right.shape[0] if right.dim() == 3 else right.shape[-1]
+    right = scale_each(right, 1.0, (rows or 1) ** -0.5 / output)
+    args = (left, right, *args[2:])
+    names = [name for name in kwargs if name not in ("self", "mat2", "mat_a", "mat_b")]
+    product = torch.nn.functional.grouped_mm(*args, **{name: kwargs[name] for name in names})
+    return scale_output(product, output, output, fresh=False)
+
+
 SPECIAL: dict[str, Callable[[Step, tuple[Any, ...], dict[str, Any]], Tensor]] = {
     "times": _times,
     "average": _average,
+    "grouped_mm": _grouped_mm,
     "preserved_linear": _preserved_linear,
     "preserved_embedding": _preserved_embedding,
 }
