@@ -1,6 +1,6 @@
 """Does `unit_scale` work on models that nobody here wrote?
 
-python -m benchmarks.zoo [NAME ...]
+python -m benchmarks.zoo [NAME ...] [--residual RULE]
 
 Small configurations of the architectures in the transformers library, with random weights: each is
 transformed, makes one training step, and is measured by `uu.verify`. Writes docs/models.md and
@@ -9,10 +9,10 @@ benchmarks/results/zoo.json; with names, only prints what it finds out about tho
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import math
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,6 +27,9 @@ import unit_scaling as uu
 
 ROOT = Path(__file__).parents[1]
 
+import os
+
+RESIDUAL = os.environ.get("RES", "fixed")
 LENGTH, VOCABULARY = 32, 128
 
 #: Settings under the names that most configurations use; each takes those that it knows.
@@ -298,8 +301,11 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return cls(config), entry.batch()
 
 
-def examine(name: str, verbose: bool = False) -> Result:
-    """Transforms a model, makes one training step with it, and measures it."""
+def examine(name: str, verbose: bool = False, **options: Any) -> Result:
+    """Transforms a model, makes one training step with it, and measures it.
+
+    verbose: print its report and its measurements. options: of `unit_scale`.
+    """
     entry = ZOO[name]
     result = Result(name, entry.model, entry.kind, "converted")
     try:
@@ -308,7 +314,7 @@ def examine(name: str, verbose: bool = False) -> Result:
         result.result = f"not built: {str(error).splitlines()[0]}"
         return result
     try:
-        model = uu.transforms.unit_scale(plain)
+        model = uu.transforms.unit_scale(plain, **options)
         found = uu.verify(model, batch)
         loss = model(**batch).loss
         loss.backward()
@@ -376,16 +382,21 @@ def write(results: list[Result]) -> None:
     (ROOT / "benchmarks" / "results" / "zoo.json").write_text(text + "\n")
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of ZOO; all by default")
+    parser.add_argument("--residual", choices=["fixed", "umup"], help="as in unit_scale")
+    given = parser.parse_args()
+    options = {"residual": given.residual} if given.residual else {}
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     results = []
-    for name in names or ZOO:
-        results.append(examine(name, verbose=len(names) == 1))
+    for name in given.names or ZOO:
+        results.append(examine(name, verbose=len(given.names) == 1, **options))
         print("  ".join(line(results[-1])), flush=True)
-    if not names:
+    if not (given.names or options):
         write(results)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -16,88 +16,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from ..ops import OPS, find_op
 from .calls import NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .flow import Flow
-from .record import Graph, Key, Node, Slot
+from .record import Graph, Node
 from .residuals import Residuals, find_residuals
+from .steps import Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
 
-__all__ = ["Plan", "Row", "Settings", "Step", "make_plan"]
-
-Scaling = tuple[Slot, float, float]
-"""(slot, forward factor, backward factor) of an argument."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What to do at one call. Plain data: it is pickled with the model and read by the compiler.
-
-    op: the row of OPS that computes it, one of `replay.SPECIAL`, or None for the call as it is.
-    constraint: as in OPS. factor: what the special steps are called with. slots: for arguments.
-    output: (forward, backward) factors of the result. context: the number of keys that attention
-    is scaled for.
-    """
-
-    op: str | None = None
-    constraint: str | None = "to_output_scale"
-    factor: float = 1.0
-    slots: tuple[Scaling, ...] = ()
-    output: tuple[float, float] = (1.0, 1.0)
-    context: int | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the report. number: how many calls of the kind came before in the module."""
-
-    path: str
-    call: str
-    done: str
-    why: str = ""
-    number: int = 0
-
-    @property
-    def left_alone(self) -> bool:
-        return self.done == "left alone"
-
-
-@dataclass
-class Plan:
-    """The steps of every known call, None for those that stay as they are, and their report.
-
-    inner: readout weights that turn out not to be the last: their output goes on into products or
-    residual connections. contexts: attention calls -> the number of keys they are scaled for.
-    """
-
-    steps: dict[Key, Step | None] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    inner: frozenset[str] = frozenset()
-    contexts: dict[Key, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the planner needs to know about the model's weights and the caller's wishes.
-
-    factors: parameter name -> what its values were divided by. readouts: names of the readout
-    weights. preserve: keep the function that the model computes. residual: "fixed" or "umup".
-    context: the number of keys of attention, None for that of the first call; contexts: what other
-    plans have found it to be.
-    """
-
-    factors: dict[str, float]
-    readouts: frozenset[str]
-    replaced: frozenset[str]
-    preserve: bool = False
-    residual: str = "fixed"
-    context: int | None = None
-    contexts: dict[Key, int] = field(default_factory=dict)
-
+__all__ = ["make_plan"]
 
 Decision = tuple[Step | None, str, str]
 """(step, what the report says was done or "" for no line, why)."""
@@ -164,7 +95,7 @@ class _Planner:
         if done == "left alone" and node.where:
             why = f"{why} ({node.where})"
         if splits:
-            step = _with_slots(step, splits)
+            step = with_slots(step, splits)
             if node.key is None:
                 done, why = "left alone", f"{node.name} reads a skip connection and is unknown"
         return step, Row(node.path, node.name, done, why, number) if done else None
@@ -203,7 +134,7 @@ class _Planner:
 
     def _unit(self, index: int, node: Node) -> Decision:
         unit = self.units.get(index)
-        step = _with_slots(None, self._shares(node))
+        step = with_slots(None, self._shares(node))
         if unit is None:
             return step, "", ""
         calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
@@ -214,7 +145,7 @@ class _Planner:
 
     def _add(self, index: int, node: Node) -> Decision | None:
         sources = [self.nodes[i.node] for i in node.inputs]
-        shares = _with_slots(None, self._shares(node))
+        shares = with_slots(None, self._shares(node))
         if len(sources) < 2:
             return shares, "unchanged", "adds a number"
         if node.numel == 1:
@@ -259,7 +190,7 @@ class _Planner:
         slots = [(slot, 1 / gain.rms, 1 / gain.rms) for slot, gain in gains if not gain.parameter]
         why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
         slots = [s for s in slots if abs(s[1] - 1) > 0.1]
-        return _with_slots(_with_slots(None, self._shares(node)), slots), "scaled", f"a gain{why}"
+        return with_slots(with_slots(None, self._shares(node)), slots), "scaled", f"a gain{why}"
 
     def _softmax(self, index: int, node: Node) -> Decision | None:
         """The softmax of attention: scaled for a fixed number of keys."""
@@ -310,7 +241,7 @@ class _Planner:
         if kind in TRANSPARENT:
             return self._selection(index, node)
         if kind in NEUTRAL:
-            return _with_slots(None, self._shares(node)), "", ""
+            return with_slots(None, self._shares(node)), "", ""
         restored = self._restored(node)
         why = f"no rule for {node.name}"
         return (
@@ -354,7 +285,7 @@ class _Planner:
         found = [
             (i.slot, factors.get(self.flow.parameters[i.node] or "", 1.0)) for i in node.inputs
         ]
-        return _with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
+        return with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
 
     def _shares(self, node: Node) -> list[Scaling]:
         """A parameter that is repeated over the result collects as many gradients."""
@@ -390,15 +321,3 @@ _SPECIAL_KINDS = frozenset(
     "add sub mul div softmax matmul grouped_mm scaled_dot_product_attention".split()
 )
 """Kinds with a method of the planner."""
-
-
-def _with_slots(step: Step | None, more: list[Scaling]) -> Step | None:
-    """The step with further factors for arguments; None if there is nothing to do."""
-    if not more:
-        return step
-    step = step or Step()
-    factors = {slot: (fwd, bwd) for slot, fwd, bwd in step.slots}
-    for slot, fwd, bwd in more:
-        f, b = factors.get(slot, (1.0, 1.0))
-        factors[slot] = (f * fwd, b * bwd)
-    return replace(step, slots=tuple((slot, fwd, bwd) for slot, (fwd, bwd) in factors.items()))

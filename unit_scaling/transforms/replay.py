@@ -16,8 +16,8 @@ from fp8.autocast import EXPANDED, FIRST_LOOK
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each, scale_output
 from .install import HOOKS
-from .plan import Plan, Step
 from .record import Key, Slot
+from .steps import Plan, Step
 
 __all__ = ["SPECIAL", "PlanMissError", "Replay"]
 

@@ -15,10 +15,11 @@ from ..parameter import tag
 from .calls import KINDS
 from .compile import copied
 from .install import Call, find_scope, install, unwrapped
-from .plan import Plan, Row, Settings, make_plan
+from .plan import make_plan
 from .record import Key, Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
+from .steps import Plan, Row, Settings
 from .weights import Weights, prepare
 
 __all__ = ["UnitScale", "unit_scale"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..parameter import tag
-from .plan import Row
+from .steps import Row
 
 __all__ = ["Weights", "prepare"]
 
