@@ -27,9 +27,7 @@ import unit_scaling as uu
 
 ROOT = Path(__file__).parents[1]
 
-import os
 
-RESIDUAL = os.environ.get("RES", "fixed")
 LENGTH, VOCABULARY = 32, 128
 
 #: Settings under the names that most configurations use; each takes those that it knows.
