@@ -3,6 +3,7 @@
 from . import (
     constraints,
     core,
+    elementwise,
     formats,
     functional,
     modules,
@@ -13,6 +14,7 @@ from . import (
     transforms,
 )
 from .core.functional import transformer_residual_scaling_rule
+from .elementwise import unit_scaled
 from .modules import (
     GELU,
     MHSA,
@@ -59,6 +61,7 @@ __all__ = [
     "TransformerStack",
     "constraints",
     "core",
+    "elementwise",
     "formats",
     "functional",
     "modules",
@@ -69,4 +72,5 @@ __all__ = [
     "scale",
     "transformer_residual_scaling_rule",
     "transforms",
+    "unit_scaled",
 ]
