@@ -1,6 +1,7 @@
 """Scales: what factor each operation needs so that every tensor has RMS about 1."""
 
 from . import (
+    batch,
     constraints,
     core,
     elementwise,
@@ -13,21 +14,31 @@ from . import (
     scale,
     transforms,
 )
+from .batch import batch_multiplier
 from .core.functional import transformer_residual_scaling_rule
 from .elementwise import unit_scaled
 from .modules import (
     GELU,
     MHSA,
     MLP,
+    Bilinear,
     Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
     CrossEntropyLoss,
     DepthModuleList,
     DepthSequential,
     Dropout,
     Embedding,
+    EmbeddingBag,
+    KeyValueCache,
     LayerNorm,
     Linear,
     LinearReadout,
+    MultiheadAttention,
     RMSNorm,
     SiLU,
     Softmax,
@@ -36,21 +47,30 @@ from .modules import (
     TransformerStack,
 )
 from .parameter import MupType, Parameter
-from .transforms import report
+from .transforms import report, verify
 
 __all__ = [
     "GELU",
     "MHSA",
     "MLP",
+    "Bilinear",
     "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
     "CrossEntropyLoss",
     "DepthModuleList",
     "DepthSequential",
     "Dropout",
     "Embedding",
+    "EmbeddingBag",
+    "KeyValueCache",
     "LayerNorm",
     "Linear",
     "LinearReadout",
+    "MultiheadAttention",
     "MupType",
     "Parameter",
     "RMSNorm",
@@ -59,6 +79,8 @@ __all__ = [
     "TransformerDecoder",
     "TransformerLayer",
     "TransformerStack",
+    "batch",
+    "batch_multiplier",
     "constraints",
     "core",
     "elementwise",
@@ -73,4 +95,5 @@ __all__ = [
     "transformer_residual_scaling_rule",
     "transforms",
     "unit_scaled",
+    "verify",
 ]
