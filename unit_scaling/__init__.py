@@ -4,6 +4,7 @@ from . import (
     batch,
     constraints,
     core,
+    elementwise,
     formats,
     functional,
     modules,
@@ -15,6 +16,7 @@ from . import (
 )
 from .batch import batch_multiplier
 from .core.functional import transformer_residual_scaling_rule
+from .elementwise import unit_scaled
 from .modules import (
     GELU,
     MHSA,
@@ -81,6 +83,7 @@ __all__ = [
     "batch_multiplier",
     "constraints",
     "core",
+    "elementwise",
     "formats",
     "functional",
     "modules",
@@ -91,5 +94,6 @@ __all__ = [
     "scale",
     "transformer_residual_scaling_rule",
     "transforms",
+    "unit_scaled",
     "verify",
 ]

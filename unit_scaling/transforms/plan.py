@@ -17,13 +17,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..ops import OPS, find_op
 from .calls import NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .flow import Flow
-from .record import Graph, Node
+from .record import MASKING, Graph, Node
 from .residuals import Residuals, find_residuals
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
@@ -39,7 +41,7 @@ _NOTHING: Decision = (None, "", "")
 def make_plan(graph: Graph, settings: Settings) -> Plan:
     """The plan for a recorded graph."""
     planner = _Planner(graph, settings)
-    plan = Plan(inner=planner.inner, contexts=planner.contexts)
+    plan = Plan(inner=planner.inner)
     for index, node in enumerate(graph.nodes):
         if node.function is None:
             continue
@@ -59,11 +61,12 @@ class _Planner:
         self.units: dict[int, Unit] = {}
         self.residuals = Residuals()
         if not settings.preserve:
-            self.units = find_units(flow, lambda node: find_op(node.function) is not None)
+            self.units = find_units(
+                flow, lambda node: find_op(node.function) is not None, settings.settled.units
+            )
             self.residuals = find_residuals(flow, settings.residual)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts()
-        self.contexts = dict(settings.contexts)
         self.uses = Counter(
             (node.path, flow.parameters[i.node])
             for node in self.nodes
@@ -198,7 +201,7 @@ class _Planner:
         if product is None or self.nodes[product].kind not in ("matmul", "bmm", "mm"):
             return None
         dim = OPS["softmax"].bind(node.args, node.kwargs, node.function).get("dim", -1)
-        keys = self._keys(node, node.shape[-1 if dim is None else dim])
+        keys, _ = self._keys(node, node.shape[-1 if dim is None else dim])
         self.averages[product] = keys
         factor = OPS["softmax"].rule(torch.empty(keys, device="meta"), 0)["output"]
         return Step(output=(factor, factor)), "scaled", f"attention over {keys} keys"
@@ -213,15 +216,27 @@ class _Planner:
         return Step(op="grouped_mm"), "scaled", ""
 
     def _scaled_dot_product_attention(self, index: int, node: Node) -> Decision | None:
-        value = OPS[node.kind].bind(node.args, node.kwargs, node.function)["value"]
-        keys = self._keys(node, value.shape[-2])
-        return Step(op=node.kind, context=keys), "scaled", f"over {keys} keys"
+        """Attention in one call: the same factor in every form of call, whatever its length."""
+        op = OPS[node.kind]
+        given = op.bind(node.args, node.kwargs, node.function)
+        mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
+        keys, always = self._keys(node, given["value"].shape[-2], causal or _sees_the_past(mask))
+        settings: tuple[tuple[str, Any], ...]
+        settings, output = (("context_length", keys), ("is_causal", always)), 1.0
+        if mask is None and causal != always:  # the argument does more than choose the factor
+            factors = [
+                op.scales((), {**given, "context_length": keys, "is_causal": c})["output"]
+                for c in (always, causal)
+            ]
+            settings, output = settings[:1], factors[0] / factors[1]
+        step = Step(op=node.kind, settings=settings, output=(output, output))
+        return step, "scaled", f"over {keys} keys" + (", of the past" if always else "")
 
-    def _keys(self, node: Node, seen: int) -> int:
+    def _keys(self, node: Node, seen: int, causal: bool = False) -> tuple[int, bool]:
+        """(the number of keys to scale for, whether queries see the past only), always the same."""
         assert node.key is not None
-        found = self.settings.context or self.contexts.get(node.key, seen)
-        self.contexts[node.key] = found
-        return found
+        found = (self.settings.context or seen, causal)
+        return self.settings.settled.keys.setdefault(node.key, found)
 
     def _by_rule(self, index: int, node: Node, kind: str) -> Decision:
         assert node.function is not None
@@ -321,3 +336,11 @@ _SPECIAL_KINDS = frozenset(
     "add sub mul div softmax matmul grouped_mm scaled_dot_product_attention".split()
 )
 """Kinds with a method of the planner."""
+
+
+def _sees_the_past(mask: Tensor | None) -> bool:
+    """Whether a mask of attention lets the first query see the first key only."""
+    if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2:
+        return False
+    seen = mask if mask.dtype == torch.bool else mask > MASKING
+    return not bool(seen[..., 0, 1:].any())

@@ -23,7 +23,7 @@ from fp8.autocast import EXPANDED, FIRST_LOOK
 from . import install
 from .calls import PRODUCTS, TRANSPARENT
 
-__all__ = ["Graph", "Input", "Node", "Recorder", "Slot", "replaced", "tensors_in"]
+__all__ = ["MASKING", "Graph", "Input", "Node", "Recorder", "Slot", "replaced", "tensors_in"]
 
 Slot = tuple[int | str, ...]
 """Where a tensor stands in a call: (1,) the second argument, ("weight",), (0, 2) within a list."""
@@ -31,7 +31,7 @@ Slot = tuple[int | str, ...]
 Key = tuple[str, str, int]
 """(module path, kind, how many of that kind came before it in that module)."""
 
-_MASKING = -1e4
+MASKING = -1e4
 """A term below this is a mask, not a value: half of them are -inf, the others as low as fits."""
 
 
@@ -277,7 +277,7 @@ def _rms(tensor: Tensor) -> float:
 
 
 def _any_masking(tensors: list[Tensor]) -> bool:
-    return any(bool((t <= _MASKING).any()) for t in tensors if t.is_floating_point())
+    return any(bool((t <= MASKING).any()) for t in tensors if t.is_floating_point())
 
 
 _INSTALL = install.__file__

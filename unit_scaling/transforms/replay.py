@@ -189,9 +189,7 @@ class Replay(TorchFunctionMode):
             return SPECIAL[step.op](step, args, kwargs)
         if step.op == "linear_readout":
             return OPS["linear_readout"].fn(*args, **kwargs)
-        settings: dict[str, Any] = {"constraint": step.constraint}
-        if step.context is not None:
-            settings["context_length"] = step.context
+        settings = {"constraint": step.constraint, **dict(step.settings)}
         return OPS[step.op].call(args, kwargs, func=function, **settings)
 
 

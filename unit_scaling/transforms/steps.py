@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .record import Key, Slot
 
-__all__ = ["Plan", "Row", "Scaling", "Settings", "Step", "with_slots"]
+__all__ = ["Plan", "Row", "Scaling", "Settings", "Settled", "Step", "with_slots"]
 
 Scaling = tuple[Slot, float, float]
 """(slot, forward factor, backward factor) of an argument."""
@@ -18,8 +19,7 @@ class Step:
 
     op: the row of OPS that computes it, one of `replay.SPECIAL`, or None for the call as it is.
     constraint: as in OPS. factor: what the special steps are called with. slots: for arguments.
-    output: (forward, backward) factors of the result. context: the number of keys that attention
-    is scaled for.
+    output: (forward, backward) factors of the result. settings: further arguments of the row.
     """
 
     op: str | None = None
@@ -27,7 +27,7 @@ class Step:
     factor: float = 1.0
     slots: tuple[Scaling, ...] = ()
     output: tuple[float, float] = (1.0, 1.0)
-    context: int | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,24 @@ class Plan:
     """The steps of every known call, None for those that stay as they are, and their report.
 
     inner: readout weights that turn out not to be the last: their output goes on into products or
-    residual connections. contexts: attention calls -> the number of keys they are scaled for.
+    residual connections.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     inner: frozenset[str] = frozenset()
-    contexts: dict[Key, int] = field(default_factory=dict)
+
+
+@dataclass
+class Settled:
+    """What the first form of call settles for all others, so that they compute the same.
+
+    keys: attention call -> (the number of keys it is scaled for, whether each query sees only the
+    keys before it). units: last call of a unit -> factors of its output and of its gradient.
+    """
+
+    keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
+    units: dict[Key, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,8 @@ class Settings:
 
     factors: parameter name -> what its values were divided by. readouts: names of the readout
     weights. preserve: keep the function that the model computes. residual: "fixed" or "umup".
-    context: the number of keys of attention, None for that of the first call; contexts: what other
-    plans have found it to be.
+    context: the number of keys of attention, None for that of the first call. settled: by the
+    plans that were made before; this one adds to it.
     """
 
     factors: dict[str, float]
@@ -75,7 +86,7 @@ class Settings:
     preserve: bool = False
     residual: str = "fixed"
     context: int | None = None
-    contexts: dict[Key, int] = field(default_factory=dict)
+    settled: Settled = field(default_factory=Settled)
 
 
 def with_slots(step: Step | None, more: list[Scaling]) -> Step | None:

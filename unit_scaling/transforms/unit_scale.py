@@ -16,10 +16,10 @@ from .calls import KINDS
 from .compile import copied
 from .install import Call, find_scope, install, unwrapped
 from .plan import make_plan
-from .record import Key, Recorder, tensors_in
+from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
-from .steps import Plan, Row, Settings
+from .steps import Plan, Row, Settings, Settled
 from .weights import Weights, prepare
 
 __all__ = ["UnitScale", "unit_scale"]
@@ -64,7 +64,7 @@ class UnitScale:
         self.residual = residual
         self.strict = strict
         self.context_length = context_length
-        self._contexts: dict[Key, int] = {}
+        self._settled = Settled()
         self.plans: dict[Any, Plan] = {}
         self.path: list[str] = []
         self._latest: dict[bool, Plan] = {}
@@ -212,11 +212,9 @@ class UnitScale:
             preserve=self.init == "preserve",
             residual=self.residual,
             context=self.context_length,
-            contexts=self._contexts,
+            settled=self._settled,
         )
-        plan = make_plan(recorder.graph, settings)
-        self._contexts = plan.contexts
-        return plan
+        return make_plan(recorder.graph, settings)
 
 
 def _covers(plan: Plan, path: str) -> bool:

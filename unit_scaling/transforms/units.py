@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..elementwise import elementwise_rms
 from .calls import CASTS, ELEMENTWISE, LINEAR, MOVES
 from .flow import Flow
-from .record import Node, Slot, replaced, tensors_in
+from .record import Key, Node, Slot, replaced, tensors_in
 
 __all__ = ["UNITS", "Pattern", "Unit", "find_units"]
 
@@ -59,24 +60,49 @@ class Unit:
     input: float = 1.0
 
 
-def find_units(flow: Flow, alone: Callable[[Node], bool]) -> dict[int, Unit]:
-    """The units of a model by their last call. alone: whether a call has a rule of its own."""
-    found: dict[int, Unit] = {}
-    factors: dict[str, tuple[float, float]] = {}
+Factors = tuple[float, float]
+
+
+def find_units(
+    flow: Flow, alone: Callable[[Node], bool], settled: dict[Key, Factors]
+) -> dict[int, Unit]:
+    """The units of a model by their last call.
+
+    alone: whether a call has a rule of its own. settled: factors that are known by their last
+    call; those that are not are added.
+    """
+    found = {}
+    spelled: dict[str, Factors] = {}
+    for unit in _candidates(flow, alone):
+        last = unit.calls[-1]
+        key = flow.nodes[last].key
+        assert key is not None
+        if key not in settled:
+            spelling = _spelling(flow, unit)
+            if spelling not in spelled:
+                spelled[spelling] = _measured(flow, unit)
+            settled[key] = spelled[spelling]
+        output, input = settled[key]
+        if math.isfinite(output * input) and output * input > 0:
+            found[last] = replace(unit, output=output, input=input)
+    return found
+
+
+def _candidates(flow: Flow, alone: Callable[[Node], bool]) -> list[Unit]:
+    found: list[Unit] = []
     taken: set[int] = set()
     for last in reversed(range(len(flow.nodes))):
         calls = () if last in taken else _region(flow, last)
         name = _match([flow.nodes[c].kind for c in calls])
         if name is None or taken.intersection(calls):
             continue
-        unit = Unit(name, flow.parents[last], calls)
-        found[last] = _measured(flow, unit, factors)
+        found.append(Unit(name, flow.parents[last], calls))
         taken.update(calls)
     for entry, calls in _formulas(flow, taken):
         plain = [c for c in calls if flow.nodes[c].kind not in CASTS]
         ruled = len(plain) == 1 and alone(flow.nodes[plain[0]])
         if not ruled and any(_curved(flow, c) for c in plain):
-            found[calls[-1]] = _measured(flow, Unit("formula", entry, calls), factors)
+            found.append(Unit("formula", entry, calls))
     return found
 
 
@@ -164,25 +190,17 @@ def _acts_on_elements(flow: Flow, index: int) -> bool:
 
 # Factors
 
-_GRID = torch.linspace(-8.0, 8.0, 2**14 + 1, dtype=torch.float64)
-_DENSITY = torch.exp(-(_GRID**2) / 2)
-_DENSITY /= _DENSITY.sum()
+SAMPLES, MOST_DRAWS = 2**14, 64
+"""How many numbers a unit is sampled with at least, and how often its inputs are drawn."""
 
 _NEAR_ONE = 0.05
 """A sampled factor that is nearer to 1 than this is 1: it would cost more than it gives."""
 
 
-def _measured(flow: Flow, unit: Unit, known: dict[str, tuple[float, float]]) -> Unit:
-    """The unit with its factors; those that are spelled alike are measured once."""
-    spelling = _spelling(flow, unit)
-    if spelling not in known:
-        measure = _integrated if unit.name == "formula" else _sampled
-        with torch.inference_mode(False), torch.enable_grad():
-            output, input = measure(flow, unit)
-        finite = math.isfinite(output) and math.isfinite(input) and output * input > 0
-        known[spelling] = (output, input) if finite else (1.0, 1.0)
-    output, input = known[spelling]
-    return replace(unit, output=output, input=input)
+def _measured(flow: Flow, unit: Unit) -> Factors:
+    """The factors of a unit; NaN where it has none: it is not finite, or constant."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return _integrated(flow, unit) if unit.name == "formula" else _sampled(flow, unit)
 
 
 def _spelling(flow: Flow, unit: Unit) -> str:
@@ -202,24 +220,25 @@ def _mark(tensor: Tensor) -> str:
     return repr(tensor.item() if tensor.numel() == 1 else tuple(tensor.shape))
 
 
-def _integrated(flow: Flow, unit: Unit) -> tuple[float, float]:
-    """1 / the RMS of a formula of a standard normal number and of its derivative.
-
-    By the trapezoidal rule on 2**14 steps over [-8, 8]: within 1e-5 for a formula with kinks.
-    """
-    x = _GRID.clone().requires_grad_()
-    y = _run(flow, unit, x).double()
-    (slope,) = torch.autograd.grad(y.sum(), x)
-    rms = [(_DENSITY * t.detach() ** 2).sum().sqrt().item() for t in (y, slope)]
-    return tuple(1 / r if r else math.nan for r in rms)  # type: ignore[return-value]
+def _integrated(flow: Flow, unit: Unit) -> Factors:
+    """1/RMS of a formula of a standard normal number and of its derivative, by quadrature."""
+    try:
+        output, slope = elementwise_rms(lambda x: _run(flow, unit, x), 1.0, ())
+    except ValueError:
+        return math.nan, math.nan
+    return 1 / output, 1 / slope
 
 
-def _sampled(flow: Flow, unit: Unit) -> tuple[float, float]:
-    """1 / the RMS of the result for normal numbers, in both directions."""
+def _sampled(flow: Flow, unit: Unit) -> Factors:
+    """1/RMS of the result for normal numbers, in both directions."""
     shape = flow.nodes[unit.entry].shape
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    rms = _run(flow, unit, x).detach().float().square().mean().sqrt().item()
-    factor = 1 / rms if rms else math.nan
+    draws = min(MOST_DRAWS, -(-SAMPLES // max(1, math.prod(shape))))
+    generator = torch.Generator().manual_seed(0)
+    squares = 0.0
+    for _ in range(draws):
+        result = _run(flow, unit, torch.randn(shape, generator=generator))
+        squares += result.detach().float().square().mean().item() / draws
+    factor = squares**-0.5 if squares else math.nan
     factor = 1.0 if abs(factor - 1) < _NEAR_ONE else factor
     return factor, factor
 
