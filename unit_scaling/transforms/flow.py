@@ -6,7 +6,7 @@ computed from parameters alone (a tied, masked or normalised weight) is no value
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .calls import ATTENTION, PRODUCTS, TRANSPARENT
@@ -26,12 +26,6 @@ class Flow:
             for source in sources:
                 self.readers[source].append(index)
         self.parameters = _parameter_origins(self.nodes)
-        self.bridges = _bridges(
-            [
-                [i.node for i in node.inputs if i.node in sources]
-                for node, sources in zip(self.nodes, self.sources, strict=True)
-            ]
-        )
         self.parents = self._dominators()
 
     def _sources(self, node: Node) -> list[int]:
@@ -87,6 +81,32 @@ class Flow:
         sources = self.sources[index]
         return sources[0] if self.nodes[index].kind in kinds and len(sources) == 1 else None
 
+    def bridges(self, units: Sequence[tuple[int, ...]]) -> list[bool]:
+        """For each node, whether it has sources, all of them by bridges: no path goes around one.
+
+        units: the calls of each, taken together as one.
+        """
+        whole = list(range(len(self.nodes)))
+        for calls in units:
+            for call in calls:
+                whole[call] = calls[-1]
+        ends = {calls[-1] for calls in units}
+        edges: list[tuple[int, int]] = []
+        for index, node in enumerate(self.nodes):
+            used = [i.node for i in node.inputs if i.node in self.sources[index]]
+            edges += [(whole[source], whole[index]) for source in used]
+        inner = {edge for edge in edges if edge[1] in ends}
+        edges = [edge for edge in edges if edge[1] not in ends] + [e for e in inner if e[0] != e[1]]
+        around: list[list[int]] = [[] for _ in self.nodes]
+        for number, (source, index) in enumerate(edges):
+            around[source].append(number)
+            around[index].append(number)
+        bridge = _bridge_edges(len(self.nodes), edges, around)
+        into: list[list[bool]] = [[] for _ in self.nodes]
+        for number, (_, index) in enumerate(edges):
+            into[index].append(bridge[number])
+        return [bool(into[w]) and all(into[w]) for w in whole]
+
     def _dominators(self) -> list[int]:
         """For each node the nearest one that all paths to it go through, -1 if there is none.
 
@@ -117,18 +137,6 @@ def _parameter_origins(nodes: list[Node]) -> list[str | None]:
         moved = node.kind in TRANSPARENT and node.inputs
         origins.append(origins[node.inputs[0].node] if moved else node.parameter)
     return origins
-
-
-def _bridges(sources: list[list[int]]) -> list[bool]:
-    """For each node, whether it has sources, all of them by bridges: no path goes around one."""
-    edges = [(source, index) for index, many in enumerate(sources) for source in many]
-    around: list[list[int]] = [[] for _ in sources]
-    for number, (source, index) in enumerate(edges):
-        around[source].append(number)
-        around[index].append(number)
-    bridge = _bridge_edges(len(sources), edges, around)
-    alone = [[e for e in around[i] if edges[e][1] == i] for i in range(len(sources))]
-    return [bool(own) and all(bridge[e] for e in own) for own in alone]
 
 
 def _bridge_edges(count: int, edges: list[tuple[int, int]], around: list[list[int]]) -> list[bool]:

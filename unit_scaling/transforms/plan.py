@@ -65,6 +65,7 @@ class _Planner:
                 flow, lambda node: find_op(node.function) is not None, settings.settled.units
             )
             self.residuals = find_residuals(flow, settings.residual)
+        self.bridges = flow.bridges([unit.calls for unit in self.units.values()])
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts()
         self.uses = Counter(
@@ -141,7 +142,7 @@ class _Planner:
         if unit is None:
             return step, "", ""
         calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
-        bridge = self.flow.bridges[unit.calls[0]] and unit.name == "formula"
+        bridge = self.bridges[index] and unit.name == "formula"
         input = unit.input if bridge else unit.output
         why = f"{unit.name} of {calls}, factor {unit.output:.3g}"
         return replace(step or Step(), output=(unit.output, input)), "scaled", why
@@ -162,7 +163,7 @@ class _Planner:
             return shares, "unchanged", "adds a bias"
         if node.kind != "add":
             return None
-        if self.flow.bridges[index]:  # the op's own factors know of what is repeated
+        if self.bridges[index]:  # the op's own factors know of what is repeated
             return Step(op="add", constraint=None), "scaled", "not constrained: on the only path"
         return replace(shares or Step(), op="add"), "scaled", ""
 
@@ -248,7 +249,7 @@ class _Planner:
         if kind == "linear" and weights & (self.settings.readouts - self.inner):
             step = Step(op="linear_readout", constraint=None, slots=slots)
             return step, "scaled", "readout: 1/fan_in"
-        constraint = None if self.flow.bridges[index] else "to_output_scale"
+        constraint = None if self.bridges[index] else "to_output_scale"
         why = "not constrained: on the only path" if constraint is None else ""
         return Step(op=op.name, constraint=constraint, slots=slots), "scaled", why
 
@@ -269,7 +270,7 @@ class _Planner:
         """A part of a value that nothing else reads: the rest of it gets no gradient."""
         whole = node.inputs[0]
         share = node.numel / (whole.numel or 1)
-        alone = self.flow.bridges[index] and len(self.flow.readers[whole.node]) == 1
+        alone = self.bridges[index] and len(self.flow.readers[whole.node]) == 1
         if not (alone and 0 < share <= 0.5 and node.kind in SELECTIONS):
             return _NOTHING
         step = Step(slots=((whole.slot, 1.0, share**-0.5),))

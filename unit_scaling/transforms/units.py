@@ -92,12 +92,10 @@ def _candidates(flow: Flow, alone: Callable[[Node], bool]) -> list[Unit]:
     found: list[Unit] = []
     taken: set[int] = set()
     for last in reversed(range(len(flow.nodes))):
-        calls = () if last in taken else _region(flow, last)
-        name = _match([flow.nodes[c].kind for c in calls])
-        if name is None or taken.intersection(calls):
-            continue
-        found.append(Unit(name, flow.parents[last], calls))
-        taken.update(calls)
+        unit = None if last in taken else _unit(flow, last)
+        if unit is not None and not taken.intersection(unit.calls):
+            found.append(unit)
+            taken.update(unit.calls)
     for entry, calls in _formulas(flow, taken):
         plain = [c for c in calls if flow.nodes[c].kind not in CASTS]
         ruled = len(plain) == 1 and alone(flow.nodes[plain[0]])
@@ -106,11 +104,29 @@ def _candidates(flow: Flow, alone: Callable[[Node], bool]) -> list[Unit]:
     return found
 
 
-def _region(flow: Flow, last: int) -> tuple[int, ...]:
-    """The calls from where all paths to ``last`` meet, if no unit is too small for them."""
+_STEPS = 4
+"""How often a unit is looked for further up: a softmax has its exponential before the fork."""
+
+
+def _unit(flow: Flow, last: int) -> Unit | None:
+    """The unit that ends at a call where paths meet."""
     entry = flow.parents[last]
     if entry < 0 or len(flow.sources[last]) < 2:
-        return ()
+        return None
+    found = None
+    for _ in range(_STEPS):
+        calls = _region(flow, entry, last)
+        name = _match(flow, calls) if calls else None
+        if name is not None:
+            found = Unit(name, entry, calls)
+        if name not in (None, "softmax") or not calls or flow.parents[entry] < 0:
+            break
+        entry = flow.parents[entry]
+    return found
+
+
+def _region(flow: Flow, entry: int, last: int) -> tuple[int, ...]:
+    """The calls between two where all paths meet; () if there are any that are in no unit."""
     seen, todo = {last}, [last]
     while todo:
         index = todo.pop()
@@ -127,7 +143,13 @@ def _region(flow: Flow, last: int) -> tuple[int, ...]:
     return calls if closed else ()
 
 
-def _match(kinds: list[str]) -> str | None:
+def _match(flow: Flow, calls: tuple[int, ...]) -> str | None:
+    """The pattern that the calls fit; None for those of a formula."""
+    if all(_acts_on_elements(flow, c) for c in calls):
+        return None
+    kinds = [flow.nodes[c].kind for c in calls]
+    # a product of two values is not linear, whatever else it is
+    kinds += ["square" for c in calls if flow.nodes[c].kind == "mul" and _curved(flow, c)]
     for name, pattern in UNITS.items():
         if pattern.only.issuperset(kinds) and all(n.intersection(kinds) for n in pattern.needs):
             return name
@@ -144,25 +166,40 @@ def _curved(flow: Flow, index: int) -> bool:
 # Formulas
 
 
+_ROUNDS = 8
+"""How often formulas are cut at values that are used outside: twice is common."""
+
+
 def _formulas(flow: Flow, taken: set[int]) -> list[tuple[int, tuple[int, ...]]]:
     """(entry, calls) of every largest formula: elementwise calls on one value and numbers."""
-    entry: dict[int, tuple[int, int]] = {}  # call -> (node, which of its results)
-    for index in range(len(flow.nodes)):
-        if index in taken or not _acts_on_elements(flow, index):
-            continue
+    suitable = [i for i in range(len(flow.nodes)) if i not in taken and _acts_on_elements(flow, i)]
+    ends: set[int] = set()
+    for _ in range(_ROUNDS):
+        entry = _entries(flow, suitable, ends)
+        more = {i for i, e in entry.items() if not _inside(entry, e, flow.readers[i])}
+        if more <= ends:
+            break
+        ends |= more
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for last in sorted(ends & entry.keys()):
+        calls = _upwards(flow, last, entry)
+        if not ends.intersection(calls[:-1]):
+            found.append((entry[last][0], calls))
+    return found
+
+
+def _entries(flow: Flow, suitable: list[int], ends: set[int]) -> dict[int, tuple[int, int]]:
+    """Call -> (node, which of its results) that it is a formula of, which no call of ``ends`` is
+    in the middle of.
+    """
+    entry: dict[int, tuple[int, int]] = {}
+    for index in suitable:
         inputs = [i for i in flow.nodes[index].inputs if i.node in flow.sources[index]]
-        origins = {entry.get(i.node, (i.node, i.part)) for i in inputs}
+        places = [(i.node, i.part) for i in inputs]
+        origins = {place if place[0] in ends else entry.get(place[0], place) for place in places}
         if len(origins) == 1:
             entry[index] = origins.pop()
-    found: list[tuple[int, tuple[int, ...]]] = []
-    used: set[int] = set()
-    ends = [i for i, e in entry.items() if not _inside(entry, e, flow.readers[i])]
-    for last in ends:
-        calls = _upwards(flow, last, entry)
-        if used.isdisjoint(calls) and not set(ends).intersection(calls[:-1]):
-            found.append((entry[last][0], calls))
-        used.update(calls)
-    return found
+    return entry
 
 
 def _inside(entry: dict[int, tuple[int, int]], origin: tuple[int, int], readers: list[int]) -> bool:
