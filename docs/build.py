@@ -45,6 +45,7 @@ NAMESPACES = {
     "torch": torch,
     "Tensor": torch.Tensor,
     "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
     "torch.sparse": torch.sparse,
     "operator": operator,
 }

@@ -4,6 +4,7 @@ from . import (
     batch,
     constraints,
     core,
+    elementwise,
     formats,
     functional,
     modules,
@@ -16,6 +17,7 @@ from . import (
 )
 from .batch import batch_multiplier
 from .core.functional import transformer_residual_scaling_rule
+from .elementwise import unit_scaled
 from .modules import (
     GELU,
     GRU,
@@ -88,6 +90,7 @@ __all__ = [
     "batch_multiplier",
     "constraints",
     "core",
+    "elementwise",
     "formats",
     "functional",
     "modules",
@@ -98,6 +101,7 @@ __all__ = [
     "scale",
     "transformer_residual_scaling_rule",
     "transforms",
+    "unit_scaled",
     "utils",
     "verify",
 ]
