@@ -22,7 +22,7 @@ from .recipe import Recipe, get_recipe
 __all__ = ["EXPANDED", "FIRST_LOOK", "OPAQUE", "PRODUCTS", "autocast", "outside_compiler"]
 
 # Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
-# order they were entered. An autocast that starts inside one puts it back on top.
+# order they were entered. An autocast that starts inside them puts them back on top.
 FIRST_LOOK: list[TorchFunctionMode] = []
 
 
@@ -81,8 +81,9 @@ class autocast(TorchFunctionMode):
     """Within the block, every matrix product runs under ``recipe``.
 
     recipe: a name in `fp8.RECIPES` or a `Recipe`. Of nested blocks the innermost counts.
-    opaque: what to do at a call whose products cannot be reached (OPAQUE): "raise" a
-    NotImplementedError that names it, or "warn" and leave it in high precision.
+    opaque: what to do at a call whose products cannot be reached (OPAQUE; under a scaling by rows
+    or blocks bilinear too, and an einsum of three operands): "raise" a NotImplementedError that
+    names it, or "warn" and leave it in high precision.
 
     The gradients of the products are computed under the recipe wherever the backward pass is run.
     float16, bfloat16, float32 and float64 tensors are rounded in their own dtype; integer, complex
@@ -113,17 +114,17 @@ class autocast(TorchFunctionMode):
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():
             _STANCE.hold()
-        above = FIRST_LOOK[-1] if FIRST_LOOK else None
+        above = tuple(FIRST_LOOK)
         ACTIVE.blocks.append((self.recipe, self.opaque, above))
         super().__enter__()
-        if above is not None:
-            TorchFunctionMode.__enter__(above)
+        for mode in above:
+            TorchFunctionMode.__enter__(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
         *_, above = ACTIVE.blocks.pop()
-        if above is not None:
-            TorchFunctionMode.__exit__(above, *error)
+        for mode in reversed(above):
+            TorchFunctionMode.__exit__(mode, *error)
         super().__exit__(*error)
         if not torch.compiler.is_compiling():
             _STANCE.release()
@@ -139,19 +140,21 @@ class autocast(TorchFunctionMode):
         handler = PRODUCTS.get(function)
         if handler is not None:
             result = handler(active_recipe(), *args, **kwargs)
-            if result is not NotImplemented:
+            if isinstance(result, str):
+                _leave(function, result)
+            elif result is not NotImplemented:
                 return result
         elif function in EXPANDED:
             with self:
                 return EXPANDED[function](*args, **kwargs)
         elif function in OPAQUE:
-            _leave(function)
+            _leave(function, OPAQUE[function])
         return function(*args, **kwargs)
 
 
-def _leave(function: Callable[..., Any]) -> None:
-    """Says that a call in OPAQUE is not cast, as the innermost block wants it."""
-    message = f"{function.__name__} cannot run under fp8.autocast: {OPAQUE[function]}"
+def _leave(function: Callable[..., Any], why: str) -> None:
+    """Says that a call is not cast, as the innermost block wants it."""
+    message = f"{function.__name__} cannot run under fp8.autocast: {why}"
     if ACTIVE.blocks[-1][1] == "raise":
         raise NotImplementedError(message)
     warnings.warn(f"{message}; left in high precision", stacklevel=4)

@@ -6,18 +6,37 @@ Each function is a row of `unit_scaling.ops.OPS`. ``constraint`` names how its s
 """
 
 from ._functional.activations import add, dropout, gelu, silu, silu_glu, softmax
-from ._functional.attention import scaled_dot_product_attention
+from ._functional.attention import rotary, scaled_dot_product_attention
+from ._functional.contraction import einsum
+from ._functional.convolution import (
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+)
+from ._functional.embedding import embedding, embedding_bag
 from ._functional.losses import cross_entropy, mse_loss
-from ._functional.norms import embedding, layer_norm, rms_norm
-from ._functional.products import conv1d, linear, linear_readout, matmul
+from ._functional.norms import layer_norm, rms_norm
+from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
 from ._functional.residuals import residual_add, residual_apply, residual_split
 
 __all__ = [
     "add",
+    "addmm",
+    "bilinear",
     "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "cross_entropy",
     "dropout",
+    "einsum",
     "embedding",
+    "embedding_bag",
     "gelu",
     "layer_norm",
     "linear",
@@ -28,6 +47,7 @@ __all__ = [
     "residual_apply",
     "residual_split",
     "rms_norm",
+    "rotary",
     "scaled_dot_product_attention",
     "silu",
     "silu_glu",

@@ -221,13 +221,13 @@ class Counting(Counter):
 
     def __init__(self, monkeypatch):
         super().__init__()
-        plain = fp8.matmul._rounded
+        plain = fp8.casting._rounded
 
-        def counted(x, spec):
+        def counted(x, spec, axis):
             self[spec[0]] += 1
-            return plain(x, spec)
+            return plain(x, spec, axis)
 
-        monkeypatch.setattr(fp8.matmul, "_rounded", counted)
+        monkeypatch.setattr(fp8.casting, "_rounded", counted)
 
 
 @pytest.mark.parametrize("function", CALLS, ids=name_of)

@@ -97,6 +97,7 @@ class Replay(TorchFunctionMode):
         self._path = path
         self._counts: dict[tuple[str, str], int] = {}
         self._busy = False
+        self.latest: Step | None = None  # the step of the call before, for who measures it
 
     def __enter__(self) -> Replay:
         FIRST_LOOK.append(self)
@@ -124,6 +125,7 @@ class Replay(TorchFunctionMode):
         try:
             kind = self._kinds.get(function)
             step = None if kind is None else self._next(kind)
+            self.latest = step
             if step is None:
                 return function(*args, **kwargs)
             return self._execute(step, function, args, kwargs)

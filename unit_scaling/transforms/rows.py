@@ -1,0 +1,55 @@
+"""Rows of a report as a table, as JSON and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["as_csv", "as_json", "as_table"]
+
+
+def as_table(cells: Sequence[Sequence[str]]) -> str:
+    """Lines of equally many cells, in columns as wide as their widest cell."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def as_json(rows: Sequence[Any], path: str | Path | None = None) -> str:
+    """Dataclasses as a JSON list of objects, also written to ``path``.
+
+    NaN and infinities, which JSON does not have, become null.
+    """
+    plain = [
+        {name: value if _finite(value) else None for name, value in dataclasses.asdict(row).items()}
+        for row in rows
+    ]
+    return _written(json.dumps(plain, indent=1, allow_nan=False), path)
+
+
+def as_csv(rows: Sequence[Any], path: str | Path | None = None) -> str:
+    """Dataclasses of one type as CSV with a header, also written to ``path``."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    if rows:
+        names = [field.name for field in dataclasses.fields(rows[0])]
+        writer.writerow(names)
+        writer.writerows([getattr(row, name) for name in names] for row in rows)
+    return _written(out.getvalue(), path)
+
+
+def _finite(value: Any) -> bool:
+    return not isinstance(value, float) or abs(value) < float("inf")
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
