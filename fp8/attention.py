@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .matmul import active_recipe, cast_backward, cast_forward, to_autocast_dtype
+from .casting import cast_backward, cast_forward
+from .matmul import active_recipe, to_autocast_dtype
 from .recipe import Recipe
 
 __all__ = ["attention"]
@@ -29,11 +30,14 @@ def attention(
     errors and treatment of NaN and of rows without an allowed key are torch's.
     Query, key and value are cast as the recipe's input and the gradient of the output as its
     grad. The kernel is fused: its probabilities and the gradients inside it stay in high
-    precision, as they do wherever FP8 is applied around such a kernel instead of within it.
+    precision, as they do wherever FP8 is applied around such a kernel instead of within it. Its
+    backward pass uses the operands as they were cast for the forward one: query and key along E,
+    value along S, the gradient along V.
     """
     recipe = recipe or active_recipe()
     if recipe is not None:
-        query, key, value = (cast_forward(t, recipe.input) for t in (query, key, value))
+        query, key = cast_forward(query, recipe.input), cast_forward(key, recipe.input)
+        value = cast_forward(value, recipe.input, -2)
     query, key, value, attn_mask = to_autocast_dtype(query, key, value, attn_mask)
     y = torch.ops.aten.scaled_dot_product_attention.default(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

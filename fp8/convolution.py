@@ -1,4 +1,12 @@
-"""Convolutions as products: the same three GEMMs, scales and casts as in `fp8.matmul`."""
+"""Convolutions as products: the same three GEMMs, scales and casts as in `fp8.matmul`.
+
+For a cast by rows or blocks an operand is the matrix that it is in a channels-last layout: feature
+maps (positions, channels), a weight (outputs, kernel positions * inputs), that of a transposed
+convolution (inputs, kernel positions * outputs). Channels are summed over forward and in the
+gradient of the input, positions in that of the weight; what padding="same" adds on one side only
+counts as positions. A recipe's rotation has no place here, as
+the three products do not sum over the same positions; operands are cast without it.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +18,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from .casting import Spec, round_straight
 from .function import apply
 from .matmul import (
     ONES,
+    Casts,
     Scales,
-    Spec,
     active_recipe,
+    casts_of,
     check_scales,
-    operands,
-    rounded_gradient,
-    spec_of,
+    one_copy,
+    to_autocast_dtype,
+    with_copies,
 )
 from .recipe import Recipe
 
@@ -30,13 +40,30 @@ aten = torch.ops.aten
 Ints = int | Sequence[int]
 
 
+def _cast_maps(x: Tensor, spec: Spec, axis: int) -> Tensor:
+    """Feature maps (batch, channels, *size) under a spec; axis: -1 sums over channels, -2 over
+    positions."""
+    if not spec or spec[3] == (0, 0):
+        return round_straight(x, spec)
+    last = x.movedim(1, -1)
+    return round_straight(last.flatten(0, -2), spec, axis).reshape(last.shape).movedim(-1, 1)
+
+
+def _cast_weight(x: Tensor, spec: Spec, axis: int) -> Tensor:
+    """A weight (first, second, *kernel) under a spec; axis: -1 sums over second, -2 over first."""
+    if not spec or spec[3] == (0, 0):
+        return round_straight(x, spec)
+    last = x.movedim(1, -1)
+    return round_straight(last.flatten(1), spec, axis).reshape(last.shape).movedim(-1, 1)
+
+
 class _Convolution(Function):
     """A convolution, or its transpose, whose output and two gradients each have a scale.
 
     A scale multiplies the smaller tensor (the weight, or the weight's gradient) rather than the
-    feature maps; `aten.convolution_backward` is itself differentiable. Arguments: input, weight,
-    bias or None, the three scales, (stride, padding, dilation, transposed, output_padding,
-    groups), the spec of the gradient's cast.
+    feature maps; `aten.convolution_backward` is itself differentiable. Arguments: input and
+    weight, cast; what backward casts instead of them, or None; bias or None; the three scales;
+    (stride, padding, dilation, transposed, output_padding, groups); the last four of `Casts`.
     """
 
     generate_vmap_rule = True
@@ -45,35 +72,64 @@ class _Convolution(Function):
     def forward(
         input: Tensor,
         weight: Tensor,
+        other_input: Tensor | None,
+        other_weight: Tensor | None,
         bias: Tensor | None,
         s_y: float,
         s_dx: float,
         s_dw: float,
         geometry: tuple[Any, ...],
-        spec: Spec,
+        casts: tuple[Any, ...],
     ) -> Tensor:
         return aten.convolution.default(input, _times(weight, s_y), bias, *geometry)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, _, _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.spec = inputs
-        ctx.save_for_backward(input, weight)
+        x, w, other_x, other_w, _, _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.casts = inputs
+        ctx.save_for_backward(x if other_x is None else other_x, w if other_w is None else other_w)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dx = dw = db = None
-        if needs_input or needs_weight:
-            g = rounded_gradient(grad, ctx.spec)
-            mask = [needs_input, needs_weight, False]
-            dx, dw, _ = aten.convolution_backward.default(
-                g, input, _times(weight, ctx.s_dx), None, *ctx.geometry, mask
+        x, w = ctx.saved_tensors
+        needs_x, needs_w, _, _, needs_bias, *_ = ctx.needs_input_grad
+        for_x, again_w, for_w, again_x = ctx.casts
+        gradient = aten.convolution_backward.default
+        dx = dw = db = g = None
+        if needs_x:
+            g = _cast_maps(grad, for_x, -1)
+            w_axis = -1 if ctx.geometry[3] else -2
+            scaled = _times(_cast_weight(w, again_w, w_axis).to(grad.dtype), ctx.s_dx)
+            dx, *_ = gradient(
+                g, x.to(grad.dtype), scaled, None, *ctx.geometry, [True, False, False]
             )
-            dw = _times(dw, ctx.s_dw) if needs_weight else None
+        if needs_w:
+            g = g if g is not None and one_copy(for_x, for_w) else _cast_maps(grad, for_w, -2)
+            x = _cast_maps(x, again_x, -2).to(grad.dtype)
+            _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *ctx.geometry, [False, True, False])
+            dw = _times(dw, ctx.s_dw)
         if needs_bias:  # of the gradient that no cast has touched, as in fp8.matmul.linear
             db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
-        return (dx if needs_input else None, dw, db, *[None] * 5)
+        return (dx, dw, None, None, db, *[None] * 5)
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Scales,
+    geometry: tuple[Any, ...],
+    recipe: Recipe | None,
+) -> Tensor:
+    """`_Convolution` of operands that are still to be cast."""
+    casts = casts_of(recipe)
+    casts = Casts(*((*spec[:-1], 0) if spec else () for spec in casts))  # no rotation
+    first, second, *rest = with_copies(x, weight, casts)
+    rounded = to_autocast_dtype(
+        _cast_maps(x, casts.a, -1), _cast_weight(weight, casts.b, -2 if geometry[3] else -1), bias
+    )
+    return apply(
+        _Convolution, *rounded[:2], first, second, rounded[2], *scales, geometry, tuple(rest)
+    )
 
 
 def _times(x: Tensor, scale: float) -> Tensor:
@@ -142,16 +198,14 @@ def conv(
     recipe = recipe or active_recipe()
     scales = check_scales(scales)
     dims = _dims(input, weight)
-    x, weight, bias = operands(recipe, input, weight, bias)
-    x = x if input.dim() == dims + 2 else x.unsqueeze(0)
+    x = input if input.dim() == dims + 2 else input.unsqueeze(0)
     steps = _per_dim(dilation, dims, "dilation")
     strides = _per_dim(stride, dims, "stride")
     if padding == "same" and any(step != 1 for step in strides):
         raise ValueError(f"padding='same' needs stride 1, got {stride!r}")
     x, margins = _padded(x, weight, padding, steps)
     geometry = (strides, margins, steps, False, [0] * dims, groups)
-    spec = () if recipe is None else spec_of(recipe.grad)
-    y = apply(_Convolution, x, weight, bias, *scales, geometry, spec)
+    y = _convolve(x, weight, bias, scales, geometry, recipe)
     return y if input.dim() == dims + 2 else y.squeeze(0)
 
 
@@ -176,8 +230,7 @@ def conv_transpose(
     recipe = recipe or active_recipe()
     scales = check_scales(scales)
     dims = _dims(input, weight)
-    x, weight, bias = operands(recipe, input, weight, bias)
-    x = x if input.dim() == dims + 2 else x.unsqueeze(0)
+    x = input if input.dim() == dims + 2 else input.unsqueeze(0)
     steps, margins, stretch, extra = (
         _per_dim(value, dims, what)
         for value, what in (
@@ -188,6 +241,5 @@ def conv_transpose(
         )
     )
     geometry = (steps, margins, stretch, True, extra, groups)
-    spec = () if recipe is None else spec_of(recipe.grad)
-    y = apply(_Convolution, x, weight, bias, *scales, geometry, spec)
+    y = _convolve(x, weight, bias, scales, geometry, recipe)
     return y if input.dim() == dims + 2 else y.squeeze(0)

@@ -5,7 +5,9 @@
                dw = s_dw * Q(g)^T Q(x)
 
 A scale rides in the GEMM (the ``alpha`` of addmm and baddbmm) instead of passing over the output
-again. ``Q`` comes from the recipe, and is the identity when there is none. The kernels are called
+again. ``Q`` comes from the recipe, each of the six its own, and is the identity when there is none.
+Where a cast goes by rows or blocks, x, w and g are cast once more for the second product that they
+are in, from high precision along the axis which that one sums over. The kernels are called
 as ``torch.ops.aten``, which no torch-function mode rewrites: a product is never cast twice, also
 when the backward pass, or the graph that a compiler made of it, runs under a mode.
 """
@@ -13,18 +15,15 @@ when the backward pass, or the graph that a compiler made of it, runs under a mo
 from __future__ import annotations
 
 import threading
-from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .formats import Format, get_format
+from .casting import Spec, is_symmetric, round_straight, spec_of
 from .function import apply
-from .quantize import quantize
-from .recipe import Cast, Recipe
-from .scaling import SCALINGS
+from .recipe import Recipe
 
 __all__ = ["active_recipe", "linear", "matmul"]
 
@@ -34,9 +33,6 @@ Scales = tuple[float, float, float]
 """Factors of the output and of the gradients of the first and second operand."""
 
 ONES: Scales = (1.0, 1.0, 1.0)
-
-Spec = tuple[Any, ...]
-"""A Cast as strings and numbers, or () for none: no object crosses an autograd function."""
 
 
 class _Active(threading.local):
@@ -58,88 +54,45 @@ def active_recipe() -> Recipe | None:
     return ACTIVE.blocks[-1][0] if ACTIVE.blocks else None
 
 
-def cast_forward(x: Tensor, cast: Cast | None) -> Tensor:
-    """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not."""
-    return x if cast is None else _round(x, spec_of(cast))
+class Casts(NamedTuple):
+    """The specs of the six operands of a layer's three products. An operand of the backward
+    products is () where no cast, or no further one, is needed."""
+
+    a: Spec = ()
+    b: Spec = ()
+    grad_for_a: Spec = ()
+    b_again: Spec = ()
+    grad_for_b: Spec = ()
+    a_again: Spec = ()
 
 
-def cast_backward(x: Tensor, cast: Cast | None) -> Tensor:
-    """``x`` itself; its gradient is rounded under ``cast``."""
-    return x if cast is None else apply(_RoundGradient, x, spec_of(cast))
+def casts_of(recipe: Recipe | None, layer: bool = True) -> Casts:
+    """The specs of a recipe. layer: whether b is a weight; else it is cast as a is."""
+    if recipe is None:
+        return Casts()
+    a, b = (spec_of(cast) for cast in recipe.forward)
+    grad_for_a, b_again = (spec_of(cast) for cast in recipe.grad_input)
+    grad_for_b, a_again = (spec_of(cast) for cast in recipe.grad_weight)
+    if not layer:
+        b = b_again = a
+    return Casts(a, b, grad_for_a, b_again, grad_for_b, a_again)
 
 
-_FIELDS = tuple(field.name for field in fields(Format))
+def one_copy(first: Spec, second: Spec) -> bool:
+    """Whether an operand cast under ``first`` serves where ``second`` is asked for, along the other
+    axis."""
+    return first == second and is_symmetric(first)
 
 
-def spec_of(cast: Cast | None) -> Spec:
-    """``cast`` as plain values. A Format object becomes the tuple of its fields."""
-    if cast is None:
-        return ()
-    format: Any = cast.format
-    if isinstance(format, Format):
-        format = tuple(getattr(format, name) for name in _FIELDS)
-    return (format, cast.scaling, cast.rounding, cast.overflow, cast.random_bits)
+def gradients(grad: Tensor, casts: tuple[Any, ...], needs_a: bool, needs_b: bool) -> list[Any]:
+    """The output's gradient (rows, columns) as the products for a and for b use it; differentiable.
 
-
-def _rounded(x: Tensor, spec: Spec) -> Tensor:
-    """``x`` in the spec's format. No gradient."""
-    name, scaling, rounding, overflow, random_bits = spec
-    if isinstance(name, str):
-        format = get_format(name)
-    else:
-        format = Format(**dict(zip(_FIELDS, name, strict=True)))
-    return quantize(
-        x,
-        format,
-        rounding=rounding,
-        overflow=overflow,
-        scale=SCALINGS[scaling](x, format),
-        random_bits=random_bits,
-    )
-
-
-def rounded_gradient(grad: Tensor, spec: Spec) -> Tensor:
-    """An output's gradient as the backward products use it; differentiable, straight through."""
-    return _round(grad, spec) if spec else grad
-
-
-def _round(x: Tensor, spec: Spec) -> Tensor:
-    return apply(_Round, x, spec) if torch.is_grad_enabled() else _rounded(x, spec)
-
-
-class _Round(Function):
-    """Saves its output, which the product saves anyway: activation checkpointing counts what is
-    saved, and so notices when it recomputes outside of the block what was cast inside."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, spec: Spec) -> Tensor:
-        return _rounded(x, spec)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
-
-
-class _RoundGradient(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, spec: Spec) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.spec = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return rounded_gradient(grad, ctx.spec), None
+    casts: the last four of `Casts`.
+    """
+    for_a = round_straight(grad, casts[0]) if needs_a else None
+    if for_a is not None and one_copy(casts[0], casts[2]):
+        return [for_a, for_a]
+    return [for_a, round_straight(grad, casts[2], -2) if needs_b else None]
 
 
 def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
@@ -158,47 +111,73 @@ class _Product(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k).
 
     Every product has this one form: it is the layout of the FP8 GEMM, and the gradient of a
-    weight (n, k) comes out in the weight's own layout. Arguments: a, b, bias (n,) of two matrices
-    or None, the three scales, the spec of the gradient's cast.
+    weight (n, k) comes out in the weight's own layout. Arguments: a and b, cast; what backward
+    casts instead of them, or None; bias (n,) of two matrices or None; the three scales; the last
+    four of `Casts`.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, s_y: float, s_a: float, s_b: float, spec: Spec
+        a: Tensor,
+        b: Tensor,
+        other_a: Tensor | None,
+        other_b: Tensor | None,
+        bias: Tensor | None,
+        s_y: float,
+        s_a: float,
+        s_b: float,
+        casts: tuple[Any, ...],
     ) -> Tensor:
         return _gemm(a, b.mT, s_y, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, _, _, ctx.s_a, ctx.s_b, ctx.spec = inputs
-        ctx.save_for_backward(a, b)
+        a, b, other_a, other_b, _, _, ctx.s_a, ctx.s_b, ctx.casts = inputs
+        ctx.save_for_backward(a if other_a is None else other_a, b if other_b is None else other_b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        g = rounded_gradient(grad, ctx.spec) if needs_a or needs_b else grad
-        da = _gemm(g, b, ctx.s_a) if needs_a else None
-        db = _gemm(g.mT, a, ctx.s_b) if needs_b else None
-        dbias = None
+        needs_a, needs_b, _, _, needs_bias, *_ = ctx.needs_input_grad
+        for_a, for_b = gradients(grad, ctx.casts, needs_a, needs_b)
+        da = db = dbias = None
+        if needs_a:
+            b = round_straight(b, ctx.casts[1], -2).to(grad.dtype)
+            da = _gemm(for_a, b, ctx.s_a)
+        if needs_b:
+            a = round_straight(a, ctx.casts[3], -2).to(grad.dtype)
+            db = _gemm(for_b.mT, a, ctx.s_b)
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
-        return da, db, dbias, None, None, None, None
+        return da, db, None, None, dbias, None, None, None, None
 
 
-def operands(
-    recipe: Recipe | None, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Any, ...]:
-    """The operands of a layer's product, cast: to the recipe's formats, then to autocast's dtype.
+def _multiply(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, casts: Casts) -> Tensor:
+    """`_Product` of operands that are still to be cast: to the recipe's formats, then to
+    autocast's dtype.
 
     In that order each is rounded to its format once, from its full precision; torch.autocast's
     16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
     """
-    if recipe is not None:
-        input, weight = cast_forward(input, recipe.input), cast_forward(weight, recipe.weight)
-    return to_autocast_dtype(input, weight, bias)
+    first, second, *rest = with_copies(a, b, casts)
+    rounded = to_autocast_dtype(round_straight(a, casts.a), round_straight(b, casts.b), bias)
+    return apply(_Product, *rounded[:2], first, second, rounded[2], *scales, tuple(rest))
+
+
+def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Any, ...]:
+    """What backward casts instead of the cast a and b, None where it uses those; then the last four
+    of ``casts``, () for a copy that needs none."""
+    keep_a, keep_b = one_copy(casts.a, casts.a_again), one_copy(casts.b, casts.b_again)
+    return (
+        None if keep_a else a,
+        None if keep_b else b,
+        casts.grad_for_a,
+        () if keep_b else casts.b_again,
+        casts.grad_for_b,
+        () if keep_a else casts.a_again,
+    )
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -244,7 +223,7 @@ def linear(
     Raises ValueError for shapes that do not fit.
     """
     recipe = recipe or active_recipe()
-    s_y, s_dx, s_dw = check_scales(scales)
+    scales = check_scales(scales)
     if weight.dim() == 1:
         bias = None if bias is None else bias.reshape(1)
         return linear(input, weight[None], bias, scales=scales, recipe=recipe).squeeze(-1)
@@ -255,12 +234,11 @@ def linear(
             f"linear needs an input of shape (..., {weight.shape[1]}) for a weight of shape "
             f"{tuple(weight.shape)}, got {tuple(input.shape)}"
         )
-    input, weight, bias = operands(recipe, input, weight, bias)
-    spec = () if recipe is None else spec_of(recipe.grad)
+    casts = casts_of(recipe)
     if input.dim() == 2:
-        return apply(_Product, input, weight, bias, s_y, s_dx, s_dw, spec)
+        return _multiply(input, weight, bias, scales, casts)
     rows = input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
-    y = apply(_Product, rows, weight, bias, s_y, s_dx, s_dw, spec)
+    y = _multiply(rows, weight, bias, scales, casts)
     return y.reshape(*input.shape[:-1], weight.shape[0])
 
 
@@ -269,8 +247,8 @@ def matmul(
 ) -> Tensor:
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
-    scales: (s_y, s_dleft, s_dright). Both operands are cast as the recipe's input; otherwise as
-    `linear`.
+    scales: (s_y, s_dleft, s_dright). Both operands are cast as the recipe's input, in the gradient
+    of the right one as its grad_weight says; otherwise as `linear`.
     """
     recipe = recipe or active_recipe()
     scales = check_scales(scales)
@@ -281,18 +259,15 @@ def matmul(
             f"matmul needs matching inner sizes, got shapes {tuple(left.shape)} and "
             f"{tuple(right.shape)}"
         )
-    if recipe is not None:
-        left, right = cast_forward(left, recipe.input), cast_forward(right, recipe.input)
-    left, right = to_autocast_dtype(left, right)
-    spec = () if recipe is None else spec_of(recipe.grad)
+    casts = casts_of(recipe, layer=False)
     a = left.unsqueeze(0) if left.dim() == 1 else left
     b = right.unsqueeze(1) if right.dim() == 1 else right
-    y = _batched(a, b, scales, spec)
+    y = _batched(a, b, scales, casts)
     y = y.squeeze(-1) if right.dim() == 1 else y
     return y.squeeze(-1 if right.dim() == 1 else -2) if left.dim() == 1 else y
 
 
-def _batched(a: Tensor, b: Tensor, scales: Scales, spec: Spec) -> Tensor:
+def _batched(a: Tensor, b: Tensor, scales: Scales, casts: Casts) -> Tensor:
     """The product of two matrices or (broadcast) batches of them, in one call of `_Product`."""
     batch = a.shape[:-2]
     if b.dim() == 2:  # a batch times one matrix is one product
@@ -302,5 +277,5 @@ def _batched(a: Tensor, b: Tensor, scales: Scales, spec: Spec) -> Tensor:
             batch = torch.broadcast_shapes(batch, b.shape[:-2])
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
-    y = apply(_Product, rows, b.mT, None, *scales, spec)
+    y = _multiply(rows, b.mT, None, scales, casts)
     return y if y.dim() == a.dim() else y.reshape(*batch, a.shape[-2], b.shape[-1])

@@ -1,16 +1,14 @@
 """The calls that compute matrix products, and what computes them under a recipe.
 
 PRODUCTS, EXPANDED and OPAQUE are read by `fp8.autocast`. Every handler ends in the functions of
-`fp8.matmul`, `fp8.convolution` and `fp8.attention`.
+`fp8.matmul`, `fp8.convolution`, `fp8.einsum` and `fp8.attention`.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-import string
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +17,17 @@ from torch.nn import functional as F
 
 from . import matmul
 from .attention import attention
+from .casting import cast_backward, cast_forward, is_whole
 from .convolution import conv, conv_transpose
+from .einsum import as_equation, einsum, sums_products
 from .multi_head import multi_head_attention_forward
 from .recipe import Recipe
 
 __all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler"]
 
 Handler = Callable[..., Any]
-"""(recipe, *args, **kwargs) -> the result, or NotImplemented for a call that is left to torch."""
+"""(recipe, *args, **kwargs) -> the result; NotImplemented for a call that is left to torch; where
+the recipe cannot reach its products, a string that says why."""
 
 aten = torch.ops.aten
 
@@ -196,48 +197,10 @@ def _tensordot(
 
 
 def _einsum(recipe: Recipe, *args: Any) -> Any:
-    """Operands cast once, and the gradient of the result; with three or more operands what is
-    computed on the way stays in high precision."""
-    equation, operands = _equation(args)
-    if not _floating(*operands) or not _sums(equation, operands):
+    equation, operands = as_equation(args)
+    if not _floating(*operands) or not sums_products(equation, operands):
         return NotImplemented
-    operands = [matmul.cast_forward(t, recipe.input) for t in operands]
-    return matmul.cast_backward(aten.einsum.default(equation, operands), recipe.grad)
-
-
-def _equation(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
-    """The arguments of torch.einsum, in any of its three forms, as (equation, operands)."""
-    if isinstance(args[0], str):
-        listed = len(args) == 2 and isinstance(args[1], list | tuple)
-        return args[0].replace(" ", ""), list(args[1] if listed else args[1:])
-
-    def term(indices: Sequence[Any]) -> str:
-        return "".join("..." if i is Ellipsis else string.ascii_letters[i] for i in indices)
-
-    pairs = list(zip_longest(args[::2], args[1::2]))
-    output = pairs.pop()[0] if len(args) % 2 else None
-    equation = ",".join(term(indices) for _, indices in pairs)
-    equation += "" if output is None else f"->{term(output)}"
-    return equation, [t for t, _ in pairs]
-
-
-def _sums(equation: str, operands: list[Tensor]) -> bool:
-    """Whether an index of more than one value, shared by operands, is summed over."""
-    inputs, arrow, output = equation.partition("->")
-    terms = inputs.split(",")
-    for letter in set(inputs) & set(string.ascii_letters):
-        shared = [(t, x) for t, x in zip(terms, operands, strict=False) if letter in t]
-        summed = letter not in output if arrow else inputs.count(letter) > 1
-        if summed and len(shared) > 1 and any(_size(*one, letter) > 1 for one in shared):
-            return True
-    return False
-
-
-def _size(term: str, x: Tensor, letter: str) -> int:
-    before, _, after = term.partition("...")
-    if letter in before:
-        return x.shape[before.index(letter)]
-    return x.shape[after.index(letter) - len(after)]
+    return einsum(equation, operands, recipe)
 
 
 def _bilinear(
@@ -246,10 +209,14 @@ def _bilinear(
     """Operands cast, and the gradient of the result; what is computed on the way is not."""
     if not _floating(input1, input2, weight):
         return NotImplemented
-    first, second = (matmul.cast_forward(t, recipe.input) for t in (input1, input2))
-    weight = matmul.cast_forward(weight, recipe.weight)
+    if not is_whole(recipe):
+        return (
+            "it sums over two axes one after the other, and a scale belongs to one; write it with @"
+        )
+    first, second = (cast_forward(t, recipe.input) for t in (input1, input2))
+    weight = cast_forward(weight, recipe.weight)
     first, second, weight, bias = matmul.to_autocast_dtype(first, second, weight, bias)
-    y = matmul.cast_backward(aten.bilinear.default(first, second, weight, None), recipe.grad)
+    y = cast_backward(aten.bilinear.default(first, second, weight, None), recipe.grad)
     return y if bias is None else y + bias
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
 
 from .formats import Format, get_format
 from .quantize import OVERFLOWS
 from .rounding import ROUNDINGS
-from .scaling import SCALINGS
+from .scaling import RULES, SCALINGS
 
 __all__ = ["RECIPES", "Cast", "Recipe", "get_recipe"]
 
@@ -21,23 +24,47 @@ def _check(what: str, got: object, allowed: Iterable[str]) -> None:
         raise ValueError(f"unknown {what} {got!r}; choose one of {', '.join(map(repr, names))}")
 
 
+def _check_int(what: str, got: object, low: int, high: int) -> None:
+    if isinstance(got, bool) or not (isinstance(got, int) and low <= got <= high):
+        raise ValueError(f"{what} must be {low} to {high}, got {got!r}")
+
+
+def _check_keys(what: str, got: Mapping[str, Any], allowed: Iterable[str]) -> None:
+    names = tuple(allowed)
+    if not isinstance(got, Mapping):
+        raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
+    for key in got:
+        _check(f"key of a {what}", key, names)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cast:
     """How one operand gets into its format.
 
     format: a name in `fp8.FORMATS`, or a `fp8.Format`.
-    scaling: a name in `fp8.SCALINGS`.
+    scaling: a name in `fp8.scaling.SCALINGS`: what shares a scale.
+    rule: a name in `fp8.scaling.RULES`: how the scale follows from the largest magnitude. None
+    becomes the scaling's usual one.
+    tile: how many elements share a scale (across, along) the axis that the product sums over, for
+    the scalings that leave it open. None becomes the scaling's usual one.
     rounding, overflow, random_bits: as in `fp8.quantize`. Stochastic rounding draws a new seed at
     each use.
-    Raises ValueError for an unknown name and for overflow="nonfinite" with a format that has
-    neither Inf nor NaN, TypeError for what is not a name.
+    hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix of
+    that size along the axis that the product sums over; 0: it is not. Both operands of a product
+    need the same; only those of the gradients may have it.
+    Raises ValueError for an unknown name, for a rule or tile that the scaling does not take and for
+    overflow="nonfinite" with a format that has neither Inf nor NaN, TypeError for what is not a
+    name.
     """
 
     format: str | Format
     scaling: str = "unit"
+    rule: str | None = None
+    tile: tuple[int, int] | None = None
     rounding: str = "nearest"
     overflow: str = "saturate"
     random_bits: int = 31
+    hadamard: int = 0
 
     def __post_init__(self) -> None:
         format = get_format(self.format)
@@ -46,30 +73,154 @@ class Cast:
         _check("overflow", self.overflow, OVERFLOWS)
         if self.overflow == "nonfinite" and format.nonfinite is None:
             raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
-        if not (isinstance(self.random_bits, int) and 1 <= self.random_bits <= 31):
-            raise ValueError(f"random_bits must be 1 to 31, got {self.random_bits!r}")
+        _check_int("random_bits", self.random_bits, 1, 31)
+        self._complete()
+        if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128) or isinstance(self.hadamard, bool):
+            raise ValueError(
+                f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
+            )
+
+    def _complete(self) -> None:
+        """Puts in what the scaling usually has for a rule or tile that is None."""
+        row = SCALINGS[self.scaling]
+        if self.rule is None:
+            object.__setattr__(self, "rule", row.rules[0] if row.rules else None)
+        else:
+            _check("rule", self.rule, RULES)
+            if self.rule not in row.rules:
+                allowed = ", ".join(map(repr, row.rules)) or "none: its scale is 1"
+                raise ValueError(
+                    f"scaling {self.scaling!r} has no rule {self.rule!r}; it has {allowed}"
+                )
+        tile = row.tile if self.tile is None else tuple(self.tile)
+        if tile != row.tile:
+            if not row.free:
+                raise ValueError(f"scaling {self.scaling!r} has the tile {row.tile}, not {tile}")
+            if len(tile) != 2:
+                raise ValueError(f"a tile is two numbers (across, along), not {tile!r}")
+            for size in tile:
+                _check_int("a side of a tile", size, 1, 1 << 16)
+            if tile == (1, 1):
+                raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
+        object.__setattr__(self, "tile", tile)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if isinstance(self.format, Format):
+            dtype = self.format.dtype
+            name = None if dtype is None else str(dtype).removeprefix("torch.")
+            values["format"] = asdict(self.format) | {"dtype": name}
+        return values | {"tile": list(self.tile or ())}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Cast:
+        """The Cast that `to_dict` wrote. Raises as Cast, and ValueError for an unknown key."""
+        _check_keys("Cast", values, (field.name for field in fields(Cast)))
+        values = dict(values)
+        if isinstance(values.get("format"), Mapping):
+            given = dict(values["format"])
+            _check_keys("Format", given, (field.name for field in fields(Format)))
+            dtype = given.get("dtype")
+            given["dtype"] = None if dtype is None else getattr(torch, dtype)
+            values["format"] = Format(**given)
+        return Cast(**values)
+
+
+SAME = "same"
+"""In a Recipe: cast for this product too as for the first."""
+
+_OPERANDS = ("input", "weight", "grad")
+_OVERRIDES = ("grad_input_weight", "grad_weight_grad", "grad_weight_input")
+
+Pair = tuple[Cast | None, Cast | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The casts of the three products of a layer, forward ``y = x w`` and backward ``dx``, ``dw``.
+    """The casts of the three products of a layer: forward, gradient of the input, of the weight.
+
+        y = input weight^T       sums over the inner size
+        dinput = grad weight     sums over the outputs
+        dweight = grad^T input   sums over the tokens
 
     input: activations, and both operands of a product of two activations.
     weight: the second operand of a linear layer or convolution.
-    grad: the gradient of the output, in both backward products.
+    grad: the gradient of the output.
     None leaves an operand as it is.
+    grad_input_weight, grad_weight_grad, grad_weight_input: another Cast (or None) of the weight,
+    the gradient and the input for the product named first; "same" casts as above. Where a scale
+    belongs to a row or block, each product casts anew, along the axis that it sums over, from the
+    operand in high precision.
+    Raises TypeError for what is not a Cast, ValueError where only one operand of a product is
+    rotated, or one of the forward product.
     """
 
     name: str
     input: Cast | None = None
     weight: Cast | None = None
     grad: Cast | None = None
+    grad_input_weight: Cast | str | None = SAME
+    grad_weight_grad: Cast | str | None = SAME
+    grad_weight_input: Cast | str | None = SAME
 
     def __post_init__(self) -> None:
-        for field in ("input", "weight", "grad"):
+        if not isinstance(self.name, str):
+            raise TypeError(f"Recipe.name must be a name, not {self.name!r}")
+        for field in (*_OPERANDS, *_OVERRIDES):
             cast = getattr(self, field)
-            if cast is not None and not isinstance(cast, Cast):
-                raise TypeError(f"Recipe.{field} must be a Cast or None, not {cast!r}")
+            if not (
+                cast is None or isinstance(cast, Cast) or (field in _OVERRIDES and cast == SAME)
+            ):
+                same = ', None or "same"' if field in _OVERRIDES else " or None"
+                raise TypeError(f"Recipe.{field} must be a Cast{same}, not {cast!r}")
+        for product in ("forward", "grad_input", "grad_weight"):
+            sizes = [cast.hadamard if cast else 0 for cast in getattr(self, product)]
+            if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
+                needs = "no rotation" if product == "forward" else "both operands rotated or none"
+                raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
+
+    @property
+    def forward(self) -> Pair:
+        """The casts of (input, weight) in the output."""
+        return self.input, self.weight
+
+    @property
+    def grad_input(self) -> Pair:
+        """The casts of (grad, weight) in the gradient of the input."""
+        return self.grad, _or_same(self.grad_input_weight, self.weight)
+
+    @property
+    def grad_weight(self) -> Pair:
+        """The casts of (grad, input) in the gradient of the weight."""
+        return (
+            _or_same(self.grad_weight_grad, self.grad),
+            _or_same(self.grad_weight_input, self.input),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as a dict of plain values: ``json.dumps`` takes it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {k: v.to_dict() if isinstance(v, Cast) else v for k, v in values.items()}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Recipe:
+        """The recipe that `to_dict` wrote. Raises as Recipe, and ValueError for an unknown key."""
+        _check_keys("Recipe", values, (field.name for field in fields(Recipe)))
+        read: dict[str, Any] = {
+            k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
+        }
+        return Recipe(**read)
+
+
+def _or_same(cast: Cast | str | None, same: Cast | None) -> Cast | None:
+    return same if isinstance(cast, str) else cast
+
+
+def _all(name: str, format: str, scaling: str = "unit", **options: Any) -> Recipe:
+    """One cast for every operand."""
+    cast = Cast(format=format, scaling=scaling, **options)
+    return Recipe(name=name, input=cast, weight=cast, grad=cast)
 
 
 def _e4m3_e5m2(name: str, scaling: str) -> Recipe:
@@ -80,10 +231,78 @@ def _e4m3_e5m2(name: str, scaling: str) -> Recipe:
     )
 
 
+def _row_gw_hp() -> Recipe:
+    """By rows, but the gradient of the weight in high precision; so the weight needs no second
+    copy along the other axis: that product has one scale for it (torchao's rowwise_with_gw_hp)."""
+    row = Cast(format="e4m3", scaling="row")
+    return Recipe(
+        name="row_gw_hp",
+        input=row,
+        weight=row,
+        grad=row,
+        grad_input_weight=Cast(format="e4m3", scaling="tensor"),
+        grad_weight_grad=None,
+        grad_weight_input=None,
+    )
+
+
+def _block() -> Recipe:
+    """DeepSeek-V3 (arXiv:2412.19437), section 3.3: e4m3 throughout, 1 x 128 for activations and
+    gradients, 128 x 128 for weights."""
+    vector = Cast(format="e4m3", scaling="block")
+    square = Cast(format="e4m3", scaling="block", tile=(128, 128))
+    return Recipe(name="block", input=vector, weight=square, grad=vector)
+
+
+def _mxfp6() -> Recipe:
+    """e2m3, the more precise, forward, and e3m2, the wider, for gradients."""
+    forward = Cast(format="e2m3", scaling="mx")
+    return Recipe(
+        name="mxfp6", input=forward, weight=forward, grad=Cast(format="e3m2", scaling="mx")
+    )
+
+
+def _nvfp4() -> Recipe:
+    """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149), section 4: weights
+    in 16 x 16 blocks, the same in both products; gradients rounded stochastically; both operands of
+    the weight's gradient rotated, 16 at a time."""
+    vector = Cast(format="e2m1", scaling="nv")
+    square = Cast(format="e2m1", scaling="nv", tile=(16, 16))
+    return Recipe(
+        name="nvfp4",
+        input=vector,
+        weight=square,
+        grad=Cast(format="e2m1", scaling="nv", rounding="stochastic"),
+        grad_weight_grad=Cast(format="e2m1", scaling="nv", rounding="stochastic", hadamard=16),
+        grad_weight_input=Cast(format="e2m1", scaling="nv", hadamard=16),
+    )
+
+
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe for recipe in (_e4m3_e5m2("unit", "unit"), _e4m3_e5m2("tensor", "tensor"))
+    recipe.name: recipe
+    for recipe in (
+        # Scale one: for unit-scaled models.
+        _e4m3_e5m2("unit", "unit"),
+        _all("unit_e4m3", "e4m3"),
+        # One scale per tensor.
+        _e4m3_e5m2("tensor", "tensor"),
+        # One per row or block of what is summed over.
+        _all("row", "e4m3", "row"),
+        _row_gw_hp(),
+        _block(),
+        # Mishra et al., "Recipes for pre-training LLMs with MXFP8" (arXiv:2506.08027): e4m3 for all
+        # three, scales rounded up.
+        _all("mxfp8", "e4m3", "mx"),
+        _mxfp6(),
+        # OCP MX specification 1.0, section 6.3, to the letter: e2m1, scales by the floor rule.
+        _all("mxfp4", "e2m1", "mx", rule="floor"),
+        _nvfp4(),
+        # 16-bit operands.
+        _all("bf16", "bf16"),
+        _all("fp16", "fp16"),
+    )
 }
-"""Name -> recipe. "unit" has scale one everywhere; "tensor" scales each operand by its amax."""
+"""Name -> recipe."""
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:

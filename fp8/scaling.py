@@ -1,4 +1,4 @@
-"""Where the scale of an operand comes from.
+"""Where the scale of an operand comes from: what shares one (its tile), and the rule that finds it.
 
 A scale is the value of one unit of the format: the operand stored is ``x / scale``. Powers of two
 make that division exact.
@@ -6,48 +6,185 @@ make that division exact.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .formats import Format
+from .formats import FORMATS, Format
+from .quantize import quantize
+from .rounding import LAYOUTS
 
-__all__ = ["SCALINGS", "tensor_scale", "unit_scale"]
+__all__ = ["RULES", "SCALINGS", "Scaling", "scale_of", "scaled_tiles"]
+
+aten = torch.ops.aten
+
+Tile = tuple[int, int]
+"""Elements that share a scale: (across, along) the axis that a product sums over; 0 is all."""
+
+SMALLEST, LARGEST = 2.0**-126, 2.0**127
+"""The limits of a scale: the normal powers of two of float32. (E8M0 begins at 2**-127, which
+torchao too leaves out.)"""
 
 
-def unit_scale(x: Tensor, format: Format) -> None:
-    """No scale at all: the operand is expected to have RMS about 1 (Unit Scaling, section 3)."""
-    return
+def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
+    """2**(e - E), for ``amax`` = m * 2**e and the format's largest value M * 2**E (m, M in [1, 2)).
+
+    carry: what is added to the bits of ``amax``; from where that reaches the exponent on, e is one
+    more. A subnormal amax counts as zero exponent bits, below every scale.
+    """
+    layout = LAYOUTS[amax.dtype]
+    exponent = ((amax.view(layout.integer) + carry) >> layout.mantissa_bits) - format.max_exponent
+    exponent = exponent.clamp(layout.bias - 126, layout.bias + 127)
+    return (exponent << layout.mantissa_bits).view(amax.dtype)
 
 
-def tensor_scale(x: Tensor, format: Format) -> Tensor:
-    """The smallest power of two under which no finite element of ``x`` overflows ``format``.
+def _one(amax: Tensor) -> int:
+    """The step of the exponent in the bits of ``amax``."""
+    return 1 << LAYOUTS[amax.dtype].mantissa_bits
 
-    "Current" per-tensor scaling: one pass over ``x`` for its largest magnitude, no history.
-    Returns a 0-dim float32 tensor (float64 for float64). It is 1 where the largest magnitude is
-    zero, Inf or NaN, so that these reach the cast unscaled, and for an empty tensor. It is not
-    less than 2**-126, the smallest normal float32: a tensor below that times half the format's
-    smallest value becomes zero; and not more than 2**127, past which only float64 reaches.
+
+def _up(amax: Tensor, format: Format) -> Tensor:
+    """The smallest power of two under which nothing overflows (the "round up" of Mishra et al.,
+    arXiv:2506.08027, torchao's RCEIL)."""
+    layout = LAYOUTS[amax.dtype]
+    top = layout.encode(format.max) & (_one(amax) - 1)
+    return _power(amax, format, _one(amax) - 1 - top)
+
+
+def _floor(amax: Tensor, format: Format) -> Tensor:
+    """2**(e - E), e and E the exponents of amax and of the format's largest value: what is between
+    that value and the next power of two saturates (OCP MX specification 1.0, section 6.3)."""
+    return _power(amax, format, 0)
+
+
+def _ceil(amax: Tensor, format: Format) -> Tensor:
+    """As floor, of amax rounded up to a power of two (torchao's CEIL)."""
+    return _power(amax, format, _one(amax) - 1)
+
+
+def _even(amax: Tensor, format: Format) -> Tensor:
+    """As floor, of amax rounded to the format's mantissa bits (torchao's EVEN)."""
+    return _power(amax, format, _one(amax) >> (format.mantissa_bits + 1))
+
+
+def _exact(amax: Tensor, format: Format) -> Tensor:
+    """amax divided by the format's largest value, in float32: no power of two."""
+    return amax / format.max
+
+
+def _e4m3(amax: Tensor, format: Format) -> Tensor:
+    """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
+    (NVFP4, arXiv:2509.25149, section 2). The e4m3 number is at least 2**-6, as in torchao."""
+    scale_format = FORMATS["e4m3"]
+    whole = _largest(amax, None).to(amax.dtype)
+    unit = _defined(whole / (scale_format.max * format.max), whole)
+    scale = quantize(amax / format.max / unit, scale_format)
+    return scale.clamp(min=scale_format.min_normal) * unit
+
+
+RULES: dict[str, Callable[[Tensor, Format], Tensor]] = {
+    "up": _up,
+    "floor": _floor,
+    "ceil": _ceil,
+    "even": _even,
+    "exact": _exact,
+    "e4m3": _e4m3,
+}
+"""Name -> function of (largest magnitude of a tile, format) giving its scale."""
+
+
+class Scaling(NamedTuple):
+    """A row of SCALINGS."""
+
+    about: str
+    tile: Tile
+    """What shares a scale, where the cast does not say."""
+    rules: tuple[str, ...]
+    """The names in RULES that it may go by, the usual one first; none: scale one."""
+    free: bool = False
+    """Whether a cast may have another tile."""
+
+
+_POWERS = ("up", "floor", "ceil", "even")
+
+SCALINGS: dict[str, Scaling] = {
+    "unit": Scaling("1: the operand is expected to have RMS about 1", (0, 0), ()),
+    "tensor": Scaling("one of its largest magnitude, now", (0, 0), (*_POWERS, "exact")),
+    "row": Scaling(
+        "one for each row along the axis that is summed over: token, output channel",
+        (1, 0),
+        (*_POWERS, "exact"),
+    ),
+    "block": Scaling(
+        "one for each 128 values along that axis; weights: 128 x 128",
+        (1, 128),
+        (*_POWERS, "exact"),
+        free=True,
+    ),
+    "mx": Scaling("E8M0, one for each 32 values along that axis", (1, 32), _POWERS, free=True),
+    "nv": Scaling(
+        "e4m3 times one float32 for the tensor, one for each 16 values along that axis",
+        (1, 16),
+        ("e4m3",),
+        free=True,
+    ),
+}
+"""Name -> what shares a scale and how it may be found."""
+
+
+def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
+    """The largest magnitude over ``dims`` (kept), NaN where there is one."""
+    if dims is not None:
+        return x.abs().amax(dims, keepdim=True)
+    low, high = aten.aminmax.default(x)  # one pass, no copy
+    return torch.maximum(-low, high)
+
+
+def _defined(scale: Tensor, amax: Tensor) -> Tensor:
+    """``scale`` within its limits, and 1 where amax is zero, Inf or NaN."""
+    usable = (amax > 0) & (amax < torch.inf)
+    return torch.where(usable, scale.clamp(SMALLEST, LARGEST), 1.0)
+
+
+def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
+    """The scales of ``x``, one for all that lies along ``dims`` (None: all of it).
+
+    Returns float32 (float64 for float64), with ``dims`` kept as 1, or 0-dim. It is 1 where the
+    largest magnitude is zero, Inf or NaN, so that these reach the cast unscaled: NaN stays NaN,
+    Inf becomes what the cast's overflow says, and finite neighbours in the tile are cast with
+    scale 1. It is not less than 2**-126, the smallest normal float32 (a tile below that times half
+    the format's smallest value becomes zero), and not more than 2**127, past which only float64
+    reaches. x must not be empty.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    one = torch.ones((), dtype=dtype, device=x.device)
-    if x.numel() == 0:
-        return one
-    low, high = torch.ops.aten.aminmax.default(x.detach())
-    amax = torch.maximum(-low, high).to(dtype)
-    # amax = m * 2**e and max = M * 2**E with m and M in [1/2, 1), so amax <= max * 2**(e - E)
-    # if and only if m <= M.
-    mantissa, exponent = torch.frexp(amax)
-    top, top_exponent = math.frexp(format.max)
-    exponent = exponent - top_exponent + (mantissa > top)
-    scale = torch.ldexp(one, exponent.clamp(-126, 127))
-    return torch.where((amax > 0) & torch.isfinite(amax), scale, one)
+    amax = _largest(x.detach(), dims).to(dtype)
+    return _defined(RULES[rule](amax, format), amax)
 
 
-SCALINGS: dict[str, Callable[[Tensor, Format], Tensor | None]] = {
-    "unit": unit_scale,
-    "tensor": tensor_scale,
-}
-"""Name of a scaling -> function of (operand, format) giving its scale, or None for scale one."""
+def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:
+    """``x`` with its tiles as dimensions, and these dimensions; None where all of x is one tile.
+
+    x: (..., rows, columns), not empty. axis: -1 or -2, the one that the product sums over.
+    A size that the tile does not divide is filled up with zeros, so that the last tile is shorter.
+    """
+    if tile == (0, 0):
+        return x, None
+    rows, columns = tile if axis == -1 else tile[::-1]
+    missing = [
+        -size % by if by else 0 for size, by in zip(x.shape[-2:], (rows, columns), strict=True)
+    ]
+    if any(missing):
+        x = aten.constant_pad_nd.default(x, [0, missing[1], 0, missing[0]])
+    dims: list[int] = []
+    if columns > 1:
+        x = x.unflatten(-1, (-1, columns))
+    if columns != 1:
+        dims.append(-1)
+    row = -3 if columns > 1 else -2
+    if rows > 1:
+        x = x.unflatten(row, (-1, rows))
+    if rows != 1:
+        dims.append(row)
+    return x, tuple(dims)

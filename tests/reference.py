@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,22 +28,95 @@ def rounded(x: Tensor, format: Format, scale: float = 1.0) -> Tensor:
     return torch.copysign(value, x.double()) * scale
 
 
-def tensor_scale(x: Tensor, format: Format) -> float:
-    """The smallest power of two, 2**-126 to 2**127, times which max is not exceeded."""
-    amax = x.double().abs().max().item() if x.numel() else 0.0
-    if amax == 0 or not math.isfinite(amax):
+def scale_of(
+    amax: float, format: Format, rule: str, whole: float = 0.0, real: type = np.float32
+) -> float:
+    """The scale of a tile by its definition. whole: the largest magnitude of the tensor; real: the
+    type that is calculated in."""
+    if not 0 < amax < math.inf:
         return 1.0
-    fitting = (2.0**e for e in range(-126, 128) if amax <= format.max * 2.0**e)
-    return next(fitting, 2.0**127)
+    exponent, top = math.frexp(amax)[1] - 1, math.frexp(format.max)[1] - 1
+    if rule == "up":
+        fitting = (2.0**e for e in range(-126, 128) if amax <= format.max * 2.0**e)
+        return next(fitting, 2.0**127)
+    if rule == "exact":
+        return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**127)
+    if rule == "e4m3":
+        unit = 1.0
+        if 0 < whole < math.inf:
+            unit = min(max(real(whole) / real(448 * format.max), 2.0**-126), 2.0**127)
+        steps = real(amax) / real(format.max) / real(unit)
+        e4m3 = float(rounded(torch.tensor(float(steps), dtype=torch.float64), get_format("e4m3")))
+        return min(max(float(real(max(e4m3, 2.0**-6)) * real(unit)), 2.0**-126), 2.0**127)
+    if rule == "ceil":
+        exponent = math.ceil(math.log2(amax)) if math.frexp(amax)[0] != 0.5 else exponent
+    if rule == "even":
+        mantissa = math.floor(amax / 2.0**exponent * 2.0**format.mantissa_bits + 0.5)
+        exponent += mantissa >= 2.0 ** (format.mantissa_bits + 1)
+    return 2.0 ** min(max(exponent - top, -126), 127)
 
 
-def cast(x: Tensor, how: Cast | None) -> Tensor:
-    """What a cast (nearest, saturating) makes of an operand, in float64."""
+def rotation(size: int) -> Tensor:
+    """Sylvester's matrix by its recursion, with the signs that the package documents."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    pi = f"{0x243F6A8885A308D3:064b}"[1:]
+    signs = torch.tensor([-1.0 if pi[j % 63] == "1" else 1.0 for j in range(size)])
+    return matrix * signs.double() / size**0.5
+
+
+def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
+    """What a cast (nearest, saturating) makes of an operand (..., rows, columns), in float64.
+
+    axis: the one that is summed over. A rotated operand stays so, filled up with zeros.
+    """
+    x = x.detach()
     if how is None:
-        return x.detach().double()
+        return x.double()
+    if axis == -2:
+        return cast(x.mT, how).mT
+    if how.hadamard:
+        padded = torch.zeros(*x.shape[:-1], -(-x.shape[-1] // how.hadamard) * how.hadamard)
+        padded = padded.double()
+        padded[..., : x.shape[-1]] = x
+        turned = padded.unflatten(-1, (-1, how.hadamard)) @ rotation(how.hadamard).mT
+        x = turned.flatten(-2).to(x.dtype)
     format = get_format(how.format)
-    scale = 1.0 if how.scaling == "unit" else tensor_scale(x, format)
-    return rounded(x.detach(), format, scale)
+    if x.numel() == 0:
+        return x.double()
+    if how.scaling == "unit":
+        return rounded(x, format)
+    whole = x.double().abs().max().item()
+    real = np.float64 if x.dtype == torch.float64 else np.float32
+    if how.scaling == "tensor":
+        return _tile(x, format, scale_of(whole, format, how.rule, real=real))
+    result = torch.empty(x.shape, dtype=torch.float64)
+    across, along = how.tile
+    along = along or x.shape[-1]
+    for batch in itertools.product(*map(range, x.shape[:-2])):
+        for i in range(0, x.shape[-2], across):
+            for j in range(0, x.shape[-1], along):
+                at = (*batch, slice(i, i + across), slice(j, j + along))
+                amax = x[at].double().abs().max().item()
+                result[at] = _tile(x[at], format, scale_of(amax, format, how.rule, whole, real))
+    return result
+
+
+def _tile(x: Tensor, format: Format, scale: float) -> Tensor:
+    """One tile: the quotient that is rounded is that of float32, or float64 for float64."""
+    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return rounded((x.to(work) / torch.tensor(scale, dtype=work)).double(), format) * scale
+
+
+def nearest(recipe: Recipe) -> Recipe:
+    """The recipe with every cast rounding to nearest: what has one right answer."""
+    casts = {
+        field.name: dataclasses.replace(getattr(recipe, field.name), rounding="nearest")
+        for field in dataclasses.fields(recipe)
+        if isinstance(getattr(recipe, field.name), Cast)
+    }
+    return dataclasses.replace(recipe, **casts)
 
 
 def product(
@@ -53,27 +129,93 @@ def product(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """[y, da, db] of ``y = s * function(a, b)`` and the same sums of magnitudes, in float64.
 
-    The second list bounds the rounding errors of any order of summation. layer: whether b is
-    cast as a weight.
+    The second list bounds the rounding errors of any order of summation. layer: whether function is
+    F.linear or a convolution and b is cast as a weight; else it is torch.matmul.
     """
     recipe = get_recipe(recipe)
     a, b = operands
-    right = recipe.weight if layer else recipe.input
-    q = [cast(a, recipe.input), cast(b, right)]
-    g = cast(grad, recipe.grad)
-    values = _three(function, q, g, scales)
-    magnitudes = _three(function, [t.abs() for t in q], g.abs(), [abs(s) for s in scales])
+    values: list[Tensor] = []
+    magnitudes: list[Tensor] = []
+    convolution = layer and b.dim() > 2
+    six = (
+        _maps(function, a, b, grad, recipe) if convolution else _matrices(a, b, grad, recipe, layer)
+    )
+    shapes = (grad.shape, a.shape, b.shape)
+    for scale, shape, compute, pair in zip(scales, shapes, *six, strict=True):
+        values.append(scale * compute(*pair).sum_to_size(shape))
+        sizes = [t.abs() for t in pair]
+        magnitudes.append(abs(scale) * compute(*sizes).sum_to_size(shape))
     return values, magnitudes
 
 
-def _three(
-    function: Product, q: list[Tensor], grad: Tensor, scales: Sequence[float]
-) -> list[Tensor]:
-    q = [t.clone().requires_grad_() for t in q]
-    y = function(*q)
-    return [
-        s * t.detach() for s, t in zip(scales, (y, *torch.autograd.grad(y, q, grad)), strict=True)
+def _matrices(
+    a: Tensor, b: Tensor, g: Tensor, recipe: Recipe, layer: bool
+) -> tuple[list[Product], list[tuple[Tensor, Tensor]]]:
+    """How to compute the three results of a product of matrices, and from which operands."""
+    batch = () if layer or b.dim() < 3 else torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    transposed = b if layer else b[None] if b.dim() == 1 else b.mT  # (..., n, k)
+    inner, outputs = transposed.shape[-1], transposed.shape[-2]
+    rows = (1 if a.dim() == 1 else a.shape[-2],) if batch else (a.numel() // max(inner, 1),)
+    if not inner and not batch:
+        rows = (math.prod(a.shape[:-1]),)
+    left = a.expand(*batch, *a.shape[-2:]) if batch and a.dim() > 1 else a
+    left = left.expand(*batch, a.shape[-1]).unsqueeze(-2) if batch and a.dim() == 1 else left
+    left = left.reshape(*batch, *rows, inner)
+    right = transposed.expand(*batch, outputs, inner)
+    grad = g.reshape(*batch, *rows, outputs)
+    forward = recipe.forward if layer else (recipe.input, recipe.input)
+    grad_input = recipe.grad_input if layer else (recipe.grad, recipe.input)
+    pairs = [
+        (cast(left, forward[0]), cast(right, forward[1])),
+        (cast(grad, grad_input[0]), cast(right, grad_input[1], -2)),
+        (cast(grad, recipe.grad_weight[0], -2), cast(left, recipe.grad_weight[1], -2)),
     ]
+
+    def to(shape: torch.Size) -> Callable[[Tensor], Tensor]:
+        # before a sum over broadcast dimensions there may be more of them
+        return lambda y: y.reshape(shape) if y.numel() == shape.numel() else y
+
+    computes = [
+        lambda x, w: to(g.shape)(x @ w.mT),
+        lambda g, w: to(a.shape)(g @ w),
+        lambda g, x: to(b.shape)(g.mT @ x if layer else (g.mT @ x).mT),
+    ]
+    return computes, pairs
+
+
+def _maps(
+    function: Product, x: Tensor, w: Tensor, g: Tensor, recipe: Recipe
+) -> tuple[list[Product], list[tuple[Tensor, Tensor]]]:
+    """As `_matrices`, of a convolution. Operands are matrices with the channels last."""
+    batched = x.dim() == w.dim()
+    transposed = function(x.double(), w.double()).shape[-w.dim() + 1] != w.shape[0]
+
+    def maps(t: Tensor, how: Cast | None, axis: int) -> Tensor:
+        t = t if batched else t[None]
+        last = t.detach().movedim(1, -1)
+        how = how and dataclasses.replace(how, hadamard=0)
+        y = cast(last.flatten(0, -2), how, axis).reshape(last.shape).movedim(-1, 1)
+        return y if batched else y[0]
+
+    def kernel(t: Tensor, how: Cast | None, axis: int) -> Tensor:
+        last = t.detach().movedim(1, -1)
+        return cast(last.flatten(1), how, axis).reshape(last.shape).movedim(-1, 1)
+
+    def vjp(of: int) -> Product:
+        def compute(g: Tensor, other: Tensor) -> Tensor:
+            one = torch.zeros((x, w)[of].shape, dtype=torch.float64, requires_grad=True)
+            y = function(one, other) if of == 0 else function(other, one)
+            return torch.autograd.grad(y, one, g)[0]
+
+        return compute
+
+    forward, back = (-2, -1) if transposed else (-1, -2)
+    pairs = [
+        (maps(x, recipe.forward[0], -1), kernel(w, recipe.forward[1], forward)),
+        (maps(g, recipe.grad_input[0], -1), kernel(w, recipe.grad_input[1], back)),
+        (maps(g, recipe.grad_weight[0], -2), maps(x, recipe.grad_weight[1], -2)),
+    ]
+    return [function, vjp(0), vjp(1)], pairs
 
 
 def unit(dtype: torch.dtype) -> float:

@@ -22,13 +22,17 @@ PACKAGES = ("fp8", "unit_scaling")
 #: A name stands for everything below it. `unit_scaling` may import all of `fp8`, `fp8` nothing of
 #: `unit_scaling`; the modules of one name may import each other where that makes no circle.
 LAYERS = """
-fp8.formats <- fp8.rounding <- fp8.quantize <- fp8.scaling <- fp8.recipe <- fp8.matmul
+fp8.formats <- fp8.rounding <- fp8.quantize <- fp8.scaling <- fp8.recipe <- fp8.casting
+fp8.casting <- fp8.matmul
 fp8.function <- fp8.quantize
-fp8.matmul <- fp8.attention, fp8.convolution, fp8.multi_head <- fp8.products
-fp8.products <- fp8.autocast
+fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
+fp8.products, fp8.checkpoint <- fp8.autocast <- fp8.convert
+fp8.subclass, fp8.report <- fp8.convert
+fp8.subclass <- unit_scaling.transforms
 fp8.recipe <- fp8.__main__
 
 fp8.function <- unit_scaling.scale
+unit_scaling.batch <- unit_scaling._functional
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
 unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
 unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules

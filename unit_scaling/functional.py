@@ -6,28 +6,53 @@ Each function is a row of `unit_scaling.ops.OPS`. ``constraint`` names how its s
 """
 
 from ._functional.activations import add, dropout, gelu, silu, silu_glu, softmax
-from ._functional.attention import scaled_dot_product_attention
+from ._functional.attention import rotary, scaled_dot_product_attention
+from ._functional.contraction import einsum
+from ._functional.convolution import (
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+)
+from ._functional.embedding import embedding, embedding_bag
 from ._functional.losses import cross_entropy, mse_loss
-from ._functional.norms import embedding, layer_norm, rms_norm
-from ._functional.products import conv1d, linear, linear_readout, matmul
+from ._functional.norms import layer_norm, rms_norm
+from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
+from ._functional.recurrent import gru, lstm, rnn_relu, rnn_tanh
 from ._functional.residuals import residual_add, residual_apply, residual_split
 
 __all__ = [
     "add",
+    "addmm",
+    "bilinear",
     "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "cross_entropy",
     "dropout",
+    "einsum",
     "embedding",
+    "embedding_bag",
     "gelu",
+    "gru",
     "layer_norm",
     "linear",
     "linear_readout",
+    "lstm",
     "matmul",
     "mse_loss",
     "residual_add",
     "residual_apply",
     "residual_split",
     "rms_norm",
+    "rnn_relu",
+    "rnn_tanh",
+    "rotary",
     "scaled_dot_product_attention",
     "silu",
     "silu_glu",

@@ -4,35 +4,47 @@ Each is a subclass of the module of the same name in torch, where there is one: 
 `state_dict` keys and `repr` are torch's. Weights start at RMS 1, biases at zero.
 """
 
+from ._modules.attention import MHSA, KeyValueCache, MultiheadAttention
 from ._modules.containers import DepthModuleList, DepthSequential
-from ._modules.layers import (
-    GELU,
+from ._modules.convolution import (
     Conv1d,
-    CrossEntropyLoss,
-    Dropout,
-    Embedding,
-    LayerNorm,
-    Linear,
-    LinearReadout,
-    RMSNorm,
-    SiLU,
-    Softmax,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
 )
-from ._modules.transformer import MHSA, MLP, TransformerDecoder, TransformerLayer, TransformerStack
+from ._modules.embedding import Embedding, EmbeddingBag
+from ._modules.layers import GELU, CrossEntropyLoss, Dropout, LayerNorm, RMSNorm, SiLU, Softmax
+from ._modules.linear import Bilinear, Linear, LinearReadout
+from ._modules.recurrent import GRU, LSTM, RNN
+from ._modules.transformer import MLP, TransformerDecoder, TransformerLayer, TransformerStack
 
 __all__ = [
     "GELU",
+    "GRU",
+    "LSTM",
     "MHSA",
     "MLP",
+    "RNN",
+    "Bilinear",
     "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
     "CrossEntropyLoss",
     "DepthModuleList",
     "DepthSequential",
     "Dropout",
     "Embedding",
+    "EmbeddingBag",
+    "KeyValueCache",
     "LayerNorm",
     "Linear",
     "LinearReadout",
+    "MultiheadAttention",
     "RMSNorm",
     "SiLU",
     "Softmax",

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 import fp8
 from fp8 import Cast, Recipe
 from fp8.convolution import conv, conv_transpose
-from tests.fp8.test_matmul import DTYPES, RECIPES, SCALES, check, randn
+from tests.fp8.test_matmul import RECIPES, SCALES, check, every, randn
 from tests.reference import NONE, assert_within, product
 
 # (torch's function, ours, input, weight, arguments)
@@ -34,12 +34,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every
 @pytest.mark.parametrize(("torchs", "ours", "input", "weight", "kwargs"), CASES)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_against_float64(torchs, ours, input, weight, kwargs, dtype, recipe):
     operands = randn(*input, dtype=dtype), randn(*weight, dtype=dtype)
+
+    if kwargs.get("padding") == "same" and recipe.input and recipe.input.tile != (0, 0):
+        kwargs = kwargs | {"padding": 1}  # the zeros of "same" would move the reference's tiles
 
     def function(x, w, **scaled):
         return ours(x, w, **kwargs, **scaled)

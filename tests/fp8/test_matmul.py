@@ -10,11 +10,20 @@ import fp8
 from fp8 import Cast, Format, Recipe
 from fp8.function import apply
 from fp8.matmul import active_recipe, linear, matmul
-from tests.reference import NONE, assert_within, product, unit
+from tests.reference import NONE, assert_within, cast, nearest, product, rotation, unit
 
 SCALES = (0.3, 2.5, 0.7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-RECIPES = {"none": NONE, **fp8.RECIPES}
+RECIPES = {"none": NONE} | {name: nearest(recipe) for name, recipe in fp8.RECIPES.items()}
+
+EVERY = [(torch.float32, name) for name in RECIPES]
+EVERY += [(dtype, name) for dtype in DTYPES[1:] for name in ("none", "tensor", "block", "nvfp4")]
+every = pytest.mark.parametrize(
+    ("dtype", "recipe"),
+    [(dtype, RECIPES[name]) for dtype, name in EVERY],
+    ids=[f"{dtype}-{name}" for dtype, name in EVERY],
+)
+"""Every recipe, and every dtype with those that differ most."""
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -35,8 +44,7 @@ def check(function, plain, operands, recipe, scales=SCALES, layer=True) -> None:
         assert_within(one.detach(), value, magnitude, dtype)
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every
 @pytest.mark.parametrize(
     "shape", [(7,), (5, 7), (2, 3, 7), (2, 3, 4, 7), (0, 7), (5, 1), (2, 0, 7)]
 )
@@ -45,8 +53,7 @@ def test_linear(shape, dtype, recipe):
     check(linear, F.linear, operands, recipe)
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every
 @pytest.mark.parametrize(
     ("left", "right"),
     [
@@ -92,8 +99,7 @@ def test_scales_of_one_and_powers_of_two_are_exact():
     assert torch.equal(linear(x, w, scales=(0.25, 1, 1)), F.linear(x, w) * 0.25)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@every
 def test_bias(dtype, recipe):
     x, w, b = randn(2, 5, 7, dtype=dtype), randn(6, 7, dtype=dtype), randn(6, dtype=dtype)
     y = linear(x, w, b, scales=SCALES, recipe=recipe)
@@ -121,29 +127,14 @@ def test_gradients_only_where_asked_for(needs):
         assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
 
 
-@pytest.mark.parametrize("name", fp8.RECIPES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_operands_are_what_quantize_makes_of_them(name, dtype):
-    recipe = fp8.RECIPES[name]
-    x, eye = randn(8, 8, dtype=dtype), torch.eye(8, dtype=dtype)
-    with torch.no_grad():
-        x[0, 0] = 300.0  # a scale other than one, and 1 is still a value of the format
-    expected = x.detach()
-    if name == "unit":
-        expected = fp8.quantize(expected, "e4m3")
-    else:
-        expected = fp8.quantize(
-            expected, "e4m3", scale=fp8.scaling.tensor_scale(expected, fp8.get_format("e4m3"))
-        )
-    for y in (linear(x, eye, recipe=recipe), matmul(x, eye, recipe=recipe)):
+@every
+def test_operands_are_exactly_the_reference_s(recipe, dtype):
+    """Seen through a product with the unit matrix, which every cast here leaves as it is."""
+    x, eye = randn(20, 40, dtype=dtype).detach(), torch.eye(40, dtype=dtype)
+    plain = Recipe(name="plain", input=recipe.input)
+    expected = cast(x, recipe.input).to(dtype)
+    for y in (linear(x, eye, recipe=plain), matmul(x, eye, recipe=plain)):
         assert torch.equal(y, expected)
-    y = linear(eye, x, recipe=recipe)
-    assert torch.equal(y, expected.mT)
-    grad = randn(8, 8, dtype=dtype, seed=3).detach()
-    y = linear(x, eye, recipe=recipe)
-    scale = None if name == "unit" else fp8.scaling.tensor_scale(grad, fp8.get_format("e5m2"))
-    (dx,) = torch.autograd.grad(y, x, grad)
-    assert torch.equal(dx, fp8.quantize(grad, "e5m2", scale=scale))
 
 
 def test_each_operand_has_its_own_cast():
@@ -202,20 +193,13 @@ def test_double_backward(recipe):
     u, v = randn(5, 7, seed=7).double().detach(), randn(6, 7, seed=8).double().detach()
     gx, gw, gg = torch.autograd.grad((dx * u).sum() + (dw * v).sum(), (x, w, g))
 
-    def q(t, cast):
-        return (
-            t.detach()
-            if cast is None
-            else fp8.quantize(
-                t,
-                cast.format,
-                scale=fp8.scaling.SCALINGS[cast.scaling](t, fp8.get_format(cast.format)),
-            )
-        )
-
-    qx, qw, qg = q(x, recipe.input), q(w, recipe.weight), q(g, recipe.grad)
-    # of sum(s_dx * qg qw * u + s_dw * qg' qx * v)
-    torch.testing.assert_close(gx, SCALES[2] * qg @ v)
+    turn = torch.eye(5, dtype=torch.float64)  # what rotates the tokens of both operands
+    if recipe.grad_weight[0] and recipe.grad_weight[0].hadamard:
+        turn = rotation(recipe.grad_weight[0].hadamard)[:, :5]
+    qw, qx = cast(w, recipe.grad_input[1], -2), turn.mT @ cast(x, recipe.grad_weight[1], -2)
+    qg, qg_for_w = cast(g, recipe.grad_input[0]), turn.mT @ cast(g, recipe.grad_weight[0], -2)
+    # of sum(s_dx * qg qw * u + s_dw * qg_for_w' qx * v)
+    torch.testing.assert_close(gx, SCALES[2] * qg_for_w @ v)
     torch.testing.assert_close(gw, SCALES[1] * qg.mT @ u)
     torch.testing.assert_close(gg, SCALES[1] * u @ qw.mT + SCALES[2] * qx @ v.mT)
 

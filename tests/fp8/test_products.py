@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import fp8
+from fp8 import RECIPES
 from tests.fp8.calls import ADDMM, CALLS, COARSE, MATMUL, A, B, V, cast, name_of, operands
 from tests.fp8.test_matmul import randn
 
@@ -87,6 +88,56 @@ def test_einsum(equation, shapes):
         torch.testing.assert_close(y, z)
         for one, other in zip(torch.autograd.grad(y, tensors, g), wanted, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["row"], RECIPES["nvfp4"]], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    ("equation", "left", "right"),
+    [
+        ("ij,jk->ik", (5, 8), (8, 6)),
+        ("ij,jk->ki", (5, 8), (8, 6)),
+        ("bij,bkj->bik", (3, 5, 8), (3, 6, 8)),
+        ("bhid,bhjd->bhij", (2, 3, 5, 8), (2, 3, 6, 8)),
+        ("...ij,...jk", (2, 3, 5, 8), (2, 3, 8, 6)),
+        ("iab,bak->ik", (5, 2, 4), (4, 2, 6)),
+        ("ij,jk->i", (5, 8), (8, 6)),
+    ],
+)
+def test_an_einsum_of_two_is_the_same_product_as_matmul(equation, left, right, recipe):
+    """Also where a scale belongs to a block along what is summed over."""
+    a, b = randn(*left), randn(*right, seed=1)
+    y = fp8.einsum.einsum(equation, [a, b], recipe)
+    torch.testing.assert_close(y.detach(), torch.einsum(equation, a, b), atol=1.5, rtol=0.5)
+    g = randn(*y.shape, seed=2).detach()
+    as_matrices = {
+        "ij,jk->ki": lambda: (a, b, g.mT),
+        "bij,bkj->bik": lambda: (a, b.mT, g),
+        "bhid,bhjd->bhij": lambda: (a, b.mT, g),
+        "iab,bak->ik": lambda: (a.flatten(1), b.transpose(0, 1).flatten(0, 1), g),
+        "ij,jk->i": lambda: (a, b, g[:, None].expand(5, 6)),
+    }
+    operands = as_matrices.get(equation, lambda: (a, b, g))()
+    z = fp8.matmul.matmul(*operands[:2], recipe=recipe)
+    seed = torch.get_rng_state()
+    got = torch.autograd.grad(y, (a, b), g)
+    torch.set_rng_state(seed)
+    for one, other in zip(got, torch.autograd.grad(z, (a, b), operands[2]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_has_no_single_axis_is_left_by_name():
+    a, b, c = randn(5, 8).detach(), randn(8, 6).detach(), randn(6, 4).detach()
+    bilinear = [randn(*s).detach() for s in ((5, 4), (5, 3), (6, 4, 3))]
+    calls = {
+        "einsum": lambda: torch.einsum("ij,jk,kl->il", a, b, c),
+        "bilinear": lambda: F.bilinear(*bilinear),
+    }
+    for name, call in calls.items():
+        with fp8.autocast("row"), pytest.raises(NotImplementedError, match=f"^{name} cannot run"):
+            call()
+        with fp8.autocast("row", opaque="warn"), pytest.warns(UserWarning, match=f"^{name} "):
+            y = call()
+        assert torch.equal(y, call())
 
 
 def test_einsum_by_lists():

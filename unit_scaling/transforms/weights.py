@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..parameter import tag
+from ..parameter import remember_tags, tag
 from .plan import Row
 
 __all__ = ["Weights", "prepare"]
 
-_KERNELS = (nn.RNNBase, nn.RNNCellBase)
+_KERNELS = (nn.RNNCellBase,)
 """Modules computed by one opaque kernel, whose weights nothing can compensate for."""
 
 
@@ -59,6 +59,7 @@ def prepare(model: nn.Module, init: str) -> Weights:
             tag(parameter, "bias")
         else:
             tag(parameter, "norm")
+    remember_tags(model)
     return weights
 
 

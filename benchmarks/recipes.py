@@ -1,0 +1,58 @@
+"""What the recipes cost where they are simulated: a training step of a compiled GPT under each.
+
+python -m benchmarks.recipes [recipe ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import fp8
+from benchmarks.common import compare, fix_allocator, report
+from notebooks.nanogpt.model import GPT, GPTConfig
+
+QUESTION = "what does a compiled nanoGPT training step cost under a recipe, relative to fp32?"
+
+
+def training_step(model: nn.Module, recipe: str | None) -> Callable[[], object]:
+    """Forward, backward and an AdamW step on one batch of 16 x 128 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 65, (16, 129), generator=generator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def forward(x: torch.Tensor, y: torch.Tensor) -> Any:
+        if recipe is None:
+            return model(x, y)
+        with fp8.autocast(recipe):
+            return model(x, y)
+
+    run = torch.compile(forward, fullgraph=True)
+
+    def step() -> None:
+        _, loss = run(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def main() -> None:
+    """Measure and write results/recipes.json."""
+    fix_allocator("benchmarks.recipes")
+    config = GPTConfig(vocab=65, context=128, layers=4, heads=4, width=128)
+    steps = {}
+    for name in sys.argv[1:] or fp8.RECIPES:
+        torch.manual_seed(0)
+        steps[name] = training_step(GPT(config), name)
+    torch.manual_seed(0)
+    report("recipes", QUESTION, compare(training_step(GPT(config), None), steps, rounds=30))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""An operand on its way into a product: rotated, scaled tile by tile, rounded; and its gradient.
+
+A `Cast` crosses autograd functions as a plain tuple, its *spec*; () is none. An operand is seen as
+a matrix, or a batch of them, of which the product sums over one axis: -1 (its rows are multiplied)
+or -2 (its columns are).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .formats import Format, get_format
+from .function import apply
+from .quantize import quantize
+from .recipe import Cast, Recipe
+from .rounding import KEY_START
+from .scaling import scale_of, scaled_tiles
+
+__all__ = ["cast_backward", "cast_forward", "is_symmetric", "is_whole", "round_straight", "spec_of"]
+
+aten = torch.ops.aten
+
+Spec = tuple[Any, ...]
+"""A Cast as strings and numbers, or () for none: no object crosses an autograd function."""
+
+_FORMAT_FIELDS = tuple(field.name for field in fields(Format))
+_CAST_FIELDS = tuple(field.name for field in fields(Cast))
+
+
+def spec_of(cast: Cast | None) -> Spec:
+    """``cast`` as plain values. A Format object becomes the tuple of its fields."""
+    if cast is None:
+        return ()
+    format: Any = cast.format
+    if isinstance(format, Format):
+        format = tuple(getattr(format, name) for name in _FORMAT_FIELDS)
+    return (format, *(getattr(cast, name) for name in _CAST_FIELDS[1:]))
+
+
+def is_symmetric(spec: Spec) -> bool:
+    """Whether the cast is the same along both axes of a matrix, so that one copy serves both."""
+    if not spec:
+        return True
+    _, _, _, (across, along), *_, hadamard = spec
+    return across == along and not hadamard
+
+
+def is_whole(recipe: Recipe) -> bool:
+    """Whether no operand has a scale by rows or blocks: none needs to know what is summed over."""
+    casts = (*recipe.forward, *recipe.grad_input, *recipe.grad_weight)
+    return all(cast is None or cast.tile == (0, 0) for cast in casts)
+
+
+def cast_forward(x: Tensor, cast: Cast | None, axis: int = -1) -> Tensor:
+    """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not."""
+    return x if cast is None else round_straight(x, spec_of(cast), axis)
+
+
+def cast_backward(x: Tensor, cast: Cast | None, axis: int = -1) -> Tensor:
+    """``x`` itself; its gradient is rounded under ``cast``."""
+    return x if cast is None else apply(_RoundGradient, x, spec_of(cast), axis)
+
+
+def round_straight(x: Tensor, spec: Spec, axis: int = -1) -> Tensor:
+    """``x`` under a spec, rotated if it says so; differentiable, straight through the rounding."""
+    if not spec:
+        return x
+    if spec[-1]:
+        x = _rotated(x, spec[-1], axis)
+    return apply(_Round, x, spec, axis) if torch.is_grad_enabled() else _rounded(x, spec, axis)
+
+
+def _rounded(x: Tensor, spec: Spec, axis: int) -> Tensor:
+    """``x`` in the spec's format, with its scales multiplied in again. No gradient."""
+    name, _, rule, tile, rounding, overflow, random_bits, _ = spec
+    if isinstance(name, str):
+        format = get_format(name)
+    else:
+        format = Format(**dict(zip(_FORMAT_FIELDS, name, strict=True)))
+    how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
+    if rule is None or x.numel() == 0:
+        return quantize(x, format, **how)
+    tiles, dims = scaled_tiles(x, tile, axis)
+    y = quantize(tiles, format, scale=scale_of(tiles, dims, format, rule), **how)
+    return y if tiles.dim() == x.dim() and tiles.shape == x.shape else _untiled(y, x, tile, axis)
+
+
+def _untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
+    """The result of `scaled_tiles` in the shape of ``x`` again."""
+    rows, columns = tile if axis == -1 else tile[::-1]
+    if columns > 1:
+        y = y.flatten(-2)
+    if rows > 1:
+        y = y.flatten(-3, -2)
+    return y[..., : x.shape[-2], : x.shape[-1]]
+
+
+class _Round(Function):
+    """Saves its output, which the product saves anyway: activation checkpointing counts what is
+    saved, and so notices when it recomputes outside of the block what was cast inside."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, spec: Spec, axis: int) -> Tensor:
+        return _rounded(x, spec, axis)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None
+
+
+class _RoundGradient(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, spec: Spec, axis: int) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.spec, ctx.axis = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return round_straight(grad, ctx.spec, ctx.axis), None, None
+
+
+def _hadamard_matrix(size: int) -> list[list[float]]:
+    """Sylvester's Hadamard matrix, its columns with fixed random signs, as an orthogonal matrix.
+
+    Entry (i, j) is (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the first bits of
+    the fraction of pi: one vector for all layers and steps (arXiv:2509.25149, section 4.2). size is
+    a power of two.
+    """
+    signs = [(KEY_START >> (62 - j % 63)) & 1 for j in range(size)]
+    return [
+        [(-1.0) ** ((i & j).bit_count() + signs[j]) / math.sqrt(size) for j in range(size)]
+        for i in range(size)
+    ]
+
+
+def _rotated(x: Tensor, size: int, axis: int) -> Tensor:
+    """``x`` multiplied along ``axis``, ``size`` elements at a time, by an orthogonal matrix.
+
+    Two operands rotated along the axis that their product sums over have the same product, and an
+    outlier of one element is spread over all. Zeros fill the last block, so the axis grows to a
+    multiple of ``size``.
+    """
+    missing = -x.shape[axis] % size
+    if missing:
+        x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
+    matrix = torch.tensor(_hadamard_matrix(size), dtype=x.dtype, device=x.device)
+    blocks = x.unflatten(axis, (-1, size))
+    with torch.autocast(x.device.type, enabled=False):
+        if axis == -1:
+            return aten.matmul.default(blocks, matrix.mT).flatten(-2)
+        return aten.matmul.default(matrix, blocks).flatten(-3, -2)
