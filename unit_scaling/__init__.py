@@ -84,6 +84,7 @@ __all__ = [
     "TransformerDecoder",
     "TransformerLayer",
     "TransformerStack",
+    "analysis",
     "batch",
     "batch_multiplier",
     "constraints",
