@@ -86,6 +86,7 @@ __all__ = [
     "TransformerDecoder",
     "TransformerLayer",
     "TransformerStack",
+    "analysis",
     "batch",
     "batch_multiplier",
     "constraints",
