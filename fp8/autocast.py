@@ -10,16 +10,27 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
+from .checkpoint import checkpointed, in_reentrant
 from .matmul import ACTIVE, active_recipe
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
 
-__all__ = ["EXPANDED", "FIRST_LOOK", "OPAQUE", "PRODUCTS", "autocast", "outside_compiler"]
+__all__ = [
+    "EXPANDED",
+    "FIRST_LOOK",
+    "OPAQUE",
+    "PRODUCTS",
+    "autocast",
+    "checkpoint_contexts",
+    "outside_compiler",
+]
 
 # Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
 # order they were entered. An autocast that starts inside them puts them back on top.
@@ -92,9 +103,10 @@ class autocast(TorchFunctionMode):
     The block belongs to the thread that opens it. It may be inside `torch.autocast` or around it.
     To compile, compile the function that contains the block: while a block is open in eager code,
     what was compiled before runs in eager mode, so that no product is cast twice.
-    Activation checkpointing recomputes outside of the block, wherever backward is called: the
-    non-reentrant kind raises a CheckpointError then, the reentrant kind notices nothing and
-    computes gradients from operands that were not cast.
+    Activation checkpointing recomputes outside of the block, wherever backward is called. Give it
+    ``context_fn=fp8.checkpoint_contexts``, which opens the block again; compiled code and layers
+    of `fp8.convert` need nothing. Without, torch raises a CheckpointError, and the reentrant kind,
+    which would compute gradients from operands that were not cast, is refused with a RuntimeError.
 
     >>> import torch, fp8
     >>> x, w = torch.tensor([[1.06, 2.0]]), torch.tensor([[1.0, 1.0]])
@@ -110,6 +122,8 @@ class autocast(TorchFunctionMode):
             raise ValueError(f"opaque must be 'raise' or 'warn', not {opaque!r}")
         self.recipe = get_recipe(recipe)
         self.opaque = opaque
+        #: Whether what is recomputed in the backward pass opens the block again by itself.
+        self.reenters = False
 
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():
@@ -139,17 +153,44 @@ class autocast(TorchFunctionMode):
         kwargs = kwargs or {}
         handler = PRODUCTS.get(function)
         if handler is not None:
+            if not self.reenters and in_reentrant():
+                raise RuntimeError(_REENTRANT)
             result = handler(active_recipe(), *args, **kwargs)
             if isinstance(result, str):
                 _leave(function, result)
             elif result is not NotImplemented:
                 return result
+        elif function is checkpoint:
+            return checkpointed(self, *args, **kwargs)
         elif function in EXPANDED:
             with self:
                 return EXPANDED[function](*args, **kwargs)
         elif function in OPAQUE:
             _leave(function, OPAQUE[function])
         return function(*args, **kwargs)
+
+
+_REENTRANT = (
+    "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "
+    "block, without casts: use checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts) "
+    "or fp8.convert"
+)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The ``context_fn`` of `torch.utils.checkpoint.checkpoint` inside of `fp8.autocast`.
+
+    What is recomputed in the backward pass runs under the recipe that the forward pass ran under:
+
+        checkpoint(block, x, use_reentrant=False, context_fn=fp8.checkpoint_contexts)
+
+    and in models of the library transformers
+    ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ...})``. Outside of
+    a block it does nothing. torch.compile takes no context_fn of this kind, and needs none.
+    """
+    recipe = active_recipe()
+    again = nullcontext() if recipe is None else autocast(recipe, opaque=ACTIVE.blocks[-1][1])
+    return nullcontext(), again
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:

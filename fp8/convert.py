@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from .autocast import autocast
+from .autocast import FIRST_LOOK, autocast
+from .casting import is_whole
+from .matmul import linear
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row
 from .subclass import Gained, bare_class, gain, lose
@@ -42,6 +44,8 @@ EXCEPTIONS: dict[type[nn.Module], str] = {
 }
 """Layers with a weight that are never converted -> why."""
 
+_NOT_CHOSEN = {"Bilinear": "not chosen, or the recipe scales along one axis: it sums over two"}
+
 # In evaluation these compute their whole forward in one kernel that reads the weights of their
 # layers, which then do not run. Under a mode they do not; a recipe without casts is one.
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -54,12 +58,20 @@ class _Converted(Gained):
     fp8_recipe: Recipe
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
+        # it may be compiled inside of a checkpoint.
+        if self._original is nn.Linear and self._gained == (_Converted,) and not FIRST_LOOK:
+            return _linear(self, self.fp8_recipe, *args, **kwargs)
         with autocast(self.fp8_recipe):
             return forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
         return f"{own}, fp8={self.fp8_recipe.name}" if own else f"fp8={self.fp8_recipe.name}"
+
+
+def _linear(layer: Any, recipe: Recipe, input: Tensor) -> Tensor:
+    return linear(input, layer.weight, layer.bias, recipe=recipe)
 
 
 class _Expanded(Gained):
@@ -99,7 +111,7 @@ def convert(model: M, recipe: str | Recipe = "unit", *, where: Where | None = No
     chosen = get_recipe(recipe)
     revert(model)
     for name, module, why_not in _layers(model):
-        if why_not is None and (where is None or where(name, module)):
+        if why_not is None and _fits(module, chosen) and (where is None or where(name, module)):
             gain(module, _Converted)
             module.fp8_recipe = chosen  # type: ignore[assignment]
     for module in model.modules():
@@ -130,7 +142,7 @@ def report(model: nn.Module) -> Report:
         if isinstance(module, _Converted):
             rows.append(Row(name, kind, "converted", module.fp8_recipe.name))
         else:
-            rows.append(Row(name, kind, LEFT_ALONE, why_not or "not chosen"))
+            rows.append(Row(name, kind, LEFT_ALONE, why_not or _NOT_CHOSEN.get(kind, "not chosen")))
     return Report(rows)
 
 
@@ -145,6 +157,10 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     for name, module in model.named_modules():
         if any(p.dim() > 1 for p in module.parameters(recurse=False)):
             yield name, module, _why_not(module, inside.get(id(module)))
+
+
+def _fits(module: nn.Module, recipe: Recipe) -> bool:
+    return is_whole(recipe) or not isinstance(module, nn.Bilinear)
 
 
 def _why_not(module: nn.Module, owner: str | None) -> str | None:

@@ -30,10 +30,11 @@ def _check_int(what: str, got: object, low: int, high: int) -> None:
 
 
 def _check_keys(what: str, got: Mapping[str, Any], allowed: Iterable[str]) -> None:
+    names = tuple(allowed)
     if not isinstance(got, Mapping):
         raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
     for key in got:
-        _check(f"key of a {what}", key, allowed)
+        _check(f"key of a {what}", key, names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,8 @@ class Cast:
                 raise ValueError(f"a tile is two numbers (across, along), not {tile!r}")
             for size in tile:
                 _check_int("a side of a tile", size, 1, 1 << 16)
+            if tile == (1, 1):
+                raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
         object.__setattr__(self, "tile", tile)
 
     def to_dict(self) -> dict[str, Any]:

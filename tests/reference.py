@@ -44,10 +44,10 @@ def scale_of(
     if rule == "e4m3":
         unit = 1.0
         if 0 < whole < math.inf:
-            unit = max(real(whole) / real(448 * format.max), real(2.0**-126))
+            unit = min(max(real(whole) / real(448 * format.max), 2.0**-126), 2.0**127)
         steps = real(amax) / real(format.max) / real(unit)
-        e4m3 = float(rounded(torch.tensor(float(steps)), get_format("e4m3")))
-        return float(real(max(e4m3, 2.0**-6)) * real(unit))
+        e4m3 = float(rounded(torch.tensor(float(steps), dtype=torch.float64), get_format("e4m3")))
+        return min(max(float(real(max(e4m3, 2.0**-6)) * real(unit)), 2.0**-126), 2.0**127)
     if rule == "ceil":
         exponent = math.ceil(math.log2(amax)) if math.frexp(amax)[0] != 0.5 else exponent
     if rule == "even":

@@ -13,14 +13,18 @@ from . import (
     parameter,
     scale,
     transforms,
+    utils,
 )
 from .batch import batch_multiplier
 from .core.functional import transformer_residual_scaling_rule
 from .elementwise import unit_scaled
 from .modules import (
     GELU,
+    GRU,
+    LSTM,
     MHSA,
     MLP,
+    RNN,
     Bilinear,
     Conv1d,
     Conv2d,
@@ -51,8 +55,11 @@ from .transforms import report, verify
 
 __all__ = [
     "GELU",
+    "GRU",
+    "LSTM",
     "MHSA",
     "MLP",
+    "RNN",
     "Bilinear",
     "Conv1d",
     "Conv2d",
@@ -95,5 +102,6 @@ __all__ = [
     "transformer_residual_scaling_rule",
     "transforms",
     "unit_scaled",
+    "utils",
     "verify",
 ]

@@ -20,6 +20,7 @@ from ._functional.embedding import embedding, embedding_bag
 from ._functional.losses import cross_entropy, mse_loss
 from ._functional.norms import layer_norm, rms_norm
 from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
+from ._functional.recurrent import gru, lstm, rnn_relu, rnn_tanh
 from ._functional.residuals import residual_add, residual_apply, residual_split
 from ._functional.unary import (
     atan,
@@ -66,6 +67,7 @@ __all__ = [
     "embedding",
     "embedding_bag",
     "gelu",
+    "gru",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
@@ -75,6 +77,7 @@ __all__ = [
     "linear",
     "linear_readout",
     "logsigmoid",
+    "lstm",
     "matmul",
     "mish",
     "mse_loss",
@@ -85,6 +88,8 @@ __all__ = [
     "residual_apply",
     "residual_split",
     "rms_norm",
+    "rnn_relu",
+    "rnn_tanh",
     "rotary",
     "scaled_dot_product_attention",
     "selu",

@@ -13,12 +13,16 @@ from .convolution import (
 from .embedding import Embedding, EmbeddingBag
 from .layers import GELU, CrossEntropyLoss, Dropout, LayerNorm, RMSNorm, SiLU, Softmax
 from .linear import Bilinear, Linear, LinearReadout
+from .recurrent import GRU, LSTM, RNN
 from .transformer import MLP, TransformerDecoder, TransformerLayer, TransformerStack
 
 __all__ = [
     "GELU",
+    "GRU",
+    "LSTM",
     "MHSA",
     "MLP",
+    "RNN",
     "Bilinear",
     "Conv1d",
     "Conv2d",

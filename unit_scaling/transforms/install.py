@@ -16,12 +16,15 @@ from torch import nn
 
 from fp8.subclass import Gained, gain
 
+from ..parameter import TaggedModule
+
 __all__ = ["HOOKS", "Scope", "find_scope", "install", "unwrapped"]
 
 HOOKS = " hooks"
 """Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
+"""A module's forward: ``call()`` with its arguments, ``call((args, kwargs))`` with others."""
 
 
 class Scope(Protocol):
@@ -40,7 +43,7 @@ class Scope(Protocol):
         """The result of ``call()``, the forward of ``module``, with the transform active."""
 
 
-class _Transformed(Gained):
+class _Transformed(Gained, TaggedModule):
     """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
 
     _scopes: tuple[tuple[Any, str], ...] = ()
@@ -54,7 +57,7 @@ class _Transformed(Gained):
             if scope.path:
                 scope.path.append(path + HOOKS)
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         finally:
             for scope, _ in self._scopes:
                 if scope.path:
@@ -74,7 +77,11 @@ def _run(
     if not scopes:
         return forward(*args, **kwargs)
     (scope, path), inner = scopes[0], scopes[1:]
-    return scope.run(lambda: _run(module, forward, inner, args, kwargs), module, path, args, kwargs)
+
+    def call(given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)) -> Any:
+        return _run(module, forward, inner, *given)
+
+    return scope.run(call, module, path, args, kwargs)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fp8.autocast import EXPANDED, FIRST_LOOK
 
-from ..ops import WATCHERS
+from ..ops import OPS, WATCHERS
 from .install import HOOKS, Call
-from .record import Recorder
+from .record import Recorder, Slot, tensors_in
 
-__all__ = ["Observer"]
+__all__ = ["Observer", "mapped", "plain", "unseen"]
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Within the block no mode sees what is called: a plan counts the calls of a model."""
+    return torch._C.DisableTorchFunction()
+
+
+def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:
+    """``value`` with its tensors changed, through lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return change(slot, value)
+    if next(tensors_in(value), None) is None:
+        return value
+    if isinstance(value, dict):
+        return {name: mapped(change, item, (*slot, name)) for name, item in value.items()}
+    items = [mapped(change, item, (*slot, i)) for i, item in enumerate(value)]
+    return items if isinstance(value, list) else tuple(items)
+
+
+def plain(output: Any) -> Any:
+    """The output of a model as a dict, list or tuple: models also return dataclasses."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, Tensor | list | tuple) or not hasattr(output, "__dict__"):
+        return output
+    return dict(vars(output))
 
 
 class Observer(TorchFunctionMode):
@@ -57,7 +85,7 @@ class Observer(TorchFunctionMode):
             self.begin(module, args, kwargs)
         self.path.append(path)
         FIRST_LOOK.append(self)
-        WATCHERS.append(self._see)
+        WATCHERS.append(self._see_op)
         try:
             with self:
                 output = call()
@@ -92,6 +120,13 @@ class Observer(TorchFunctionMode):
             return self.observe(function, args, kwargs)
         finally:
             self._busy = False
+
+    def _see_op(
+        self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._sees():
+            return body(*args, **kwargs)
+        return self._see(OPS[body.__name__].fn, args, kwargs)
 
     def _sees(self) -> bool:
         """Whether the call is the model's: not one of ours, of its hooks, or of a recording."""

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from fp8 import matmul
 from fp8.autocast import EXPANDED, FIRST_LOOK
+from fp8.checkpoint import checkpointed
 
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each, scale_output
@@ -132,6 +134,8 @@ class Replay(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._busy:
             return function(*args, **kwargs)
+        if function is checkpoint:
+            return checkpointed(self, *args, **kwargs)
         if function in EXPANDED:
             with self:
                 return EXPANDED[function](*args, **kwargs)

@@ -23,26 +23,29 @@ def as_table(cells: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(rows: Sequence[Any], path: str | Path | None = None) -> str:
-    """Dataclasses as a JSON list of objects, also written to ``path``.
+    """Dataclasses or dicts as a JSON list of objects, also written to ``path``.
 
     NaN and infinities, which JSON does not have, become null.
     """
     plain = [
-        {name: value if _finite(value) else None for name, value in dataclasses.asdict(row).items()}
+        {name: value if _finite(value) else None for name, value in _as_dict(row).items()}
         for row in rows
     ]
     return _written(json.dumps(plain, indent=1, allow_nan=False), path)
 
 
 def as_csv(rows: Sequence[Any], path: str | Path | None = None) -> str:
-    """Dataclasses of one type as CSV with a header, also written to ``path``."""
+    """Dataclasses or dicts of the same keys as CSV with a header, also written to ``path``."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     if rows:
-        names = [field.name for field in dataclasses.fields(rows[0])]
-        writer.writerow(names)
-        writer.writerows([getattr(row, name) for name in names] for row in rows)
+        writer = csv.DictWriter(out, list(_as_dict(rows[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(_as_dict, rows))
     return _written(out.getvalue(), path)
+
+
+def _as_dict(row: Any) -> dict[str, Any]:
+    return row if isinstance(row, dict) else dataclasses.asdict(row)
 
 
 def _finite(value: Any) -> bool:

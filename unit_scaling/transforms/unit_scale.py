@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
 
-from ..parameter import tag
+from ..parameter import remember_tags, tag
 from .calls import KINDS
 from .compile import copied
 from .install import Call, find_scope, install, unwrapped
@@ -178,6 +178,7 @@ class UnitScale:
             path, _, leaf = name.rpartition(".")
             why = "not the readout: make the optimizer after the first call"
             self.weights.rows.append(Row(path, leaf, "tagged as weight", why))
+        remember_tags(model)
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""

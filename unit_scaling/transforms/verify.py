@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fp8.autocast import outside_compiler
 
 from .install import install, unwrapped
+from .observe import plain
 from .record import tensors_in
 from .rows import as_csv, as_json, as_table
 from .watch import Watch
@@ -200,7 +201,7 @@ def _backward(output: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> N
     if loss is not None:
         loss(output).backward()
         return
-    tensors = [t for _, t in tensors_in(_plain(output)) if t.requires_grad]
+    tensors = [t for _, t in tensors_in(plain(output)) if t.requires_grad]
     if not tensors:
         raise ValueError("no tensor in the model's output requires a gradient: nothing to measure")
     named = _named_loss(output)
@@ -216,12 +217,3 @@ def _backward(output: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> N
 def _named_loss(output: Any) -> Tensor | None:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return found if isinstance(found, Tensor) and found.requires_grad else None
-
-
-def _plain(output: Any) -> Any:
-    """The output as dicts, lists and tuples: models also return dataclasses."""
-    if isinstance(output, Mapping):
-        return dict(output)
-    if isinstance(output, Tensor | list | tuple) or not hasattr(output, "__dict__"):
-        return output
-    return dict(vars(output))

@@ -19,13 +19,11 @@ from fp8.autocast import FIRST_LOOK, OPAQUE
 from fp8.autocast import PRODUCTS as FP8_PRODUCTS
 
 from .calls import KINDS, PRODUCTS, TRANSPARENT
-from .observe import Observer
+from .observe import Observer, mapped, unseen
 from .record import Slot, tensors_in
 from .replay import Replay
 
 __all__ = ["Watch"]
-
-aten = torch.ops.aten
 
 _EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
 _ATTENTION = "scaled_dot_product_attention"
@@ -51,8 +49,8 @@ class _Operand:
     grad: Tensor | None = None
     probabilities: bool = False
 
-    def note(self, grad: Tensor) -> None:
-        self.grad = _norm(grad)
+    def note(self, grad: Tensor | None) -> None:
+        self.grad = None if grad is None else _norm(grad)
 
 
 @dataclass
@@ -164,11 +162,12 @@ class Watch(Observer):
         for slot, forward, backward in () if step is None else step.slots:
             if slot in slots:
                 slots[slot].factors = (forward, backward)
-        if isinstance(output, Tensor) and _measurable(output):
-            result = _Operand("output", "activation", _norm(output), output.numel())
-            product.tensors.append(result)
-            if output.requires_grad:
-                output.register_hook(result.note)
+        with unseen():
+            if isinstance(output, Tensor) and _measurable(output):
+                result = _Operand("output", "activation", _norm(output), output.numel())
+                product.tensors.append(result)
+                if output.requires_grad:
+                    output.register_hook(result.note)
         self._products.append(product)
         return output
 
@@ -188,12 +187,13 @@ class Watch(Observer):
             slots[slot] = operand
             product.tensors.append(operand)
             if tensor.requires_grad and torch.is_grad_enabled():
-                tensor = aten.alias.default(tensor)  # its gradient is that of this call alone
+                # Its gradient is that of this call alone. A view could not pass a sparse one on.
+                tensor = torch.ops.aten.alias.default(tensor)
                 tensor.register_hook(operand.note)
             return tensor
 
-        args = tuple(_mapped(watched, (i,), value) for i, value in enumerate(args))
-        return args, {n: _mapped(watched, (n,), value) for n, value in kwargs.items()}, slots
+        with unseen():
+            return mapped(watched, args), mapped(watched, kwargs), slots
 
     def _operand(self, product: _Product, slot: Slot, tensor: Tensor) -> _Operand:
         origin = self._origin(tensor)
@@ -265,18 +265,8 @@ def _measurable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.numel() > 0
 
 
-def _mapped(change: Callable[[Slot, Tensor], Tensor], slot: Slot, value: Any) -> Any:
-    """``value`` with its tensors changed, through lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return change(slot, value)
-    if isinstance(value, list | tuple):
-        items = [_mapped(change, (*slot, i), item) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
-
-
 @torch.no_grad()
 def _norm(tensor: Tensor) -> Tensor:
-    """In float64, so that no square overflows; by a call of aten, which is in no plan."""
+    """In float64, so that no square overflows."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return aten.linalg_vector_norm.default(values, dtype=torch.float64)
+    return torch.linalg.vector_norm(values, dtype=torch.float64)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..parameter import tag
+from ..parameter import remember_tags, tag
 from .steps import Row
 
 __all__ = ["Weights", "prepare"]
 
-_KERNELS = (nn.RNNBase, nn.RNNCellBase)
+_KERNELS = (nn.RNNCellBase,)
 """Modules computed by one opaque kernel, whose weights nothing can compensate for."""
 
 
@@ -60,6 +60,7 @@ def prepare(model: nn.Module, init: str) -> Weights:
         else:
             _unit_gain(parameter, init, path, leaf, weights.rows)
             tag(parameter, "norm")
+    remember_tags(model)
     return weights
 
 
