@@ -145,12 +145,12 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
 
 
 def _variables(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The name of each node; short ones for parameters, where nothing else has them."""
+    """The name of each node; short ones for inputs and parameters, where nothing else has them."""
     taken = {node.name for node in graph.nodes}
     names = {}
     for node in graph.nodes:
-        short = (node.meta.get("attribute") or "").replace(".", "_")
-        names[node] = short if short and short not in taken else node.name
+        short = (node.meta.get("attribute") or node.meta["clean_name"]).replace(".", "_")
+        names[node] = node.name if short in taken else short
         taken.add(names[node])
     return names
 

@@ -17,7 +17,7 @@ from ..ops import OPS, WATCHERS
 from .install import HOOKS, Call
 from .record import Recorder, Slot, tensors_in
 
-__all__ = ["Observer", "mapped", "plain", "unseen"]
+__all__ = ["Observer", "find_loss", "mapped", "plain", "unseen"]
 
 
 def unseen() -> AbstractContextManager[None]:
@@ -44,6 +44,14 @@ def plain(output: Any) -> Any:
     if isinstance(output, Tensor | list | tuple) or not hasattr(output, "__dict__"):
         return output
     return dict(vars(output))
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The ``loss`` of a model's output, or its first tensor without dimensions, or None."""
+    given = plain(output)
+    named = given.get("loss") if isinstance(given, dict) else getattr(given, "loss", None)
+    found = [t for _, t in tensors_in([named, given]) if t.dim() == 0 and t.requires_grad]
+    return found[0] if found else None
 
 
 class Observer(TorchFunctionMode):

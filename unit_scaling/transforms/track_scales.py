@@ -99,8 +99,11 @@ class Tap(Observer):
                 self._names[id(tensor)] = ("_".join(["self", *parts, kind, leaf]), name)
         arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         for slot, tensor in tensors_in(arguments):
+            name = "_".join(map(str, slot))
+            node = self.graph.placeholder(name)
             with unseen():
-                self._record(self.graph.placeholder("_".join(map(str, slot))), tensor)
+                self._record(node, tensor)
+            node.meta["clean_name"] = name  # the node of one called input is input_1
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
@@ -352,7 +355,7 @@ def track_scales(
 
     >>> model = track_scales(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
     >>> model(torch.ones(2, 4)).sum().backward()
-    >>> [node.name for node in model.scales_graph().nodes][:3]
+    >>> [node.meta["clean_name"] for node in model.scales_graph().nodes][:3]
     ['input', 'self_modules_0_parameters_weight', 'self_modules_0_parameters_bias']
     """
     if not isinstance(module, nn.Module):

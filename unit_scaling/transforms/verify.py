@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fp8.autocast import outside_compiler
 
 from .install import install, unwrapped
-from .observe import plain
+from .observe import find_loss, plain
 from .record import tensors_in
 from .rows import as_csv, as_json, as_table
 from .watch import Watch
@@ -201,19 +201,13 @@ def _backward(output: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> N
     if loss is not None:
         loss(output).backward()
         return
+    found = find_loss(output)
+    if found is not None:
+        found.backward()
+        return
     tensors = [t for _, t in tensors_in(plain(output)) if t.requires_grad]
     if not tensors:
         raise ValueError("no tensor in the model's output requires a gradient: nothing to measure")
-    named = _named_loss(output)
-    scalar = next((t for t in ([] if named is None else [named]) + tensors if t.dim() == 0), None)
-    if scalar is not None:
-        scalar.backward()
-        return
     generator = torch.Generator().manual_seed(seed)
     grads = [torch.randn(t.shape, generator=generator).to(t) for t in tensors]
     torch.autograd.backward(tensors, grads)
-
-
-def _named_loss(output: Any) -> Tensor | None:
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) and found.requires_grad else None
