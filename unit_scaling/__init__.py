@@ -1,6 +1,7 @@
 """Scales: what factor each operation needs so that every tensor has RMS about 1."""
 
 from . import (
+    analysis,
     batch,
     constraints,
     core,
