@@ -237,7 +237,16 @@ def _form(value: Any) -> Any:
 
 
 def _twin(module: nn.Module, scope: UnitScale) -> nn.Module:
-    """A copy that shares parameters and scopes, with buffers of its own and without hooks."""
+    """A copy that shares parameters and scopes, with buffers of its own and without hooks.
+
+    Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
+    """
+    if any(hasattr(child, "unshard") for child in module.modules()):  # a method of FSDPModule
+        raise RuntimeError(
+            f"unit_scale has not seen this form of call of {type(module).__name__} yet, and cannot "
+            "look at a sharded model: call the model once before fully_shard, with arguments of "
+            "the same form"
+        )
     shared: dict[int, Any] = {id(p): p for p in module.parameters()}
     shared[id(scope)] = scope
     for child in module.modules():
