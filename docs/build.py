@@ -45,6 +45,7 @@ NAMESPACES = {
     "torch": torch,
     "Tensor": torch.Tensor,
     "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
     "torch.sparse": torch.sparse,
     "operator": operator,
 }
@@ -205,6 +206,8 @@ Written by `make docs` from benchmarks/results; `python -m benchmarks NAME` meas
 is the median of paired runs, candidate over baseline, with a 95 % confidence interval. What a
 target is missed by is said, with the reason as far as it is known."""
 
+_OWN_PAGE = ("zoo",)  # docs/models.md, which the benchmark writes
+
 # Keys of a row that are not shown: what the ratio is made of.
 _NOT_SHOWN = ("ms", "baseline_ms", "rounds", "ratio_low", "ratio_high")
 
@@ -234,7 +237,8 @@ def benchmark(path: Path) -> str:
 
 def render_benchmarks() -> str:
     """The text of docs/benchmarks.md."""
-    sections = [benchmark(path) for path in sorted(RESULTS.glob("*.json"))]
+    paths = [path for path in sorted(RESULTS.glob("*.json")) if path.stem not in _OWN_PAGE]
+    sections = [benchmark(path) for path in paths]
     return "\n\n".join([BENCHMARKS_PREAMBLE, *sections]) + "\n"
 
 

@@ -34,6 +34,9 @@ fp8.recipe <- fp8.__main__
 fp8.function <- unit_scaling.scale
 unit_scaling.batch <- unit_scaling._functional
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
+unit_scaling.quadrature, unit_scaling.constant, unit_scaling.ops <- unit_scaling.elementwise
+unit_scaling.traced <- unit_scaling.constant
+unit_scaling.elementwise <- unit_scaling._functional
 unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
 unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules
 unit_scaling.parameter <- unit_scaling.optim

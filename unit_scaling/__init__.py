@@ -1,9 +1,11 @@
 """Scales: what factor each operation needs so that every tensor has RMS about 1."""
 
 from . import (
+    analysis,
     batch,
     constraints,
     core,
+    elementwise,
     formats,
     functional,
     modules,
@@ -16,6 +18,7 @@ from . import (
 )
 from .batch import batch_multiplier
 from .core.functional import transformer_residual_scaling_rule
+from .elementwise import unit_scaled
 from .modules import (
     GELU,
     GRU,
@@ -89,6 +92,7 @@ __all__ = [
     "batch_multiplier",
     "constraints",
     "core",
+    "elementwise",
     "formats",
     "functional",
     "modules",
@@ -99,6 +103,7 @@ __all__ = [
     "scale",
     "transformer_residual_scaling_rule",
     "transforms",
+    "unit_scaled",
     "utils",
     "verify",
 ]

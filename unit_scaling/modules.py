@@ -1,8 +1,11 @@
 """Unit-scaled versions of the modules of `torch.nn`, and a transformer made of them.
 
 Each is a subclass of the module of the same name in torch, where there is one: `isinstance`,
-`state_dict` keys and `repr` are torch's. Weights start at RMS 1, biases at zero.
+`state_dict` keys and `repr` are torch's. Weights start at RMS 1, biases at zero. `MODULES` maps
+one to the other.
 """
+
+from torch import nn
 
 from ._modules.attention import MHSA, KeyValueCache, MultiheadAttention
 from ._modules.containers import DepthModuleList, DepthSequential
@@ -26,6 +29,7 @@ __all__ = [
     "LSTM",
     "MHSA",
     "MLP",
+    "MODULES",
     "RNN",
     "Bilinear",
     "Conv1d",
@@ -52,3 +56,28 @@ __all__ = [
     "TransformerLayer",
     "TransformerStack",
 ]
+
+#: Module of torch.nn -> its unit-scaled version, which takes its arguments in the same order.
+MODULES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Bilinear: Bilinear,
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+    nn.Conv3d: Conv3d,
+    nn.ConvTranspose1d: ConvTranspose1d,
+    nn.ConvTranspose2d: ConvTranspose2d,
+    nn.ConvTranspose3d: ConvTranspose3d,
+    nn.CrossEntropyLoss: CrossEntropyLoss,
+    nn.Dropout: Dropout,
+    nn.Embedding: Embedding,
+    nn.EmbeddingBag: EmbeddingBag,
+    nn.GELU: GELU,
+    nn.GRU: GRU,
+    nn.LSTM: LSTM,
+    nn.LayerNorm: LayerNorm,
+    nn.Linear: Linear,
+    nn.MultiheadAttention: MultiheadAttention,
+    nn.RMSNorm: RMSNorm,
+    nn.RNN: RNN,
+    nn.SiLU: SiLU,
+    nn.Softmax: Softmax,
+}

@@ -129,9 +129,9 @@ def _parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
     return _SIGNATURES[fn]
 
 
-def find_op(func: Callable[..., Any]) -> Op | None:
+def find_op(func: Callable[..., Any] | None) -> Op | None:
     """The row that stands for a torch function, or None."""
-    return _BY_FUNCTION.get(func)
+    return None if func is None else _BY_FUNCTION.get(func)
 
 
 def tie(constraint: str | None, **scales: float) -> Scales:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8
 import unit_scaling as uu
@@ -185,7 +185,7 @@ def test_what_has_no_unit_scaled_form_is_refused_by_name():
 
 
 @each_kind
-def test_compiled_autocast_and_fp8(kind: str):
+def test_compiled_and_in_low_precision(kind: str):
     module, x = make(kind, 6, 5), torch.randn(3, 4, 6)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(allow_rnn=True):  # torch's compiler asks for that
@@ -197,8 +197,13 @@ def test_compiled_autocast_and_fp8(kind: str):
     y.float().sum().backward()
     assert all(p.grad.isfinite().all() for p in module.parameters())
     assert module.bfloat16()(x.bfloat16())[0].dtype == torch.bfloat16
-    module = make(kind, 6, 5)
+
+
+@each_kind
+def test_products_under_fp8(kind: str):
+    """e4m3 has three bits: an operand is off by 1/16 at most and 0.036 in RMS, a product of two
+    by 0.05, and the steps pass on less than they add: twice that is a wide margin."""
+    module, x = make(kind, 64, 64), torch.randn(8, 16, 64)
     with fp8.autocast("unit"):
-        low: Tensor = module(x)[0]
-    error = (low - module(x)[0]).norm() / low.norm()
-    assert 0 < error < 0.1  # e4m3 has three bits: a relative error of 1/16 at most each
+        low = module(x)[0]
+    assert 0.01 < (low - module(x)[0]).norm() / low.norm() < 0.1

@@ -184,13 +184,14 @@ def addmm_scales(
     product = matmul_scales(mat1, mat2, None)
     mat1_scale, mat2_scale = product["left"] / a, product["right"] / a
     if _is_bias(input, mat2):
+        grad = row_scale(math.prod(mat1.shape[:-1]))
         tied = tie(constraint, output=product["output"] / a, mat1=mat1_scale)
-        return {**tied, "mat2": mat2_scale, "input": product["right"] / b}
+        return {**tied, "mat2": grad / a, "input": grad / b}
     norm = math.hypot(alpha, beta) or 1.0
     tied = tie(constraint, output=product["output"] / norm, mat1=mat1_scale, mat2=mat2_scale)
     # As many gradients as the product has elements for each of input's.
     size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.dim() > 1 else 1)
-    own = math.sqrt((input.numel() or 1) / (size or 1)) / b
+    own = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
     return {**tied, "input": 1 / norm if constraint else own}
 
 

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..batch import row_scale
 from ..ops import Scales, row
 from .activations import dropout as unit_dropout
-from .products import inverse, linear
+from .products import linear
 
 __all__ = ["gru", "lstm", "rnn_relu", "rnn_tanh"]
 
@@ -124,7 +125,7 @@ def _recurrent(
 
 
 def _weight_scale(input: Tensor) -> float:
-    return inverse(math.prod(input.shape[:2]))
+    return row_scale(math.prod(input.shape[:2]))
 
 
 def lstm_scales(input: Tensor) -> Scales:
