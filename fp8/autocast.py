@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .history import AmaxHistory
 from .matmul import ACTIVE, active_recipe
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
@@ -84,6 +85,8 @@ class autocast(TorchFunctionMode):
     opaque: what to do at a call whose products cannot be reached (OPAQUE; under a scaling by rows
     or blocks bilinear too, and an einsum of three operands): "raise" a NotImplementedError that
     names it, or "warn" and leave it in high precision.
+    history: what a recipe with scaling "delayed" remembers, an `fp8.AmaxHistory`; a ValueError asks
+    for it. Others do not read it.
 
     The gradients of the products are computed under the recipe wherever the backward pass is run.
     float16, bfloat16, float32 and float64 tensors are rounded in their own dtype; integer, complex
@@ -104,25 +107,37 @@ class autocast(TorchFunctionMode):
     tensor([[3.]])
     """
 
-    def __init__(self, recipe: str | Recipe = "unit", *, opaque: str = "raise") -> None:
+    def __init__(
+        self,
+        recipe: str | Recipe = "unit",
+        *,
+        opaque: str = "raise",
+        history: AmaxHistory | None = None,
+    ) -> None:
         super().__init__()
         if opaque not in ("raise", "warn"):
             raise ValueError(f"opaque must be 'raise' or 'warn', not {opaque!r}")
         self.recipe = get_recipe(recipe)
+        if self.recipe.keeps_history and not isinstance(history, AmaxHistory):
+            raise ValueError(
+                f'recipe {self.recipe.name!r} has scaling "delayed": give it a place to remember, '
+                f"history=fp8.AmaxHistory(), not {history!r}"
+            )
         self.opaque = opaque
+        self.history = history
 
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():
             _STANCE.hold()
         above = FIRST_LOOK[-1] if FIRST_LOOK else None
-        ACTIVE.blocks.append((self.recipe, self.opaque, above))
+        ACTIVE.blocks.append((self.recipe, self.opaque, above, self.history, [0]))
         super().__enter__()
         if above is not None:
             TorchFunctionMode.__enter__(above)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        *_, above = ACTIVE.blocks.pop()
+        above = ACTIVE.blocks.pop()[2]
         if above is not None:
             TorchFunctionMode.__exit__(above, *error)
         super().__exit__(*error)
