@@ -115,6 +115,23 @@ class Cast:
                 raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
         object.__setattr__(self, "tile", tile)
 
+    def __str__(self) -> str:
+        """Format and scaling, and whatever is not usual: "e2m1, nv 16x16, stochastic"."""
+        row = SCALINGS[self.scaling]
+        scaling = self.scaling
+        if self.tile != row.tile:
+            scaling += " {}x{}".format(*self.tile or ())
+        if self.rule is not None and self.rule != row.rules[0]:
+            scaling += f" by {self.rule}"
+        unusual = [
+            self.rounding if self.rounding != "nearest" else "",
+            self.overflow if self.overflow != "saturate" else "",
+            f"margin {self.margin}" if self.margin else "",
+            f"history {self.history}" if self.history else "",
+            f"rotated by {self.hadamard}" if self.hadamard else "",
+        ]
+        return ", ".join(filter(None, [str(self.format), scaling, *unusual]))
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -193,6 +210,12 @@ class Recipe:
             if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
                 needs = "no rotation" if product == "forward" else "both operands rotated or none"
                 raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
+
+    @property
+    def overrides(self) -> dict[str, Cast | None]:
+        """The fields that are not "same"."""
+        values = {field: getattr(self, field) for field in _OVERRIDES}
+        return {field: cast for field, cast in values.items() if cast != SAME}
 
     @property
     def keeps_history(self) -> bool:
