@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("quantize", "ops", "transforms", "training")
+BENCHMARKS = ("quantize", "ops", "optim", "transforms", "training", "transfer")
 """Scripts of this package; `python -m benchmarks.NAME` runs one and writes results/NAME.json."""
 
 

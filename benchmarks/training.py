@@ -63,8 +63,6 @@ def _variant_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
                 "lr": results["lr"][row["variant"]],
                 "train_loss": row["train_loss"],
                 "val_loss": row["val_loss"],
-                "ms_per_step": row["ms_per_step"],
-                "ratio": row["ratio"],
                 **flushed,
             }
         )

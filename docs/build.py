@@ -1,12 +1,13 @@
-"""`python -m docs.build`: writes docs/tables.md from the tables in the code.
+"""`python -m docs.build`: writes docs/tables.md and docs/benchmarks.md.
 
-One section for each table, one line for each row. tests/test_tables.py fails while the file is
-stale.
+The first from the tables in the code, one section for each, one line for each row; the second from
+benchmarks/results. tests/test_tables.py fails while a file is stale.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,8 @@ from unit_scaling.ops import OPS, Op
 from unit_scaling.optim import LR_RULES
 
 TABLES = Path(__file__).with_name("tables.md")
+BENCHMARKS = Path(__file__).with_name("benchmarks.md")
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 PREAMBLE = """\
 # Tables
@@ -42,6 +45,7 @@ NAMESPACES = {
     "torch": torch,
     "Tensor": torch.Tensor,
     "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
     "torch.sparse": torch.sparse,
     "operator": operator,
 }
@@ -212,6 +216,50 @@ def render() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+BENCHMARKS_PREAMBLE = """\
+# Benchmarks
+
+Written by `make docs` from benchmarks/results; `python -m benchmarks NAME` measures again. A ratio
+is the median of paired runs, candidate over baseline, with a 95 % confidence interval. What a
+target is missed by is said, with the reason as far as it is known."""
+
+_OWN_PAGE = ("zoo",)  # docs/models.md, which the benchmark writes
+
+# Keys of a row that are not shown: what the ratio is made of.
+_NOT_SHOWN = ("ms", "baseline_ms", "rounds", "ratio_low", "ratio_high")
+
+
+def _cell(row: dict[str, Any], key: str) -> str:
+    value = row.get(key)
+    if key == "ratio" and "ratio_low" in row:
+        return f"{value:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f})"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)
+
+
+def benchmark(path: Path) -> str:
+    """The section of one file of results."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    rows, machine = record["rows"], record["machine"]
+    keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in _NOT_SHOWN]
+    lines = [[_cell(row, key) for key in keys] for row in rows]
+    where = (
+        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, commit "
+        f"{machine['commit'][:7]}"
+    )
+    headings = " | ".join(key.replace("_", " ") for key in keys)
+    return f"## {path.stem}\n\n{record['question']} ({where})\n\n{table(headings, lines)}"
+
+
+def render_benchmarks() -> str:
+    """The text of docs/benchmarks.md."""
+    paths = [path for path in sorted(RESULTS.glob("*.json")) if path.stem not in _OWN_PAGE]
+    sections = [benchmark(path) for path in paths]
+    return "\n\n".join([BENCHMARKS_PREAMBLE, *sections]) + "\n"
+
+
 if __name__ == "__main__":
-    TABLES.write_text(render(), encoding="utf-8")
-    print(f"wrote {TABLES}")
+    for path, text in ((TABLES, render()), (BENCHMARKS, render_benchmarks())):
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")

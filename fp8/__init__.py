@@ -1,6 +1,7 @@
 """Numbers: low-precision formats, casts, and matrix products computed from them."""
 
-from .autocast import autocast
+from .autocast import autocast, checkpoint_contexts
+from .convert import convert, report, revert
 from .formats import FORMATS, Format, get_format
 from .history import AmaxHistory
 from .quantize import quantize, quantize_backward, quantize_forward
@@ -14,9 +15,13 @@ __all__ = [
     "Format",
     "Recipe",
     "autocast",
+    "checkpoint_contexts",
+    "convert",
     "get_format",
     "get_recipe",
     "quantize",
     "quantize_backward",
     "quantize_forward",
+    "report",
+    "revert",
 ]

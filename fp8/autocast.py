@@ -10,20 +10,31 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
+from .checkpoint import checkpointed, in_reentrant
 from .history import AmaxHistory
 from .matmul import ACTIVE, active_recipe
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
 
-__all__ = ["EXPANDED", "FIRST_LOOK", "OPAQUE", "PRODUCTS", "autocast", "outside_compiler"]
+__all__ = [
+    "EXPANDED",
+    "FIRST_LOOK",
+    "OPAQUE",
+    "PRODUCTS",
+    "autocast",
+    "checkpoint_contexts",
+    "outside_compiler",
+]
 
 # Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
-# order they were entered. An autocast that starts inside one puts it back on top.
+# order they were entered. An autocast that starts inside them puts them back on top.
 FIRST_LOOK: list[TorchFunctionMode] = []
 
 
@@ -95,9 +106,10 @@ class autocast(TorchFunctionMode):
     The block belongs to the thread that opens it. It may be inside `torch.autocast` or around it.
     To compile, compile the function that contains the block: while a block is open in eager code,
     what was compiled before runs in eager mode, so that no product is cast twice.
-    Activation checkpointing recomputes outside of the block, wherever backward is called: the
-    non-reentrant kind raises a CheckpointError then, the reentrant kind notices nothing and
-    computes gradients from operands that were not cast.
+    Activation checkpointing recomputes outside of the block, wherever backward is called. Give it
+    ``context_fn=fp8.checkpoint_contexts``, which opens the block again; compiled code and layers
+    of `fp8.convert` need nothing. Without, torch raises a CheckpointError, and the reentrant kind,
+    which would compute gradients from operands that were not cast, is refused with a RuntimeError.
 
     >>> import torch, fp8
     >>> x, w = torch.tensor([[1.06, 2.0]]), torch.tensor([[1.0, 1.0]])
@@ -125,21 +137,26 @@ class autocast(TorchFunctionMode):
             )
         self.opaque = opaque
         self.history = history
+        #: Whether what is recomputed in the backward pass opens the block again by itself.
+        self.reenters = False
 
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():
             _STANCE.hold()
-        above = FIRST_LOOK[-1] if FIRST_LOOK else None
-        ACTIVE.blocks.append((self.recipe, self.opaque, above, self.history, [0]))
+        above = tuple(FIRST_LOOK)
+        # A block within one of the same history goes on counting its products.
+        outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
+        count = outer[4] if outer is not None and outer[3] is self.history else [0]
+        ACTIVE.blocks.append((self.recipe, self.opaque, above, self.history, count))
         super().__enter__()
-        if above is not None:
-            TorchFunctionMode.__enter__(above)
+        for mode in above:
+            TorchFunctionMode.__enter__(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
         above = ACTIVE.blocks.pop()[2]
-        if above is not None:
-            TorchFunctionMode.__exit__(above, *error)
+        for mode in reversed(above):
+            TorchFunctionMode.__exit__(mode, *error)
         super().__exit__(*error)
         if not torch.compiler.is_compiling():
             _STANCE.release()
@@ -154,17 +171,55 @@ class autocast(TorchFunctionMode):
         kwargs = kwargs or {}
         handler = PRODUCTS.get(function)
         if handler is not None:
+            if not self.reenters and in_reentrant():
+                raise RuntimeError(_REENTRANT)
             result = handler(active_recipe(), *args, **kwargs)
             if isinstance(result, str):
                 _leave(function, result)
             elif result is not NotImplemented:
                 return result
+        elif function is checkpoint:
+            _check_recomputes(active_recipe())
+            return checkpointed(self, *args, **kwargs)
         elif function in EXPANDED:
             with self:
                 return EXPANDED[function](*args, **kwargs)
         elif function in OPAQUE:
             _leave(function, OPAQUE[function])
         return function(*args, **kwargs)
+
+
+_REENTRANT = (
+    "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "
+    "block, without casts: use checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts) "
+    "or fp8.convert"
+)
+
+
+def _check_recomputes(recipe: Recipe | None) -> None:
+    if recipe is not None and recipe.keeps_history:
+        raise NotImplementedError(
+            f"recipe {recipe.name!r} cannot be checkpointed: what is recomputed would have other "
+            'scales, as scaling "delayed" has moved on'
+        )
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The ``context_fn`` of `torch.utils.checkpoint.checkpoint` inside of `fp8.autocast`.
+
+    What is recomputed in the backward pass runs under the recipe that the forward pass ran under:
+
+        checkpoint(block, x, use_reentrant=False, context_fn=fp8.checkpoint_contexts)
+
+    and in models of the library transformers
+    ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ...})``. Outside of
+    a block it does nothing. Raises NotImplementedError under a recipe with scaling "delayed", whose
+    scales would be others by then. torch.compile takes no context_fn of this kind, and needs none.
+    """
+    recipe = active_recipe()
+    _check_recomputes(recipe)
+    again = nullcontext() if recipe is None else autocast(recipe, opaque=ACTIVE.blocks[-1][1])
+    return nullcontext(), again
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:

@@ -19,7 +19,11 @@ def apply(function: type[Function], *args: Any) -> Any:
     Eager code calls an equal function in the older form ``forward(ctx, *args)``, which torch
     refuses with a RuntimeError, before anything is computed, under a torch.func transform. A
     RuntimeError of ``forward`` itself is raised a second time by the same arguments.
+    Where no gradient is recorded ``forward`` is all there is: what only ``backward`` needs is not
+    looked at, so that a compiled graph does not depend on it.
     """
+    if not torch.is_grad_enabled():
+        return function.forward(*args)
     if torch.compiler.is_compiling():
         return function.apply(*args)
     try:

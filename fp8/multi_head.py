@@ -32,7 +32,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
-def _merge_masks(
+def merge_masks(
     attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
     """One additive mask that broadcasts to (batch, heads, L, S)."""
@@ -46,9 +46,10 @@ def _merge_masks(
     return padded if mask is None else mask + padded
 
 
-def _check_masks(
+def check_masks(
     attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, sizes: tuple[int, int]
 ) -> None:
+    """Raises ValueError for masks that do not fit attention of ``sizes``, (L, S)."""
     allowed = {
         "attn_mask": (sizes, (batch * heads, *sizes)),
         "key_padding_mask": ((batch, sizes[1]),),
@@ -121,11 +122,11 @@ def multi_head_attention_forward(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     length, batch, width = query.shape
     sizes = (length, key.shape[0])
-    _check_masks(attn_mask, key_padding_mask, batch, num_heads, sizes)
+    check_masks(attn_mask, key_padding_mask, batch, num_heads, sizes)
     causal = is_causal and key_padding_mask is None and not need_weights
     mask = None
     if not causal:
-        mask = _merge_masks(attn_mask, key_padding_mask, batch, num_heads, query.dtype)
+        mask = merge_masks(attn_mask, key_padding_mask, batch, num_heads, query.dtype)
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     weights: Any = separate if use_separate_proj_weight else (in_proj_weight,)
     q, k, v = _project(query, key, value, weights, in_proj_bias)

@@ -27,15 +27,22 @@ fp8.casting <- fp8.matmul
 fp8.history <- fp8.autocast
 fp8.function <- fp8.quantize
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
-fp8.products <- fp8.autocast
+fp8.products, fp8.checkpoint <- fp8.autocast <- fp8.convert
+fp8.subclass, fp8.report <- fp8.convert
+fp8.subclass <- unit_scaling.transforms
 fp8.recipe <- fp8.__main__
 
 fp8.function <- unit_scaling.scale
+unit_scaling.batch <- unit_scaling._functional
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
+unit_scaling.quadrature, unit_scaling.constant, unit_scaling.ops <- unit_scaling.elementwise
+unit_scaling.traced <- unit_scaling.constant
+unit_scaling.elementwise <- unit_scaling._functional
 unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
 unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules
 unit_scaling.parameter <- unit_scaling.optim
 unit_scaling.functional, unit_scaling.parameter, unit_scaling.formats <- unit_scaling.transforms
+unit_scaling.transforms <- unit_scaling.analysis, unit_scaling.utils
 """
 
 MAX_FUNCTION = 40
@@ -58,6 +65,9 @@ PRIVATE = {
     },
     "fp8/products.py": {
         "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
+    },
+    "unit_scaling/transforms/observe.py": {
+        "torch._C": "DisableTorchFunction: calls that no mode sees; there is no other way",
     },
 }
 

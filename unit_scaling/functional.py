@@ -6,30 +6,101 @@ Each function is a row of `unit_scaling.ops.OPS`. ``constraint`` names how its s
 """
 
 from ._functional.activations import add, dropout, gelu, silu, silu_glu, softmax
-from ._functional.attention import scaled_dot_product_attention
+from ._functional.attention import rotary, scaled_dot_product_attention
+from ._functional.contraction import einsum
+from ._functional.convolution import (
+    conv1d,
+    conv2d,
+    conv3d,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+)
+from ._functional.embedding import embedding, embedding_bag
 from ._functional.losses import cross_entropy, mse_loss
-from ._functional.norms import embedding, layer_norm, rms_norm
-from ._functional.products import conv1d, linear, linear_readout, matmul
+from ._functional.norms import layer_norm, rms_norm
+from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
+from ._functional.recurrent import gru, lstm, rnn_relu, rnn_tanh
 from ._functional.residuals import residual_add, residual_apply, residual_split
+from ._functional.unary import (
+    atan,
+    celu,
+    cos,
+    elu,
+    hardshrink,
+    hardsigmoid,
+    hardswish,
+    hardtanh,
+    leaky_relu,
+    logsigmoid,
+    mish,
+    relu,
+    relu6,
+    relu_squared,
+    selu,
+    sigmoid,
+    sin,
+    softplus,
+    softshrink,
+    softsign,
+    tanh,
+    tanhshrink,
+)
 
 __all__ = [
     "add",
+    "addmm",
+    "atan",
+    "bilinear",
+    "celu",
     "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "cos",
     "cross_entropy",
     "dropout",
+    "einsum",
+    "elu",
     "embedding",
+    "embedding_bag",
     "gelu",
+    "gru",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
     "layer_norm",
+    "leaky_relu",
     "linear",
     "linear_readout",
+    "logsigmoid",
+    "lstm",
     "matmul",
+    "mish",
     "mse_loss",
+    "relu",
+    "relu6",
+    "relu_squared",
     "residual_add",
     "residual_apply",
     "residual_split",
     "rms_norm",
+    "rnn_relu",
+    "rnn_tanh",
+    "rotary",
     "scaled_dot_product_attention",
+    "selu",
+    "sigmoid",
     "silu",
     "silu_glu",
+    "sin",
     "softmax",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "tanh",
+    "tanhshrink",
 ]

@@ -18,16 +18,17 @@ Everything that goes over all operations (transforms, reports, documentation, te
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from .constraints import apply_constraint
 
-__all__ = ["OPS", "Adapter", "Op", "Scales", "find_op", "row", "tie"]
+__all__ = ["OPS", "WATCHERS", "Adapter", "Op", "Scales", "find_op", "row", "tie"]
 
 #: Scale factors by name: "output", or the argument whose gradient is multiplied.
 Scales = dict[str, float]
@@ -116,6 +117,10 @@ class Op:
 #: Every unit-scaled operation by name.
 OPS: dict[str, Op] = {}
 
+#: Functions (function, args, kwargs) -> result that call the ops in their place, the last of them
+#: alone: how `unit_scaling.verify` sees the ops that a model calls by name.
+WATCHERS: list[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = []
+
 _SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {}
 _BY_FUNCTION: dict[Callable[..., Any], Op] = {}
 
@@ -124,9 +129,9 @@ def _parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
     return _SIGNATURES[fn]
 
 
-def find_op(func: Callable[..., Any]) -> Op | None:
+def find_op(func: Callable[..., Any] | None) -> Op | None:
     """The row that stands for a torch function, or None."""
-    return _BY_FUNCTION.get(func)
+    return None if func is None else _BY_FUNCTION.get(func)
 
 
 def tie(constraint: str | None, **scales: float) -> Scales:
@@ -144,7 +149,10 @@ def row(
     replaces: Sequence[Callable[..., Any]] = (),
     adapters: Mapping[Callable[..., Any], Adapter] | None = None,
 ) -> Callable[[Fn], Fn]:
-    """Adds the decorated function to `OPS` under its own name, and returns it unchanged.
+    """Adds the decorated function to `OPS` under its own name.
+
+    The function that it returns is the same, but for calling the innermost of `WATCHERS` instead
+    where there is one.
 
     rule: its arguments are some of the function's, by the same names and with the same defaults.
     replaces, adapters: as in `Op`; a function with an adapter need not be repeated in replaces.
@@ -152,7 +160,11 @@ def row(
     an argument that the function does not have.
     """
 
-    def add(fn: Fn) -> Fn:
+    def add(body: Fn) -> Fn:
+        @functools.wraps(body)
+        def fn(*args: Any, **kwargs: Any) -> Any:
+            return WATCHERS[-1](body, args, kwargs) if WATCHERS else body(*args, **kwargs)
+
         forms = dict(adapters or {})
         functions = tuple(dict.fromkeys((*replaces, *forms)))
         op = Op(name=fn.__name__, fn=fn, rule=rule, replaces=functions, adapters=forms)
@@ -168,6 +180,6 @@ def row(
                 raise ValueError(f"{function} is replaced by {_BY_FUNCTION[function].name!r}")
             _BY_FUNCTION[function] = op
         OPS[op.name] = op
-        return fn
+        return cast("Fn", fn)
 
     return add

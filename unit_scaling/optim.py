@@ -2,17 +2,22 @@
 
     lr of a parameter = lr * (rule for its mup_type) / sqrt(mup_scaling_depth)
 
-`LR_RULES` holds the rules. Parameters that end up with the same learning rate share a group, so a
-model has a handful of groups, and the fused and foreach implementations of torch stay quick.
+`LR_RULES` holds the rules; `scaled_parameters` applies one, or a function of your own, for any
+optimizer of torch. Parameters that end up with the same learning rate share a group, so a model has
+a handful of groups, and the fused and foreach implementations of torch stay quick.
 
-Learning-rate schedules multiply each group's own rate (LambdaLR, CosineAnnealingLR, ...). One that
-sets a rate needs one per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in opt.param_groups])``.
+Learning-rate schedules multiply each group's own rate (LambdaLR, CosineAnnealingLR, ...) and keep
+the ratios. One that sets a rate needs one per group, or it flattens them:
+``OneCycleLR(opt, max_lr=[g["lr"] for g in opt.param_groups])``. The same goes for a loop that sets
+``group["lr"]``: multiply by ``group["mup_lr_scale"]``. Rates that are flat at the first step are a
+ValueError. CosineAnnealingLR's eta_min, if not 0, is one rate for all that the schedule ends with.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +41,13 @@ LrScale = Callable[[ParameterData], float]
 
 
 def _fan_in(shape: torch.Size) -> int:
-    """What one output sums over: all dimensions of a weight but the first."""
-    return math.prod(shape[1:]) or 1
+    """What one output sums over: all dimensions of a weight but the first; all of a vector.
+
+    Of an embedding it is the width, as u-muP's table 2 has it (there called fan-out). Of weights
+    that are stored the other way round (transposed convolutions) it is a width of the same layer,
+    which grows with the model in the same way.
+    """
+    return math.prod(shape[1:] if len(shape) > 1 else shape) or 1
 
 
 def _one(shape: torch.Size) -> float:
@@ -56,10 +66,19 @@ def _width(shape: torch.Size) -> float:
     return float(shape[0]) if shape else 1.0
 
 
-#: Optimizer -> mup_type -> (shape of the parameter) -> factor of the learning rate.
-#: "adam" is u-muP's table 2 (arXiv 2407.17465); "sgd" is the same, since a unit-scaled gradient
-#: has RMS 1 as an Adam update has; "sgd_to_output_scale" is for a readout whose input gradient is
-#: tied to its output, and so is smaller by the square root of the width throughout the model.
+def _muon(shape: torch.Size) -> float:
+    return math.sqrt(min(shape[0], _fan_in(shape)) or 1)
+
+
+#: Rule -> mup_type -> (shape of the parameter) -> factor of the learning rate.
+#: "adam" is u-muP's table 2 (arXiv 2407.17465), for all optimizers whose update has entries of
+#: about 1 (Adam, AdamW, NAdam, RAdam, Adamax, Lion, ...). "sgd" is the same, with or without
+#: momentum, since a unit-scaled gradient has RMS 1 as an Adam update has. "sgd_to_output_scale" is
+#: for a readout whose input gradient is tied to its output, and so is smaller by the square root of
+#: the width throughout the model. "muon" is for hidden matrices under `torch.optim.Muon`: its
+#: update has singular values of sqrt(max(1, fan_out/fan_in)), and the layer, which divides by
+#: sqrt(fan_in), is to change by lr * sqrt(fan_out/fan_in) in the spectral norm, as it does under
+#: Adam (the condition is that of arXiv 2310.17813).
 LR_RULES: dict[str, dict[str, Callable[[torch.Size], float]]] = {
     "adam": {"weight": _inverse_sqrt_fan_in, "bias": _one, "norm": _one, "output": _one},
     "sgd": {"weight": _inverse_sqrt_fan_in, "bias": _one, "norm": _one, "output": _one},
@@ -69,6 +88,7 @@ LR_RULES: dict[str, dict[str, Callable[[torch.Size], float]]] = {
         "norm": _width,
         "output": _one,
     },
+    "muon": {"weight": _muon},
 }
 
 
@@ -79,7 +99,23 @@ def lr_scale_for_depth(param: ParameterData) -> float:
 
 
 def _lr_scale(rule: str, param: ParameterData) -> float:
-    return LR_RULES[rule][param.mup_type](param.shape) * lr_scale_for_depth(param)
+    factors = LR_RULES[rule]
+    if param.mup_type not in factors:
+        allowed = ", ".join(map(repr, factors))
+        raise ValueError(
+            f"rule {rule!r} is for parameters of mup_type {allowed}: got {param.mup_type!r}, of "
+            f"shape {tuple(param.shape)}"
+        )
+    return factors[param.mup_type](param.shape) * lr_scale_for_depth(param)
+
+
+def _as_function(rule: LrScale | str) -> LrScale:
+    if callable(rule):
+        return rule
+    if rule not in LR_RULES:
+        allowed = ", ".join(map(repr, LR_RULES))
+        raise ValueError(f"unknown learning-rate rule {rule!r}; choose one of {allowed}")
+    return partial(_lr_scale, rule)
 
 
 def lr_scale_func_adam(param: ParameterData) -> float:
@@ -87,27 +123,32 @@ def lr_scale_func_adam(param: ParameterData) -> float:
     return _lr_scale("adam", param)
 
 
+#: The constraint of a model's readout -> its rule under SGD.
+_SGD_RULES = {None: "sgd", "to_output_scale": "sgd_to_output_scale"}
+
+
+def _sgd_rule(readout_constraint: str | None) -> str:
+    if readout_constraint not in _SGD_RULES:
+        raise ValueError(
+            f"unknown readout_constraint {readout_constraint!r}; choose None or 'to_output_scale'"
+        )
+    return _SGD_RULES[readout_constraint]
+
+
 def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
     """The factors under SGD, for a model whose readout has this constraint.
 
     readout_constraint: None or "to_output_scale"; ValueError for anything else.
     """
-    rules = {None: "sgd", "to_output_scale": "sgd_to_output_scale"}
-    if readout_constraint not in rules:
-        raise ValueError(
-            f"unknown readout_constraint {readout_constraint!r}; choose None or 'to_output_scale'"
-        )
-    rule = rules[readout_constraint]
+    return _as_function(_sgd_rule(readout_constraint))
 
-    def lr_scale(param: ParameterData) -> float:
-        return _lr_scale(rule, param)
 
-    return lr_scale
+_OWN_KEYS = ("params", "lr", "weight_decay", "mup_lr_scale")
 
 
 def scaled_parameters(
     params: ParamsT,
-    lr_scale_func: LrScale,
+    lr_scale_func: LrScale | str,
     lr: float | Tensor | None = None,
     weight_decay: float = 0,
     independent_weight_decay: bool = True,
@@ -116,21 +157,31 @@ def scaled_parameters(
     """Parameter groups for any torch optimizer: one for each learning rate.
 
     params: parameters, (name, parameter) pairs or groups, as torch's optimizers take them.
-    lr_scale_func: parameter -> factor. lr, weight_decay: for groups without their own.
+    lr_scale_func: the name of a rule of `LR_RULES`, or parameter -> factor, depth included.
+    lr, weight_decay: for groups without their own.
     independent_weight_decay: divide weight_decay by the learning rate, so that the decay per step,
     lr * weight_decay in torch, does not depend on it (Wortsman et al. 2023, arXiv 2309.14322). It
     still follows the schedule. At a learning rate of 0 it is left as it is.
     allow_non_unit_scaling_params: give parameters without tags the plain lr, instead of raising
     ValueError.
-    Raises ValueError for a group without a learning rate.
+    Returns groups with "params", "lr", "weight_decay", "mup_lr_scale" (the factor that is in lr),
+    and whatever the given ones had.
+    Raises ValueError for a group without a learning rate, a parameter without tags, an unknown
+    rule, and a parameter of a kind that the rule is not for.
+
+    >>> from unit_scaling import Linear
+    >>> groups = scaled_parameters(Linear(16, 64).parameters(), "muon", lr=0.5)
+    >>> torch.optim.Muon(groups).param_groups[0]["lr"]
+    2.0
     """
+    lr_scale_func = _as_function(lr_scale_func)
     result = []
     for group in _as_groups(params):
         base = group.get("lr", lr)
         if base is None:
             raise ValueError("scaled_parameters needs lr=, or an 'lr' in every parameter group")
         decay = group.get("weight_decay", weight_decay)
-        rest = {k: v for k, v in group.items() if k not in ("params", "lr", "weight_decay")}
+        rest = {k: v for k, v in group.items() if k not in _OWN_KEYS}
         for scale, entries in _by_scale(group, lr_scale_func, allow_non_unit_scaling_params):
             rate = base if scale == 1.0 else base * scale
             divide = independent_weight_decay and float(rate) != 0.0
@@ -140,6 +191,7 @@ def scaled_parameters(
                     "params": entries,
                     "lr": rate.clone() if isinstance(rate, Tensor) else rate,
                     "weight_decay": decay / float(rate) if divide else decay,
+                    "mup_lr_scale": scale,
                 }
             )
     return result
@@ -168,7 +220,8 @@ def _by_scale(
             raise ValueError(
                 f"parameter {name} of shape {tuple(parameter.shape)} has no mup_type, so its "
                 "learning rate is not known: use modules of unit_scaling or "
-                "unit_scaling.Parameter, or pass allow_non_unit_scaling_params=True"
+                "unit_scaling.Parameter, unit_scaling.parameter.restore_tags(model) if it has "
+                "replaced one that had, or pass allow_non_unit_scaling_params=True"
             )
         found.setdefault(scale, []).append(entry)
     return found.items()
@@ -177,15 +230,16 @@ def _by_scale(
 class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, those of the constructor included."""
 
-    def _configure(self, lr_scale_func: LrScale, independent: bool, allow_untagged: bool) -> None:
-        self._scaling = (lr_scale_func, independent, allow_untagged)
+    def _configure(self, rule: str, independent: bool, allow_untagged: bool) -> None:
+        self._scaling = (rule, independent, allow_untagged)
+        self._rates: set[float] = set()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the parameters of the group, as one group for each learning rate."""
-        lr_scale_func, independent, allow_untagged = self._scaling
+        rule, independent, allow_untagged = self._scaling
         groups = scaled_parameters(
             [param_group],
-            lr_scale_func,
+            rule,
             self.defaults["lr"],
             self.defaults["weight_decay"],
             independent,
@@ -193,6 +247,27 @@ class _UnitScaled(torch.optim.Optimizer):
         )
         for group in groups:
             super().add_param_group(group)
+            self._rates.add(float(group["lr"]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_scaling": self._scaling, "_rates": self._rates}
+        return {**super().__getstate__(), **own}
+
+
+def _refuse_flat_rates(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Run before each step, until one has a learning rate that is not zero."""
+    if torch.compiler.is_compiling() or len(opt._rates) < 2:  # type: ignore[attr-defined]
+        return
+    rates = {float(group["lr"]) for group in opt.param_groups}
+    if len(rates) == 1 and rates != {0.0}:
+        raise ValueError(
+            f"all {len(opt.param_groups)} parameter groups have learning rate {rates.pop():.4g}, "
+            "and u-muP gave them different ones: a schedule or a loop has set one for all. Give a "
+            "schedule one per group, as in OneCycleLR(opt, max_lr=[g['lr'] for g in "
+            "opt.param_groups]); in a loop, multiply by group['mup_lr_scale']"
+        )
+    if rates != {0.0}:
+        opt._rates = set()  # type: ignore[attr-defined]
 
 
 class SGD(_UnitScaled, torch.optim.SGD):
@@ -216,9 +291,10 @@ class SGD(_UnitScaled, torch.optim.SGD):
         readout_constraint: str | None = None,
         **kwargs: Any,
     ) -> None:
-        scale = lr_scale_func_sgd(readout_constraint)
-        self._configure(scale, independent_weight_decay, allow_non_unit_scaling_params)
+        rule = _sgd_rule(readout_constraint)
+        self._configure(rule, independent_weight_decay, allow_non_unit_scaling_params)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
+        self.register_step_pre_hook(_refuse_flat_rates)
 
 
 class Adam(_UnitScaled, torch.optim.Adam):
@@ -237,8 +313,9 @@ class Adam(_UnitScaled, torch.optim.Adam):
         allow_non_unit_scaling_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._configure(lr_scale_func_adam, independent_weight_decay, allow_non_unit_scaling_params)
+        self._configure("adam", independent_weight_decay, allow_non_unit_scaling_params)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+        self.register_step_pre_hook(_refuse_flat_rates)
 
 
 class AdamW(_UnitScaled, torch.optim.AdamW):
@@ -263,5 +340,6 @@ class AdamW(_UnitScaled, torch.optim.AdamW):
         allow_non_unit_scaling_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._configure(lr_scale_func_adam, independent_weight_decay, allow_non_unit_scaling_params)
+        self._configure("adam", independent_weight_decay, allow_non_unit_scaling_params)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+        self.register_step_pre_hook(_refuse_flat_rates)

@@ -71,8 +71,11 @@ def _check(scale: float) -> None:
 
 
 def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
-    """``fwd * input`` with ``bwd`` times the gradient. ``input`` itself where both are 1."""
-    if _is_one(fwd) and _is_one(bwd):
+    """``fwd * input`` with ``bwd`` times the gradient. ``input`` itself where both are 1.
+
+    Where no gradient is recorded bwd is not looked at: a compiled graph does not depend on it.
+    """
+    if _is_one(fwd) and (not torch.is_grad_enabled() or _is_one(bwd)):
         return input
     function = _Scale if torch.compiler.is_compiling() else _EagerScale
     return apply(function, input, fwd, bwd)
@@ -89,7 +92,7 @@ def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tens
     Scaling the gradient of the output scales the gradient of every input.
     fresh: no one else holds ``output``, autograd has not saved it: it may be changed in place.
     """
-    if not (fwd is bwd or fwd == bwd):
+    if torch.is_grad_enabled() and not (fwd is bwd or fwd == bwd):
         return scale_each(output, fwd, bwd)
     if _is_one(fwd):
         return output

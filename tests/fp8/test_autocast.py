@@ -321,43 +321,6 @@ def test_inference_mode_and_no_grad():
             assert torch.equal(a @ b, expected)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize(
-    "block",
-    [
-        nn.Linear(8, 8),
-        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
-        nn.Conv1d(5, 5, 3),
-        nn.TransformerEncoderLayer(8, 2, 16, 0.0),
-    ],
-    ids=lambda block: type(block).__name__,
-)
-def test_checkpointing_is_never_silently_wrong(block, inside):
-    """What it recomputes is not cast, wherever backward is called: torch notices, and says so."""
-    with fp8.autocast("unit"):
-        y = torch.utils.checkpoint.checkpoint(block, randn(5, 8), use_reentrant=False)
-        if inside:
-            with pytest.raises(torch.utils.checkpoint.CheckpointError):
-                y.sum().backward()
-    if not inside:
-        with pytest.raises(torch.utils.checkpoint.CheckpointError):
-            y.sum().backward()
-
-
-def test_checkpointing_of_the_block_itself():
-    """A function that contains the block can be checkpointed: it opens the block again."""
-    layer, x = nn.Linear(8, 8), randn(5, 8)
-
-    def run():
-        with fp8.autocast("unit"):
-            return layer(x)
-
-    (expected,) = torch.autograd.grad(run().square().sum(), layer.weight)
-    y = torch.utils.checkpoint.checkpoint(run, use_reentrant=False)
-    (got,) = torch.autograd.grad(y.square().sum(), layer.weight)
-    assert torch.equal(got, expected)
-
-
 def test_nothing_is_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -248,3 +248,25 @@ def test_reduce_takes_the_largest(tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     assert {k: t.tolist() for k, t in history.tensors.items()} == {"a": [1, 5], "b": [3]}
+
+
+def test_a_layer_that_is_written_out_goes_on_counting():
+    attention, history = nn.MultiheadAttention(8, 2, batch_first=True), AmaxHistory()
+    linear, x = nn.Linear(8, 8), randn(2, 5, 8)
+    with fp8.autocast("delayed", history=history):
+        linear(attention(x, x, x, need_weights=False)[0])
+    products = sorted({name.rpartition(".")[0] for name in history.tensors})
+    assert products == ["001.linear", "002.attention", "003.linear", "004.linear"]
+
+
+def test_what_would_be_recomputed_or_has_no_place_for_it_is_refused():
+    layer, history = nn.Linear(8, 4), AmaxHistory()
+    with (
+        fp8.autocast("delayed", history=history),
+        pytest.raises(NotImplementedError, match="other scales"),
+    ):
+        torch.utils.checkpoint.checkpoint(
+            layer, randn(5, 8), use_reentrant=False, context_fn=fp8.checkpoint_contexts
+        )
+    with pytest.raises(ValueError, match="recipe 'delayed' keeps a history, which no layer has"):
+        fp8.convert(layer, "delayed")

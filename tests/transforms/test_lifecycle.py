@@ -200,6 +200,12 @@ def test_gradient_checkpointing_of_blocks() -> None:
     model.load_state_dict(plain.state_dict())
     for name in TRANSFORMS:
         same(step(TRANSFORMS[name](model)), step(TRANSFORMS[name](plain)))
+    # The compiler takes no side effects inside of a checkpoint, unless told that they need not be
+    # repeated: the counts of calls by which a plan is followed are such.
+    scaled = unit_scale(model)
+    wanted = step(scaled)
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        same(step(torch.compile(scaled, fullgraph=True, backend="aot_eager")), wanted, 1e-5, 1e-5)
 
 
 ORDERS = list(itertools.permutations(["unit", "fp8", "compile"]))

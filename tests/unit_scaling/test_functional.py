@@ -52,12 +52,12 @@ SIGNATURES = {  # the parameters of 0.3.5, in order; further ones may only follo
 }
 
 
-@pytest.mark.parametrize("name", U.__all__)
+@pytest.mark.parametrize("name", SIGNATURES)
 def test_signature_is_a_drop_in(name: str):
     parameters = list(inspect.signature(getattr(U, name)).parameters)
     expected = SIGNATURES[name].split()
     assert parameters[: len(expected)] == expected
-    assert sorted(SIGNATURES) == U.__all__
+    assert name in U.__all__
 
 
 W, B = torch.randn(3, 6, dtype=torch.float64), torch.randn(3, dtype=torch.float64)

@@ -1,14 +1,15 @@
 import copy
 import inspect
 import math
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 import unit_scaling as uu
 from unit_scaling.optim import (
-    LR_RULES,
     SGD,
     Adam,
     AdamW,
@@ -41,6 +42,18 @@ def lrs(opt) -> list[float]:
     return list(by_id.values())
 
 
+@pytest.mark.parametrize(
+    ("shape", "fan_in"),
+    [((), 1), ((6,), 6), ((2, 6), 6), ((2, 3, 5), 15), ((2, 3, 5, 7), 105), ((2, 3, 1, 4, 2), 24)],
+    ids=str,
+)
+def test_fan_in(shape: tuple[int, ...], fan_in: int):
+    """Of up to three dimensions it is that of the library this one replaces."""
+    p = Parameter(torch.ones(shape), "weight")
+    assert lr_scale_func_adam(p) == pytest.approx(fan_in**-0.5)
+    assert lr_scale_func_sgd("to_output_scale")(p) == pytest.approx(fan_in**0.5)
+
+
 def test_rules():
     """Recorded from the library this one replaces; the convolution of two dimensions is ours."""
     conv2d = 60**-0.5
@@ -50,7 +63,6 @@ def test_rules():
     sgd = [4.0, 8.0, 16, 1, 1.154701, 4.0, 60**0.5]
     scale = lr_scale_func_sgd("to_output_scale")
     assert [scale(p) for p in parameters()] == pytest.approx(sgd, abs=5e-7)
-    assert {tuple(rules) for rules in LR_RULES.values()} == {("weight", "bias", "norm", "output")}
     with pytest.raises(ValueError, match="choose None or 'to_output_scale'"):
         lr_scale_func_sgd("gmean")
 
@@ -152,27 +164,85 @@ def test_untagged_parameters(cls):
     assert lrs(opt) == [0.1]
 
 
-@each_optimizer
-def test_schedules(cls):
-    """A schedule that multiplies keeps the ratios; one that sets a rate takes a list."""
-    opt = cls(parameters(), lr=1.0)
-    base = lrs(opt)
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
-    opt.step()
-    schedule.step()
-    assert lrs(opt) == pytest.approx([x / 2 for x in base])
+SCHEDULES = {
+    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 10),
+    "CosineAnnealingWarmRestarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),
+    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(
+        opt, [g["lr"] / 4 for g in opt.param_groups], peaks(opt), 3, cycle_momentum=False
+    ),
+    "ExponentialLR": lambda opt: lr_scheduler.ExponentialLR(opt, 0.9),
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: step / 10),  # from zero
+    "LinearLR": lr_scheduler.LinearLR,
+    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, [2, 5]),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(
+        opt, peaks(opt), total_steps=10, cycle_momentum=False
+    ),
+    "PolynomialLR": lambda opt: lr_scheduler.PolynomialLR(opt, 10, 2.0),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt), lr_scheduler.CosineAnnealingLR(opt, 6)], [3]
+    ),
+}
 
-    opt = cls(parameters(), lr=1.0)
-    peaks = [g["lr"] for g in opt.param_groups]
-    momentum = {"cycle_momentum": False} if cls is SGD else {}
-    one = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=peaks, total_steps=10, **momentum)
-    highest = []
-    for _ in range(10):
-        highest = [max(a, b) for a, b in zip(highest or lrs(opt), lrs(opt), strict=True)]
+
+def peaks(opt) -> list[float]:
+    return [group["lr"] for group in opt.param_groups]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_keep_the_ratios(name: str):
+    opt = SGD(parameters(), lr=1.0)
+    base = lrs(opt)
+    schedule = SCHEDULES[name](opt)
+    for _ in range(8):
+        now = lrs(opt)
+        assert now == pytest.approx([now[2] * x / base[2] for x in base])
         opt.step()
-        if _ < 9:
-            one.step()
-    assert highest == pytest.approx(base)
+        schedule.step()
+    assert lrs(opt) != base  # it has changed them
+
+
+FLAT = {
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10),
+    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.1),
+    "loop": lambda opt: [group.update(lr=0.1) for group in opt.param_groups],
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_flat_rates_are_refused(name: str):
+    opt = SGD(parameters(), lr=1.0, momentum=0.9)
+    FLAT[name](opt)
+    with pytest.raises(ValueError, match=r"all 5 .* groups have learning rate .* set one for all"):
+        opt.step()
+    for group in opt.param_groups:
+        group["lr"] = 0.3 * group["mup_lr_scale"]
+    opt.step()
+    assert lrs(opt) == pytest.approx([0.3 * x for x in unit_lrs(SGD)])
+    FLAT["loop"](opt)  # only the first step is looked at: a schedule may end with one rate for all
+    opt.step()
+
+
+@each_optimizer
+def test_rates_that_are_equal_from_the_start(cls):
+    """All of one kind, or made so by the groups that were given."""
+    cls([p for p in parameters() if p.mup_type == "output"], lr=0.1).step()
+    weight, norm = parameters()[0], parameters()[2]
+    opt = cls([{"params": [weight], "lr": 0.4}, {"params": [norm], "lr": 0.1}])
+    assert peaks(opt) == [0.1, 0.1]
+    opt.step()
+
+
+@each_optimizer
+def test_compiled_step(cls):
+    ours, theirs = parameters(), parameters()
+    plain, fast = cls(theirs, lr=0.1), cls(ours, lr=0.1)
+    step = torch.compile(fast.step, backend="eager")
+    for p in (*ours, *theirs):
+        p.grad = torch.ones_like(p)
+    plain.step()
+    step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @each_optimizer
@@ -197,7 +267,10 @@ def test_step_is_that_of_torch(cls):
     fresh = cls(parameters(), lr=0.7)
     fresh.load_state_dict(state)
     assert lrs(fresh) == lrs(opt)
-    assert copy.deepcopy(opt).param_groups[0]["lr"] == opt.param_groups[0]["lr"]
+    for copied in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        assert lrs(copied) == lrs(opt)
+        copied.add_param_group({"params": parameters()[0], "lr": 1.0})
+        assert copied.param_groups[-1]["lr"] == 1.0 * copied.param_groups[0]["mup_lr_scale"]
 
 
 def test_scaled_parameters():
@@ -213,9 +286,71 @@ def test_scaled_parameters():
     assert [g["lr"] for g in groups] == pytest.approx([0.05, 0.1, 0.1])
     assert [g["weight_decay"] for g in groups] == pytest.approx([6, 3, 3])
     assert groups[1]["betas"] == (0.8, 0.9)
+    assert [g["mup_lr_scale"] for g in groups] == pytest.approx([0.25, 0.5, 1.0])
     torch.optim.RAdam(groups)  # any optimizer of torch takes them
     with pytest.raises(ValueError, match="needs lr=, or an 'lr' in every parameter group"):
         scaled_parameters(parameters(), lr_scale_func_adam)
+
+
+def test_rule_by_name_or_of_ones_own():
+    named = scaled_parameters(parameters(), "sgd_to_output_scale", lr=0.1)
+    function = scaled_parameters(parameters(), lr_scale_func_sgd("to_output_scale"), lr=0.1)
+    assert [g["lr"] for g in named] == [g["lr"] for g in function]
+    # Shampoo's update has singular values of 1, as Muon's before its own correction.
+    rule = lambda p: (p.shape[0] / (p.mup_scaling_depth or 1)) ** 0.5  # noqa: E731
+    groups = scaled_parameters(parameters()[1:2], rule, lr=0.1)
+    assert groups[0]["lr"] == pytest.approx(0.1 * 2)
+    with pytest.raises(ValueError, match="unknown learning-rate rule 'adamw'; choose one of 'adam"):
+        scaled_parameters(parameters(), "adamw", lr=0.1)
+    with pytest.raises(ValueError, match=r"'muon' is for .* 'weight': got 'bias', .* \(16,\)"):
+        scaled_parameters(parameters(), "muon", lr=0.1)
+
+
+def change(layer: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    """What a step on a random gradient adds to the output."""
+    before = layer(x)
+    before.backward(torch.randn_like(before))
+    opt.step()
+    return (layer(x) - before).detach()
+
+
+#: Name -> layer from a width to four times as many, and back.
+LAYERS = {
+    "linear up": lambda n: uu.Linear(n, 4 * n),
+    "linear down": lambda n: uu.Linear(4 * n, n),
+    "convolution": lambda n: uu.Conv1d(n, n, 3),
+    "readout": lambda n: uu.LinearReadout(n, 8),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("cls", [Adam, AdamW])
+def test_adam_changes_the_output_alike_at_any_width(cls, name: str):
+    """For one example x the update is sign(g x^T): the output changes by lr * mean|x| of its own
+    sign in every entry, by sqrt(2 / pi) of lr in the mean, to a few per cent of sampling error."""
+    torch.manual_seed(0)
+    for width in (64, 256):
+        layer = LAYERS[name](width)
+        x = torch.randn(1, *layer.weight.shape[1:])
+        rms = change(layer, cls(layer.parameters(), lr=0.5), x).square().mean().sqrt()
+        assert float(rms) == pytest.approx(0.5 * (2 / math.pi) ** 0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 256), (512, 512)], ids=str)
+def test_muon(shape: tuple[int, int]):
+    """The layer changes by lr * sqrt(fan_out/fan_in) in the spectral norm.
+
+    The Newton-Schulz iteration of Muon takes singular values to between 0.7 and 1.2 of 1.
+    """
+    torch.manual_seed(0)
+    fan_out, fan_in = shape
+    layer = uu.Linear(fan_in, fan_out)
+    groups = scaled_parameters(layer.parameters(), "muon", lr=0.5)
+    opt = torch.optim.Muon(groups)
+    before = layer.weight.detach().clone()
+    change(layer, opt, torch.randn(64, fan_in))
+    step = (layer.weight.detach() - before) / fan_in**0.5
+    assert 0.65 < torch.linalg.matrix_norm(step, 2) / (0.5 * (fan_out / fan_in) ** 0.5) < 1.25
 
 
 def test_training():

@@ -1,19 +1,21 @@
-"""Scaled dot-product attention."""
+"""Scaled dot-product attention, and the rotation of its queries and keys by position."""
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fp8.attention import attention
+from fp8.matmul import matmul as matrix_product
 
 from ..core.functional import logarithmic_interpolation
 from ..ops import Scales, row
 from ..scale import scale_output
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["rotary", "scaled_dot_product_attention"]
 
 
 def _average_std(length: int, is_causal: bool) -> float:
@@ -34,6 +36,7 @@ def scaled_dot_product_attention_scales(
     is_causal: bool = False,
     mult: float = 1.0,
     scale: float | None = None,
+    context_length: int | None = None,
 ) -> Scales:
     """Between a uniform average of the values (small logits) and one of them (large logits).
 
@@ -42,9 +45,10 @@ def scaled_dot_product_attention_scales(
     One factor for all, because query, key and value come from the same activations.
     """
     width = query.shape[-1]
+    length = value.shape[-2] if context_length is None else context_length
     std = mult * (1 / width if scale is None else scale) * math.sqrt(width)
     alpha = 1 / (1 + 4 / std**2) if std else 0.0
-    factor = 1 / logarithmic_interpolation(alpha, _average_std(value.shape[-2], is_causal), 1)
+    factor = 1 / logarithmic_interpolation(alpha, _average_std(length, is_causal), 1)
     if 0 < dropout_p < 1:
         factor *= math.sqrt(1 - dropout_p)
     return {"output": factor, "query": factor, "key": factor, "value": factor}
@@ -61,15 +65,74 @@ def scaled_dot_product_attention(
     mult: float = 1.0,
     scale: float | None = None,
     enable_gqa: bool = False,
+    context_length: int | None = None,
 ) -> Tensor:
     """``s * softmax(mult * scale * query @ key.T) @ value``.
 
-    query: (..., L, E). key: (..., S, E). value: (..., S, V). attn_mask: broadcastable to
-    (..., L, S), boolean or added to the logits; the factor s does not depend on it. scale: 1/E by
-    default, as muP asks, where torch's default is 1/sqrt(E). Returns (..., L, V).
-    s depends on S: a cached prompt of another length computes with another factor.
+    query: (..., L, E). key: (..., S, E). value: (..., S, V). Returns (..., L, V).
+    attn_mask: broadcastable to (..., L, S), boolean or added to the logits; the factor s does not
+    depend on it. is_causal: with attn_mask, it only says that this mask is causal, for the sake of
+    s; without, it is torch's. scale: 1/E by default, as muP asks, where torch's default is
+    1/sqrt(E). enable_gqa: query may have a multiple of the heads of key and value, as in torch.
+    context_length: what s is worked out for in place of S, so that it is the same at any length:
+    that of the longest sequence the model is for. Raises ValueError where it is below 1.
     """
-    s = scaled_dot_product_attention_scales(query, value, dropout_p, is_causal, mult, scale)
+    if context_length is not None and context_length < 1:
+        raise ValueError(f"context_length must be 1 or more, got {context_length}")
+    settings = (dropout_p, is_causal, mult, scale, context_length)
+    s = scaled_dot_product_attention_scales(query, value, *settings)
     temperature = mult * (1 / query.shape[-1] if scale is None else scale)
-    output = attention(query, key, value, attn_mask, dropout_p, is_causal, temperature, enable_gqa)
+    causal = is_causal and attn_mask is None
+    output = attention(query, key, value, attn_mask, dropout_p, causal, temperature, enable_gqa)
     return scale_output(output, s["output"], s["value"], fresh=False)
+
+
+def attention_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    mult: float,
+    context_length: int | None,
+) -> tuple[Tensor, Tensor]:
+    """`scaled_dot_product_attention` by separate products, and its probabilities (..., L, S).
+
+    attn_mask: added to the logits. is_causal: whether it is causal.
+    """
+    settings = (dropout_p, is_causal, mult, None, context_length)
+    s = scaled_dot_product_attention_scales(query, value, *settings)
+    temperature = mult / query.shape[-1]
+    logits = matrix_product(query, key.mT, scales=(temperature,) * 3)
+    logits = logits if attn_mask is None else logits + attn_mask
+    weights = F.dropout(F.softmax(logits, dim=-1), dropout_p)
+    return matrix_product(weights, value, scales=(s["output"], s["value"], s["value"])), weights
+
+
+def rotary_scales() -> Scales:
+    """A rotation keeps the scale, in both directions."""
+    return {"output": 1.0, "input": 1.0}
+
+
+@row(rotary_scales)
+def rotary(input: Tensor, positions: Tensor | None = None, base: float = 10000.0) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): a rotation by position.
+
+    input: (..., length, width), width even: feature i is rotated with feature i + width/2 by
+    position * base ** (-2 i / width), as in Llama. positions: numbers that broadcast to
+    (..., length), 0 to length - 1 by default. Computed in float32 at least, and rounded to the
+    dtype of input. Raises ValueError for an odd width.
+    """
+    length, width = input.shape[-2:]
+    if width % 2:
+        raise ValueError(f"rotary needs an even number of features, got {width}")
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    if positions is None:
+        positions = torch.arange(length, device=input.device)
+    exponents = torch.arange(0, width, 2, device=input.device, dtype=dtype) / width
+    angles = positions.to(dtype).unsqueeze(-1) * base**-exponents
+    cos, sin = angles.cos(), angles.sin()
+    first, second = input.to(dtype).chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(input.dtype)

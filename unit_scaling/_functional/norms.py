@@ -1,4 +1,4 @@
-"""Normalisations and embeddings: unit-scaled already, but for the gradients of their weights."""
+"""Normalisations: unit-scaled already, but for the gradients of their weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..batch import row_scale
 from ..ops import Scales, row
-from ..scale import scale_bwd, scale_each
+from ..scale import scale_bwd
 
-__all__ = ["embedding", "layer_norm", "rms_norm"]
+__all__ = ["layer_norm", "rms_norm"]
 
 
 def _row_scale(input: Tensor, normalized_shape: Sequence[int]) -> float:
     """1/sqrt(rows): what the gradient of a norm's weight sums over."""
-    rows = input.numel() // (math.prod(normalized_shape) or 1)
-    return float((rows or 1) ** -0.5)
+    return row_scale(input.numel() // (math.prod(normalized_shape) or 1))
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
@@ -97,32 +97,3 @@ def rms_norm(
     s = rms_norm_scales(input, normalized_shape)
     weight = None if weight is None else scale_bwd(weight, s["weight"])
     return F.rms_norm(input, list(normalized_shape), weight, eps)
-
-
-def embedding_scales(input: Tensor, weight: Tensor) -> Scales:
-    """Each row of the weight is looked up batch/rows times on average."""
-    lookups = input.numel() or 1
-    return {"output": 1.0, "weight": float(((weight.shape[0] or 1) / lookups) ** 0.5)}
-
-
-@row(embedding_scales, replaces=(F.embedding,))
-def embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    """`torch.nn.functional.embedding` with a unit-scaled gradient of the weight.
-
-    input: integers of any shape. weight: (rows, width). Returns (*input.shape, width).
-    The gradient of the output is scaled rather than the weight's: it is the smaller one, the
-    weight's may be sparse, and ``max_norm`` changes the weight in place.
-    """
-    s = embedding_scales(input, weight)
-    output = F.embedding(
-        input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-    )
-    return scale_each(output, 1.0, s["weight"])

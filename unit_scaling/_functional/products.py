@@ -1,4 +1,4 @@
-"""Linear layers, matrix products and convolutions: every scale rides in the product.
+"""Linear layers and matrix products: every scale rides in the product.
 
 The products are computed by the fp8 package, so that the recipe of an enclosing `fp8.autocast`
 applies to them.
@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8.convolution import conv
 from fp8.matmul import linear as linear_product
 from fp8.matmul import matmul as matrix_product
+from fp8.matmul import to_autocast_dtype
 
+from ..batch import row_scale
 from ..ops import Scales, row, tie
 from ..scale import scale_each
 
-__all__ = ["conv1d", "linear", "linear_readout", "matmul"]
+__all__ = ["addmm", "bilinear", "linear", "linear_readout", "matmul"]
 
 #: The exponents of 1/fan-in (output), 1/fan-out (input gradient), 1/batch (weight gradient).
 ScalePower = tuple[float, float, float]
@@ -39,16 +40,16 @@ def linear_scales(
 ) -> Scales:
     """1/sqrt of what each product sums over: fan-in, fan-out, and the rows of the input."""
     fan_out, fan_in = weight.shape
-    grad = _inverse(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
+    grad = row_scale(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
     tied = tie(
         constraint,
-        output=_inverse(fan_in, scale_power[0]),
-        input=_inverse(fan_out, scale_power[1]),
+        output=inverse(fan_in, scale_power[0]),
+        input=inverse(fan_out, scale_power[1]),
     )
     return {**tied, "weight": grad, "bias": grad}
 
 
-def _inverse(size: int, power: float) -> float:
+def inverse(size: int, power: float = 0.5) -> float:
     """``size ** -power``; 1 for an empty dimension, where no element is there to be scaled."""
     return (size or 1) ** -power
 
@@ -112,38 +113,52 @@ def matmul_scales(
     right_copies = total // (math.prod(right.shape[:-2]) or 1)
     return tie(
         constraint,
-        output=_inverse(left.shape[-1], 0.5),
-        left=_inverse(columns * left_copies, 0.5),
-        right=_inverse(rows * right_copies, 0.5),
+        output=inverse(left.shape[-1], 0.5),
+        left=inverse(columns * left_copies, 0.5),
+        right=inverse(rows * right_copies, 0.5),
     )
 
 
-def _torch_matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> dict[str, Any]:
+def _torch_matmul(
+    input: Tensor,
+    other: Tensor | None = None,
+    *,
+    mat2: Tensor | None = None,
+    vec: Tensor | None = None,
+    tensor: Tensor | None = None,
+    out: Tensor | None = None,
+) -> dict[str, Any]:
     if out is not None:
         raise TypeError("unit-scaled matmul has no out= argument")
-    return {"left": input, "right": other}
+    right = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
+    if right is None:
+        raise TypeError("matmul needs two operands, got one")
+    return {"left": input, "right": right}
 
 
 def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
     return {"left": other, "right": input}
 
 
-def _torch_mm(input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> dict[str, Any]:
-    return _torch_matmul(input, mat2, out=out)
-
-
 @row(
     matmul_scales,
     adapters={
         torch.matmul: _torch_matmul,
+        torch.linalg.matmul: _torch_matmul,
         torch.Tensor.matmul: _torch_matmul,
         torch.Tensor.__matmul__: _torch_matmul,
         torch.Tensor.__rmatmul__: _torch_rmatmul,
         operator.matmul: _torch_matmul,
-        torch.mm: _torch_mm,
-        torch.Tensor.mm: _torch_mm,
-        torch.bmm: _torch_mm,
-        torch.Tensor.bmm: _torch_mm,
+        torch.mm: _torch_matmul,
+        torch.Tensor.mm: _torch_matmul,
+        torch.bmm: _torch_matmul,
+        torch.Tensor.bmm: _torch_matmul,
+        torch.mv: _torch_matmul,
+        torch.Tensor.mv: _torch_matmul,
+        torch.dot: _torch_matmul,
+        torch.Tensor.dot: _torch_matmul,
+        torch.vdot: _torch_matmul,
+        torch.Tensor.vdot: _torch_matmul,
     },
 )
 def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
@@ -152,68 +167,153 @@ def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scal
     return matrix_product(left, right, scales=(s["output"], s["left"], s["right"]))
 
 
-def _first(value: int | Sequence[int]) -> int:
-    return value if isinstance(value, int) else value[0]
-
-
-def _conv1d_length(
-    length: int, kernel: int, stride: int, padding: str | int | Sequence[int], dilation: int
-) -> int:
-    """The length of the output, at least 1: a rule must not divide by zero."""
-    if padding == "same":
-        return max(length, 1)
-    margin = 0 if isinstance(padding, str) else _first(padding)
-    return max((length + 2 * margin - dilation * (kernel - 1) - 1) // stride + 1, 1)
-
-
-def conv1d_scales(
+def addmm_scales(
     input: Tensor,
-    weight: Tensor,
-    stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
+    mat1: Tensor,
+    mat2: Tensor,
+    beta: float = 1,
+    alpha: float = 1,
     constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = SQRT,
 ) -> Scales:
-    """1/sqrt of what each product sums over, edges left aside.
+    """The product as `matmul_scales`, or with a bias (one dimension) as `linear_scales`.
 
-    An output sums in/groups * kernel terms, an input's gradient out/groups * kernel / stride, a
-    weight's gradient batch * output length.
+    A sum of two unit-scaled terms with weights alpha and beta has RMS sqrt(alpha**2 + beta**2).
+    "output" is the factor of the product, "input" that of the gradient of the added term.
     """
-    fan_out, fan_in, kernel = weight.shape
-    step = _first(stride)
-    batch = input.shape[0] if input.dim() == 3 else 1
-    length = _conv1d_length(input.shape[-1], kernel, step, padding, _first(dilation))
-    grad = _inverse(batch * length, scale_power[2])
+    a, b = abs(alpha) or 1.0, abs(beta) or 1.0
+    product = matmul_scales(mat1, mat2, None)
+    mat1_scale, mat2_scale = product["left"] / a, product["right"] / a
+    if _is_bias(input, mat2):
+        grad = row_scale(math.prod(mat1.shape[:-1]))
+        tied = tie(constraint, output=product["output"] / a, mat1=mat1_scale)
+        return {**tied, "mat2": grad / a, "input": grad / b}
+    norm = math.hypot(alpha, beta) or 1.0
+    tied = tie(constraint, output=product["output"] / norm, mat1=mat1_scale, mat2=mat2_scale)
+    # As many gradients as the product has elements for each of input's.
+    size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.dim() > 1 else 1)
+    own = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
+    return {**tied, "input": 1 / norm if constraint else own}
+
+
+def _is_bias(input: Tensor, mat2: Tensor) -> bool:
+    return input.dim() == 1 and mat2.dim() == 2
+
+
+def _torch_addmm(first: str, second: str) -> Callable[..., dict[str, Any]]:
+    """The arguments of addmm, addmv, baddbmm; those of addbmm, a sum of products, as one product.
+
+    first, second: what torch calls the two operands.
+    """
+
+    def adapt(
+        input: Tensor,
+        *operands: Tensor,
+        beta: float = 1,
+        alpha: float = 1,
+        out: Tensor | None = None,
+        **named: Tensor,
+    ) -> dict[str, Any]:
+        if out is not None:
+            raise TypeError("unit-scaled addmm has no out= argument")
+        names = (first, second)[len(operands) :]
+        if set(named) != set(names) or len(operands) > 2:
+            raise TypeError(f"expected the operands {first} and {second}, beta= and alpha=")
+        mat1, mat2 = (*operands, *(named[name] for name in names))
+        return {"input": input, "mat1": mat1, "mat2": mat2, "beta": beta, "alpha": alpha}
+
+    return adapt
+
+
+def _torch_addbmm(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    given = _torch_addmm("batch1", "batch2")(*args, **kwargs)
+    left, right = given["mat1"], given["mat2"]
+    return {**given, "mat1": left.transpose(0, 1).flatten(1), "mat2": right.flatten(0, 1)}
+
+
+@row(
+    addmm_scales,
+    adapters={
+        torch.addmm: _torch_addmm("mat1", "mat2"),
+        torch.Tensor.addmm: _torch_addmm("mat1", "mat2"),
+        torch.baddbmm: _torch_addmm("batch1", "batch2"),
+        torch.Tensor.baddbmm: _torch_addmm("batch1", "batch2"),
+        torch.addmv: _torch_addmm("mat", "vec"),
+        torch.Tensor.addmv: _torch_addmm("mat", "vec"),
+        torch.addbmm: _torch_addbmm,
+        torch.Tensor.addbmm: _torch_addbmm,
+    },
+)
+def addmm(
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    beta: float = 1,
+    alpha: float = 1,
+    constraint: str | None = "to_output_scale",
+) -> Tensor:
+    """``beta * input + alpha * mat1 @ mat2``, both terms unit-scaled, and so is their sum.
+
+    mat1: (..., m, k). mat2: (..., k, n) or (k,). input: broadcastable to (..., m, n), or (..., m).
+    An input (n,) of the product of two matrices is a bias: the result is
+    ``s * (alpha * mat1 @ mat2 + beta * input)``, as in `linear`, and mat2 takes the part of the
+    weight (no constraint on its gradient). Where beta is 0 input is not read.
+    """
+    s = addmm_scales(input, mat1, mat2, beta, alpha, constraint)
+    scales = (alpha * s["output"], alpha * s["mat1"], alpha * s["mat2"])
+    if _is_bias(input, mat2):
+        bias = None
+        if beta:  # the product gives its bias the gradient factor of its weight
+            bias = scale_each(input, beta * s["output"], beta * s["input"] / (scales[2] or 1.0))
+        return linear_product(mat1, mat2.mT, bias, scales=scales)
+    product = matrix_product(mat1, mat2, scales=scales)
+    if not beta:
+        return product
+    forward = beta / (math.hypot(alpha, beta) or 1.0)
+    (input,) = to_autocast_dtype(input)
+    if forward == beta * s["input"]:
+        return torch.add(product, input, alpha=forward)
+    return product + scale_each(input, forward, beta * s["input"])
+
+
+def scaled(function: Callable[..., Tensor], tensors: dict[str, Tensor], s: Scales) -> Tensor:
+    """``function(*tensors)`` with the factors of ``s``: what an op is where no kernel takes them.
+
+    The gradient that ``function`` receives is that of the result, in unit scale: it may be cast.
+    """
+    operands = (scale_each(t, 1.0, s[name]) for name, t in tensors.items())
+    return scale_each(function(*operands), s["output"], 1.0)
+
+
+def bilinear_scales(
+    input1: Tensor, input2: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
+) -> Scales:
+    """1/sqrt of what each product sums over: pairs of features, and the rows of the inputs."""
+    out, in1, in2 = weight.shape
+    grad = row_scale(math.prod(input1.shape[:-1]))
     tied = tie(
         constraint,
-        output=_inverse(fan_in * kernel, scale_power[0]),
-        input=(step * groups / (fan_out * kernel)) ** scale_power[1],
+        output=inverse(in1 * in2),
+        input1=inverse(out * in2),
+        input2=inverse(out * in1),
     )
     return {**tied, "weight": grad, "bias": grad}
 
 
-@row(conv1d_scales, replaces=(F.conv1d,))
-def conv1d(
-    input: Tensor,
+@row(bilinear_scales, replaces=(F.bilinear,))
+def bilinear(
+    input1: Tensor,
+    input2: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
     constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = SQRT,
 ) -> Tensor:
-    """``s * (conv1d(input, weight) + bias)``.
+    """``s * (bilinear(input1, input2, weight) + bias)``.
 
-    input: (batch, in, length) or (in, length). weight: (out, in / groups, kernel). bias: (out,)
-    or None. The other arguments are those of `torch.nn.functional.conv1d` (numbers, tuples of
-    one, padding "same" and "valid"), then those of `linear`.
+    input1: (..., in1). input2: (..., in2). weight: (out, in1, in2). bias: (out,) or None. Returns
+    (..., out).
     """
-    s = conv1d_scales(input, weight, stride, padding, dilation, groups, constraint, scale_power)
-    if bias is not None:
-        bias = scale_each(bias, s["output"], 1.0)
-    scales = (s["output"], s["input"], s["weight"])
-    return conv(input, weight, bias, stride, padding, dilation, groups, scales=scales)
+    s = bilinear_scales(input1, input2, weight, constraint)
+    output = scaled(F.bilinear, {"input1": input1, "input2": input2, "weight": weight}, s)
+    if bias is None:
+        return output
+    return output + scale_each(bias, s["output"], s["bias"]).to(output.dtype)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from .. import functional as U
 from ..core.functional import ResidualScalingFn, transformer_residual_scaling_rule
+from .attention import MHSA, KeyValueCache
 from .containers import DepthSequential
-from .layers import Embedding, Linear, LinearReadout, RMSNorm
+from .embedding import Embedding
+from .layers import RMSNorm
+from .linear import Linear, LinearReadout
 
-__all__ = ["MHSA", "MLP", "TransformerDecoder", "TransformerLayer", "TransformerStack"]
+__all__ = ["MLP", "TransformerDecoder", "TransformerLayer", "TransformerStack"]
 
 
 class MLP(nn.Module):
@@ -37,56 +42,12 @@ class MLP(nn.Module):
         return self.linear_2(U.silu_glu(self.linear_1(input), self.linear_gate(input)))
 
 
-class MHSA(nn.Module):
-    """Multi-head self-attention.
-
-    Input and output (..., length, hidden_size). heads: a divisor of hidden_size. dropout_p: on
-    the attention weights, in training only. mult: the inverse of the softmax's temperature.
-    Raises ValueError where heads does not divide hidden_size.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        heads: int,
-        is_causal: bool,
-        dropout_p: float = 0.0,
-        mult: float = 1.0,
-    ) -> None:
-        super().__init__()
-        if heads < 1 or hidden_size % heads:
-            raise ValueError(f"heads must divide hidden_size {hidden_size}: got {heads}")
-        self.heads = heads
-        self.dropout_p = dropout_p
-        self.is_causal = is_causal
-        self.mult = mult
-        self.linear_qkv = Linear(hidden_size, 3 * hidden_size)
-        self.linear_o = Linear(hidden_size, hidden_size)
-
-    def forward(self, input: Tensor) -> Tensor:
-        # (..., length, 3 * heads * width) -> 3 of (..., heads, length, width)
-        qkv = self.linear_qkv(input).unflatten(-1, (3, self.heads, -1))
-        query, key, value = (t.transpose(-3, -2) for t in qkv.unbind(-3))
-        attended = U.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            is_causal=self.is_causal,
-            mult=self.mult,
-        )
-        return self.linear_o(attended.transpose(-3, -2).flatten(-2))
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}, is_causal={self.is_causal}"
-
-
 class TransformerLayer(nn.Module):
     """Attention and MLP, each a residual branch that starts with an RMSNorm.
 
     Input and output (..., length, hidden_size). mhsa_tau, mlp_tau: the weights of the branches,
     see `unit_scaling.functional.residual_split`. dropout_p: at the end of each branch and in the
-    attention, in training only.
+    attention, in training only. kv_heads, rotary_base, context_length, cache: see `MHSA`.
     """
 
     def __init__(
@@ -97,21 +58,35 @@ class TransformerLayer(nn.Module):
         mlp_tau: float,
         is_causal: bool,
         dropout_p: float = 0.0,
+        kv_heads: int | None = None,
+        rotary_base: float | None = None,
+        context_length: int | None = None,
     ) -> None:
         super().__init__()
         self.dropout_p = dropout_p
         self.mhsa_tau = mhsa_tau
         self.mlp_tau = mlp_tau
         self.mhsa_norm = RMSNorm(hidden_size)
-        self.mhsa = MHSA(hidden_size, heads, is_causal, dropout_p)
+        self.mhsa = MHSA(
+            hidden_size,
+            heads,
+            is_causal,
+            dropout_p,
+            kv_heads=kv_heads,
+            rotary_base=rotary_base,
+            context_length=context_length,
+        )
         self.mlp_norm = RMSNorm(hidden_size)
         self.mlp = MLP(hidden_size)
 
-    def forward(self, input: Tensor) -> Tensor:
-        input = self._residual(input, self.mhsa_norm, self.mhsa, self.mhsa_tau)
+    def forward(self, input: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        attention = partial(self.mhsa, cache=cache)
+        input = self._residual(input, self.mhsa_norm, attention, self.mhsa_tau)
         return self._residual(input, self.mlp_norm, self.mlp, self.mlp_tau)
 
-    def _residual(self, input: Tensor, norm: nn.Module, branch: nn.Module, tau: float) -> Tensor:
+    def _residual(
+        self, input: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor], tau: float
+    ) -> Tensor:
         inner, skip = U.residual_split(input, tau)
         inner = U.dropout(branch(norm(inner)), self.dropout_p, self.training)
         return U.residual_add(inner, skip, tau)
@@ -142,12 +117,33 @@ class TransformerStack(DepthSequential):
             )
         )
 
+    def forward(self, input: Tensor, cache: Sequence[KeyValueCache] | None = None) -> Tensor:
+        if cache is None:
+            return super().forward(input)
+        for layer, seen in zip(self, cache, strict=True):
+            input = layer(input, seen)
+        return input
+
 
 class TransformerDecoder(nn.Sequential):
     """A language model: embedding, causal transformer layers, norm, readout.
 
     Input (..., length), token numbers below vocab_size. Output (..., length, vocab_size), logits.
+    kv_heads, rotary_base: see `MHSA`. context_length: the longest sequence that the model is for.
+    With it the logits of a token do not depend on how many follow, nor on whether those before it
+    come in the same call or from a cache:
+
+    >>> import torch, unit_scaling as uu
+    >>> model = uu.TransformerDecoder(16, 11, layers=2, heads=2, context_length=64)
+    >>> tokens, cache = torch.arange(8)[None], model.new_cache()
+    >>> logits = torch.cat([model(tokens[:, i : i + 1], cache) for i in range(8)], dim=1)
+    >>> torch.testing.assert_close(logits, model(tokens))
     """
+
+    embedding: Embedding
+    layers: TransformerStack
+    final_norm: RMSNorm
+    projection: LinearReadout
 
     def __init__(
         self,
@@ -157,6 +153,9 @@ class TransformerDecoder(nn.Sequential):
         heads: int,
         dropout_p: float = 0.0,
         residual_scaling: ResidualScalingFn = transformer_residual_scaling_rule(),  # noqa: B008
+        kv_heads: int | None = None,
+        rotary_base: float | None = None,
+        context_length: int | None = None,
     ) -> None:
         stack = TransformerStack(
             layers,
@@ -165,6 +164,9 @@ class TransformerDecoder(nn.Sequential):
             heads=heads,
             is_causal=True,
             dropout_p=dropout_p,
+            kv_heads=kv_heads,
+            rotary_base=rotary_base,
+            context_length=context_length,
         )
         parts: dict[str, nn.Module] = {
             "embedding": Embedding(vocab_size, hidden_size),
@@ -173,6 +175,17 @@ class TransformerDecoder(nn.Sequential):
             "projection": LinearReadout(hidden_size, vocab_size),
         }
         super().__init__(OrderedDict(parts))
+
+    def forward(self, input: Tensor, cache: Sequence[KeyValueCache] | None = None) -> Tensor:
+        if cache is None:
+            return super().forward(input)
+        hidden = self.layers(self.embedding(input), cache)
+        logits: Tensor = self.projection(self.final_norm(hidden))
+        return logits
+
+    def new_cache(self) -> list[KeyValueCache]:
+        """An empty cache for each layer: ``model(tokens, cache)`` continues what it has seen."""
+        return [KeyValueCache() for _ in self.layers]
 
     def loss(self, input_ids: Tensor) -> Tensor:
         """The mean cross-entropy of predicting each token of input_ids from those before it.

@@ -1,8 +1,28 @@
 """Transforms of whole models: each returns a copy, in any order and combination."""
 
 from .compile import compile
+from .metrics import InFormat, Metrics
+from .prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
 from .report import Report, report
 from .simulate import simulate_format, simulate_fp8
+from .track_scales import History, track_scales
 from .unit_scale import unit_scale
+from .verify import Verification, verify
 
-__all__ = ["Report", "compile", "report", "simulate_format", "simulate_fp8", "unit_scale"]
+__all__ = [
+    "History",
+    "InFormat",
+    "Metrics",
+    "Report",
+    "Verification",
+    "compile",
+    "prune_non_float_tensors",
+    "prune_same_scale_tensors",
+    "prune_selected_nodes",
+    "report",
+    "simulate_format",
+    "simulate_fp8",
+    "track_scales",
+    "unit_scale",
+    "verify",
+]

@@ -16,7 +16,18 @@ from torch.nn import functional as F
 from .. import functional as _rows  # noqa: F401 - fills OPS
 from ..ops import OPS
 
-__all__ = ["ATTENTION", "KINDS", "NEUTRAL", "PRODUCTS", "TRANSPARENT"]
+__all__ = [
+    "ATTENTION",
+    "CASTS",
+    "ELEMENTWISE",
+    "KINDS",
+    "LINEAR",
+    "MOVES",
+    "NEUTRAL",
+    "PRODUCTS",
+    "SELECTIONS",
+    "TRANSPARENT",
+]
 
 TRANSPARENT = frozenset(
     (
@@ -26,6 +37,9 @@ TRANSPARENT = frozenset(
     ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""
+
+SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
+"""Kinds that take a part of a value."""
 
 NEUTRAL = TRANSPARENT | frozenset(
     (
@@ -41,13 +55,31 @@ PRODUCTS = frozenset(
     (
         "linear linear_readout matmul mm bmm mv addmm baddbmm einsum tensordot bilinear conv1d "
         "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-        "scaled_dot_product_attention"
+        "scaled_dot_product_attention grouped_mm"
     ).split()
 )
 """Kinds that mix features: what makes a branch of a network more than a formula."""
 
-ATTENTION = frozenset(["scaled_dot_product_attention", "softmax"])
-"""Kinds that mark a branch as attention."""
+ATTENTION = frozenset(["scaled_dot_product_attention"])
+"""Kinds that are attention in one call."""
+
+CASTS = frozenset("bfloat16 clone contiguous double float half to type type_as".split())
+"""Kinds that keep every element, in another type or place."""
+
+LINEAR = frozenset("add sub rsub mul div neg".split()) | CASTS
+"""Kinds that are linear in an element and numbers."""
+
+ELEMENTWISE = LINEAR | frozenset(
+    (
+        "pow square sqrt rsqrt exp log log1p expm1 tanh sigmoid relu relu6 leaky_relu elu selu "
+        "celu gelu silu softplus mish hardswish hardsigmoid hardtanh logsigmoid softsign erf "
+        "reciprocal abs clamp clip sin cos maximum minimum"
+    ).split()
+)
+"""Kinds that act on each element by itself, where their other arguments are numbers."""
+
+MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
+"""Kinds that move elements about and change none."""
 
 _ARITHMETIC = (
     "add sub mul div pow square sqrt rsqrt exp log tanh sigmoid relu relu6 leaky_relu elu "
@@ -59,7 +91,7 @@ _ARITHMETIC = (
     "feature_alpha_dropout nll_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits kl_div cosine_similarity pixel_shuffle lstm gru "
     "rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell tensordot multi_dot "
-    "logsumexp amax prod"
+    "logsumexp amax prod log1p expm1 clip vector_norm"
 ).split()
 
 _OPERATORS = {
@@ -77,6 +109,7 @@ _OPERATORS = {
     ),
     "pow": ("__pow__", "__rpow__", "__ipow__", operator.pow, operator.ipow),
     "neg": ("__neg__", operator.neg),
+    "grouped_mm": ("_grouped_mm",),
     "matmul": ("__matmul__", "__rmatmul__", operator.matmul),
     "abs": ("__abs__",),
     "__getitem__": (operator.getitem,),

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["outside_graph"]
+from .install import Call
+
+__all__ = ["outside_graph", "partly_compiled"]
 
 _REASON = (
     "unit_scale has not seen this form of call yet: call the model once before compiling it with "
@@ -19,3 +21,20 @@ _REASON = (
 def outside_graph(call: Callable[[], Any]) -> Any:
     """``call()``, left out of the graph."""
     return call()
+
+
+_TRACKED = (
+    "track_scales measures some calls of the model and not others, which no graph can: compile it "
+    "without fullgraph=True"
+)
+
+
+@torch.compiler.disable(recursive=False, reason=_TRACKED)
+def partly_compiled(choose: Callable[[], bool], first: Call, second: Call) -> Any:
+    """``first()``, which sees to itself, or ``second()``, compiled in a graph of its own."""
+    return first() if _chosen(choose) else second()
+
+
+@torch.compiler.disable
+def _chosen(choose: Callable[[], bool]) -> bool:
+    return choose()

@@ -8,19 +8,23 @@ submodule, one of its own methods, a copy, an unpickled copy, a compiled one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from fp8.subclass import Gained, gain
+
+from ..parameter import TaggedModule
+
 __all__ = ["HOOKS", "Scope", "find_scope", "install", "unwrapped"]
 
 HOOKS = " hooks"
 """Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
+"""A module's forward: ``call()`` with its arguments, ``call((args, kwargs))`` with others."""
 
 
 class Scope(Protocol):
@@ -39,7 +43,7 @@ class Scope(Protocol):
         """The result of ``call()``, the forward of ``module``, with the transform active."""
 
 
-class _Transformed:
+class _Transformed(Gained, TaggedModule):
     """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
 
     _scopes: tuple[tuple[Any, str], ...] = ()
@@ -53,55 +57,31 @@ class _Transformed:
             if scope.path:
                 scope.path.append(path + HOOKS)
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         finally:
             for scope, _ in self._scopes:
                 if scope.path:
                     scope.path.pop()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the original class, which can be imported, and made into this class on arrival."""
-        reduced = super().__reduce_ex__(protocol)
-        return (_restore, (type(self).__mro__[2],), *reduced[2:])
-
-
-def _restore(base: type[nn.Module]) -> nn.Module:
-    cls = _subclass(base)
-    return cls.__new__(cls)
-
-
-_SUBCLASSES: dict[type, type[nn.Module]] = {}
-
-
-def _subclass(base: type[nn.Module]) -> type[nn.Module]:
-    """The class that instances of ``base`` become: one for each base."""
-    if base not in _SUBCLASSES:
-        _SUBCLASSES[base] = _make_subclass(base)
-    return _SUBCLASSES[base]
-
-
-def _make_subclass(base: type[nn.Module]) -> type[nn.Module]:
-    original = base.forward
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, original, self._scopes, args, kwargs)
-
-    names = {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward}
-    return type(base.__name__, (_Transformed, base), {"__qualname__": base.__qualname__, **names})
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        return _run(self, forward, self._scopes, args, kwargs)
 
 
 def _run(
-    module: nn.Module,
+    module: Any,
     forward: Callable[..., Any],
     scopes: tuple[tuple[Any, str], ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     if not scopes:
-        return forward(module, *args, **kwargs)
+        return forward(*args, **kwargs)
     (scope, path), inner = scopes[0], scopes[1:]
-    return scope.run(lambda: _run(module, forward, inner, args, kwargs), module, path, args, kwargs)
+
+    def call(given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)) -> Any:
+        return _run(module, forward, inner, *given)
+
+    return scope.run(call, module, path, args, kwargs)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -127,8 +107,7 @@ def install(model: nn.Module, scope: Scope) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             name = path or type(module).__name__
             raise TypeError(f"{name!r} is a TorchScript module: transform it before scripting it")
-        if not isinstance(module, _Transformed):
-            module.__class__ = _subclass(type(module))
+        gain(module, _Transformed)
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
         gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))

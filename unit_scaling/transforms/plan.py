@@ -1,91 +1,41 @@
 """From what a model does to what unit scaling does about it: a `Graph` in, a `Plan` out.
 
-1. An add is *residual* if one term is an ancestor of the other and products lie in between; the
-   term that is the ancestor is the skip connection, the other the branch.
-2. An op may scale its gradient on its own (constraint None) if its only differentiable input is a
-   bridge of the graph: no second path around it carries a gradient that its factor would miss
+1. Formulas that are spelled out call by call are *units* (`transforms.units`): nothing in them is
+   scaled but their result.
+2. Residual adds (`transforms.residuals`) weigh their branches; every other add of values is a sum
+   of independent terms.
+3. An op may scale its gradient on its own (constraint None) if its differentiable inputs are
+   bridges of the graph: no second path around them carries a gradient that its factor would miss
    (Unit Scaling, section 3: cut edges). Elsewhere its scales are tied. Parameters do not count as
    paths: a tied weight gets the sum of differently scaled gradients, as in the peer libraries.
+4. A number that multiplies a value is taken out: the op before it has made the scale 1 already.
+5. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import math
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
-from ..core.functional import transformer_residual_scaling_rule
-from ..ops import find_op
-from .calls import ATTENTION, NEUTRAL, PRODUCTS, TRANSPARENT
-from .record import Graph, Key, Node, Slot
+import torch
+from torch import Tensor
 
-__all__ = ["Plan", "Settings", "Step", "make_plan"]
+from ..ops import OPS, find_op
+from .calls import NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
+from .flow import Flow
+from .record import MASKING, Graph, Node
+from .residuals import Residuals, find_residuals
+from .steps import Plan, Row, Scaling, Settings, Step, with_slots
+from .units import Unit, find_units
 
+__all__ = ["make_plan"]
 
-@dataclass(frozen=True)
-class Step:
-    """What to do at one call. Plain data: it is pickled with the model and read by the compiler.
+Decision = tuple[Step | None, str, str]
+"""(step, what the report says was done or "" for no line, why)."""
 
-    op: the row of OPS that computes it, one of `replay.SPECIAL`, or None for the call as it is.
-    constraint: as in OPS. factor: tau of a residual add, or the scale of a preserved weight.
-    skip: which term of a residual add is the skip connection.
-    slots: (slot, forward factor, backward factor) for arguments.
-    """
-
-    op: str | None = None
-    constraint: str | None = "to_output_scale"
-    factor: float = 1.0
-    skip: int = 0
-    slots: tuple[tuple[Slot, float, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the report. number: how many calls of the kind came before in the module."""
-
-    path: str
-    call: str
-    done: str
-    why: str = ""
-    number: int = 0
-
-    @property
-    def left_alone(self) -> bool:
-        return self.done == "left alone"
-
-
-@dataclass
-class Plan:
-    """The steps of every known call, None for those that stay as they are, and their report.
-
-    inner: readout weights that turn out not to be the last: their output goes on into products or
-    residual connections.
-    """
-
-    steps: dict[Key, Step | None] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    inner: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the planner needs to know about the model's weights and the caller's wishes.
-
-    factors: parameter name -> what its values were divided by. readouts: names of the readout
-    weights. preserve: keep the function that the model computes. residual: "fixed" or "umup".
-    """
-
-    factors: dict[str, float]
-    readouts: frozenset[str]
-    replaced: frozenset[str]
-    preserve: bool = False
-    residual: str = "fixed"
-
-
-# Branch weights of the automatic transform (Unit Scaling library guide: "tau"): attention branches
-# need a much smaller one than feed-forward branches, or training suffers.
-TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
-
-_SECOND_SLOTS: tuple[Slot, ...] = ((1,), ("other",))
+_NOTHING: Decision = (None, "", "")
 
 
 def make_plan(graph: Graph, settings: Settings) -> Plan:
@@ -105,244 +55,293 @@ def make_plan(graph: Graph, settings: Settings) -> Plan:
 
 class _Planner:
     def __init__(self, graph: Graph, settings: Settings) -> None:
-        self.nodes = graph.nodes
         self.settings = settings
-        self.consumers = graph.consumers()
-        self.ancestors = _ancestors(graph.nodes)
-        self.bridges = _bridges(graph.nodes)
-        kinds = [node.key[1] if node.key else "" for node in graph.nodes]
-        self.products = sum(1 << i for i, kind in enumerate(kinds) if kind in PRODUCTS)
-        self.attention = sum(1 << i for i, kind in enumerate(kinds) if kind in ATTENTION)
-        self.parameters = _parameter_origins(graph.nodes)
-        self.skips: dict[int, tuple[Slot, int, int]] = {}
-        for index, kind in enumerate(kinds):
-            found = self._skip(index) if kind == "add" and not settings.preserve else None
-            if found is not None:
-                self.skips[index] = found
+        self.nodes = graph.nodes
+        self.flow = flow = Flow(graph)
+        self.units: dict[int, Unit] = {}
+        self.residuals = Residuals()
+        if not settings.preserve:
+            self.units = find_units(
+                flow, lambda node: find_op(node.function) is not None, settings.settled.units
+            )
+            self.residuals = find_residuals(flow, settings.residual)
+        self.bridges = flow.bridges([unit.calls for unit in self.units.values()])
+        self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts()
-        self.taus = self._taus()
-        self.splits: dict[tuple[int, Slot], float] = {}
-        for index, tau in self.taus.items():
-            self._split(index, tau)
+        self.uses = Counter(
+            (node.path, flow.parameters[i.node])
+            for node in self.nodes
+            if node.kind in PRODUCTS
+            for i in node.inputs
+        )
+        self.averages: dict[int, int] = {}  # product of attention weights and values -> keys
 
     def _inner_readouts(self) -> frozenset[str]:
         """The readout weights with products or residual adds after them."""
-        after = 0  # what products and residual adds depend on, themselves left out
-        for index in range(len(self.nodes)):
-            if self.products >> index & 1 or index in self.skips:
-                after |= self.ancestors[index] & ~(1 << index)
-        uses = (i for i in range(len(self.nodes)) if self.products & after & 1 << i)
-        weights = {self.parameters[i.node] for use in uses for i in self.nodes[use].inputs}
-        return frozenset(w for w in weights if w is not None) & self.settings.readouts
-
-    # Residual connections
-
-    def _skip(self, index: int) -> tuple[Slot, int, int] | None:
-        """(slot of the skip term, the node it leaves from, the branch's node) of a residual add."""
-        terms = [i for i in self.nodes[index].inputs if self.nodes[i.node].floating]
-        if len(terms) != 2:
-            return None
-        for skip, branch in (terms, terms[::-1]):
-            origin = self._origin(skip.node, branch.node)
-            if origin is not None and self._region(origin, branch.node) & self.products:
-                return skip.slot, origin, branch.node
-        return None
-
-    def _origin(self, skip: int, branch: int) -> int | None:
-        """Where the skip leaves from: the nearest node up from it that the branch depends on."""
-        while not self.ancestors[branch] >> skip & 1:
-            node = self.nodes[skip]
-            if node.key is None or node.key[1] not in TRANSPARENT or not node.inputs:
-                return None
-            skip = node.inputs[0].node
-        return skip if skip != branch and self.nodes[skip].parameter is None else None
-
-    def _region(self, origin: int, branch: int) -> int:
-        return self.ancestors[branch] & ~self.ancestors[origin]
-
-    def _taus(self) -> dict[int, float]:
-        """The branch weight of each residual add."""
-        if self.settings.residual == "umup":
-            rule = transformer_residual_scaling_rule()
-            return {add: rule(i, len(self.skips)) for i, add in enumerate(self.skips)}
-        return {
-            add: TAU_ATTENTION
-            if self._region(origin, branch) & self.attention
-            else TAU_FEED_FORWARD
-            for add, (_, origin, branch) in self.skips.items()
-        }
-
-    def _split(self, add: int, tau: float) -> None:
-        """Marks what reads the skip inside the branch: the branch's gradient factor goes there."""
-        _, origin, branch = self.skips[add]
-        factor = tau / (1 + tau**2) ** 0.5
-        for reader in self.consumers[origin]:
-            if self.ancestors[branch] >> reader & 1:
-                for i in self.nodes[reader].inputs:
-                    if i.node == origin:
-                        place = (reader, i.slot)
-                        self.splits[place] = self.splits.get(place, 1.0) * factor
-
-    # One call
+        after = [False] * len(self.nodes)
+        inner: set[str | None] = set()
+        for index in reversed(range(len(self.nodes))):
+            mixes = self.flow.is_product(index) or index in self.residuals.adds
+            if self.flow.is_product(index) and after[index]:
+                inner |= {self.flow.parameters[i.node] for i in self.nodes[index].inputs}
+            for source in self.flow.sources[index]:
+                after[source] = after[source] or after[index] or mixes
+        return frozenset(name for name in inner if name is not None) & self.settings.readouts
 
     def decide(self, index: int, node: Node) -> tuple[Step | None, Row | None]:
         """The step for a call and its line in the report."""
-        splits = tuple((i.slot, 1.0, self.splits.get((index, i.slot), 1.0)) for i in node.inputs)
-        splits = tuple(s for s in splits if s[2] != 1.0)
-        path, kind, number = node.key or ("", node.name, 0)
-        if not node.floating or not self._concerns(node):
-            return (Step(slots=splits) if splits else None), None
-        step, done, why = self._choose(index, node, kind)
+        splits = [
+            (i.slot, 1.0, self.residuals.splits.get((index, i.slot), 1.0)) for i in node.inputs
+        ]
+        splits = [s for s in splits if s[2] != 1.0]
+        kind, number = node.key[1:] if node.key is not None else (node.name, 0)
+        step, done, why = self._choose(index, node, kind) if self._concerns(node) else _NOTHING
+        if done == "left alone" and node.where:
+            why = f"{why} ({node.where})"
         if splits:
-            step = step or Step()
-            step = replace(step, slots=_merge(step.slots, splits))
+            step = with_slots(step, splits)
             if node.key is None:
                 done, why = "left alone", f"{node.name} reads a skip connection and is unknown"
-        return step, Row(path, node.name, done, why, number) if done else None
+        return step, Row(node.path, node.name, done, why, number) if done else None
 
     def _concerns(self, node: Node) -> bool:
-        return node.live or any(self.nodes[i.node].live for i in node.inputs)
+        return node.floating and any(self.nodes[i.node].live for i in node.inputs)
 
-    def _choose(self, index: int, node: Node, kind: str) -> tuple[Step | None, str, str]:
+    def _choose(self, index: int, node: Node, kind: str) -> Decision:
         if kind in self.settings.replaced:
             return Step(op="replace"), "replaced", "as asked"
+        if node.inside:
+            return self._restored(node), "left alone", f"inside the autograd function {node.inside}"
         if self.settings.preserve:
             return self._preserve(node, kind)
-        if kind == "add":
-            return self._add(index, node)
+        if node.computed:
+            return self._weight(node, kind)
+        if index in self.within:
+            return self._unit(index, node)
+        if index in self.residuals.adds:
+            slots, why = self.residuals.adds[index]
+            return Step(slots=slots), "scaled", why
+        special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
+        decision = special(index, node) if special is not None else None
+        return decision or self._by_rule(index, node, kind)
+
+    # The kinds of calls
+
+    def _weight(self, node: Node, kind: str) -> Decision:
+        """A call that computes a weight from parameters."""
+        (first, *_) = node.inputs
+        if kind in TRANSPARENT:
+            share = first.numel / (node.numel or 1)
+            return (Step(slots=((first.slot, 1.0, share**0.5),)), "", "") if share < 1 else _NOTHING
+        step = self._restored(node)
+        return step, "unchanged" if step else "", "computes a weight, from parameters as they were"
+
+    def _unit(self, index: int, node: Node) -> Decision:
+        unit = self.units.get(index)
+        step = with_slots(None, self._shares(node))
+        if unit is None:
+            return step, "", ""
+        calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
+        bridge = self.bridges[index] and unit.name == "formula"
+        input = unit.input if bridge else unit.output
+        why = f"{unit.name} of {calls}, factor {unit.output:.3g}"
+        return replace(step or Step(), output=(unit.output, input)), "scaled", why
+
+    def _add(self, index: int, node: Node) -> Decision | None:
+        sources = [self.nodes[i.node] for i in node.inputs]
+        shares = with_slots(None, self._shares(node))
+        if len(sources) < 2:
+            return shares, "unchanged", "adds a number"
+        if node.numel == 1:
+            return shares, "unchanged", "adds single numbers"
+        if any(source.masking for source in sources):
+            return shares, "unchanged", "adds a mask"
+        if not all(source.live for source in sources):
+            return shares, "unchanged", "adds a constant"
+        weights = [self.flow.parameters[i.node] for i in node.inputs if self._computed(i.node)]
+        if weights and not any(name in self.settings.factors for name in weights):
+            return shares, "unchanged", "adds a bias"
+        if node.kind != "add":
+            return None
+        if self.bridges[index]:  # the op's own factors know of what is repeated
+            return Step(op="add", constraint=None), "scaled", "not constrained: on the only path"
+        return replace(shares or Step(), op="add"), "scaled", ""
+
+    _sub = _add
+
+    def _mul(self, index: int, node: Node) -> Decision | None:
+        values = self.flow.sources[index]
+        numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
+        others = [self.nodes[i.node] for i in node.inputs if i.node not in values]
+        if len(values) == 1 and node.numel > 1 and not any(o.live or o.numel > 1 for o in others):
+            if node.kind == "div" and node.inputs[0].node not in values:
+                return None
+            sign = math.copysign(1.0, numbers[0]) if numbers else 1.0
+            return Step(op="times", factor=sign), "scaled", "a number, taken out"
+        if len(values) == 1 and any(o.computed for o in others):
+            return self._gain(node)
+        if len(values) == 1 and not any(o.live for o in others):
+            return None, "unchanged", "times a constant"
+        if node.kind == "mul" and find_op(node.function) is None:
+            return None, "unchanged", "the product of two values"
+        return None
+
+    _div = _mul
+
+    def _gain(self, node: Node) -> Decision:
+        """A value times what is computed from parameters: a gain of RMS 1 at first."""
+        gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self._computed(i.node)]
+        slots = [(slot, 1 / gain.rms, 1 / gain.rms) for slot, gain in gains if not gain.parameter]
+        why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
+        slots = [s for s in slots if abs(s[1] - 1) > 0.1]
+        return with_slots(with_slots(None, self._shares(node)), slots), "scaled", f"a gain{why}"
+
+    def _softmax(self, index: int, node: Node) -> Decision | None:
+        """The softmax of attention: scaled for a fixed number of keys."""
+        product = self.flow.weighs(index)
+        if product is None or self.nodes[product].kind not in ("matmul", "bmm", "mm"):
+            return None
+        dim = OPS["softmax"].bind(node.args, node.kwargs, node.function).get("dim", -1)
+        keys, _ = self._keys(node, node.shape[-1 if dim is None else dim])
+        self.averages[product] = keys
+        factor = OPS["softmax"].rule(torch.empty(keys, device="meta"), 0)["output"]
+        return Step(output=(factor, factor)), "scaled", f"attention over {keys} keys"
+
+    def _matmul(self, index: int, node: Node) -> Decision | None:
+        keys = self.averages.get(index)
+        if keys is None:
+            return None
+        return Step(op="average", factor=keys**-0.5), "scaled", f"attention over {keys} keys"
+
+    def _grouped_mm(self, index: int, node: Node) -> Decision:
+        return Step(op="grouped_mm"), "scaled", ""
+
+    def _scaled_dot_product_attention(self, index: int, node: Node) -> Decision | None:
+        """Attention in one call: the same factor in every form of call, whatever its length."""
+        op = OPS[node.kind]
+        given = op.bind(node.args, node.kwargs, node.function)
+        mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
+        keys, always = self._keys(node, given["value"].shape[-2], causal or _sees_the_past(mask))
+        settings: tuple[tuple[str, Any], ...]
+        settings, output = (("context_length", keys), ("is_causal", always)), 1.0
+        if mask is None and causal != always:  # the argument does more than choose the factor
+            factors = [
+                op.scales((), {**given, "context_length": keys, "is_causal": c})["output"]
+                for c in (always, causal)
+            ]
+            settings, output = settings[:1], factors[0] / factors[1]
+        step = Step(op=node.kind, settings=settings, output=(output, output))
+        return step, "scaled", f"over {keys} keys" + (", of the past" if always else "")
+
+    def _keys(self, node: Node, seen: int, causal: bool = False) -> tuple[int, bool]:
+        """(the number of keys to scale for, whether queries see the past only), always the same."""
+        assert node.key is not None
+        found = (self.settings.context or seen, causal)
+        return self.settings.settled.keys.setdefault(node.key, found)
+
+    def _by_rule(self, index: int, node: Node, kind: str) -> Decision:
         assert node.function is not None
         op = find_op(node.function)
         if op is None:
-            return self._without_rule(node, kind)
-        weights = {self.parameters[i.node] for i in node.inputs}
+            return self._without_rule(index, node, kind)
+        weights = {self.flow.parameters[i.node] for i in node.inputs}
+        slots = (*self._computed_weights(node), *self._shared_weights(node))
         if kind == "linear" and weights & (self.settings.readouts - self.inner):
-            return Step(op="linear_readout", constraint=None), "scaled", "readout: 1/fan_in"
+            step = Step(op="linear_readout", constraint=None, slots=slots)
+            return step, "scaled", "readout: 1/fan_in"
         constraint = None if self.bridges[index] else "to_output_scale"
         why = "not constrained: on the only path" if constraint is None else ""
-        return Step(op=op.name, constraint=constraint), "scaled", why
+        return Step(op=op.name, constraint=constraint, slots=slots), "scaled", why
 
-    def _without_rule(self, node: Node, kind: str) -> tuple[Step | None, str, str]:
+    def _without_rule(self, index: int, node: Node, kind: str) -> Decision:
         if kind in TRANSPARENT:
-            return None, "", ""
+            return self._selection(index, node)
+        if kind in NEUTRAL:
+            return with_slots(None, self._shares(node)), "", ""
         restored = self._restored(node)
-        step = Step(slots=restored) if restored else None
-        if kind in NEUTRAL and not restored:
-            return None, "", ""
         why = f"no rule for {node.name}"
-        return step, "left alone", why + ("; its weight keeps its own scale" if restored else "")
+        return (
+            restored,
+            "left alone",
+            why + ("; its weight keeps its own scale" if restored else ""),
+        )
 
-    def _restored(self, node: Node) -> tuple[tuple[Slot, float, float], ...]:
-        """The weights of a call without a rule, back at the scale they came with."""
-        factors = self.settings.factors
-        found = ((i.slot, factors.get(self.parameters[i.node] or "", 1.0)) for i in node.inputs)
-        return tuple((slot, factor, factor) for slot, factor in found if factor != 1.0)
+    def _selection(self, index: int, node: Node) -> Decision:
+        """A part of a value that nothing else reads: the rest of it gets no gradient."""
+        whole = node.inputs[0]
+        share = node.numel / (whole.numel or 1)
+        alone = self.bridges[index] and len(self.flow.readers[whole.node]) == 1
+        if not (alone and 0 < share <= 0.5 and node.kind in SELECTIONS):
+            return _NOTHING
+        step = Step(slots=((whole.slot, 1.0, share**-0.5),))
+        return step, "scaled", f"gradient only: takes 1 in {1 / share:.3g}"
 
-    def _preserve(self, node: Node, kind: str) -> tuple[Step | None, str, str]:
+    def _preserve(self, node: Node, kind: str) -> Decision:
         """Only what leaves the function alone: weights at their own scale, losses."""
         if kind == "cross_entropy":
             return Step(op=kind), "scaled", "gradient only"
         if kind in TRANSPARENT:
-            return None, "", ""
-        weights = self._restored(node)
-        if not weights:
-            return None, "", ""
-        factor = weights[0][1]
-        if kind in ("linear", "embedding") and len(weights) == 1:
+            return _NOTHING
+        step = self._restored(node)
+        if step is None:
+            return _NOTHING
+        factor = step.slots[0][1]
+        if kind in ("linear", "embedding") and len(step.slots) == 1 and not node.computed:
             return Step(op=f"preserved_{kind}", factor=factor), "preserved", f"factor {factor:g}"
-        return Step(slots=weights), "preserved", f"weight times {factor:g}"
+        return step, "preserved", f"weight times {factor:g}"
 
-    # Adds
+    # Weights among the arguments
 
-    def _add(self, index: int, node: Node) -> tuple[Step | None, str, str]:
-        if index in self.skips:
-            tau, slot = self.taus[index], self.skips[index][0]
-            step = Step(op="residual_add", factor=tau, skip=int(slot in _SECOND_SLOTS))
-            return step, "scaled", f"residual add, tau {tau:.3g}"
-        sources = [self.nodes[i.node] for i in node.inputs]
-        if len(sources) < 2:
-            return None, "unchanged", "adds a number"
-        if any(source.masking for source in sources):
-            return None, "unchanged", "adds a mask"
-        if not all(source.live for source in sources):
-            return None, "unchanged", "adds a constant"
-        small = [self.parameters[i.node] for i in node.inputs]
-        if any(p is not None and p not in self.settings.factors for p in small):
-            return None, "unchanged", "adds a bias"
-        return Step(op="add"), "scaled", ""
+    def _computed(self, index: int) -> bool:
+        return self.nodes[index].computed
 
+    def _restored(self, node: Node) -> Step | None:
+        """The step that brings the weights of a call back to the scale they came with."""
+        factors = self.settings.factors
+        found = [
+            (i.slot, factors.get(self.flow.parameters[i.node] or "", 1.0)) for i in node.inputs
+        ]
+        return with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
 
-def _merge(
-    ours: tuple[tuple[Slot, float, float], ...], more: tuple[tuple[Slot, float, float], ...]
-) -> tuple[tuple[Slot, float, float], ...]:
-    factors = {slot: (fwd, bwd) for slot, fwd, bwd in ours}
-    for slot, fwd, bwd in more:
-        f, b = factors.get(slot, (1.0, 1.0))
-        factors[slot] = (f * fwd, b * bwd)
-    return tuple((slot, fwd, bwd) for slot, (fwd, bwd) in factors.items())
+    def _shares(self, node: Node) -> list[Scaling]:
+        """A parameter that is repeated over the result collects as many gradients."""
+        shares = [
+            (i.slot, i.numel / (node.numel or 1)) for i in node.inputs if self._computed(i.node)
+        ]
+        return [(slot, 1.0, share**0.5) for slot, share in shares if 0 < share < 1]
 
+    def _computed_weights(self, node: Node) -> tuple[Scaling, ...]:
+        """Weights that are computed (by a parametrization, say) come at a scale of their own."""
+        found = [
+            (i.slot, 1 / self.nodes[i.node].rms)
+            for i in node.inputs
+            if self._computed(i.node)
+            and self.flow.parameters[i.node] is None
+            and len(self.nodes[i.node].shape) > 1
+        ]
+        return tuple((slot, factor, factor) for slot, factor in found)
 
-def _ancestors(nodes: list[Node]) -> list[int]:
-    """For each node the set of nodes it depends on, itself included, as the bits of a number."""
-    found: list[int] = []
-    for index, node in enumerate(nodes):
-        bits = 1 << index
-        for i in node.inputs:
-            bits |= found[i.node]
-        found.append(bits)
-    return found
-
-
-def _parameter_origins(nodes: list[Node]) -> list[str | None]:
-    """For each node the parameter that it is, or that it is a view or copy of."""
-    origins: list[str | None] = []
-    for node in nodes:
-        moved = node.key is not None and node.key[1] in TRANSPARENT and node.inputs
-        origins.append(origins[node.inputs[0].node] if moved else node.parameter)
-    return origins
+    def _shared_weights(self, node: Node) -> tuple[Scaling, ...]:
+        """A weight collects a gradient from each time that its module is called."""
+        if node.kind not in PRODUCTS:
+            return ()
+        names = [(i.slot, self.flow.parameters[i.node]) for i in node.inputs]
+        return tuple(
+            (slot, 1.0, self.uses[node.path, name] ** -0.5)
+            for slot, name in names
+            if name in self.settings.factors and self.uses[node.path, name] > 1
+        )
 
 
-def _bridges(nodes: list[Node]) -> list[bool]:
-    """For each node, whether its one differentiable input is a bridge (Tarjan's algorithm)."""
-    edges: list[tuple[int, int]] = []
-    around: list[list[int]] = [[] for _ in nodes]
-    for index, node in enumerate(nodes):
-        for i in node.inputs:
-            source = nodes[i.node]
-            if node.live and source.live and source.parameter is None:
-                around[index].append(len(edges))
-                around[i.node].append(len(edges))
-                edges.append((i.node, index))
-    bridge = _bridge_edges(len(nodes), edges, around)
-    alone = [[e for e in around[i] if edges[e][1] == i] for i in range(len(nodes))]
-    return [len(own) == 1 and bridge[own[0]] for own in alone]
+_SPECIAL_KINDS = frozenset(
+    "add sub mul div softmax matmul grouped_mm scaled_dot_product_attention".split()
+)
+"""Kinds with a method of the planner."""
 
 
-def _bridge_edges(count: int, edges: list[tuple[int, int]], around: list[list[int]]) -> list[bool]:
-    order, low = [-1] * count, [0] * count
-    bridge = [False] * len(edges)
-    clock = 0
-    for root in range(count):
-        stack: list[tuple[int, int, Any]] = []
-        if order[root] < 0:
-            order[root] = low[root] = clock
-            clock += 1
-            stack.append((root, -1, iter(around[root])))
-        while stack:
-            node, entered, rest = stack[-1]
-            for edge in rest:
-                other = edges[edge][0] + edges[edge][1] - node
-                if edge == entered:
-                    continue
-                if order[other] < 0:
-                    order[other] = low[other] = clock
-                    clock += 1
-                    stack.append((other, edge, iter(around[other])))
-                    break
-                low[node] = min(low[node], order[other])
-            else:
-                stack.pop()
-                if stack:
-                    parent = stack[-1][0]
-                    low[parent] = min(low[parent], low[node])
-                    bridge[entered] = low[node] > order[parent]
-    return bridge
+def _sees_the_past(mask: Tensor | None) -> bool:
+    """Whether a mask of attention lets the first query see the first key only."""
+    if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2:
+        return False
+    seen = mask if mask.dtype == torch.bool else mask > MASKING
+    return not bool(seen[..., 0, 1:].any())

@@ -5,17 +5,25 @@ The model runs once, without gradients, on copies of the inputs.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fp8.autocast import EXPANDED, FIRST_LOOK
 
-__all__ = ["Graph", "Input", "Node", "Recorder", "Slot"]
+from . import install
+from .calls import PRODUCTS, TRANSPARENT
+
+__all__ = ["MASKING", "Graph", "Input", "Node", "Recorder", "Slot", "replaced", "tensors_in"]
 
 Slot = tuple[int | str, ...]
 """Where a tensor stands in a call: (1,) the second argument, ("weight",), (0, 2) within a list."""
@@ -23,32 +31,57 @@ Slot = tuple[int | str, ...]
 Key = tuple[str, str, int]
 """(module path, kind, how many of that kind came before it in that module)."""
 
-_MASKING = -1e4
+MASKING = -1e4
 """A term below this is a mask, not a value: half of them are -inf, the others as low as fits."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that goes into a call: its slot, the node it comes from, its element count."""
+    """A tensor that goes into a call: its slot, the node it comes from, its element count.
+
+    part: which of the tensors that the node returned.
+    """
 
     slot: Slot
     node: int
     numel: int
+    part: int = 0
 
 
 @dataclass
 class Node:
-    """One call, or a tensor that comes from outside (key None): a parameter, an input, a buffer."""
+    """One call, or a tensor that comes from outside (key None): a parameter, an input, a buffer.
+
+    path: of the module that runs. live: whether it depends on a parameter or a floating-point
+    input. computed: whether it depends on parameters only. rms: of the values, where it is
+    computed. where: file and line of the call. inside: the autograd function that makes the call.
+    """
 
     key: Key | None
     name: str
+    path: str = ""
     function: Callable[..., Any] | None = None
     inputs: list[Input] = field(default_factory=list)
-    numel: int = 0
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    shape: tuple[int, ...] = ()
     parameter: str | None = None
-    live: bool = False  # whether a gradient can flow through it
+    live: bool = False
+    computed: bool = False
     floating: bool = False
     masking: bool = False
+    rms: float = 1.0
+    where: str = ""
+    inside: str = ""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def kind(self) -> str:
+        """As in `transforms.calls`; "" for what is not in it."""
+        return self.key[1] if self.key is not None else ""
 
 
 @dataclass
@@ -78,28 +111,46 @@ def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
             yield from tensors_in(item, (*slot, name))
 
 
+def replaced(value: Any, tensors: dict[Slot, Any], slot: Slot = ()) -> Any:
+    """A copy of arguments with other values in some of their slots."""
+    if slot in tensors:
+        return tensors[slot]
+    if isinstance(value, dict):
+        return {name: replaced(item, tensors, (*slot, name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [replaced(item, tensors, (*slot, i)) for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
 class Recorder(TorchFunctionMode):
     """Fills a `Graph` while a model runs.
 
-    kinds: the table of `transforms.calls`. parameters: names by id. live: the ids of the tensors
-    that gradients are for. path: gives the module that is running.
+    kinds: the table of `transforms.calls`. parameters: names by id. factors: what the parameters
+    were divided by, by name; what is computed from parameters alone is computed from their
+    original values. inputs: the ids of the tensors that the model is called with. path: gives the
+    module that is running.
+    The outputs of matrix products are brought to RMS 1, as they will be, so that what follows
+    them sees values of the size that it will see.
     """
 
     def __init__(
         self,
         kinds: dict[Callable[..., Any], str],
         parameters: dict[int, str],
-        live: set[int],
+        factors: dict[str, float],
+        inputs: set[int],
         path: Callable[[], str],
     ) -> None:
         super().__init__()
         self.graph = Graph()
         self._kinds = kinds
         self._parameters = parameters
-        self._live = live
+        self._factors = factors
+        self._inputs = inputs
         self._path = path
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._node_of: dict[int, int] = {}
+        self._node_of: dict[int, tuple[int, int]] = {}
         self._kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
         self._busy = False
 
@@ -127,63 +178,134 @@ class Recorder(TorchFunctionMode):
                 return EXPANDED[function](*args, **kwargs)
         self._busy = True
         try:
-            inputs = [
-                Input(slot, self._source(t), t.numel())
-                for slot, t in (*tensors_in(args), *tensors_in(kwargs))
-            ]
-            output = function(*args, **kwargs)
-            self._add(function, inputs, args, output)
-            return output
+            return self._see(function, args, kwargs)
         finally:
             self._busy = False
 
-    def _source(self, tensor: Tensor) -> int:
-        """The node that a tensor comes from; a new one for a tensor not seen before."""
-        if id(tensor) not in self._node_of:
-            name = self._parameters.get(id(tensor))
-            floating = tensor.is_floating_point()
-            node = Node(None, name or "input", numel=tensor.numel(), parameter=name)
-            node.floating = floating
-            node.masking = _any_masking([tensor])
-            node.live = id(tensor) in self._live and not node.masking
-            self._remember(tensor, node)
-        return self._node_of[id(tensor)]
-
-    def _remember(self, tensor: Tensor, node: Node) -> None:
-        self.graph.nodes.append(node)
-        self._node_of[id(tensor)] = len(self.graph.nodes) - 1
-        self._kept.append(tensor)
-
-    def _add(
-        self,
-        function: Callable[..., Any],
-        inputs: list[Input],
-        args: tuple[Any, ...],
-        output: Any,
-    ) -> None:
+    def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        inputs = [
+            Input(slot, *self._source(t)) for slot, t in (*tensors_in(args), *tensors_in(kwargs))
+        ]
         kind = self._kinds.get(function)
-        written = [t for _, t in tensors_in(output)]
-        if kind == "__setitem__" and isinstance(args[0], Tensor):
-            written = [args[0]]
-        if not written and kind is None:
-            return
-        name = getattr(function, "__name__", str(function))
-        key = None
+        if kind is None and not inputs:
+            return function(*args, **kwargs)
+        key, path = None, self._path()
         if kind is not None:
-            path = self._path()
             key = (path, kind, self._counts[path, kind])
             self._counts[path, kind] += 1
-        nodes = self.graph.nodes
-        node = Node(key, name, function, inputs)
-        node.floating = any(t.is_floating_point() for t in written)
-        node.live = node.floating and kind != "detach" and any(nodes[i.node].live for i in inputs)
-        node.numel = max((t.numel() for t in written), default=0)
-        node.masking = node.floating and not node.live and _any_masking(written)
-        nodes.append(node)
-        for tensor in written:
-            self._node_of[id(tensor)] = len(nodes) - 1
+        name = getattr(function, "__name__", str(function))
+        node = Node(key, name, path, function, inputs, args, kwargs)
+        node.where, node.inside = _site()
+        sources = [self.graph.nodes[i.node] for i in inputs]
+        node.computed = _computed(node.kind, sources)
+        call_args, call_kwargs = args, kwargs
+        if node.computed and kind not in TRANSPARENT:
+            call_args, call_kwargs = self._original((args, kwargs), inputs)
+        output = function(*call_args, **call_kwargs)
+        written = [args[0]] if kind == "__setitem__" else [t for _, t in tensors_in(output)]
+        if written or kind is not None:
+            self._add(node, sources, written)
+        return output
+
+    def _source(self, tensor: Tensor) -> tuple[int, int, int]:
+        """(node that a tensor comes from, its size, which part of the node's result it is).
+
+        A tensor not seen before gets a node of its own.
+        """
+        if id(tensor) not in self._node_of:
+            name = self._parameters.get(id(tensor))
+            node = Node(None, name or "input", shape=tuple(tensor.shape), parameter=name)
+            node.floating = tensor.is_floating_point()
+            node.masking = name is None and _any_masking([tensor])
+            node.computed = name is not None
+            known = node.computed or id(tensor) in self._inputs
+            node.live = node.floating and known and not node.masking
+            if name is not None:
+                node.rms = _rms(tensor)
+            self.graph.nodes.append(node)
+            self._remember([tensor])
+        index, part = self._node_of[id(tensor)]
+        return index, tensor.numel(), part
+
+    def _remember(self, tensors: list[Tensor]) -> None:
+        """Notes that the tensors come from the latest node."""
+        for part, tensor in enumerate(tensors):
+            self._node_of[id(tensor)] = (len(self.graph.nodes) - 1, part)
             self._kept.append(tensor)
+
+    def _original(self, arguments: Any, inputs: list[Input]) -> Any:
+        """Arguments with their parameters at the scale they came with."""
+        args, kwargs = arguments
+        nodes = self.graph.nodes
+        factors = {i.slot: self._factors.get(nodes[i.node].parameter or "", 1.0) for i in inputs}
+        values = dict((*tensors_in(args), *tensors_in(kwargs)))
+        scaled = {slot: values[slot] * f for slot, f in factors.items() if f != 1.0}
+        return replaced(args, scaled), replaced(kwargs, scaled)
+
+    def _add(self, node: Node, sources: list[Node], written: list[Tensor]) -> None:
+        largest = max(written, key=Tensor.numel, default=None)
+        node.shape = tuple(largest.shape) if largest is not None else ()
+        node.floating = any(t.is_floating_point() or t.is_complex() for t in written)
+        node.live = node.floating and node.kind != "detach" and any(s.live for s in sources)
+        node.masking = node.floating and not node.live and _any_masking(written)
+        if node.computed and largest is not None:
+            node.rms = _rms(largest)
+        elif node.kind in PRODUCTS and len(written) == 1 and node.floating:
+            written[0].div_(_rms(written[0]))
+        self.graph.nodes.append(node)
+        self._remember(written)
+
+
+def _computed(kind: str, sources: list[Node]) -> bool:
+    """Whether the result depends on parameters, and on nothing that the model is called with.
+
+    Integers are taken for such inputs. What a product makes of parameters alone are values.
+    """
+    live = [s for s in sources if s.live]
+    others = [s for s in sources if not s.live]
+    plain = all(s.floating and not s.masking for s in others)
+    return bool(live) and all(s.computed for s in live) and plain and kind not in PRODUCTS
+
+
+@torch.no_grad()
+def _rms(tensor: Tensor) -> float:
+    """The RMS of the values, 1 where that is zero or not finite."""
+    if not tensor.numel() or tensor.is_meta:
+        return 1.0
+    rms = tensor.detach().float().square().mean().sqrt().item()
+    return rms if math.isfinite(rms) and rms > 0 else 1.0
 
 
 def _any_masking(tensors: list[Tensor]) -> bool:
-    return any(bool((t <= _MASKING).any()) for t in tensors if t.is_floating_point())
+    return any(bool((t <= MASKING).any()) for t in tensors if t.is_floating_point())
+
+
+_INSTALL = install.__file__
+_OURS = tuple(str(Path(__file__).parents[2] / name) for name in ("fp8", "unit_scaling"))
+_TORCH = str(Path(torch.__file__).parent)
+_FUNCTION = str(Path(torch.autograd.function.__file__))
+_CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
+
+
+def _site() -> tuple[str, str]:
+    """(file and line that make the call that is running, the autograd function around it or "").
+
+    Raises ValueError where `torch.utils.checkpoint` runs a function that is no module: it would be
+    run again in the backward pass where no plan is in force.
+    """
+    frame, where, inside = inspect.currentframe(), "", ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _INSTALL:
+            break  # the module that is running begins here
+        if file == _FUNCTION and frame.f_code.co_name == "apply" and where:
+            inside = getattr(frame.f_locals.get("cls"), "__name__", "a function")
+        if file == _CHECKPOINT and where:
+            raise ValueError(
+                f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
+                "without the plan of unit_scale: checkpoint a module instead"
+            )
+        if not where and not file.startswith((*_OURS, _TORCH)):
+            where = f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return where, inside

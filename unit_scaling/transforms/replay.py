@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from fp8 import matmul
 from fp8.autocast import EXPANDED, FIRST_LOOK
+from fp8.checkpoint import checkpointed
 
 from ..ops import OPS
-from ..scale import scale_bwd, scale_each
+from ..scale import scale_bwd, scale_each, scale_output
 from .install import HOOKS
-from .plan import Plan, Step
 from .record import Key, Slot
+from .steps import Plan, Step
 
 __all__ = ["SPECIAL", "PlanMissError", "Replay"]
 
@@ -26,19 +28,16 @@ class PlanMissError(RuntimeError):
     """The model made a call that its plan does not know."""
 
 
-def _residual_add(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``(skip + tau * branch) / sqrt(1 + tau**2)``.
+def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The value that a call multiplies by a number, times the factor instead."""
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    return max(tensors, key=Tensor.dim) * step.factor
 
-    The branch's gradient is not scaled here but where the branch leaves (`Step.slots`): in
-    between it keeps unit scale whatever tau is.
-    """
-    terms = (*args, *(kwargs[name] for name in ("input", "other") if name in kwargs))
-    skip, branch = (terms[step.skip], terms[1 - step.skip])
-    alpha = kwargs.get("alpha", 1)
-    norm = (1 + step.factor**2) ** -0.5
-    if alpha != 1:  # alpha multiplies the second term
-        skip, branch = (skip, branch * alpha) if step.skip == 0 else (skip * alpha, branch)
-    return skip * norm + scale_each(branch, step.factor * norm, 1.0)
+
+def _average(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The product of attention weights and values, with the same factor in all directions."""
+    left, right = (*args, *kwargs.values())[:2]
+    return matmul.matmul(left, right, scales=(step.factor, step.factor, step.factor))
 
 
 def _preserved_linear(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -57,8 +56,25 @@ def _preserved_embedding(step: Step, args: tuple[Any, ...], kwargs: dict[str, An
     return F.embedding(*args, **kwargs) * step.factor
 
 
+def _grouped_mm(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Rows of ``left`` in groups, each times a matrix of its own: the factors of `U.linear`.
+
+    A weight's gradient sums over the rows of its group, on average the rows by the groups.
+    """
+    left, right = (*args, *kwargs.values())[:2]
+    output = (left.shape[-1] or 1) ** -0.5
+    rows = left.shape[0] / right.shape[0] if right.dim() == 3 else right.shape[-1]
+    right = scale_each(right, 1.0, (rows or 1) ** -0.5 / output)
+    args = (left, right, *args[2:])
+    names = [name for name in kwargs if name not in ("self", "mat2", "mat_a", "mat_b")]
+    product = torch.nn.functional.grouped_mm(*args, **{name: kwargs[name] for name in names})
+    return scale_output(product, output, output, fresh=False)
+
+
 SPECIAL: dict[str, Callable[[Step, tuple[Any, ...], dict[str, Any]], Tensor]] = {
-    "residual_add": _residual_add,
+    "times": _times,
+    "average": _average,
+    "grouped_mm": _grouped_mm,
     "preserved_linear": _preserved_linear,
     "preserved_embedding": _preserved_embedding,
 }
@@ -97,6 +113,7 @@ class Replay(TorchFunctionMode):
         self._path = path
         self._counts: dict[tuple[str, str], int] = {}
         self._busy = False
+        self.latest: Step | None = None  # the step of the call before, for who measures it
 
     def __enter__(self) -> Replay:
         FIRST_LOOK.append(self)
@@ -117,6 +134,8 @@ class Replay(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._busy:
             return function(*args, **kwargs)
+        if function is checkpoint:
+            return checkpointed(self, *args, **kwargs)
         if function in EXPANDED:
             with self:
                 return EXPANDED[function](*args, **kwargs)
@@ -124,6 +143,7 @@ class Replay(TorchFunctionMode):
         try:
             kind = self._kinds.get(function)
             step = None if kind is None else self._next(kind)
+            self.latest = step
             if step is None:
                 return function(*args, **kwargs)
             return self._execute(step, function, args, kwargs)
@@ -153,6 +173,18 @@ class Replay(TorchFunctionMode):
                 kwargs = _scaled(kwargs, slot, fwd, bwd)
             else:
                 args = _scaled(args, slot, fwd, bwd)
+        output = self._compute(step, function, args, kwargs)
+        if step.output == (1.0, 1.0):
+            return output
+        return scale_output(output, *step.output, fresh=False)
+
+    def _compute(
+        self,
+        step: Step,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if step.op is None:
             return function(*args, **kwargs)
         if step.op == "replace":
@@ -161,8 +193,8 @@ class Replay(TorchFunctionMode):
             return SPECIAL[step.op](step, args, kwargs)
         if step.op == "linear_readout":
             return OPS["linear_readout"].fn(*args, **kwargs)
-        op = OPS[step.op]
-        return op.call(args, kwargs, func=function, constraint=step.constraint)
+        settings = {"constraint": step.constraint, **dict(step.settings)}
+        return OPS[step.op].call(args, kwargs, func=function, **settings)
 
 
 def is_torch_function(function: Any) -> bool:

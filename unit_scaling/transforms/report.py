@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from .install import find_scope
-from .plan import Row
 from .simulate import Simulate
+from .steps import Row
 from .unit_scale import UnitScale
 
 __all__ = ["Report", "report"]

@@ -42,6 +42,7 @@ class Simulate:
             return outside_compiler(lambda: self._simulated(call, eager=True))
         # Not a with statement, for the reason given in UnitScale._replay.
         mode = autocast(self.recipe, opaque="warn")
+        mode.reenters = True  # every module does, when it is called
         self._active = True
         mode.__enter__()
         try:

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
 
-from ..parameter import tag
+from ..parameter import remember_tags, tag
 from .calls import KINDS
 from .compile import copied
 from .install import Call, find_scope, install, unwrapped
-from .plan import Plan, Row, Settings, make_plan
+from .plan import make_plan
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
+from .residuals import RESIDUALS
+from .steps import Plan, Row, Settings, Settled
 from .weights import Weights, prepare
 
 __all__ = ["UnitScale", "unit_scale"]
@@ -26,7 +28,8 @@ M = TypeVar("M", bound=nn.Module)
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
 INITS = ("unit", "preserve")
-RESIDUALS = ("fixed", "umup")
+# How the configurations of models name the longest sequence, the most common first.
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "n_ctx")
 # The scopes that are running, innermost last: at most one, in practice.
 _RUNNING: list[UnitScale] = []
 
@@ -45,7 +48,14 @@ class UnitScale:
     order = 0
 
     def __init__(
-        self, weights: Weights, replacements: Replacements, init: str, residual: str, strict: bool
+        self,
+        weights: Weights,
+        replacements: Replacements,
+        *,
+        init: str,
+        residual: str,
+        strict: bool,
+        context_length: int | None,
     ) -> None:
         self.weights = weights
         self.replacements = replacements
@@ -53,6 +63,8 @@ class UnitScale:
         self.init = init
         self.residual = residual
         self.strict = strict
+        self.context_length = context_length
+        self._settled = Settled()
         self.plans: dict[Any, Plan] = {}
         self.path: list[str] = []
         self._latest: dict[bool, Plan] = {}
@@ -166,6 +178,7 @@ class UnitScale:
             path, _, leaf = name.rpartition(".")
             why = "not the readout: make the optimizer after the first call"
             self.weights.rows.append(Row(path, leaf, "tagged as weight", why))
+        remember_tags(model)
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
@@ -183,9 +196,9 @@ class UnitScale:
         args, kwargs = _detached((args, kwargs), self)
         prefix = f"{path}." if path else ""
         names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
-        live = {id(p) for p in twin.parameters() if p.requires_grad}
-        live |= {id(t) for _, t in tensors_in((args, kwargs)) if t.is_floating_point()}
-        recorder = Recorder(self.kinds, names, live, lambda: self.path[-1])
+        given = {id(t) for _, t in tensors_in((args, kwargs))}
+        factors = {n: f for n, f in self.weights.factors.items() if f != 1.0}
+        recorder = Recorder(self.kinds, names, factors, given, lambda: self.path[-1])
         devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
         with torch.random.fork_rng(devices), torch.no_grad(), recorder:
             _RUNNING.append(self)
@@ -194,11 +207,13 @@ class UnitScale:
             finally:
                 _RUNNING.pop()
         settings = Settings(
-            factors={n: f for n, f in self.weights.factors.items() if f != 1.0},
+            factors=factors,
             readouts=self.weights.readouts,
             replaced=frozenset(self.kinds[f] for f in self.replacements),
             preserve=self.init == "preserve",
             residual=self.residual,
+            context=self.context_length,
+            settled=self._settled,
         )
         return make_plan(recorder.graph, settings)
 
@@ -242,6 +257,7 @@ def unit_scale(
     init: str = "unit",
     residual: str = "fixed",
     strict: bool = False,
+    context_length: int | None = None,
 ) -> M:
     """A unit-scaled copy of ``model``.
 
@@ -254,6 +270,10 @@ def unit_scale(
     residual: the weights of residual branches: "fixed", 0.5 for feed-forward and 0.01 for
     attention branches, or "umup", the rule by depth of `uu.transformer_residual_scaling_rule`.
     strict: raise ValueError at the first call that is left alone.
+    context_length: the number of keys that attention is scaled for, whatever the length at hand,
+    so that a prompt and its continuation compute the same. By default that of the model's
+    configuration (``max_position_embeddings``, ``n_positions``, ``block_size``), or else the
+    number of keys of each attention call when it is first made.
 
     Raises TypeError for what is not a module or is TorchScript, ValueError for an unknown option
     or a replacement for what is not a torch function.
@@ -271,6 +291,23 @@ def unit_scale(
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
         return result
-    scope = UnitScale(prepare(inner, init), dict(replace or {}), init, residual, strict)
+    if context_length is None:
+        context_length = _configured_length(inner)
+    elif not isinstance(context_length, int) or context_length < 1:
+        raise ValueError(f"context_length is a positive number of keys, got {context_length!r}")
+    scope = UnitScale(
+        prepare(inner, init),
+        dict(replace or {}),
+        init=init,
+        residual=residual,
+        strict=strict,
+        context_length=context_length,
+    )
     install(inner, scope)
     return result
+
+
+def _configured_length(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    found = (getattr(config, name, None) for name in CONTEXT_NAMES)
+    return next((n for n in found if type(n) is int and n > 0), None)

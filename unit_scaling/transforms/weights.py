@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..parameter import tag
-from .plan import Row
+from ..parameter import remember_tags, tag
+from .steps import Row
 
 __all__ = ["Weights", "prepare"]
 
-_KERNELS = (nn.RNNBase, nn.RNNCellBase)
+_KERNELS = (nn.RNNCellBase,)
 """Modules computed by one opaque kernel, whose weights nothing can compensate for."""
 
 
@@ -58,7 +58,9 @@ def prepare(model: nn.Module, init: str) -> Weights:
             _zero_bias(parameter, init, path, leaf, weights.rows)
             tag(parameter, "bias")
         else:
+            _unit_gain(parameter, init, path, leaf, weights.rows)
             tag(parameter, "norm")
+    remember_tags(model)
     return weights
 
 
@@ -94,3 +96,14 @@ def _zero_bias(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: l
     if init == "unit" and not parameter.is_meta and bool(parameter.any()):
         parameter.zero_()
         rows.append(Row(path, leaf, "set to zero", "init='unit'"))
+
+
+@torch.no_grad()
+def _unit_gain(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[Row]) -> None:
+    """A gain that starts as small as 1e-6 everywhere starts at 1, so that its branch has values."""
+    if init != "unit" or parameter.is_meta or parameter.dim() != 1 or parameter.numel() < 2:
+        return
+    low, high = abs(parameter.min().item()), abs(parameter.max().item())
+    if low == high and not 0.5 <= low <= 2 and 0 < low < math.inf:
+        parameter.div_(low)
+        rows.append(Row(path, leaf, "unit scale", f"a gain, divided by {low:.4g}"))

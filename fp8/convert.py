@@ -1,0 +1,178 @@
+"""`convert` and `revert`: the layers of a model run under a recipe, and stop doing so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from .autocast import FIRST_LOOK, autocast
+from .casting import is_whole
+from .matmul import linear
+from .recipe import Recipe, get_recipe
+from .report import LEFT_ALONE, Report, Row
+from .subclass import Gained, bare_class, gain, lose
+
+__all__ = ["LAYERS", "convert", "report", "revert"]
+
+M = TypeVar("M", bound=nn.Module)
+
+Where = Callable[[str, nn.Module], bool]
+
+LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.MultiheadAttention,
+)
+"""What is converted, with its subclasses: layers whose work is a product with a weight."""
+
+_NOT_A_PRODUCT = "a lookup, not a product"
+_KERNEL = "one kernel computes all its products"
+
+EXCEPTIONS: dict[type[nn.Module], str] = {
+    nn.Embedding: _NOT_A_PRODUCT,
+    nn.EmbeddingBag: _NOT_A_PRODUCT,
+    nn.RNNBase: _KERNEL,
+    nn.RNNCellBase: _KERNEL,
+}
+"""Layers with a weight that are never converted -> why."""
+
+_NOT_CHOSEN = {"Bilinear": "not chosen, or the recipe scales along one axis: it sums over two"}
+
+# In evaluation these compute their whole forward in one kernel that reads the weights of their
+# layers, which then do not run. Under a mode they do not; a recipe without casts is one.
+_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+_PLAIN = Recipe(name="plain")
+
+
+class _Converted(Gained):
+    """A layer whose products run under its ``fp8_recipe``."""
+
+    fp8_recipe: Recipe
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
+        # it may be compiled inside of a checkpoint.
+        if self._original is nn.Linear and self._gained == (_Converted,) and not FIRST_LOOK:
+            return _linear(self, self.fp8_recipe, *args, **kwargs)
+        with autocast(self.fp8_recipe):
+            return forward(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        own = super().extra_repr()  # type: ignore[misc]
+        return f"{own}, fp8={self.fp8_recipe.name}" if own else f"fp8={self.fp8_recipe.name}"
+
+
+def _linear(layer: Any, recipe: Recipe, input: Tensor) -> Tensor:
+    return linear(input, layer.weight, layer.bias, recipe=recipe)
+
+
+class _Expanded(Gained):
+    """A container that calls its layers, in evaluation too."""
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        with autocast(_PLAIN):
+            return forward(*args, **kwargs)
+
+
+def convert(model: M, recipe: str | Recipe = "unit", *, where: Where | None = None) -> M:
+    """Has the layers of ``model`` compute their products under ``recipe``; returns ``model``.
+
+    The layers (`LAYERS`) are converted in place and stay what they are: the same parameters, tied
+    or shared or frozen as they were, the same names, dtype, device, hooks and type, so that
+    optimizers, checkpoints and `isinstance` see the model that they know. A model converted
+    before gets the new recipe. `report` has one row for each layer, converted or not, and why;
+    `revert` undoes it.
+
+    recipe: a name in `fp8.RECIPES` or a `Recipe`.
+    where: (name, layer) -> whether to convert it; None converts every layer.
+
+    Products that are no layer's (attention, `@`) stay in high precision: `fp8.autocast` around
+    the call of the model is for those.
+    Raises TypeError for what is not a module, ValueError for an unknown recipe and for one with
+    scaling "delayed".
+
+    >>> import torch, fp8
+    >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), "unit")
+    >>> print(fp8.report(model))
+    module  type    done       why
+    0       Linear  converted  unit
+    <BLANKLINE>
+    1 converted
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert needs an nn.Module, got {type(model).__name__}")
+    chosen = get_recipe(recipe)
+    if chosen.keeps_history:
+        raise ValueError(
+            f"recipe {chosen.name!r} keeps a history, which no layer has: run the model under "
+            "fp8.autocast(recipe, history=fp8.AmaxHistory())"
+        )
+    revert(model)
+    for name, module, why_not in _layers(model):
+        if why_not is None and _fits(module, chosen) and (where is None or where(name, module)):
+            gain(module, _Converted)
+            module.fp8_recipe = chosen  # type: ignore[assignment]
+    for module in model.modules():
+        inner = module.modules()
+        if isinstance(module, _FAST_PATHS) and any(isinstance(m, _Converted) for m in inner):
+            gain(module, _Expanded)
+    return model
+
+
+def revert(model: M) -> M:
+    """Takes back what `convert` did, in place; returns ``model``. Weights and state stay."""
+    for module in model.modules():
+        lose(module, _Expanded)
+        if isinstance(module, _Converted):
+            lose(module, _Converted)
+            del module.fp8_recipe
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """One row for every layer with a weight: converted, and to which recipe, or left alone and why.
+
+    Of a layer that several names share, the first counts.
+    """
+    rows = []
+    for name, module, why_not in _layers(model):
+        kind = bare_class(module).__name__
+        if isinstance(module, _Converted):
+            rows.append(Row(name, kind, "converted", module.fp8_recipe.name))
+        else:
+            rows.append(Row(name, kind, LEFT_ALONE, why_not or _NOT_CHOSEN.get(kind, "not chosen")))
+    return Report(rows)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """(name, module, why it cannot be converted, or None) for all that have a weight."""
+    inside = {
+        id(part): path or type(module).__name__
+        for path, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for part in module.children()
+    }
+    for name, module in model.named_modules():
+        if any(p.dim() > 1 for p in module.parameters(recurse=False)):
+            yield name, module, _why_not(module, inside.get(id(module)))
+
+
+def _fits(module: nn.Module, recipe: Recipe) -> bool:
+    return is_whole(recipe) or not isinstance(module, nn.Bilinear)
+
+
+def _why_not(module: nn.Module, owner: str | None) -> str | None:
+    if owner is not None:
+        return f"computed by {owner}"
+    if isinstance(module, LAYERS):
+        return None
+    known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
+    return next(known, "its products are its own: run the model under fp8.autocast")

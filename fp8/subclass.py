@@ -1,0 +1,92 @@
+"""A module that gains a behaviour and stays itself.
+
+The class of the instance becomes a subclass whose ``forward`` runs through the gained behaviour.
+So it keeps its type, name, parameters, hooks, signature and identity, and an optimizer that holds
+its parameters still does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import nn
+
+__all__ = ["Gained", "bare_class", "gain", "lose"]
+
+
+class Gained:
+    """The base of every behaviour: a class with ``around``, mixed in before the module's own."""
+
+    #: The class that the module had, and what it has gained, in that order. Set by `gain`.
+    _original: ClassVar[type[nn.Module]]
+    _gained: ClassVar[tuple[type[Gained], ...]]
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The module's forward: what calls ``forward(*args, **kwargs)``, which is bound."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the original class, which can be imported, and made into this class on arrival."""
+        reduced = super().__reduce_ex__(protocol)
+        return (_restore, (self._original, self._gained), *reduced[2:])
+
+
+def _restore(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> nn.Module:
+    cls = _subclass(original, gained)
+    return cls.__new__(cls)
+
+
+_SUBCLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
+
+
+def _subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> type[nn.Module]:
+    """The class for these behaviours: one for each combination."""
+    if not gained:
+        return original
+    key = (original, gained)
+    if key not in _SUBCLASSES:
+        _SUBCLASSES[key] = _make_subclass(original, gained)
+    return _SUBCLASSES[key]
+
+
+def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> type[nn.Module]:
+    base, behaviour = _subclass(original, gained[:-1]), gained[-1]
+    inner = base.forward
+
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return behaviour.around(self, functools.partial(inner, self), args, kwargs)
+
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "forward": forward,
+        "_original": original,
+        "_gained": gained,
+    }
+    return type(base.__name__, (behaviour, base), names)
+
+
+def bare_class(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module`` without what it has gained."""
+    return module._original if isinstance(module, Gained) else type(module)
+
+
+def _become(module: nn.Module, gained: tuple[type[Gained], ...]) -> None:
+    module.__class__ = _subclass(bare_class(module), gained)
+
+
+def gain(module: nn.Module, behaviour: type[Gained]) -> None:
+    """Gives ``module`` a behaviour, around those it has; nothing if it has it already."""
+    has = module._gained if isinstance(module, Gained) else ()
+    if behaviour not in has:
+        _become(module, (*has, behaviour))
+
+
+def lose(module: nn.Module, behaviour: type[Gained]) -> None:
+    """Takes it away again; nothing if ``module`` does not have it."""
+    if isinstance(module, behaviour):
+        _become(module, tuple(b for b in module._gained if b is not behaviour))

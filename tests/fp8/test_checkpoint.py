@@ -1,0 +1,90 @@
+"""Activation checkpointing under `fp8.autocast`: cast in the recomputation too, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import fp8
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "block",
+    [
+        nn.Linear(8, 8),
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        nn.Conv1d(5, 5, 3),
+        nn.TransformerEncoderLayer(8, 2, 16, 0.0),
+    ],
+    ids=lambda block: type(block).__name__,
+)
+def test_checkpointing_is_never_silently_wrong(block, inside):
+    """What it recomputes is not cast, wherever backward is called: torch notices, and says so."""
+    with fp8.autocast("unit"):
+        y = checkpoint(block, randn(5, 8), use_reentrant=False)
+        if inside:
+            with pytest.raises(CheckpointError):
+                y.sum().backward()
+    if not inside:
+        with pytest.raises(CheckpointError):
+            y.sum().backward()
+
+
+CHECKPOINTED = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Conv1d(5, 5, 3))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_checkpointing_with_the_context_or_compiled_is_cast(compiled):
+    x = randn(5, 8)
+    options = {} if compiled else {"context_fn": fp8.checkpoint_contexts}
+
+    def run():
+        with fp8.autocast("unit"):
+            return checkpoint(CHECKPOINTED, x, use_reentrant=False, **options)
+
+    with fp8.autocast("unit"):
+        expected = CHECKPOINTED(x)
+    assert not torch.equal(expected, CHECKPOINTED(x))
+    if compiled:
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    parameters = list(CHECKPOINTED.parameters())
+    wanted = torch.autograd.grad(expected.square().sum(), parameters)
+    got = torch.autograd.grad(run().square().sum(), parameters)
+    assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+    assert torch.equal(run(), expected)
+
+
+def test_reentrant_checkpointing_is_refused_by_name():
+    x = randn(5, 8).requires_grad_()
+    with fp8.autocast("unit"), pytest.raises(RuntimeError, match=r"use_reentrant=True.*context_fn"):
+        checkpoint(CHECKPOINTED, x, use_reentrant=True)
+    with torch.no_grad(), fp8.autocast("unit"):  # without gradients nothing is recomputed
+        CHECKPOINTED(x)
+
+
+def test_outside_of_a_block_the_contexts_do_nothing():
+    y = checkpoint(
+        CHECKPOINTED, randn(5, 8), use_reentrant=False, context_fn=fp8.checkpoint_contexts
+    )
+    y.sum().backward()
+
+
+def test_checkpointing_of_the_block_itself():
+    """A function that contains the block can be checkpointed: it opens the block again."""
+    layer, x = nn.Linear(8, 8), randn(5, 8)
+
+    def run():
+        with fp8.autocast("unit"):
+            return layer(x)
+
+    (expected,) = torch.autograd.grad(run().square().sum(), layer.weight)
+    y = checkpoint(run, use_reentrant=False)
+    (got,) = torch.autograd.grad(y.square().sum(), layer.weight)
+    assert torch.equal(got, expected)

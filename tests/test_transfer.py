@@ -1,0 +1,158 @@
+"""The learning-rate sweep: its models, its search, its record, its notebook."""
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+
+from benchmarks import transfer
+from notebooks.nanogpt.data import load_corpus
+from notebooks.transfer import (
+    PARAMETRISATIONS,
+    Experiment,
+    best_rate,
+    plot_sweeps,
+    schedule,
+    search,
+    train,
+)
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "notebooks" / "umup_transfer.ipynb"
+TINY = {"context": 8, "batch_size": 4, "eval_batches": 2}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = random.Random(0).choices(["the ", "quick ", "brown ", "fox ", "jumps.\n"], k=1000)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("".join(words)[:4000])
+    return path
+
+
+def test_both_models_are_the_same_transformer():
+    """In order: embedding, then attention and gated MLP of each layer, readout."""
+    shapes = []
+    for build in PARAMETRISATIONS.values():
+        model, *_ = build(64, 2, 11, 0.1)
+        tokens = torch.arange(11)[None]
+        assert model(tokens).shape == (1, 11, 11)
+        changed = model(torch.cat([tokens[:, :5], tokens[:, :6]], dim=1))
+        assert torch.allclose(model(tokens)[:, :5], changed[:, :5], atol=1e-5)  # causal
+        shapes.append([tuple(p.shape) for p in model.parameters()])
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", PARAMETRISATIONS)
+def test_training(name: str, text: Path):
+    corpus = load_corpus(str(text), context=8)
+    data = corpus.train, corpus.val
+    experiment = Experiment(vocab=len(corpus.symbols), steps=40, **TINY)
+    size = {"width": 32, "layers": 1, "experiment": experiment, "data": data}
+    rate = {"standard": 2**-7, "u-muP": 2**-1}[name]
+    loss = train(name, lr=rate, seed=0, **size)
+    assert loss == train(name, lr=rate, seed=0, **size)
+    assert loss != train(name, lr=rate, seed=1, **size)
+    assert loss < 0.8 * math.log(len(corpus.symbols))
+    assert train(name, lr=math.inf, seed=0, **size) == math.inf
+
+
+def test_schedule():
+    shares = [schedule(step, 40) for step in range(40)]
+    assert shares[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert shares[4:] == sorted(shares[4:], reverse=True)
+    assert 0 < shares[-1] < 0.01
+
+
+@pytest.mark.parametrize("start", [-4, 0, 3, 9])
+def test_search_finds_the_minimum(start: int):
+    asked = []
+
+    def loss(k: int) -> float:
+        asked.append(k)
+        return math.inf if k > 6 else (k - 2.3) ** 2
+
+    losses = search(loss, start)
+    assert set(losses) >= {0, 1, 2, 3, 4}
+    assert len(asked) == len(set(asked)) == len(losses)
+    assert best_rate(losses) == pytest.approx(2.3)
+
+
+def test_best_rate_at_an_edge():
+    assert best_rate({0: 1.0, 1: 2.0}) == 0.0
+    assert best_rate({0: 2.0, 1: 1.0, 2: math.inf}) == 1.0
+
+
+def test_benchmark(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes its record and figure; run again, it trains nothing."""
+    for name, value in {"WIDTHS": (32, 64), "DEPTHS": (1,), "WIDTH": 32, "SEEDS": (0, 1)}.items():
+        monkeypatch.setattr(transfer, name, value)
+    monkeypatch.setattr(transfer, "DEPTH", 1)
+    monkeypatch.setattr(transfer, "FIGURE", tmp_path / "figure.png")
+    monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
+    arguments = ["transfer", f"--data={text}", "--steps=2", f"--out={tmp_path / 'runs.jsonl'}"]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert transfer.main() == 0
+    record = json.loads((tmp_path / "transfer.json").read_text())
+    monkeypatch.setattr(transfer, "train", None)
+    assert transfer.main() == 0
+    assert json.loads((tmp_path / "transfer.json").read_text())["rows"] == record["rows"]
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert [(row["name"], row["width"]) for row in record["rows"]] == [
+        ("standard by width", 32),
+        ("standard by width", 64),
+        ("u-muP by width", 32),
+        ("u-muP by width", 64),
+        ("standard by depth", 32),
+        ("u-muP by depth", 32),
+    ]
+    assert record["rows"][0]["moved"] == 0.0
+    assert all(len(row["losses"]) >= 5 for row in record["rows"])
+
+
+def test_figure_leaves_out_what_diverged():
+    curve = {"label": "width 1", "losses": {0: [1.0], 1: [math.inf], -1: [2.0]}}
+    curves = [{"parametrisation": name, **curve} for name in PARAMETRISATIONS]
+    figure = plot_sweeps({"by width": curves}, title="a sweep")
+    assert [list(axes.lines[0].get_xdata()) for axes in figure.axes] == [[-1, 0], [-1, 0]]
+
+
+REDUCED = """
+WIDTHS = (32, 64)
+STEPS = 2
+RATES = {{"standard": range(-8, -6), "u-muP": range(-1, 1)}}
+DATA = {data!r}
+"""
+
+
+def test_notebook(text: Path, monkeypatch: pytest.MonkeyPatch):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    cells = [c for c in notebook.cells if c.cell_type == "code"]
+    assert not any(c.outputs or c.execution_count for c in cells)
+    parameters = [c for c in cells if "parameters" in c.metadata.get("tags", [])]
+    assert len(parameters) == 1
+    parameters[0].source = REDUCED.format(data=str(text))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    NotebookClient(notebook, timeout=120, resources=resources).execute()
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert "u-muP     width   64: best rate" in printed
+    assert "learning rate -> parameters" in printed

@@ -1,0 +1,384 @@
+"""`track_scales`: every number against one computed by hand, on models run in every way."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import json
+import operator
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import unit_scaling as uu
+import unit_scaling.functional as U
+from fp8.formats import FORMATS
+from tests.transforms.models import batch, gpt, same, step, tiny
+from tests.transforms.test_metrics import check
+from unit_scaling.transforms import (
+    compile,
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    prune_selected_nodes,
+    simulate_fp8,
+    track_scales,
+    unit_scale,
+)
+
+
+def meta(graph: Graph) -> dict[Any, dict[str, Any]]:
+    """Function, or name where it is a method or a placeholder -> what is known of it."""
+    return {
+        n.meta["clean_name"] if isinstance(n.target, str) else n.target: n.meta for n in graph.nodes
+    }
+
+
+# The graph
+
+
+class Model(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(x)
+        return (x + torch.ones_like(x)).sum()
+
+
+def test_the_graph_and_its_numbers():
+    torch.manual_seed(0)
+    model, x = track_scales(Model()), torch.randn(16, 1024)
+    assert not list(model.scales_graph().nodes)
+    loss = model(x)
+    found = meta(model.scales_graph())
+    assert set(found) == {"x", F.relu, torch.ones_like, operator.add, "sum_1", "output"}
+    for name, value in (("x", x), (F.relu, x.relu()), (operator.add, x.relu() + 1)):
+        check(found[name]["metrics"].fwd, value)
+        assert found[name]["metrics"].bwd is None
+    loss.backward()
+    assert found["sum_1"]["metrics"].bwd.mean_abs == 1.0
+    assert found["sum_1"]["metrics"].fwd.std == 0.0
+    check(found[operator.add]["metrics"].bwd, torch.ones(16, 1024))
+    check(found["x"]["metrics"].bwd, (x > 0).float())
+    assert found[torch.ones_like]["metrics"].bwd is None
+    assert x.grad is None
+    assert not x.requires_grad
+
+
+def test_every_node_is_described():
+    model = track_scales(gpt())
+    model(*batch())[1].backward()
+    graph = model.scales_graph()
+    graph.lint()
+    for node in graph.nodes:
+        floating = node.meta["outputs_float_tensor"]
+        assert floating == ("metrics" in node.meta)
+        assert not floating or node.meta["metrics"].bwd is not None
+    weights = {n.meta["clean_name"] for n in graph.nodes if n.meta["requires_grad"]}
+    assert "self_modules_blocks_modules_0_modules_qkv_parameters_weight" in weights
+    assert len(weights) == len(list(model.parameters()))
+    paths = {n.target: n.meta["path"] for n in graph.nodes if n.op == "call_function"}
+    assert paths[F.gelu] == "blocks.1"
+
+
+@pytest.mark.parametrize("spelled", ["x + y", "x @ y", "x.add", "iadd", "setitem", "property"])
+def test_spellings(spelled: str):
+    functions = {
+        "x + y": (lambda x, y: x + y, operator.add),
+        "x @ y": (lambda x, y: x @ y, operator.matmul),
+        "x.add": (lambda x, y: x.add(y, alpha=2), "add"),
+        "iadd": (lambda x, y: operator.iadd(x * 1, y), operator.iadd),
+        "setitem": (lambda x, y: operator.setitem(z := x * 1, 0, y[0]) or z, operator.setitem),
+        "property": (lambda x, y: x.mT, getattr),
+    }
+    function, target = functions[spelled]
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return function(x, y)
+
+    torch.manual_seed(0)
+    model, x, y = track_scales(Two()), torch.randn(4, 4), torch.randn(4, 4)
+    out = model(x, y)
+    *_, last, output = model.scales_graph().nodes
+    assert last.target == target
+    assert output.all_input_nodes == [last]
+    check(last.meta["metrics"].fwd, out)
+    torch.testing.assert_close(out, function(x, y), rtol=0, atol=0)
+
+
+def test_values_are_those_that_are_computed():
+    """Of a transformed model, in whichever order; measuring changes nothing."""
+    for transform in (lambda m: m, unit_scale, lambda m: simulate_fp8(unit_scale(m))):
+        plain = transform(tiny())
+        for tracked in (track_scales(transform(tiny())), transform(track_scales(tiny()))):
+            same(step(tracked), step(plain))
+            logits, loss = plain(*batch())
+            found = meta(tracked.scales_graph())
+            check(found[F.cross_entropy]["metrics"].fwd, loss)
+            last = [n for n in tracked.scales_graph().nodes if n.target is F.linear][-1]
+            check(last.meta["metrics"].fwd, logits)
+            weight = found["self_modules_blocks_modules_0_modules_up_parameters_weight"]
+            loss.backward()
+            check(weight["metrics"].bwd, plain.blocks[0].up.weight.grad)
+
+
+def test_functions_of_unit_scaling_are_nodes():
+    torch.manual_seed(0)
+    model = track_scales(uu.MLP(16))
+    model(torch.randn(8, 16)).sum().backward()
+    targets = [n.target for n in model.scales_graph().nodes if n.op == "call_function"]
+    assert targets == [U.linear, U.linear, U.silu_glu, U.linear]
+
+
+def test_many_graphs_passes_and_dtypes():
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            if x.sum().item() > 0:  # a graph break to a compiler
+                x = x * 2
+            return self.layer(x)
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8).bfloat16()
+    for model in (Breaks().bfloat16(), torch.compile(Breaks().bfloat16(), backend="eager")):
+        tracked = track_scales(model)
+        out = tracked(x)
+        first = tracked.scales_graph()
+        again = tracked(2 * x)
+        (out.sum() + again.sum()).backward()
+        assert tracked.scales_graph() is not first
+        calls = [n for n in first.nodes if n.target is F.linear]
+        assert len(calls) == 2
+        for graph, value in ((first, out), (tracked.scales_graph(), again)):
+            last = [n for n in graph.nodes if n.target is F.linear][-1]
+            check(last.meta["metrics"].fwd, value)
+            check(last.meta["metrics"].bwd, torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("how", ["compile inside", "torch.compile"])
+def test_compiled_models(how: str):
+    """The calls in between run compiled; what is measured is the same."""
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled: list[Any] = []
+    model = unit_scale(tiny())
+    model(*batch())
+    expected = step(model)
+    if how == "torch.compile":
+        tracked = torch.compile(track_scales(model, every=2), backend=count)
+    else:
+        tracked = track_scales(torch.compile(model, backend=count), every=2)
+    counts = []
+    for _ in range(4):
+        for a, b in zip(step(tracked), expected, strict=True):
+            # Sums of about 32 float32 terms of RMS 1, in another order.
+            torch.testing.assert_close(a, b, rtol=0, atol=32 * 4 * 2**-24)
+        counts.append(len(compiled))
+    assert counts[0] == 0
+    assert counts[1] == counts[2] == counts[3] > 0
+    history = tracked.scales_history()
+    assert sorted({row["call"] for row in history}) == [0, 2]
+    with pytest.raises(Exception, match="track_scales measures some calls"):
+        torch.compile(track_scales(model), backend="eager", fullgraph=True)(*batch())
+
+
+def test_our_compile():
+    tracked = track_scales(compile(tiny()), every=2)
+    assert step(tracked)
+    assert len(tracked.scales_history()) > 0
+    assert tracked._compiled_call_impl is not None
+
+
+def test_nothing_is_left_behind():
+    model = track_scales(tiny(), every=2)
+    model(*batch())[1].backward()
+    before = model.scales_history().rows
+    model(*batch())[1].backward()  # not measured: no hook of the first call may fire
+    assert model.scales_history().rows == before
+    assert not any(p._backward_hooks for p in model.parameters())
+    with torch.no_grad():
+        model(*batch())
+    rows = model.scales_history().rows[len(before) :]
+    assert rows
+    assert {row["direction"] for row in rows} == {"fwd"}
+
+
+def test_copies_measure_by_themselves():
+    model = track_scales(tiny(), every=3)
+    model(*batch())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), unit_scale(model)):
+        assert not list(twin.scales_graph().nodes)
+        twin(*batch())
+        assert list(twin.scales_graph().nodes)
+        assert len({row["call"] for row in model.scales_history()}) == 1
+        assert twin.scales_graph() is not model.scales_graph()
+
+
+def test_checkpoints_are_measured_once():
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model = track_scales(Checkpointed())
+    model(torch.randn(4, 8)).sum().backward()
+    (node,) = [n for n in model.scales_graph().nodes if n.target is F.linear]
+    check(node.meta["metrics"].bwd, torch.ones(4, 8))
+
+
+def test_inputs_in_every_place():
+    class Many(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor], *more: Tensor, **named: Tensor) -> dict:
+            x = pair[0] + pair[1] + more[0] + named["bias"]
+            x += 1
+            pair[0].mul_(1)
+            return {"y": x, "all": [x, pair[0]], "text": "no tensor"}
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(4, requires_grad=i == 3) for i in range(4)]
+    model = track_scales(Many())
+    out = model((tensors[0], tensors[1]), tensors[2], bias=tensors[3])
+    names = [n.name for n in model.scales_graph().nodes if n.op == "placeholder"]
+    assert names == ["pair_0", "pair_1", "more_0", "named_bias"]
+    out["y"].sum().backward()
+    torch.testing.assert_close(tensors[3].grad, torch.ones(4))
+    bwd = [n.meta["metrics"].bwd for n in model.scales_graph().nodes if n.op == "placeholder"]
+    assert [data.mean_abs for data in bwd] == [1.0] * 4
+    assert model.scales_graph().output_node().args[0]["text"] == "no tensor"
+
+
+# Over time
+
+
+def test_history(tmp_path):
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    model = track_scales(plain, every=2, formats=["e4m3", FORMATS["fp16"]], history=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    weights = []
+    for _ in range(7):
+        weights.append(model.weight.detach().clone())
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    history = model.scales_history()
+    calls, values = history.series("self_parameters_weight", "mean_abs")
+    assert calls == [4, 6]  # 0 and 2 are no longer kept
+    assert values == pytest.approx([weights[i].abs().mean().item() for i in (4, 6)], rel=1e-5)
+    assert history.series("linear", direction="bwd")[0] == [4, 6]
+    row = next(iter(history))
+    assert row["direction"] == "fwd"
+    assert {"e4m3_zero", "e4m3_headroom", "fp16_saturated", "rms", "numel"} <= set(row)
+    assert json.loads(history.to_json(tmp_path / "h.json"))[0]["call"] == 4
+    table = list(csv.DictReader(io.StringIO(history.to_csv(tmp_path / "h.csv"))))
+    assert (tmp_path / "h.csv").read_text() == history.to_csv()
+    assert len(table) == len(history) == str(history).count("\n")
+    assert float(table[0]["rms"]) == row["rms"]
+    for bad in (("nothing", "rms", "fwd"), ("linear", "r", "fwd"), ("linear", "rms", "back")):
+        with pytest.raises(ValueError, match="directions are 'fwd' and 'bwd', tensors input"):
+            history.series(*bad)
+
+
+# Pruning
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.linear = nn.Embedding(1024, 64), nn.Linear(64, 64)
+
+    def forward(self, idxs: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.emb(idxs)
+        scores = F.softmax(self.linear(x), dim=-1)
+        top = torch.unsqueeze(torch.argmax(scores, dim=-1), -1)
+        found = torch.gather(x, -1, top)
+        found -= x.mean()
+        return found, top
+
+
+def targets(graph: Graph) -> set[Any]:
+    return set(meta(graph))
+
+
+def test_prune_non_float_tensors():
+    torch.manual_seed(0)
+    model = track_scales(Words())
+    model(torch.randint(0, 1024, (8, 32)))
+    graph = model.scales_graph()
+    integers = {"idxs", torch.argmax, torch.unsqueeze}
+    floats = {
+        "self_modules_emb_parameters_weight", F.embedding, "self_modules_linear_parameters_weight",
+        "self_modules_linear_parameters_bias", F.linear, F.softmax, torch.gather, operator.isub,
+        "mean", "output",
+    }  # fmt: skip
+    assert targets(graph) == integers | floats
+    assert targets(prune_non_float_tensors(graph)) == floats
+    assert targets(graph) == integers | floats  # a copy
+
+
+def test_prune_same_scale_tensors():
+    class Shapes(nn.Module):
+        def forward(self, a: Tensor) -> Tensor:
+            b = a / 1.0
+            c = b * 1.0  # the gradient of b is that of c and of d
+            d = F.relu(c)
+            x, y = (b - d).view(-1, 2).unbind(-1)
+            return torch.stack([x, y]).flatten().sum()
+
+    torch.manual_seed(0)
+    model = track_scales(Shapes())
+    loss = model(torch.randn(64, 256))
+    forward = prune_same_scale_tensors(prune_non_float_tensors(model.scales_graph()))
+    kept = {"a", F.relu, operator.sub, operator.getitem, torch.stack, "sum_1", "output"}
+    assert targets(forward) == kept
+    loss.backward()
+    both = prune_same_scale_tensors(model.scales_graph())
+    assert targets(both) == kept | {operator.mul, "unbind"}
+    loose = prune_same_scale_tensors(forward, rtol=0.05)
+    assert operator.getitem not in targets(loose)
+    stacks = [n for n in loose.nodes if n.target is torch.stack]
+    assert all(source.target is operator.sub for n in stacks for source in n.all_input_nodes)
+
+
+def test_prune_selected_nodes():
+    class Chain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.abs(F.relu(x + 1)).sum()
+
+    model = track_scales(Chain())
+    model(torch.randn(4, 4))
+    graph = prune_selected_nodes(model.scales_graph(), [torch.abs, F.relu])
+    assert targets(graph) == {"x", operator.add, "sum_1", "output"}
+    assert next(n for n in graph.nodes if n.name == "sum_1").args[0].target is operator.add
+    assert targets(prune_selected_nodes(graph, ["sum"])) == {"x", operator.add, "output"}
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match=r"needs an nn\.Module, got function"):
+        track_scales(F.relu)
+    for option in ({"every": 0}, {"every": 1.5}, {"history": 0}):
+        with pytest.raises(ValueError, match="must be a whole number from 1"):
+            track_scales(nn.Linear(2, 2), **option)
+    with pytest.raises(ValueError, match="unknown format 'fp9'"):
+        track_scales(nn.Linear(2, 2), formats=["fp9"])
+    with pytest.raises(ValueError, match="is for scales"):
+        track_scales(nn.Linear(2, 2), formats=["e8m0"])
+    with pytest.raises(ValueError, match="not one of track_scales"):
+        prune_non_float_tensors(torch.fx.symbolic_trace(nn.Linear(2, 2)).graph)

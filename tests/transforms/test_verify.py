@@ -1,0 +1,349 @@
+"""`verify` reports what the model computes: each number against one computed by hand."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8
+import unit_scaling as uu
+import unit_scaling.functional as U
+from tests.transforms.models import batch, gpt
+from unit_scaling.transforms import Verification, simulate_fp8, unit_scale
+from unit_scaling.transforms.verify import RANGES
+
+
+def rms(x: Tensor) -> float:
+    return x.detach().double().square().mean().sqrt().item()
+
+
+def found(result: Verification, path: str = "") -> dict[str, float]:
+    """tensor -> rms of the rows of one module, without ambiguity."""
+    rows = [row for row in result if row.path == path]
+    names = [f"{row.call} {row.number} {row.tensor}" for row in rows]
+    assert len(set(names)) == len(names)
+    if len({(row.call, row.number) for row in rows}) == 1:
+        return {row.tensor: row.rms for row in rows}
+    return {name: row.rms for name, row in zip(names, rows, strict=True)}
+
+
+def close(got: dict[str, float], expected: dict[str, float]) -> None:
+    """float64 sums of the same float32 values, in another order."""
+    assert got == pytest.approx(expected, rel=1e-9)
+
+
+class Calls(nn.Module):
+    """One function of two tensors, both of them parameters where asked."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (F.linear, (6, 4), (3, 4)),
+    "linear by name": (lambda x, w: F.linear(weight=w, input=x), (6, 4), (3, 4)),
+    "linear with a bias": (lambda x, w: F.linear(x, w, torch.ones(3)), (6, 4), (3, 4)),
+    "operator": (lambda x, w: x @ w.T, (6, 4), (3, 4)),
+    "method": (lambda x, w: x.matmul(w.transpose(0, 1)), (6, 4), (3, 4)),
+    "addmm": (lambda x, w: torch.addmm(torch.ones(3), x, w), (6, 4), (4, 3)),
+    "einsum": (lambda x, w: torch.einsum("ij,kj->ik", x, w), (6, 4), (3, 4)),
+    "bmm": (lambda x, w: torch.bmm(x, w), (2, 3, 4), (2, 4, 5)),
+    "conv1d": (lambda x, w: F.conv1d(x, w, padding=1), (2, 3, 8), (4, 3, 3)),
+    "conv2d": (lambda x, w: F.conv2d(x, w, torch.ones(4), 2), (2, 3, 8, 8), (4, 3, 3, 3)),
+    "conv_transpose1d": (F.conv_transpose1d, (2, 3, 8), (3, 4, 3)),
+    "unit-scaled": (U.linear, (6, 4), (3, 4)),
+    "unit-scaled convolution": (U.conv1d, (2, 3, 8), (4, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_spelling_of_a_product(name: str):
+    function, shape, weight_shape = PRODUCTS[name]
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, requires_grad=True), 3 * torch.randn(weight_shape)
+    model = Calls(function, weight)
+    target = torch.randn_like(model(x))
+    result = uu.verify(model, x, loss=lambda y: (y * target).sum())
+    y = model(x)
+    (y * target).sum().backward()
+    expected = {
+        "input": rms(x),
+        "gradient of input": rms(x.grad),
+        "weight": rms(model.weight),
+        "gradient of weight": rms(model.weight.grad),
+        "output": rms(y),
+        "gradient of output": rms(target),
+    }
+    close(found(result), expected)
+    kinds = {row.tensor: row.kind for row in result}
+    assert {t: k for t, k in kinds.items() if "gradient" in t} == {
+        f"gradient of {t}": "gradient" for t in ("input", "weight", "output")
+    }
+    assert kinds["weight"] == "weight"
+    assert kinds["input"] == kinds["output"] == "activation"
+
+
+def test_embedding_has_a_weight_and_no_input():
+    model = nn.Embedding(10, 4, sparse=True)
+    result = uu.verify(model, torch.tensor([[1, 2, 2]]), loss=lambda y: 2 * y.sum())
+    root = math.sqrt((2**2 + 4**2) * 4 / 40)  # one token once, one twice, eight never
+    ours = found(result)
+    assert set(ours) == {"weight", "gradient of weight", "output", "gradient of output"}
+    assert ours["gradient of weight"] == pytest.approx(root, rel=1e-9)
+
+
+def test_gradients_are_those_of_one_call():
+    """Of a tensor with two readers, what each of them sends back, not the sum."""
+
+    class Twice(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return (x @ w).sum() + 10 * (x @ w).sum()
+
+    torch.manual_seed(0)
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    ours = found(uu.verify(Twice(), (x, w)))
+    first, second = ours["matmul 0 gradient of input"], ours["matmul 1 gradient of input"]
+    assert second == pytest.approx(10 * first, rel=1e-6)
+    assert x.grad is None
+
+
+class Attention(nn.Module):
+    def __init__(self, spelled: str) -> None:
+        super().__init__()
+        self.spelled = spelled
+        self.q, self.k, self.v = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.bias = nn.Parameter(torch.randn(4, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.spelled == "fused":
+            return F.scaled_dot_product_attention(q, k, v)
+        scores = (q @ k.transpose(-2, -1)) / 32**0.5
+        p = scores.softmax(-1) if self.spelled == "by hand" else F.softmax(scores.float(), dim=-1)
+        return torch.matmul(F.dropout(p, 0.0), v)
+
+
+@pytest.mark.parametrize("spelled", ["fused", "by hand", "with casts"])
+def test_attention(spelled: str):
+    """Queries and keys are told apart however it is written, and so is what only makes them."""
+    torch.manual_seed(0)
+    result = uu.verify(Attention(spelled), torch.randn(2, 8, 32))
+    rows = [row for row in result if row.path == ""]
+    named = {row.tensor: row.kind for row in rows}
+    assert named["gradient of query"] == named["gradient of key"] == "query-key gradient"
+    assert named["gradient of value"] == named["gradient of output"] == "gradient"
+    assert named["query"] == named["key"] == named["value"] == named["output"] == "activation"
+    inner = {"logits", "gradient of logits", "probabilities", "gradient of probabilities"}
+    assert {t for t, kind in named.items() if kind == "attention"} == (
+        set() if spelled == "fused" else inner
+    )
+    assert all(row.inside is None for row in rows if row.kind == "attention")
+    for path, kind in {
+        "q": "query-key gradient",
+        "k": "query-key gradient",
+        "v": "gradient",
+    }.items():
+        of_path = [row for row in result if row.path == path and "gradient" in row.tensor]
+        assert {row.tensor for row in of_path} == {"gradient of weight", "gradient of output"}
+        assert {row.kind for row in of_path} == {kind}
+
+
+def test_multi_head_attention_is_seen_through():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    result = uu.verify(model, torch.randn(2, 8, 16))
+    calls = [row.call for row in result if row.path == "self_attn" and row.tensor == "output"]
+    assert calls == ["linear", "scaled_dot_product_attention", "linear"]
+
+
+def test_a_unit_scaled_model_is_inside_and_a_plain_one_is_not():
+    scaled, plain = unit_scale(gpt()), gpt()
+    result = uu.verify(scaled, batch())
+    assert {kind: result.share(kind) for kind in RANGES if RANGES[kind]} == {
+        "activation": 1.0,
+        "weight": 1.0,
+        "gradient": 1.0,
+        "query-key gradient": 1.0,
+    }
+    assert not result.outside
+    assert uu.verify(plain, batch()).share("weight") == 0.0
+    assert uu.verify(plain, batch()).share("gradient") == 0.0
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+def test_what_is_measured_is_what_the_transformed_model_computes(init: str):
+    """The gradient of a weight that one call reads is the one that the optimizer gets."""
+    model = unit_scale(gpt(), init=init)
+    result = uu.verify(model, batch())
+    model(*batch())[1].backward()
+    for path in ("blocks.0.qkv", "blocks.1.down"):
+        weight = model.get_parameter(f"{path}.weight")
+        ours = found(result, path)
+        assert ours["weight"] == pytest.approx(rms(weight), rel=1e-6)
+        assert ours["gradient of weight"] == pytest.approx(rms(weight.grad), rel=1e-5)
+
+
+def test_the_weight_of_a_branch_is_not_in_the_gradient_of_its_first_product():
+    class Post(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.up = nn.Linear(256, 256), nn.Linear(256, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            return x + self.up(x)
+
+    torch.manual_seed(0)
+    model = unit_scale(Post())
+    ours = found(uu.verify(model, torch.randn(256, 256)), "up")
+    assert ours["gradient of input"] == pytest.approx(1, rel=0.15)  # tau would make it 0.45
+
+
+def test_other_transforms_stay_in_force():
+    model = unit_scale(gpt())
+    plain = [row.rms for row in uu.verify(model, batch())]
+    simulated = uu.verify(simulate_fp8(model), batch())
+    assert [row.rms for row in simulated] != plain
+    assert [row.rms for row in simulated] == pytest.approx(plain, rel=0.2)
+    assert len(simulated) == len(plain)
+
+
+def test_a_transformed_part_of_a_plain_model():
+    torch.manual_seed(0)
+    part = unit_scale(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
+    model = nn.Sequential(nn.Linear(64, 64), part)
+    x = torch.randn(64, 64)
+    first, again = uu.verify(model, x), uu.verify(model, x)
+    assert [row.path for row in first if row.tensor == "output"] == ["0", "1.0", "1.2"]
+    assert first.rows == again.rows
+    y = part(model[0](x))
+    assert found(first, "1.2")["output"] == pytest.approx(rms(y), rel=1e-6)
+
+
+def test_a_block_of_autocast_inside_the_model():
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with fp8.autocast("unit"):
+                return F.linear(x, self.weight)
+
+    torch.manual_seed(0)
+    model, x = Cast(), torch.randn(8, 8)
+    for each in (model, unit_scale(model)):
+        assert found(uu.verify(each, x))["output"] == pytest.approx(rms(each(x)), rel=1e-6)
+
+
+def test_checkpoints_are_counted_once():
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model, x = Checkpointed(), torch.randn(4, 8)
+    for each in (model, unit_scale(model)):
+        ours = found(uu.verify(each, x), "layer")
+        assert set(ours) == {
+            "input", "weight", "gradient of weight", "output", "gradient of output"
+        }  # fmt: skip
+
+
+def test_nothing_of_the_model_changes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    embedding = nn.Embedding(4, 8, max_norm=0.1)
+    model[0].weight.grad = torch.full((8, 8), 3.0)
+    calls: list[int] = []
+    model[0].weight.register_hook(lambda grad: calls.append(1))
+    before = copy.deepcopy({**model.state_dict(), **embedding.state_dict()})
+    x = torch.randn(4, 8, requires_grad=True)
+    random = torch.get_rng_state()
+    uu.verify(model, x)
+    uu.verify(embedding, torch.tensor([1, 2]))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert x.grad is None
+    assert not calls
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model[0].weight.grad, torch.full((8, 8), 3.0))
+    after = {**model.state_dict(), **embedding.state_dict()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_batches_and_losses():
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, how: str = "tensor"):
+            y = self.layer(x)
+            loss = y.square().mean()
+            return {"tensor": y, "loss": {"out": y, "loss": loss}, "pair": (y, loss)}[how]
+
+    torch.manual_seed(0)
+    model, x = Head(), torch.randn(4, 4)
+    expected = uu.verify(model, x, loss=lambda y: y.square().mean()).rows
+    assert uu.verify(model, {"x": x, "how": "loss"}).rows == expected
+    assert uu.verify(model, (x, "pair")).rows == expected
+    unit = uu.verify(model, [x]).rows
+    assert unit == uu.verify(model, x, seed=0).rows != uu.verify(model, x, seed=1).rows
+    torch.manual_seed(1)
+    wide = uu.verify(nn.Linear(4, 256), torch.randn(256, 4))
+    grad = found(wide)["gradient of output"]
+    assert grad == pytest.approx(1, abs=5 * (0.5 / 2**16) ** 0.5)  # variance of an rms: 1/(2n)
+
+
+def test_what_a_kernel_hides_is_noted():
+    result = uu.verify(nn.LSTM(4, 4), torch.randn(3, 2, 4), loss=lambda out: out[0].sum())
+    assert len(result) == 0
+    assert result.notes == [note for note in result.notes if note.startswith("lstm in the model")]
+    assert result.notes
+
+
+def test_the_result_prints_and_is_written(tmp_path):
+    result = uu.verify(nn.Linear(4, 4), torch.randn(4, 4), loss=lambda y: y.sum() * math.inf)
+    text = str(result)
+    assert "(model)  linear" in text
+    assert "outside" in text
+    assert "gradient: 0 of 2 inside [0.25, 4]" in text
+    rows = json.loads(result.to_json(tmp_path / "rows.json"))
+    assert json.loads((tmp_path / "rows.json").read_text()) == rows
+    assert len(rows) == len(result)
+    assert rows[0]["tensor"] == result[0].tensor
+    assert rows[0]["rms"] == result[0].rms
+    assert rows[-1]["rms"] is None  # infinite
+    table = list(csv.DictReader(io.StringIO(result.to_csv(tmp_path / "rows.csv"))))
+    assert (tmp_path / "rows.csv").read_text() == result.to_csv()
+    assert [line["rms"] for line in table] == [str(row.rms) for row in result]
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match=r"needs an nn\.Module, got int"):
+        uu.verify(3, torch.ones(1))
+    with pytest.raises(ValueError, match="requires a gradient"):
+        uu.verify(nn.Linear(4, 4).requires_grad_(False), torch.ones(4, 4))
+    result = uu.verify(nn.Linear(4, 4), torch.randn(4, 4))
+    with pytest.raises(ValueError, match="choose one of 'activation', 'weight', 'gradient'"):
+        result.share("bias")
+    assert math.isnan(result.share("query-key gradient"))

@@ -1,0 +1,108 @@
+"""One of two processes of test_distributed: ``python distributed_worker.py RANK STORE``.
+
+Each trains on its half of a batch, and compares with the whole batch in one process.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import unit_scaling as uu
+from unit_scaling import functional as U
+from unit_scaling.transforms import unit_scale
+
+WORLD, CALLS, BATCH, VOCAB, WIDTH = 2, 2, 8, 6, 4
+
+
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(uu.Linear(WIDTH, WIDTH, bias=True), uu.GELU())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = uu.Embedding(VOCAB, WIDTH)
+        self.blocks = uu.DepthSequential(Block(), Block())
+        self.norm = uu.LayerNorm(WIDTH, elementwise_affine=True)
+        self.readout = uu.LinearReadout(WIDTH, VOCAB, constraint="to_output_scale")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.readout(self.norm(self.blocks(self.embedding(tokens))))
+
+
+def train(model: nn.Module, batches: list[Tensor], steps: int = 2) -> dict[str, Tensor]:
+    """The parameters after some steps of SGD, each over all batches, gathered."""
+    opt = uu.optim.SGD(model.parameters(), 0.01, 0.9, readout_constraint="to_output_scale")
+    for _ in range(steps):
+        opt.zero_grad()
+        for tokens in batches:
+            loss = U.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+        opt.step()
+    return {
+        name.removeprefix("module."): p.full_tensor() if isinstance(p, DTensor) else p.detach()
+        for name, p in model.named_parameters()
+    }
+
+
+def tags(model: nn.Module) -> list[tuple[str, int | None]]:
+    return [(p.mup_type, p.mup_scaling_depth) for p in model.parameters()]
+
+
+def rates(model: nn.Module) -> list[float]:
+    """The learning rate of each parameter."""
+    opt = uu.optim.SGD(model.parameters(), 1.0, readout_constraint="to_output_scale")
+    by_id = {id(p): group["lr"] for group in opt.param_groups for p in group["params"]}
+    return [by_id[id(p)] for p in model.parameters()]
+
+
+def sharded(model: nn.Module, parts: list[nn.Module]) -> nn.Module:
+    """Weights by their second dimension, so that what is here is not the fan-in."""
+    for part in (*parts, model):
+        fully_shard(part, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return model
+
+
+def check(model: nn.Module, distribute: Callable[[nn.Module], nn.Module], calls: int) -> None:
+    """Tags, learning rates, and weights after training equal those of one process."""
+    tokens = torch.randint(VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0))
+    plain = copy.deepcopy(model)
+    expected_tags, expected_rates = tags(plain), rates(plain)
+    expected = train(plain, [tokens])
+    model = distribute(model)
+    assert tags(model) == expected_tags
+    assert rates(model) == expected_rates
+    mine = tokens.chunk(WORLD)[dist.get_rank()].chunk(calls)
+    with uu.batch_multiplier(WORLD * calls, averaged_over=WORLD):
+        result = train(model, list(mine))
+    assert tags(model) == expected_tags
+    torch.testing.assert_close(result, expected)
+
+
+def main(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    torch.manual_seed(0)
+    model = Model().double()
+    for calls in (1, CALLS):
+        check(copy.deepcopy(model), DistributedDataParallel, calls)
+        check(copy.deepcopy(model), lambda m: sharded(m, list(m.blocks)), calls)
+    net = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB))
+    net.append(nn.Linear(VOCAB, VOCAB))
+    scaled = unit_scale(net.double())
+    scaled(torch.zeros(2, 2, dtype=torch.int64))  # is recorded before it is sharded
+    check(copy.deepcopy(scaled), lambda m: sharded(m, [m[2]]), 1)
+    print("rank", rank, "done")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

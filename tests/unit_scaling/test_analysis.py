@@ -1,0 +1,217 @@
+"""Tables, plots and batches of text."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8.formats import FORMATS
+from tests.transforms.models import batch, tiny
+from unit_scaling.analysis import example_batch, graph_to_dataframe, plot, visualiser
+from unit_scaling.transforms import Metrics, prune_non_float_tensors, track_scales, unit_scale
+
+TEXT = "".join(chr(97 + i * i % 26) for i in range(400))
+
+
+def encode(text: str) -> list[int]:
+    return [ord(character) - 97 for character in text]
+
+
+@pytest.fixture(autouse=True)
+def _closed():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    yield
+    pyplot.close("all")
+
+
+@pytest.fixture(scope="module")
+def graph():
+    model = track_scales(tiny())
+    model(*batch())[1].backward()
+    return model.scales_graph()
+
+
+class WithEncode:
+    def encode(self, text: str) -> list[int]:
+        return encode(text)
+
+
+TOKENIZERS = {
+    "a function": encode,
+    "encode": WithEncode(),
+    "a mapping": lambda text: {"input_ids": [encode(text)]},
+    "a tensor": lambda text: torch.tensor(encode(text)),
+}
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_example_batch(tokenizer: str, tmp_path: Path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    inputs, mask, labels = example_batch(TOKENIZERS[tokenizer], 3, 8, text=TEXT)
+    assert inputs.shape == labels.shape == mask.shape == (3, 8)
+    assert inputs.dtype == torch.long
+    assert torch.equal(mask, torch.ones_like(inputs))
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    letters = ["".join(chr(97 + i) for i in row) for row in inputs.tolist()]
+    assert all(word in TEXT for word in letters)
+    for given in ({"text": file}, {"dataset_path": str(file)}):
+        assert torch.equal(example_batch(encode, 3, 8, **given)[0], inputs)
+    assert not torch.equal(example_batch(encode, 3, 8, seed=1, text=TEXT)[0], inputs)
+    first = example_batch(encode, 50, 8, shuffle_buffer_size=2, text=TEXT)[0]
+    assert {"".join(chr(97 + i) for i in row) for row in first.tolist()} == {TEXT[:8], TEXT[1:9]}
+
+
+def test_batches_that_cannot_be():
+    with pytest.raises(ValueError, match="no file 'wikitext', and nothing is downloaded"):
+        example_batch(encode, 2, 8)
+    with pytest.raises(ValueError, match="a text of 4 tokens is too short for sequences of 4"):
+        example_batch(encode, 2, 4, text="abcd")
+    assert example_batch(encode, 2, 3, text="abcd")[0].tolist() == [[0, 1, 2]] * 2
+    with pytest.raises(ValueError, match="seq_len must be 1 or more, got 0"):
+        example_batch(encode, 2, 0, text="abcd")
+
+
+def test_graph_to_dataframe(graph):
+    pytest.importorskip("pandas")
+    table = graph_to_dataframe(graph)
+    about = ["layer", "weight tensor", "direction", "tensor type"]
+    assert list(table.columns) == [*about, *Metrics.full_names()]
+    tensors = [node for node in graph.nodes if "metrics" in node.meta]
+    assert len(table) == 2 * len(tensors)
+    for i, node in enumerate(tensors):
+        forward, backward = table.iloc[2 * i], table.iloc[2 * i + 1]
+        assert forward["layer"] == backward["layer"] == node.meta["clean_name"]
+        assert (forward["direction"], backward["direction"]) == ("fwd", "bwd")
+        kind = "w" if node.op == "placeholder" else "x"
+        assert (forward["tensor type"], backward["tensor type"]) == (kind, f"grad_{kind}")
+        assert forward["standard deviation"] == node.meta["metrics"].fwd.std
+        assert backward["root mean square"] == node.meta["metrics"].bwd.rms
+
+
+def test_a_gradient_that_is_not_known_is_missing():
+    pytest.importorskip("pandas")
+    model = track_scales(nn.Linear(2, 2))
+    model(torch.ones(1, 2))
+    table = graph_to_dataframe(model.scales_graph())
+    assert table[table["direction"] == "bwd"]["mean absolute value"].isna().all()
+    assert table[table["direction"] == "fwd"]["mean absolute value"].notna().all()
+
+
+def points(axes) -> dict[tuple[float, float], str]:
+    """(x, y) of every point that is drawn -> its marker."""
+    lines = [
+        line for line in axes.lines if line.get_marker() in ("o", "v") and len(line.get_xdata())
+    ]
+    return {(line.get_xdata()[0], line.get_ydata()[0]): line.get_marker() for line in lines}
+
+
+@pytest.mark.parametrize("metric", ["mean_abs", "rms", "absolute maximum"])
+def test_plot_shows_every_tensor(graph, metric: str):
+    axes = plot(graph, title="A title", metric=metric, prune_same_scale=False)
+    nodes = [n for n in prune_non_float_tensors(graph).nodes if "metrics" in n.meta]
+    short = dict(zip(Metrics.full_names(), Metrics.names(), strict=True)).get(metric, metric)
+    expected = {
+        (getattr(data, short), row): "v" if node.meta["requires_grad"] else "o"
+        for row, node in enumerate(nodes)
+        for data in (node.meta["metrics"].fwd, node.meta["metrics"].bwd)
+        if getattr(data, short) > 0
+    }
+    assert points(axes) == expected
+    assert axes.get_xlabel() == Metrics.get_full_name(short)
+    assert len(axes.get_yticklabels()) == len(nodes)
+    assert axes.get_yticklabels()[0].get_text() == "tokens_weight"
+    assert axes.figure.get_suptitle() == "A title"
+    texts = {text.get_text() for text in axes.texts}
+    assert {"e4m3\nmax", "e4m3\nmin\nnormal", "e5m2\nmax", "e5m2\nmin\nnormal"} <= texts
+    limits = {line.get_xdata()[0] for line in axes.lines if line.get_linestyle() in (":", "--")}
+    formats = FORMATS["e4m3"], FORMATS["e5m2"]
+    assert limits == {x for format in formats for x in (format.min_normal, format.max)}
+    axes.figure.canvas.draw()
+
+
+def test_plot_options(graph):
+    assert len(points(plot(graph))) < len(points(plot(graph, prune_same_scale=False)))
+    arrows = [len(plot(graph, show_arrows=show).texts) for show in (True, False)]
+    assert arrows[0] > arrows[1] == 4  # the names of the limits
+    bars = [len(plot(graph, show_error_bars=show).lines) for show in (True, False)]
+    assert bars[0] > bars[1]
+    assert plot(graph, xmin=2**-5, xmax=2.0).get_xlim() == (2**-5, 2.0)
+
+
+def test_tensors_of_zeros():
+    class Zero(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 0.0
+
+    model = track_scales(Zero())
+    model(torch.ones(4)).sum().backward()
+    hidden, shown = (plot(model.scales_graph(), show_zero_tensors=show) for show in (False, True))
+    assert len(points(shown)) == len(points(hidden)) + 2  # the output, and the input's gradient
+    left = [x for x, _ in points(shown) if x == shown.get_xlim()[0]]
+    assert left
+    shown.figure.canvas.draw()
+
+
+class Named(nn.Module):
+    """A model as Hugging Face writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict:
+        assert attention_mask.all()
+        assert torch.equal(input_ids, labels)
+        logits, loss = self.model(input_ids, labels)
+        return {"logits": logits, "loss": loss}
+
+
+def test_visualiser():
+    for model in (tiny(), unit_scale(tiny()), Named()):
+        axes = visualiser(model, encode, 2, 8, text=TEXT, metric="rms")
+        both = len(points(axes))
+        options = {"prune_same_scale": False, "show_zero_tensors": True}
+        forward = visualiser(model, encode, 2, 8, backward=False, text=TEXT, **options)
+        assert both > 40
+        assert len(forward.get_yticklabels()) == len(points(forward))
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_visualiser_needs_a_loss():
+    class Plain(nn.Module):
+        def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+            return inputs + labels
+
+    with pytest.raises(ValueError, match="the model's output has no loss"):
+        visualiser(Plain(), encode, 2, 8, text=TEXT)
+
+
+def test_what_is_refused(graph, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="unknown metric 'mean'"):
+        plot(graph, metric="mean")
+    with pytest.raises(ValueError, match="has no tensors: run the model first"):
+        plot(track_scales(tiny()).scales_graph())
+    for name, call in (("pandas", graph_to_dataframe), ("matplotlib", plot)):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setitem(sys.modules, f"{name}.pyplot", None)
+        with pytest.raises(ImportError, match=rf"needs {name}: pip install .*\[analysis\]"):
+            call(graph)
+
+
+def test_infinite_and_nan_values_do_not_break_the_axis():
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([x / 0, x / 0 - x / 0, x])
+
+    model = track_scales(Odd())
+    model(torch.ones(4))
+    axes = plot(model.scales_graph(), show_zero_tensors=True)
+    assert all(math.isfinite(end) for end in axes.get_xlim())
+    axes.figure.canvas.draw()

@@ -1,0 +1,155 @@
+"""The code of a model with its scales: names, lines and numbers."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import unit_scaling as uu
+from unit_scaling.transforms import unit_scale
+from unit_scaling.utils import ScalePair, ScaleTracker, ScaleTrackingInterpreter, analyse_module
+
+
+def without_scales(code: str) -> list[str]:
+    return re.sub(r"\(-> [^,]+, <- [^)]+\)", "(_)", code).splitlines()
+
+
+def scales(code: str, line: str) -> tuple[float, float]:
+    (found,) = [text for text in code.splitlines() if text.strip().startswith(line)]
+    forward, backward = re.search(r"\(-> ([^,]+), <- ([^)]+)\)", found).groups()
+    return float(forward), float(backward)
+
+
+def test_scale_pair():
+    assert str(ScalePair()) == "(-> n/a, <- n/a)"
+    assert str(ScalePair(1.2345, 0.5)) == "(-> 1.23, <- 0.5)"
+
+
+def test_scale_tracker_is_the_identity():
+    torch.manual_seed(0)
+    x, pair = torch.randn(64, requires_grad=True), ScalePair()
+    y = ScaleTracker.track(x, pair)
+    assert pair == ScalePair(pytest.approx(x.std().item()))
+    (3 * y).square().sum().backward()
+    assert torch.equal(y, x)
+    torch.testing.assert_close(x.grad, 18 * x.detach())
+    assert pair.backward == pytest.approx(x.grad.std().item())
+    ScaleTracker.track(torch.ones(1), pair)
+    assert pair.forward == 0.0
+
+
+def test_interpreter():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    interpreter = ScaleTrackingInterpreter(fx.symbolic_trace(net))
+    x = torch.randn(4, 8, requires_grad=True)
+    interpreter.run(x).sum().backward()
+    assert list(interpreter.scales) == ["input_1", "_0", "_1", "output"]
+    assert interpreter.scales["_0"].forward == pytest.approx(net[0](x).std().item())
+    assert interpreter.scales["input_1"].backward == pytest.approx(x.grad.std().item())
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width, bias=False)
+        self.register_buffer("shift", torch.ones(width))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.fc2(F.relu(self.fc1(x)).masked_fill(mask, 0.0)) + self.shift
+        return torch.stack(y.split([2, y.shape[1] - 2], dim=1)[1:] * 2).mT[0]
+
+
+def test_every_line():
+    torch.manual_seed(0)
+    x, mask = torch.randn(32, 16), torch.rand(32, 64) < 0.5
+    net = Net(16)
+    backward = torch.randn(14, 32)
+    code = analyse_module(net, (x, mask), backward, syntax_highlight=False)
+    assert without_scales(code) == [
+        "def forward(self, x, mask):  (_)",
+        "    fc1_weight = self.fc1.weight;  (_)",
+        "    fc1_bias = self.fc1.bias;  (_)",
+        "    linear = F.linear(x, fc1_weight, fc1_bias);  (_)",
+        "    relu = F.relu(linear, inplace=False);  (_)",
+        "    masked_fill = relu.masked_fill(mask, 0.0);  (_)",
+        "    fc2_weight = self.fc2.weight;  (_)",
+        "    linear_1 = F.linear(masked_fill, fc2_weight, None);  (_)",
+        "    shift = self.shift;  (_)",
+        "    add = linear_1 + shift;  (_)",
+        "    split = add.split([2, 14], dim=1)",
+        "    getitem = split[0];  (_)",
+        "    getitem_1 = split[1];  (_)",
+        "    stack = torch.stack((getitem_1, getitem_1));  (_)",
+        "    getattr_1 = stack.mT;  (_)",
+        "    getitem_2 = getattr_1[0];  (_)",
+        "    return getitem_2",
+    ]
+    copies = x.clone().requires_grad_()
+    net(copies, mask).backward(backward)
+    three_digits = {"rel": 0.006}
+    expected = x.std().item(), copies.grad.std().item()
+    assert scales(code, "def forward") == pytest.approx(expected, **three_digits)
+    expected = net.fc2.weight.std().item(), net.fc2.weight.grad.std().item()
+    assert scales(code, "fc2_weight") == pytest.approx(expected, **three_digits)
+    assert "shift = self.shift;  (-> 0.0, <- n/a)" in code
+
+
+def test_one_line_for_a_module():
+    torch.manual_seed(0)
+    x, mask = torch.randn(8, 16), torch.zeros(8, 64, dtype=torch.bool)
+    code = analyse_module(Net(16), (x, mask), torch.randn(14, 8), False, False)
+    lines = without_scales(code)
+    assert lines[:4] == [
+        "def forward(self, x, mask):  (_)",
+        "    fc1 = self.fc1(x);  (_)",
+        "    relu = F.relu(fc1, inplace=False);  (_)",
+        "    masked_fill = relu.masked_fill(mask, 0.0);  (_)",
+    ]
+    assert lines[4] == "    fc2 = self.fc2(masked_fill);  (_)"
+
+
+def test_modules_of_unit_scaling():
+    torch.manual_seed(0)
+    x, backward = torch.randn(256, 256), torch.randn(256, 256)
+    module = uu.MLP(256)
+    code = analyse_module(module, x, backward, syntax_highlight=False)
+    assert without_scales(code)[2].startswith("    linear = U.linear(input, linear_1_weight")
+    assert "= U.silu_glu(linear, linear_1)" in code
+    assert 0.9 < scales(code, "linear_2 =")[0] < 1.1
+    assert all(p.grad is None for p in module.parameters())
+    assert x.grad is None
+
+
+def test_what_a_transformed_model_computes():
+    torch.manual_seed(0)
+    model = unit_scale(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))).bfloat16()
+    x = torch.randn(64, 64).bfloat16()
+    code = analyse_module(model, x, torch.randn(64, 64).bfloat16(), syntax_highlight=False)
+    assert scales(code, "linear_1 =")[0] == pytest.approx(model(x).float().std().item(), rel=0.006)
+
+
+def test_colours_are_optional(monkeypatch: pytest.MonkeyPatch):
+    arguments = (nn.ReLU(), torch.ones(2), torch.ones(2))
+    plain = analyse_module(*arguments, syntax_highlight=False)
+    monkeypatch.setitem(sys.modules, "pygments", None)
+    assert analyse_module(*arguments) == plain
+    monkeypatch.undo()
+    pytest.importorskip("pygments")
+    coloured = analyse_module(*arguments)
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).strip() == plain
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match=r"needs an nn\.Module, got function"):
+        analyse_module(F.relu, torch.ones(2))
+    with pytest.raises(ValueError, match=r"backward is needed for an output of shape \(2,\)"):
+        analyse_module(nn.ReLU(), torch.ones(2))
+    with pytest.raises(TypeError, match="must be a tensor, not tuple"):
+        analyse_module(nn.LSTM(2, 2), torch.ones(1, 1, 2))

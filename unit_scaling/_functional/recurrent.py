@@ -1,0 +1,223 @@
+"""Recurrent layers, step by step: torch's single kernel computes its products out of reach.
+
+They compute what torch's do, with weights, inputs and hidden states at unit scale:
+
+- The gates are ``(x W_ih + h W_hh) / sqrt(1 + 1/gates)`` with x W_ih scaled by 1/sqrt(fan-in) and
+  h W_hh by 1/sqrt(fan-out). Every step multiplies a gradient that goes back through time by W_hh,
+  which sums over all gates: scaled by the fan-in it would grow from step to step.
+- A hidden state is torch's times a constant that gives it RMS 1 after the first few steps, for
+  standard normal gates. It stays bounded, and a gate that is open keeps what it holds.
+
+Nothing else is scaled: gradients are those of this function, but for the factor of the weights'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..batch import row_scale
+from ..ops import Scales, row
+from .activations import dropout as unit_dropout
+from .products import linear
+
+__all__ = ["gru", "lstm", "rnn_relu", "rnn_tanh"]
+
+States = list[Tensor]
+"""The hidden state (batch, hidden), then the cell state where there is one."""
+
+Step = Callable[[Tensor, Tensor, States], States]
+"""(product of the input, product of the hidden state, states) -> the next states."""
+
+PACKED = "a packed sequence has no unit-scaled form: pad it, and leave the padding out of the loss"
+
+# E[sigmoid(z)**2] and E[tanh(z)**2] for a standard normal z, by quadrature.
+_SIGMOID, _TANH = 0.293379036, 0.394294490
+# What is held decays by _SIGMOID in mean square and gains _SIGMOID * _TANH in each step, so a cell
+# state of torch has the mean square _SIGMOID * _TANH / (1 - _SIGMOID) = 0.1637; tanh of a normal
+# variable of that variance has 0.126124106.
+_TANH_OF_CELL = 0.126124106
+LSTM_FACTOR = (_SIGMOID * _TANH_OF_CELL) ** -0.5
+GRU_FACTOR = ((1 - _SIGMOID) / (_SIGMOID * _TANH)) ** 0.5
+TANH_FACTOR = _TANH**-0.5
+RELU_FACTOR = math.sqrt(2)
+
+
+def _gates(x: Tensor, h: Tensor, gates: int) -> Tensor:
+    return (x + h) * (1 + 1 / gates) ** -0.5
+
+
+def _lstm_step(x: Tensor, h: Tensor, states: States) -> States:
+    i, f, g, o = _gates(x, h, 4).chunk(4, dim=-1)
+    cell = f.sigmoid() * states[1] + i.sigmoid() * g.tanh()
+    return [(o.sigmoid() * cell.tanh() * LSTM_FACTOR).to(x.dtype), cell]
+
+
+def _gru_step(x: Tensor, h: Tensor, states: States) -> States:
+    reset_x, update_x, new_x = x.chunk(3, dim=-1)
+    reset_h, update_h, new_h = h.chunk(3, dim=-1)
+    reset = _gates(reset_x, reset_h, 3).sigmoid() * _SIGMOID**-0.5
+    update = _gates(update_x, update_h, 3).sigmoid()
+    new = _gates(new_x, reset * new_h, 3).tanh() * GRU_FACTOR
+    return [(new + update * (states[0] - new)).to(x.dtype)]
+
+
+def _tanh_step(x: Tensor, h: Tensor, states: States) -> States:
+    return [_gates(x, h, 1).tanh() * TANH_FACTOR]
+
+
+def _relu_step(x: Tensor, h: Tensor, states: States) -> States:
+    return [_gates(x, h, 1).relu() * RELU_FACTOR]
+
+
+def _direction(
+    step: Step, sequence: Tensor, states: States, weights: Sequence[Tensor]
+) -> tuple[Tensor, States]:
+    """All hidden states (length, batch, hidden) and the last states of one layer's direction."""
+    w_ih, w_hh = weights[:2]
+    b_ih, b_hh = weights[2:] or (None, None)
+    outputs = []
+    each = len(sequence) ** -0.5  # the weight collects a gradient from every step
+    for x in linear(sequence, w_ih, b_ih).unbind(0):
+        h = linear(states[0], w_hh, b_hh, "to_grad_input_scale", weight_grad_mult=each)
+        states = step(x, h, states)
+        outputs.append(states[0])
+    return torch.stack(outputs), states
+
+
+def _recurrent(
+    step: Step,
+    input: Tensor,
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: object,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """(all outputs of the last layer, the last of each kind of state, layer by layer)."""
+    if not isinstance(has_biases, bool):
+        raise NotImplementedError(PACKED)
+    directions = 2 if bidirectional else 1
+    count = len(params) // (num_layers * directions)
+    if count not in (2, 4):
+        raise NotImplementedError("an LSTM with proj_size has no unit-scaled form")
+    sequence, last = input.transpose(0, 1) if batch_first else input, []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            i = layer * directions + direction
+            given = sequence.flip(0) if direction else sequence
+            weights = params[i * count : (i + 1) * count]
+            output, final = _direction(step, given, [s[i] for s in states], weights)
+            outputs.append(output.flip(0) if direction else output)
+            last.append(final)
+        sequence = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            sequence = unit_dropout(sequence, dropout)
+    output = sequence.transpose(0, 1) if batch_first else sequence
+    return (output, *(torch.stack(kind) for kind in zip(*last, strict=True)))
+
+
+def _weight_scale(input: Tensor) -> float:
+    return row_scale(math.prod(input.shape[:2]))
+
+
+def lstm_scales(input: Tensor) -> Scales:
+    """5.2 for the hidden state, which is sigmoid times tanh of a cell state of RMS 0.4."""
+    return {"output": LSTM_FACTOR, "params": _weight_scale(input)}
+
+
+@row(lstm_scales, replaces=(torch.lstm,))
+def lstm(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    train: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+) -> tuple[Tensor, ...]:
+    """(output, hidden state, cell state) of `torch.nn.LSTM`, unit-scaled.
+
+    input: (length, batch, in), or (batch, length, in) with batch_first. hx: hidden and cell state,
+    each (layers * directions, batch, hidden). params: for each layer and direction the weights of
+    input and hidden state and, with has_biases, their biases, as in torch. dropout: between
+    layers, when train. A loop over the steps, slower than torch's kernel; its cell state is in
+    torch's scale. Raises NotImplementedError for packed sequences and for proj_size.
+    """
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    return _recurrent(_lstm_step, input, hx, params, *settings)
+
+
+def gru_scales(input: Tensor) -> Scales:
+    """2.5 for the hidden state: the candidate is scaled so that what is held has RMS 1."""
+    return {"output": GRU_FACTOR, "params": _weight_scale(input)}
+
+
+@row(gru_scales, replaces=(torch.gru,))
+def gru(
+    input: Tensor,
+    hx: Tensor,
+    params: Sequence[Tensor],
+    has_biases: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    train: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+) -> tuple[Tensor, ...]:
+    """(output, hidden state) of `torch.nn.GRU`, unit-scaled. Arguments as in `lstm`, one state."""
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    return _recurrent(_gru_step, input, [hx], params, *settings)
+
+
+def rnn_tanh_scales(input: Tensor) -> Scales:
+    """1 / the RMS of tanh."""
+    return {"output": TANH_FACTOR, "params": _weight_scale(input)}
+
+
+@row(rnn_tanh_scales, replaces=(torch.rnn_tanh,))
+def rnn_tanh(
+    input: Tensor,
+    hx: Tensor,
+    params: Sequence[Tensor],
+    has_biases: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    train: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+) -> tuple[Tensor, ...]:
+    """(output, hidden state) of `torch.nn.RNN`, unit-scaled. Arguments as in `gru`."""
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    return _recurrent(_tanh_step, input, [hx], params, *settings)
+
+
+def rnn_relu_scales(input: Tensor) -> Scales:
+    """1 / the RMS of relu."""
+    return {"output": RELU_FACTOR, "params": _weight_scale(input)}
+
+
+@row(rnn_relu_scales, replaces=(torch.rnn_relu,))
+def rnn_relu(
+    input: Tensor,
+    hx: Tensor,
+    params: Sequence[Tensor],
+    has_biases: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    train: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+) -> tuple[Tensor, ...]:
+    """(output, hidden state) of `torch.nn.RNN` with relu, unit-scaled. Arguments as in `gru`."""
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    return _recurrent(_relu_step, input, [hx], params, *settings)

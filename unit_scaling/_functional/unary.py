@@ -1,0 +1,169 @@
+"""Activations whose factors are worked out from the function: see `unit_scaling.elementwise`.
+
+Their output has RMS 1 for a standard normal input, the mean included: the next product adds up
+second moments. (gelu and silu, in activations.py, have the fitted constants of u-muP instead, which
+tend to a standard deviation.) The transform scales them wherever a model calls them, as gates too.
+
+Not here, though elementwise: abs, neg and clamp, which keep the scale; exp, log, pow, square, sqrt
+and erf, whose values are meant (rates, norms, probabilities) or which are parts of a formula. For
+those, and any other function, there is `unit_scaling.unit_scaled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..elementwise import elementwise_scales, scaled_elementwise
+from ..ops import Adapter, Scales, row
+
+__all__ = [
+    "atan",
+    "celu",
+    "cos",
+    "elu",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "leaky_relu",
+    "logsigmoid",
+    "mish",
+    "relu",
+    "relu6",
+    "relu_squared",
+    "selu",
+    "sigmoid",
+    "sin",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "tanh",
+    "tanhshrink",
+]
+
+_DOCUMENTATION = """``s * {name}({arguments}) / mult``.
+
+input: any shape, floating point. mult: how non-linear it is, above 0. inplace: write the result
+into ``input``. Further arguments are torch's. Returns the shape and dtype of input.
+"""
+
+
+def _torch_form(names: Sequence[str], written: bool) -> Adapter:
+    """The arguments of a torch function with these names, the last of which is inplace."""
+
+    def adapter(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        if len(args) > len(names):
+            raise TypeError(f"at most {len(names)} arguments are allowed, {len(args)} were given")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return {**given, "inplace": True} if written else given
+
+    return adapter
+
+
+def _spellings(names: Sequence[str], arguments: Sequence[str]) -> dict[Callable[..., Any], Adapter]:
+    """Every torch function of one of these names, or of one with _ for in place, with its form."""
+    return {
+        getattr(space, name + mark): _torch_form(arguments, bool(mark))
+        for mark in ("", "_")
+        for name in names
+        for space in (F, torch, Tensor, torch.special)
+        if hasattr(space, name + mark)
+    }
+
+
+def _signature(first: Sequence[str], settings: dict[str, Any], last: Sequence[str]) -> Signature:
+    defaults = {"mult": 1.0, "constraint": "to_output_scale", "inplace": False, **settings}
+    return Signature(
+        [
+            Parameter(
+                name,
+                Parameter.KEYWORD_ONLY if name == "inplace" else Parameter.POSITIONAL_OR_KEYWORD,
+                default=defaults.get(name, Parameter.empty),
+            )
+            for name in (*first, "mult", "constraint", *settings, *last)
+        ]
+    )
+
+
+def _activation(
+    name: str,
+    fn: Callable[..., Tensor],
+    settings: dict[str, Any] | None = None,
+    *,
+    spelled: Sequence[str] | None = None,
+    saves_output: bool = False,
+) -> Callable[..., Tensor]:
+    """Adds a row for an elementwise function, and returns its unit-scaled version.
+
+    settings: the arguments of ``fn`` after the first, and their defaults. spelled: what torch
+    calls it, by default as it is named here; () where a transform must not replace it.
+    saves_output: autograd keeps the output of ``fn``, which must then not be changed in place.
+    """
+    settings = settings or {}
+
+    def rule(mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any) -> Scales:
+        return elementwise_scales(fn, (), named, mult, constraint)
+
+    def op(
+        input: Tensor,
+        mult: float = 1.0,
+        constraint: str | None = "to_output_scale",
+        *args: Any,
+        inplace: bool = False,
+        **named: Any,
+    ) -> Tensor:
+        if len(args) > len(settings):
+            raise TypeError(f"{name} takes {len(settings) + 3} arguments by position")
+        if not input.is_floating_point():
+            return fn(input, *args, **named)
+        x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
+        fresh = not saves_output
+        output = scaled_elementwise(fn, x, args, named, mult, constraint, fresh=fresh)
+        return input.copy_(output) if inplace else output
+
+    rule.__doc__ = f"1/RMS of {name} and of its derivative for a standard normal, by quadrature."
+    arguments = ", ".join(["mult * input", *settings])
+    op.__doc__ = _DOCUMENTATION.format(name=name, arguments=arguments)
+    rule.__name__, op.__name__ = f"{name}_scales", name
+    rule.__qualname__, op.__qualname__ = rule.__name__, op.__name__
+    rule.__signature__ = _signature((), settings, ())  # type: ignore[attr-defined]
+    op.__signature__ = _signature(("input",), settings, ("inplace",))  # type: ignore[attr-defined]
+    spelled = (name,) if spelled is None else spelled
+    forms = _spellings(spelled, ("input", *settings, "inplace"))
+    return row(rule, adapters=forms)(op)
+
+
+def _relu_squared(input: Tensor) -> Tensor:
+    """relu(x)**2, the activation of Primer (arXiv 2109.08668)."""
+    return torch.relu(input).square()
+
+
+atan = _activation("atan", torch.atan, spelled=("atan", "arctan"))
+celu = _activation("celu", F.celu, {"alpha": 1.0})
+cos = _activation("cos", torch.cos)
+elu = _activation("elu", F.elu, {"alpha": 1.0})
+hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5})
+hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
+hardswish = _activation("hardswish", F.hardswish)
+hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0})
+leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
+# A log-probability: losses want its value, so the transform leaves it alone.
+logsigmoid = _activation("logsigmoid", F.logsigmoid, spelled=())
+mish = _activation("mish", F.mish)
+relu = _activation("relu", torch.relu, saves_output=True)
+relu6 = _activation("relu6", F.relu6)
+relu_squared = _activation("relu_squared", _relu_squared, spelled=())
+selu = _activation("selu", F.selu)
+sigmoid = _activation("sigmoid", torch.sigmoid, spelled=("sigmoid", "expit"), saves_output=True)
+sin = _activation("sin", torch.sin)
+softplus = _activation("softplus", F.softplus, {"beta": 1.0, "threshold": 20.0})
+softshrink = _activation("softshrink", F.softshrink, {"lambd": 0.5})
+softsign = _activation("softsign", F.softsign)
+tanh = _activation("tanh", torch.tanh, saves_output=True)
+tanhshrink = _activation("tanhshrink", F.tanhshrink)

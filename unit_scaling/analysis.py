@@ -1,0 +1,301 @@
+"""Tables and plots of the scales in a model, from the graphs of `track_scales`.
+
+pandas and matplotlib are needed by what uses them: install ``unit-scaling-fp8[analysis]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from fp8.formats import FORMATS
+
+from .transforms.metrics import Metrics
+from .transforms.observe import find_loss
+from .transforms.prune import prune_non_float_tensors, prune_same_scale_tensors
+from .transforms.track_scales import track_scales
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+__all__ = ["example_batch", "graph_to_dataframe", "plot", "visualiser"]
+
+_COLOURS = {"fwd": "#0173b2", "bwd": "#de8f05"}  # blue and orange: told apart by the colour-blind
+_NAMES = {"fwd": "forward pass", "bwd": "backward pass"}
+
+
+def _need(name: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        library = name.partition(".")[0]
+        raise ImportError(
+            f"{what} needs {library}: pip install 'unit-scaling-fp8[analysis]'"
+        ) from error
+
+
+def example_batch(
+    tokenizer: Any,
+    batch_size: int,
+    seq_len: int,
+    dataset_path: str = "wikitext",
+    dataset_name: str = "wikitext-103-v1",
+    shuffle_buffer_size: int = 10_000,
+    seed: int = 1472,
+    *,
+    text: str | Path | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids (batch_size, seq_len) from a text, a mask of ones, and the ids that follow each.
+
+    Nothing is downloaded. text: the text itself, or the path of a file with it as a
+    `pathlib.Path`. Without it ``dataset_path`` is the path of such a file. dataset_name is not
+    used.
+    tokenizer: has a method ``encode``, or is called, with a string, and returns the ids, or a
+    mapping with "input_ids".
+    Each sequence starts at one of the first ``shuffle_buffer_size`` tokens, drawn with ``seed``.
+
+    Raises ValueError without a text, and for one that is shorter than a sequence.
+    """
+    for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if size < 1:
+            raise ValueError(f"{name} must be 1 or more, got {size}")
+    wanted = shuffle_buffer_size + seq_len
+    # No more than is used: a token of a natural text is hardly ever longer than 16 characters.
+    ids = _encoded(tokenizer, _text(text, dataset_path)[: 16 * wanted])[:wanted]
+    starts = ids.numel() - seq_len
+    if starts < 1:
+        raise ValueError(f"a text of {ids.numel()} tokens is too short for sequences of {seq_len}")
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(starts, (batch_size, 1), generator=generator)
+    sequences = ids[start + torch.arange(seq_len + 1)]
+    inputs, labels = sequences[:, :-1].clone(), sequences[:, 1:].clone()
+    return inputs, torch.ones_like(inputs), labels
+
+
+def _text(text: str | Path | None, dataset_path: str) -> str:
+    if isinstance(text, str):
+        return text
+    path = Path(dataset_path) if text is None else text
+    if not path.is_file():
+        raise ValueError(
+            f"there is no file {str(path)!r}, and nothing is downloaded: give the text as "
+            "text=, a string or a pathlib.Path"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _encoded(tokenizer: Any, text: str) -> Tensor:
+    found = tokenizer.encode(text) if hasattr(tokenizer, "encode") else tokenizer(text)
+    found = found["input_ids"] if isinstance(found, Mapping) else getattr(found, "ids", found)
+    return torch.as_tensor(found, dtype=torch.long).flatten()
+
+
+def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
+    """The metrics of a graph of `track_scales` as a table, two rows for each tensor.
+
+    Columns: "layer", "weight tensor" (whether it is a parameter), "direction" ("fwd" or "bwd"),
+    "tensor type" ("x", "w", "grad_x" or "grad_w") and `Metrics.full_names`. The numbers of a
+    gradient that is not known are missing.
+    Raises ImportError without pandas.
+    """
+    pandas = _need("pandas", "graph_to_dataframe")
+    rows = []
+    for node in _tensors(g):
+        kind = "w" if node.meta["requires_grad"] else "x"
+        for direction, prefix in (("fwd", ""), ("bwd", "grad_")):
+            data = getattr(node.meta["metrics"], direction)
+            numbers = [getattr(data, name, None) for name in Metrics.names()]
+            about = [node.meta["clean_name"], kind == "w", direction, prefix + kind]
+            rows.append([*about, *numbers])
+    columns = ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]
+    return pandas.DataFrame(rows, columns=columns)
+
+
+def _tensors(g: Graph) -> list[Node]:
+    return [node for node in g.nodes if "metrics" in node.meta]
+
+
+def plot(
+    g: Graph,
+    title: str = "",
+    metric: str = "mean_abs",
+    prune_same_scale: bool = True,
+    show_arrows: bool = True,
+    show_error_bars: bool = True,
+    show_zero_tensors: bool = False,
+    xmin: float | None = None,
+    xmax: float | None = None,
+) -> Axes:
+    """A plot of the scales of a graph of `track_scales`: a line for each tensor, in order.
+
+    Points are the tensor in the forward pass and its gradient, triangles those of parameters, on a
+    logarithmic axis with the limits of FP8 and FP16.
+    metric: one of `Metrics.names` or `Metrics.full_names`. prune_same_scale: leave out what does
+    not change the scale of its input. show_arrows: from each tensor to those computed from it.
+    show_error_bars: from the smallest magnitude to the largest. show_zero_tensors: mark a tensor of
+    zeros, which has no place on the axis, at its left end. xmin, xmax: the ends of the axis.
+
+    Raises ImportError without matplotlib, ValueError for an unknown metric and a graph without
+    tensors.
+    """
+    pyplot = _need("matplotlib.pyplot", "plot")
+    metric = _short_name(metric)
+    g = prune_non_float_tensors(g)
+    g = prune_same_scale_tensors(g) if prune_same_scale else g
+    nodes = _tensors(g)
+    if not nodes:
+        raise ValueError("the graph has no tensors: run the model first")
+    _, axes = pyplot.subplots(figsize=(10, 2 + len(nodes) / 4), layout="constrained")
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(*_limits(nodes, metric, show_error_bars, xmin, xmax))
+    drawing = _Drawing(axes, metric, {node: i for i, node in enumerate(nodes)}, show_zero_tensors)
+    for direction in ("fwd", "bwd"):
+        for node in nodes:
+            if show_error_bars:
+                drawing.error_bar(node, direction)
+            drawing.point(node, direction)
+            for source in node.all_input_nodes if show_arrows else ():
+                drawing.arrow(source, node, direction)
+    _decorate(axes, nodes, title, metric)
+    return axes
+
+
+def _short_name(metric: str) -> str:
+    names = dict(zip(Metrics.full_names(), Metrics.names(), strict=True))
+    short = names.get(metric, metric)
+    Metrics.get_full_name(short)  # refuses what is not one
+    return short
+
+
+def _limits(
+    nodes: list[Node], metric: str, bars: bool, xmin: float | None, xmax: float | None
+) -> tuple[float, float]:
+    """The ends of the axis: powers of two around everything that is drawn, and all of FP8."""
+    names = [metric, "abs_min", "abs_max"] if bars else [metric]
+    data = [d for node in nodes for d in _data(node).values()]
+    values = [getattr(d, name) for d in data for name in names]
+    logs = [math.log2(value) for value in values if 0 < value < math.inf]
+    low, high = min([-15.0, *logs]) - 1, max([16.0, *logs]) + 1
+    return 2.0**low if xmin is None else xmin, 2.0**high if xmax is None else xmax
+
+
+def _data(node: Node) -> dict[str, Metrics.Data]:
+    metrics = node.meta["metrics"]
+    return {d: data for d in _NAMES if (data := getattr(metrics, d)) is not None}
+
+
+class _Drawing:
+    """Puts tensors on axes. rows: the height of each node."""
+
+    def __init__(self, axes: Any, metric: str, rows: dict[Node, int], zeros: bool) -> None:
+        self.axes, self.metric, self.rows, self.zeros = axes, metric, rows, zeros
+
+    def x(self, node: Node, direction: str) -> float | None:
+        """Where a tensor is on the axis; at its left end for zeros and NaN, None for nothing."""
+        data = _data(node).get(direction)
+        if data is None:
+            return None
+        value = getattr(data, self.metric)
+        if 0 < value < math.inf:
+            return float(value)
+        return float(self.axes.get_xlim()[0]) if self.zeros else None
+
+    def point(self, node: Node, direction: str) -> None:
+        x = self.x(node, direction)
+        marker = "v" if node.meta["requires_grad"] else "o"
+        if x is not None:
+            self.axes.plot(x, self.rows[node], marker, color=_COLOURS[direction], markersize=5)
+
+    def error_bar(self, node: Node, direction: str) -> None:
+        data = _data(node).get(direction)
+        if data is not None and data.abs_max > 0:
+            low = max(data.abs_min, self.axes.get_xlim()[0])
+            y = self.rows[node] + (-0.12 if direction == "fwd" else 0.12)
+            style = {"color": _COLOURS[direction], "alpha": 0.35, "linewidth": 1}
+            self.axes.plot([low, data.abs_max], [y, y], marker="|", markersize=4, **style)
+
+    def arrow(self, source: Node, node: Node, direction: str) -> None:
+        start, end = (source, node) if direction == "fwd" else (node, source)
+        ends = self.x(start, direction), self.x(end, direction)
+        if None not in ends:
+            self.axes.annotate(
+                "",
+                xy=(ends[1], self.rows[end]),
+                xytext=(ends[0], self.rows[start]),
+                arrowprops={"arrowstyle": "->", "color": _COLOURS[direction], "alpha": 0.6},
+            )
+
+
+def _decorate(axes: Any, nodes: list[Node], title: str, metric: str) -> None:
+    axes.set_ylim(len(nodes) - 0.5, -0.5)
+    axes.set_yticks(range(len(nodes)), [_label(node) for node in nodes], fontsize=8)
+    axes.set_xlabel(Metrics.get_full_name(metric))
+    axes.grid(axis="y", alpha=0.3)
+    place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+    for name, style in (("e4m3", ":"), ("e5m2", "--")):
+        for value, what in ((FORMATS[name].min_normal, "min\nnormal"), (FORMATS[name].max, "max")):
+            axes.axvline(value, color="grey", linestyle=style, linewidth=1)
+            axes.text(value, 1.0, f"{name}\n{what}", fontsize=7, **place)
+    marks = [(".", colour, _NAMES[direction]) for direction, colour in _COLOURS.items()]
+    marks += [("v", "grey", "parameter"), (".", "grey", "other tensor")]
+    handles = [axes.plot([], [], mark, color=c, label=label)[0] for mark, c, label in marks]
+    axes.legend(handles=handles, loc="lower left", fontsize=8)
+    if title:
+        axes.figure.suptitle(title, fontweight="bold")
+
+
+def _label(node: Node) -> str:
+    """The name without what all names have in common, and without the number that fx gives it."""
+    name = str(node.meta["clean_name"])
+    name = re.sub(r"(^self_)|(modules_)|(parameters_)|(buffers_)", "", name)
+    return re.sub(r"_\d+$", "", name)
+
+
+def visualiser(
+    model: nn.Module,
+    tokenizer: Any,
+    batch_size: int,
+    seq_len: int,
+    backward: bool = True,
+    dataset_path: str = "wikitext",
+    dataset_name: str = "wikitext-103-v1",
+    *,
+    text: str | Path | None = None,
+    **plot_kwargs: Any,
+) -> Axes:
+    """A `plot` of the scales of a language model on an `example_batch` of a text.
+
+    The model is called as Hugging Face's are if its forward has an argument ``input_ids``:
+    ``model(input_ids=..., attention_mask=..., labels=...)``, the labels being the ids themselves,
+    which such models shift; else as ``model(inputs, labels)``. Its loss is its output's ``loss`` or
+    first tensor without dimensions. The model is left as it is.
+    backward: whether to run the backward pass. plot_kwargs: arguments of `plot`.
+
+    Raises ValueError for an output without a loss, and what `example_batch` and `plot` raise.
+    """
+    inputs, mask, labels = example_batch(
+        tokenizer, batch_size, seq_len, dataset_path, dataset_name, text=text
+    )
+    tracked: Any = track_scales(model)
+    device = next((p.device for p in tracked.parameters()), inputs.device)
+    inputs, mask, labels = (t.to(device) for t in (inputs, mask, labels))
+    if "input_ids" in inspect.signature(model.forward).parameters:
+        output = tracked(input_ids=inputs, attention_mask=mask, labels=inputs)
+    else:
+        output = tracked(inputs, labels)
+    if backward:
+        loss = find_loss(output)
+        if loss is None:
+            raise ValueError("the model's output has no loss: no tensor without dimensions")
+        loss.backward()
+    return plot(tracked.scales_graph(), **plot_kwargs)

@@ -1,0 +1,74 @@
+"""The batch of an optimizer step, where it is more than the rows that one call of the model sees.
+
+The gradient of a weight sums over the rows of the batch, and its rule divides by the square root of
+their number. With several processes, or gradients accumulated over several calls, the sum goes on
+outside the model, where no rule sees it: `batch_multiplier` tells them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["batch_multiplier", "row_scale"]
+
+
+@dataclass
+class _Batch:
+    """multiplier, averaged_over: see `batch_multiplier`."""
+
+    multiplier: int = 1
+    averaged_over: int = 1
+
+
+_BATCH = _Batch()
+
+
+@contextmanager
+def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
+    """Within the block, an optimizer step sees n times the rows of each call: forward and backward.
+
+    n: the number of processes times the number of accumulated calls, 1 or more. The gradient of
+    a weight is then that of the one large batch, as are those of biases, norms and embeddings.
+    averaged_over: by what the gradients are divided on their way to the optimizer although the
+    loss has not been averaged: the number of processes, 1 or more.
+
+    A loss of unit_scaling passes back the gradient of a *sum* over examples, for
+    ``reduction="mean"`` too, so that gradients of calls, and of processes, are to be added:
+
+    - accumulation over k calls, ``loss.backward()`` in each and no division by k: ``n=k``;
+    - DDP or FSDP over w processes, which average: ``n=w, averaged_over=w``;
+    - both: ``n=w * k, averaged_over=w``;
+    - processes that add gradients (FSDP2: ``set_gradient_divide_factor(1)``): ``n=w``.
+
+    With a loss of torch's that *is* a mean, averages are right: ``n=w * k``, no averaged_over, and
+    a division of the loss by k.
+    Raises ValueError for a number below 1 and TypeError for what is not a whole number.
+
+    >>> with batch_multiplier(4):
+    ...     row_scale(16)
+    0.125
+    """
+    for name, value in (("n", n), ("averaged_over", averaged_over)):
+        if not isinstance(value, int):
+            raise TypeError(f"batch_multiplier: {name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"batch_multiplier: {name} must be 1 or more, got {value}")
+    before = (_BATCH.multiplier, _BATCH.averaged_over)
+    _BATCH.multiplier, _BATCH.averaged_over = n, averaged_over
+    try:
+        yield
+    finally:
+        _BATCH.multiplier, _BATCH.averaged_over = before
+
+
+def row_scale(rows: float, power: float = 0.5) -> float:
+    """``rows ** -power``, rows of the whole batch: the factor of a gradient that sums over them.
+
+    rows: those of this call; none counts as one, where no element is there to be scaled. Every
+    rule of a gradient that sums over the batch calls this, for the gradients of parameters alone.
+    """
+    # Not float(): the number of rows may be one that a compiled graph works out.
+    scale: float = _BATCH.averaged_over * ((rows or 1) * _BATCH.multiplier) ** -power
+    return scale

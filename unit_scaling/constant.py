@@ -1,0 +1,48 @@
+"""Numbers that an op works out from settings alone: once, and outside of whatever calls it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["constant"]
+
+T = TypeVar("T")
+
+
+def constant(fn: Callable[..., T], *args: Any) -> T:
+    """``fn(*args)``, computed at the first call with these arguments and kept.
+
+    fn: computes numbers, with torch if it likes. args: hashable, no tensors. It runs in a thread
+    of its own, where no mode, autocast or torch.func transform of the caller is active; a compiler
+    takes the result as a constant of the graph. Raises what ``fn`` raises.
+    """
+    if torch.compiler.is_compiling():
+        from .traced import evaluate
+
+        return evaluate(*[_specialised(value) for value in (_kept, fn, *args)])
+    return _worked_out(fn, *args)
+
+
+def _kept(fn: Callable[..., T], *args: Any) -> T:
+    """`_worked_out` as a plain function, which is what a compiler can pass on."""
+    return _worked_out(fn, *args)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _worked_out(fn: Callable[..., T], *args: Any) -> T:
+    with ThreadPoolExecutor(max_workers=1) as aside:
+        return aside.submit(fn, *args).result()
+
+
+def _specialised(value: Any) -> Any:
+    """The value as a number that the compiler knows: reading it in `math` makes it one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    number = math.copysign(value, value)
+    return number if isinstance(value, float) else int(number)

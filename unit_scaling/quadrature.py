@@ -1,0 +1,76 @@
+"""Expectations under a standard normal distribution, by adaptive Gauss-Legendre quadrature.
+
+Gauss-Hermite quadrature is exact for polynomials, but a kink costs it all but two or three digits
+(relu), a jump all but one (the derivative of relu). Here the line is cut into panels, each
+is integrated with `NODES` nodes, and halved until the halves agree with the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["normal_means"]
+
+#: Nodes of a panel: exact for polynomials of degree 31.
+NODES = 16
+
+#: Panels end at the multiples of 1/2 up to here: the density beyond is 1e-196. The kinks of most
+#: activations lie on multiples of 1/2, so they cost nothing at mult = 1.
+REACH = 30.0
+
+#: A panel is accepted once halving it changes no expectation by more than this share of it.
+TOLERANCE = 1e-11
+
+#: Halvings of a panel of width 1/2 (a jump is then known to 1e-13), and panels at one time.
+HALVINGS, MAX_PANELS = 44, 4096
+
+
+@cache
+def _nodes() -> tuple[Tensor, Tensor]:
+    nodes, weights = np.polynomial.legendre.leggauss(NODES)
+    return torch.from_numpy(nodes), torch.from_numpy(weights)
+
+
+def _panels(f: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """The integrals of ``f`` times the density over each panel (low, high): (functions, panels)."""
+    nodes, weights = _nodes()
+    half = (high - low)[:, None] / 2
+    x = (low + high)[:, None] / 2 + half * nodes
+    density = torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
+    values = f(x.flatten()).unflatten(-1, x.shape)
+    return (values * density * half * weights).sum(-1)
+
+
+def normal_means(f: Callable[[Tensor], Tensor]) -> list[float]:
+    """The means of non-negative functions of a standard normal variable.
+
+    f: points (n,) in float64 -> values (functions, n), piecewise smooth. The relative error is
+    about 1e-10. Raises ValueError where the integral does not converge: an infinite mean.
+
+    >>> normal_means(lambda x: torch.stack([x**2, x.relu() ** 2, (x > 0.3).double()]))
+    [1.0, 0.5, 0.38208857781]
+    """
+    edges = torch.arange(-REACH, REACH + 0.25, 0.5, dtype=torch.float64, device="cpu")
+    low, high = edges[:-1], edges[1:]
+    total: Tensor | float = 0.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        whole = _panels(f, low, high)
+        halves = _panels(f, low, middle) + _panels(f, middle, high)
+        size = (total + halves.sum(-1)).clamp_min(torch.finfo(torch.float64).tiny)
+        done = ((whole - halves).abs() <= TOLERANCE * size[:, None]).all(0)
+        total = total + halves[:, done].sum(-1)
+        low, middle, high = low[~done], middle[~done], high[~done]
+        if not low.numel():
+            assert isinstance(total, Tensor)
+            return [float(f"{value:.11g}") for value in total.tolist()]
+        low, high = torch.cat([low, middle]), torch.cat([middle, high])
+        if low.numel() > MAX_PANELS:
+            break
+    raise ValueError(f"infinite around {low[0].item():.3g}")

@@ -1,0 +1,171 @@
+"""Questions about a recorded `Graph`: what depends on what, and by which paths.
+
+Values flow along the *live* edges: those that a gradient takes, from one call to another. What is
+computed from parameters alone (a tied, masked or normalised weight) is no value but a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .calls import ATTENTION, PRODUCTS, TRANSPARENT
+from .record import Graph, Node
+
+__all__ = ["Flow"]
+
+
+class Flow:
+    """The value graph of a recorded run. Nodes are given by their index, inputs before users."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = graph.nodes
+        self.sources = [self._sources(node) for node in self.nodes]
+        self.readers: list[list[int]] = [[] for _ in self.nodes]
+        for index, sources in enumerate(self.sources):
+            for source in sources:
+                self.readers[source].append(index)
+        self.parameters = _parameter_origins(self.nodes)
+        self.parents = self._dominators()
+
+    def _sources(self, node: Node) -> list[int]:
+        if not node.live or node.computed:
+            return []
+        inputs = dict.fromkeys(i.node for i in node.inputs)
+        return [i for i in inputs if self.nodes[i].live and not self.nodes[i].computed]
+
+    def is_product(self, index: int) -> bool:
+        """Whether the call mixes features: what makes a branch of a network more than a formula."""
+        return self.nodes[index].kind in PRODUCTS and self.nodes[index].live
+
+    def is_attention(self, index: int) -> bool:
+        """Whether the call is attention: as one call, or the softmax in front of a product."""
+        kind = self.nodes[index].kind
+        return kind in ATTENTION or (kind == "softmax" and self.weighs(index) is not None)
+
+    def weighs(self, index: int) -> int | None:
+        """The product that has the result of a call for an operand, moved or dropped out at most.
+
+        None where it goes into anything else.
+        """
+        for reader in self.readers[index]:
+            if self.is_product(reader):
+                return reader
+            if self.nodes[reader].kind in TRANSPARENT:
+                found = self.weighs(reader)
+                if found is not None:
+                    return found
+        return None
+
+    def between(self, start: int, end: int) -> list[int]:
+        """The nodes of all paths from ``start`` (left out) to ``end``, in order; [] if none.
+
+        Only nodes between the two are visited.
+        """
+        seen, todo = {end}, [end]
+        while todo:
+            for source in self.sources[todo.pop()]:
+                if source >= start and source not in seen:
+                    seen.add(source)
+                    todo.append(source)
+        if start not in seen or start == end:
+            return []
+        reached = {start}
+        for index in sorted(seen):
+            if any(source in reached for source in self.sources[index]):
+                reached.add(index)
+        return sorted(reached - {start})
+
+    def up(self, index: int, kinds: Iterable[str]) -> int | None:
+        """The source of a call of one of these kinds; None for another, or with more sources."""
+        sources = self.sources[index]
+        return sources[0] if self.nodes[index].kind in kinds and len(sources) == 1 else None
+
+    def bridges(self, units: Sequence[tuple[int, ...]]) -> list[bool]:
+        """For each node, whether it has sources, all of them by bridges: no path goes around one.
+
+        units: the calls of each, taken together as one.
+        """
+        whole = list(range(len(self.nodes)))
+        for calls in units:
+            for call in calls:
+                whole[call] = calls[-1]
+        ends = {calls[-1] for calls in units}
+        edges: list[tuple[int, int]] = []
+        for index, node in enumerate(self.nodes):
+            used = [i.node for i in node.inputs if i.node in self.sources[index]]
+            edges += [(whole[source], whole[index]) for source in used]
+        inner = {edge for edge in edges if edge[1] in ends}
+        edges = [edge for edge in edges if edge[1] not in ends] + [e for e in inner if e[0] != e[1]]
+        around: list[list[int]] = [[] for _ in self.nodes]
+        for number, (source, index) in enumerate(edges):
+            around[source].append(number)
+            around[index].append(number)
+        bridge = _bridge_edges(len(self.nodes), edges, around)
+        into: list[list[bool]] = [[] for _ in self.nodes]
+        for number, (_, index) in enumerate(edges):
+            into[index].append(bridge[number])
+        return [bool(into[w]) and all(into[w]) for w in whole]
+
+    def _dominators(self) -> list[int]:
+        """For each node the nearest one that all paths to it go through, -1 if there is none.
+
+        Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm": one pass suffices, as
+        inputs come before users.
+        """
+        parents, depth = [-1] * len(self.nodes), [0] * len(self.nodes)
+        for index, sources in enumerate(self.sources):
+            if not sources:
+                continue
+            common = sources[0]
+            for other in sources[1:]:
+                while common != other and common >= 0 and other >= 0:
+                    if depth[common] >= depth[other]:
+                        common = parents[common]
+                    else:
+                        other = parents[other]
+                common = common if common == other else -1
+            parents[index] = common
+            depth[index] = depth[common] + 1 if common >= 0 else 0
+        return parents
+
+
+def _parameter_origins(nodes: list[Node]) -> list[str | None]:
+    """For each node the parameter that it is, or that it is a view or copy of."""
+    origins: list[str | None] = []
+    for node in nodes:
+        moved = node.kind in TRANSPARENT and node.inputs
+        origins.append(origins[node.inputs[0].node] if moved else node.parameter)
+    return origins
+
+
+def _bridge_edges(count: int, edges: list[tuple[int, int]], around: list[list[int]]) -> list[bool]:
+    """Tarjan's algorithm, without recursion."""
+    order, low = [-1] * count, [0] * count
+    bridge = [False] * len(edges)
+    clock = 0
+    for root in range(count):
+        stack: list[tuple[int, int, Any]] = []
+        if order[root] < 0:
+            order[root] = low[root] = clock
+            clock += 1
+            stack.append((root, -1, iter(around[root])))
+        while stack:
+            node, entered, rest = stack[-1]
+            for edge in rest:
+                other = edges[edge][0] + edges[edge][1] - node
+                if edge == entered:
+                    continue
+                if order[other] < 0:
+                    order[other] = low[other] = clock
+                    clock += 1
+                    stack.append((other, edge, iter(around[other])))
+                    break
+                low[node] = min(low[node], order[other])
+            else:
+                stack.pop()
+                if stack:
+                    parent = stack[-1][0]
+                    low[parent] = min(low[parent], low[node])
+                    bridge[entered] = low[node] > order[parent]
+    return bridge

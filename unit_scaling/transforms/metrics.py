@@ -1,0 +1,147 @@
+"""What is recorded of a tensor: its scale, and what a format would make of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from fp8.formats import Format, get_format
+
+__all__ = ["InFormat", "Metrics"]
+
+_FULL_NAMES = {
+    "mean_abs": "mean absolute value",
+    "abs_mean": "absolute mean value",
+    "std": "standard deviation",
+    "abs_max": "absolute maximum",
+    "abs_min": "absolute minimum",
+    "numel": "number of elements",
+    "rms": "root mean square",
+}
+
+
+@dataclass(frozen=True)
+class InFormat:
+    """What a cast to a format, to nearest and with scale 1, would make of a tensor's values.
+
+    zero: the share of all values that is not zero and would become zero. subnormal: the share that
+    would become a subnormal, with fewer bits than the format has. saturated: the share beyond the
+    largest value of the format. NaN is none of these.
+    headroom: how many bits, log2, the largest finite magnitude is below that largest value;
+    negative above it, infinite for a tensor of zeros.
+    """
+
+    zero: float
+    subnormal: float
+    saturated: float
+    headroom: float
+
+
+class Metrics:
+    """The scale of a tensor in the forward pass, ``fwd``, and of its gradient, ``bwd``.
+
+    bwd is None until there is a gradient. formats: names of `fp8.FORMATS` or formats that `Data`
+    tells the losses in.
+    """
+
+    @dataclass
+    class Data:
+        """Numbers about the values of one tensor, computed in float32, for float64 in float64.
+
+        std is the square root of the unbiased variance; 0 for a single element, which has none.
+        A tensor without elements has 0 everywhere, one with NaN has NaN.
+        formats: by the format's name.
+        """
+
+        mean_abs: float
+        abs_mean: float
+        std: float
+        abs_max: float
+        abs_min: float
+        numel: int
+        rms: float = 0.0
+        formats: dict[str, InFormat] = field(default_factory=dict)
+
+    def __init__(self, fwd_tensor: Tensor, formats: Sequence[str | Format] = ()) -> None:
+        self._formats = tuple(formats)
+        self.fwd = self.from_tensor(fwd_tensor, self._formats)
+        self.bwd: Metrics.Data | None = None
+
+    def set_bwd(self, bwd_tensor: Tensor) -> None:
+        """Records the gradient."""
+        self.bwd = self.from_tensor(bwd_tensor, self._formats)
+
+    def __repr__(self) -> str:
+        return f"Metrics(fwd={self.fwd}, bwd={self.bwd})"
+
+    @staticmethod
+    def from_tensor(t: Tensor, formats: Sequence[str | Format] = ()) -> Metrics.Data:
+        """The numbers of a floating-point tensor of any shape.
+
+        Raises ValueError for an unknown format and for one without a sign.
+        """
+        rows = [_signed(format) for format in formats]
+        t = t.detach()
+        x = (t.to_dense() if t.is_sparse else t).to(torch.promote_types(t.dtype, torch.float32))
+        if x.numel() == 0:
+            empty = {row.name: InFormat(0.0, 0.0, 0.0, math.inf) for row in rows}
+            return Metrics.Data(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, empty)
+        sizes = x.abs()
+        std = x.std() if x.numel() > 1 else torch.zeros_like(x).sum()
+        finite = torch.where(sizes.isfinite(), sizes, 0).max()
+        numbers = [sizes.mean(), x.mean().abs(), std, sizes.max(), sizes.min()]
+        numbers += [torch.linalg.vector_norm(x) / x.numel() ** 0.5, finite]
+        numbers += [number for row in rows for number in _losses(sizes, row)]
+        values = iter(torch.stack([number.double() for number in numbers]).tolist())
+        mean_abs, abs_mean, std, abs_max, abs_min, rms, largest = islice(values, 7)
+        found = {}
+        for row in rows:
+            zero, subnormal, saturated = islice(values, 3)
+            found[row.name] = InFormat(zero, subnormal, saturated, _headroom(row, largest))
+        return Metrics.Data(mean_abs, abs_mean, std, abs_max, abs_min, x.numel(), rms, found)
+
+    @staticmethod
+    def get_full_name(short_name: str) -> str:
+        """A name in words, for plots. Raises ValueError for an unknown name."""
+        if short_name not in _FULL_NAMES:
+            names = ", ".join(map(repr, _FULL_NAMES))
+            raise ValueError(f"unknown metric {short_name!r}; choose one of {names}")
+        return _FULL_NAMES[short_name]
+
+    @staticmethod
+    def names() -> list[str]:
+        """The names of the numbers in `Data`."""
+        return list(_FULL_NAMES)
+
+    @staticmethod
+    def full_names() -> list[str]:
+        """The same in words."""
+        return list(_FULL_NAMES.values())
+
+
+def _signed(format: str | Format) -> Format:
+    row = get_format(format)
+    if not row.signed:
+        raise ValueError(f"format {row.name!r} is for scales: it has no zero and no sign")
+    return row
+
+
+def _losses(sizes: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """The shares of magnitudes that become zero or subnormal and that are too large.
+
+    Between two values of a format the nearest wins, and in the middle the even one: half of the
+    smallest subnormal becomes zero, half a step below the smallest normal value that value.
+    """
+    half = format.min_subnormal / 2
+    zero = (sizes > 0) & (sizes <= half)
+    subnormal = (sizes > half) & (sizes < format.min_normal - half)
+    return tuple(mask.double().mean() for mask in (zero, subnormal, sizes > format.max))  # type: ignore[return-value]
+
+
+def _headroom(format: Format, largest: float) -> float:
+    return math.log2(format.max / largest) if largest else math.inf

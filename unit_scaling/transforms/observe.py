@@ -1,0 +1,143 @@
+"""Seeing the calls of a model as it makes them, before any transform replaces them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fp8.autocast import EXPANDED, FIRST_LOOK
+
+from ..ops import OPS, WATCHERS
+from .install import HOOKS, Call
+from .record import Recorder, Slot, tensors_in
+
+__all__ = ["Observer", "find_loss", "mapped", "plain", "unseen"]
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Within the block no mode sees what is called: a plan counts the calls of a model."""
+    return torch._C.DisableTorchFunction()
+
+
+def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:
+    """``value`` with its tensors changed, through lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return change(slot, value)
+    if next(tensors_in(value), None) is None:
+        return value
+    if isinstance(value, dict):
+        return {name: mapped(change, item, (*slot, name)) for name, item in value.items()}
+    items = [mapped(change, item, (*slot, i)) for i, item in enumerate(value)]
+    return items if isinstance(value, list) else tuple(items)
+
+
+def plain(output: Any) -> Any:
+    """The output of a model as a dict, list or tuple: models also return dataclasses."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, Tensor | list | tuple) or not hasattr(output, "__dict__"):
+        return output
+    return dict(vars(output))
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The ``loss`` of a model's output, or its first tensor without dimensions, or None."""
+    given = plain(output)
+    named = given.get("loss") if isinstance(given, dict) else getattr(given, "loss", None)
+    found = [t for _, t in tensors_in([named, given]) if t.dim() == 0 and t.requires_grad]
+    return found[0] if found else None
+
+
+class Observer(TorchFunctionMode):
+    """A scope that is entered last, so that its mode is on top of those of the transforms.
+
+    active: whether it observes. It sees torch functions, and the ops of `unit_scaling` that a
+    model calls by name; of what those call in turn it sees nothing.
+    """
+
+    order = 9
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path: list[str] = []
+        self.active = False
+        self._busy = False
+
+    @abstractmethod
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called. It may be called again at once: its plan did not fit."""
+
+    @abstractmethod
+    def observe(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Makes a call of the model and returns its result."""
+
+    def end(self, output: Any) -> None:
+        """The model returns ``output``."""
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """``call()``, with the mode on top of whatever modes its module has."""
+        if not self.active:
+            return call()
+        outermost = not self.path
+        if outermost:
+            self.begin(module, args, kwargs)
+        self.path.append(path)
+        FIRST_LOOK.append(self)
+        WATCHERS.append(self._see_op)
+        try:
+            with self:
+                output = call()
+        finally:
+            WATCHERS.pop()
+            FIRST_LOOK.pop()
+            self.path.pop()
+        if outermost:
+            self.end(output)
+        return output
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in EXPANDED and self._sees():
+            with self:
+                return EXPANDED[function](*args, **kwargs)
+        return self._see(function, args, kwargs)
+
+    def _see(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._sees():
+            return function(*args, **kwargs)
+        self._busy = True
+        try:
+            return self.observe(function, args, kwargs)
+        finally:
+            self._busy = False
+
+    def _see_op(
+        self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._sees():
+            return body(*args, **kwargs)
+        return self._see(OPS[body.__name__].fn, args, kwargs)
+
+    def _sees(self) -> bool:
+        """Whether the call is the model's: not one of ours, of its hooks, or of a recording."""
+        if self._busy or not self.path or self.path[-1].endswith(HOOKS):
+            return False
+        return not any(isinstance(mode, Recorder) for mode in FIRST_LOOK)

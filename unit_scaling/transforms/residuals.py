@@ -1,0 +1,221 @@
+"""Residual connections in a recorded model, and the weights of their branches.
+
+An add is *residual* if one term is an ancestor of the other and products lie in between; the term
+that is the ancestor is the skip connection, the other the branch. Branches that leave from the
+same place are found one by one (``x + f(x) + g(x)``) or added up first (``f(x) + g(x) + x``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .calls import TRANSPARENT
+from .flow import Flow
+from .record import Slot
+
+__all__ = ["RESIDUALS", "Residuals", "find_residuals"]
+
+# Branch weights of the automatic transform (Unit Scaling library guide: "tau"): attention branches
+# need a much smaller one than feed-forward branches, or training suffers.
+TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
+
+RESIDUALS = ("fixed", "umup")
+"""How branches are weighted: by what they are, or by their depth."""
+
+Weights = tuple[tuple[Slot, float, float], ...]
+"""(slot, forward factor, backward factor) for terms of an add."""
+
+
+@dataclass
+class _Branch:
+    """A residual branch: where it leaves, the node that ends it, its nodes, its weight tau.
+
+    skip, slot: the term that it is added to, as a node and in the add. factor: of its gradient.
+    """
+
+    skip: int
+    slot: Slot
+    origin: int
+    end: int
+    end_slot: Slot
+    region: list[int]
+    attention: bool
+    tau: float = 1.0
+    factor: float = 1.0
+
+
+@dataclass
+class Residuals:
+    """adds: node of a weighted add -> (its weights, what to say about it).
+
+    splits: (node, slot) -> factor. The gradient of a branch is scaled where the branch leaves, so
+    that inside it has unit scale whatever its weight.
+    """
+
+    adds: dict[int, tuple[Weights, str]] = field(default_factory=dict)
+    splits: dict[tuple[int, Slot], float] = field(default_factory=dict)
+
+
+def find_residuals(flow: Flow, rule: str) -> Residuals:
+    """The residual adds of a model; rule: one of `RESIDUALS`."""
+    adds: dict[int, _Branch] = {}
+    for index, node in enumerate(flow.nodes):
+        branch = _branch(flow, adds, index) if node.kind == "add" and not node.inside else None
+        if branch is not None:
+            adds[index] = branch
+    places = _places(flow, adds)
+    found, branches = Residuals(), {}
+    for index, branch in adds.items():
+        parts = _parts(flow, adds, branch)
+        for part in parts or [branch]:
+            attention = part.attention and rule == "fixed"
+            part.tau = TAU_ATTENTION if attention else TAU_FEED_FORWARD
+            if rule == "umup":
+                part.tau = _depth_rule(*places[index])
+        branch.tau = sum(part.tau**2 for part in parts or [branch]) ** 0.5
+        norm = (1 + branch.tau**2) ** 0.5
+        weights = ((branch.slot, 1 / norm, 1 / norm), (branch.end_slot, branch.tau / norm, 1.0))
+        found.adds[index] = weights, f"residual add, tau {branch.tau:.3g}"
+        for part in parts or [branch]:
+            part.factor = part.tau / norm
+            branches[part.end, index] = part
+        if parts:
+            inner = tuple((part.end_slot, part.tau / branch.tau, 1.0) for part in parts)
+            taus = " and ".join(f"{part.tau:.3g}" for part in parts)
+            found.adds[branch.end] = inner, f"joins parallel branches, tau {taus}"
+    _split(flow, found.splits, list(branches.values()))
+    return found
+
+
+def _terms(flow: Flow, index: int) -> list[tuple[Slot, int]]:
+    nodes = flow.nodes
+    return [
+        (i.slot, i.node)
+        for i in nodes[index].inputs
+        if nodes[i.node].live and not nodes[i.node].computed
+    ]
+
+
+def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
+    terms = _terms(flow, index)
+    if len(terms) != 2:
+        return None
+    for (slot, skip), (end_slot, end) in (terms, terms[::-1]):
+        origin, region = _origin(flow, adds, skip, end)
+        if any(map(flow.is_product, region)):
+            attention = any(map(flow.is_attention, region))
+            return _Branch(skip, slot, origin, end, end_slot, region, attention)
+    return None
+
+
+def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[int, list[int]]:
+    """(where the skip leaves from, the branch's nodes): the nearest node up that it depends on."""
+    at: int | None = skip
+    while at is not None:
+        region = flow.between(at, end)
+        if region:
+            return at, region
+        # x + f(x) + g(x): the second branch leaves where the first did
+        at = adds[at].origin if at in adds else flow.up(at, TRANSPARENT)
+    return skip, []
+
+
+def _parts(flow: Flow, adds: dict[int, _Branch], branch: _Branch) -> list[_Branch]:
+    """The branches that a branch is the sum of; [] if it is none."""
+    index = branch.end
+    if flow.nodes[index].kind != "add" or index in adds or len(flow.readers[index]) != 1:
+        return []
+    parts = []
+    for slot, end in _terms(flow, index):
+        region = flow.between(branch.origin, end)
+        attention = any(map(flow.is_attention, region))
+        parts.append(_Branch(branch.skip, slot, branch.origin, end, slot, region, attention))
+    apart = len(parts) == 2 and all(any(map(flow.is_product, part.region)) for part in parts)
+    return parts if apart else []
+
+
+def _depth_rule(number: int, branches: int) -> float:
+    """Every branch and the input contribute alike to the output (u-muP, arXiv 2407.17465, G.2.2).
+
+    This is `uu.transformer_residual_scaling_rule` with its defaults, for any number of branches.
+    """
+    return (branches / 2 + number) ** -0.5
+
+
+def _places(flow: Flow, adds: dict[int, _Branch]) -> dict[int, tuple[int, int]]:
+    """For each residual add, how many came before it on its stream, and how many there are."""
+    stream: dict[int, int] = {}
+    number: dict[int, int] = {}
+    count: dict[int, int] = {}
+    for index, branch in adds.items():
+        before: int | None = branch.skip
+        while before is not None and before not in stream:
+            alone = len(flow.sources[before]) == 1 and not flow.is_product(before)
+            before = flow.sources[before][0] if alone else None
+        stream[index] = index if before is None else stream[before]
+        number[index] = 0 if before is None else number[before] + 1
+        count[stream[index]] = max(count.get(stream[index], 0), number[index] + 1)
+    return {index: (number[index], count[stream[index]]) for index in adds}
+
+
+# Where a branch's gradient is scaled
+
+
+def _split(flow: Flow, splits: dict[tuple[int, Slot], float], branches: list[_Branch]) -> None:
+    """Fills ``splits`` for all branches, those of one origin together: they may share nodes.
+
+    Of what is shared by parallel branches the gradient is their weighted sum, so the factors come
+    after it. What enters a branch from elsewhere (an encoder's output) has its own gradient scaled
+    relative to the other branches that it enters.
+    """
+    by_origin: dict[int, list[_Branch]] = defaultdict(list)
+    for branch in branches:
+        by_origin[branch.origin].append(branch)
+    foreign: list[tuple[tuple[int, Slot], float]] = []
+    for origin, group in by_origin.items():
+        chains = _chains(group)
+        for index, chain in chains.items():
+            for i in flow.nodes[index].inputs:
+                if i.node not in flow.sources[index]:
+                    continue
+                inside = i.node == origin or i.node in chains
+                entered = [b for b in chain if not _contains(chains.get(i.node, []), b)]
+                factor = _product(b.factor for b in entered)
+                if inside and entered:
+                    place = (index, i.slot)
+                    splits[place] = splits.get(place, 1.0) * factor
+                elif entered:
+                    foreign.append(((index, i.slot), factor))
+    largest = max((factor for _, factor in foreign), default=1.0)
+    for place, factor in foreign:
+        splits[place] = splits.get(place, 1.0) * factor / largest
+
+
+def _chains(group: list[_Branch]) -> dict[int, list[_Branch]]:
+    """For each node the branches around it that lie one within the other."""
+    around: dict[int, list[_Branch]] = defaultdict(list)
+    for branch in group:
+        for index in branch.region:
+            around[index].append(branch)
+    members = {id(b): set(b.region) for b in group} if len(group) > 1 else {}
+
+    def nested(a: _Branch, b: _Branch) -> bool:
+        return a is b or a.region[-1] in members[id(b)] or b.region[-1] in members[id(a)]
+
+    return {
+        index: [a for a in many if len(many) == 1 or all(nested(a, b) for b in many)]
+        for index, many in around.items()
+    }
+
+
+def _contains(chain: list[_Branch], branch: _Branch) -> bool:
+    return any(b is branch for b in chain)
+
+
+def _product(factors: Iterable[float]) -> float:
+    result = 1.0
+    for factor in factors:
+        result *= factor
+    return result

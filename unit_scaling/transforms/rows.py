@@ -1,0 +1,58 @@
+"""Rows of a report as a table, as JSON and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["as_csv", "as_json", "as_table"]
+
+
+def as_table(cells: Sequence[Sequence[str]]) -> str:
+    """Lines of equally many cells, in columns as wide as their widest cell."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def as_json(rows: Sequence[Any], path: str | Path | None = None) -> str:
+    """Dataclasses or dicts as a JSON list of objects, also written to ``path``.
+
+    NaN and infinities, which JSON does not have, become null.
+    """
+    plain = [
+        {name: value if _finite(value) else None for name, value in _as_dict(row).items()}
+        for row in rows
+    ]
+    return _written(json.dumps(plain, indent=1, allow_nan=False), path)
+
+
+def as_csv(rows: Sequence[Any], path: str | Path | None = None) -> str:
+    """Dataclasses or dicts of the same keys as CSV with a header, also written to ``path``."""
+    out = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(out, list(_as_dict(rows[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(_as_dict, rows))
+    return _written(out.getvalue(), path)
+
+
+def _as_dict(row: Any) -> dict[str, Any]:
+    return row if isinstance(row, dict) else dataclasses.asdict(row)
+
+
+def _finite(value: Any) -> bool:
+    return not isinstance(value, float) or abs(value) < float("inf")
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text

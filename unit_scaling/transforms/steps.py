@@ -1,0 +1,101 @@
+"""The words of a plan: what to do at a call, what the report says of it, what was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .record import Key, Slot
+
+__all__ = ["Plan", "Row", "Scaling", "Settings", "Settled", "Step", "with_slots"]
+
+Scaling = tuple[Slot, float, float]
+"""(slot, forward factor, backward factor) of an argument."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do at one call. Plain data: it is pickled with the model and read by the compiler.
+
+    op: the row of OPS that computes it, one of `replay.SPECIAL`, or None for the call as it is.
+    constraint: as in OPS. factor: what the special steps are called with. slots: for arguments.
+    output: (forward, backward) factors of the result. settings: further arguments of the row.
+    """
+
+    op: str | None = None
+    constraint: str | None = "to_output_scale"
+    factor: float = 1.0
+    slots: tuple[Scaling, ...] = ()
+    output: tuple[float, float] = (1.0, 1.0)
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the report. number: how many calls of the kind came before in the module."""
+
+    path: str
+    call: str
+    done: str
+    why: str = ""
+    number: int = 0
+
+    @property
+    def left_alone(self) -> bool:
+        return self.done == "left alone"
+
+
+@dataclass
+class Plan:
+    """The steps of every known call, None for those that stay as they are, and their report.
+
+    inner: readout weights that turn out not to be the last: their output goes on into products or
+    residual connections.
+    """
+
+    steps: dict[Key, Step | None] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    inner: frozenset[str] = frozenset()
+
+
+@dataclass
+class Settled:
+    """What the first form of call settles for all others, so that they compute the same.
+
+    keys: attention call -> (the number of keys it is scaled for, whether each query sees only the
+    keys before it). units: last call of a unit -> factors of its output and of its gradient.
+    """
+
+    keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
+    units: dict[Key, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the planner needs to know about the model's weights and the caller's wishes.
+
+    factors: parameter name -> what its values were divided by. readouts: names of the readout
+    weights. preserve: keep the function that the model computes. residual: "fixed" or "umup".
+    context: the number of keys of attention, None for that of the first call. settled: by the
+    plans that were made before; this one adds to it.
+    """
+
+    factors: dict[str, float]
+    readouts: frozenset[str]
+    replaced: frozenset[str]
+    preserve: bool = False
+    residual: str = "fixed"
+    context: int | None = None
+    settled: Settled = field(default_factory=Settled)
+
+
+def with_slots(step: Step | None, more: list[Scaling]) -> Step | None:
+    """The step with further factors for arguments; None if there is nothing to do."""
+    if not more:
+        return step
+    step = step or Step()
+    factors = {slot: (fwd, bwd) for slot, fwd, bwd in step.slots}
+    for slot, fwd, bwd in more:
+        f, b = factors.get(slot, (1.0, 1.0))
+        factors[slot] = (f * fwd, b * bwd)
+    return replace(step, slots=tuple((slot, fwd, bwd) for slot, (fwd, bwd) in factors.items()))

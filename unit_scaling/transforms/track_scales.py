@@ -1,0 +1,374 @@
+"""`track_scales`: the scale of every tensor of a model, forward and backward, as it runs."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from fp8.autocast import outside_compiler
+from fp8.formats import Format, get_format
+
+from .compile import copied
+from .install import Call, install, unwrapped
+from .metrics import Metrics
+from .observe import Observer, mapped, plain, unseen
+from .record import Slot, tensors_in
+from .rows import as_csv, as_json, as_table
+
+__all__ = ["History", "Tap", "Track", "track_scales"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "matmul": operator.matmul,
+    "pow": operator.pow,
+    "neg": operator.neg,
+    "add_": operator.iadd,
+    "sub_": operator.isub,
+    "mul_": operator.imul,
+    "div_": operator.itruediv,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+}
+"""Methods of a tensor that Python's operators call: ``x + y`` cannot be told from ``x.add(y)``."""
+
+
+class Tap(Observer):
+    """Writes the graph of one call of a model, with a `Metrics` for each floating-point tensor.
+
+    recurse: False for one node per module that the model calls, whatever it does inside.
+    """
+
+    order = 8
+
+    def __init__(self, formats: tuple[Format, ...], recurse: bool = True) -> None:
+        super().__init__()
+        self.formats = formats
+        self.recurse = recurse
+        self.graph = Graph()
+        self._nodes: dict[int, Node] = {}
+        self._names: dict[int, tuple[str, str]] = {}  # of the node, of the tensor in the model
+        self._targets: dict[Callable[..., Any], str] = {}
+        self._kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
+        self._handles: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"formats": self.formats, "recurse": self.recurse}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def release(self) -> None:
+        """Removes the hooks on tensors that outlive a call: parameters and the caller's inputs."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def forget(self) -> None:
+        """Lets go of all tensors."""
+        self._nodes.clear()
+        self._names.clear()
+        self._targets.clear()
+        self._kept.clear()
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.release()
+        self.forget()
+        self.graph = Graph()
+        for kind, named in (
+            ("parameters", module.named_parameters()),
+            ("buffers", module.named_buffers()),
+        ):
+            for name, tensor in named:
+                *path, leaf = name.split(".")
+                parts = [part for each in path for part in ("modules", each)]
+                self._names[id(tensor)] = ("_".join(["self", *parts, kind, leaf]), name)
+        arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        for slot, tensor in tensors_in(arguments):
+            name = "_".join(map(str, slot))
+            node = self.graph.placeholder(name)
+            with unseen():
+                self._record(node, tensor)
+            node.meta["clean_name"] = name  # the node of one called input is input_1
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if self.recurse or not (self.active and self.path):
+            return super().run(call, module, path, args, kwargs)
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            return call((args, kwargs))
+
+        self._targets[whole] = path
+        self.path.append(path)  # in place of the name it has for its hooks
+        try:
+            return self._see(whole, args, kwargs)
+        finally:
+            self.path.pop()
+
+    def end(self, output: Any) -> None:
+        node = self.graph.output(self._written(plain(output)))
+        node.meta.update(clean_name="output", outputs_float_tensor=False, requires_grad=False)
+
+    def observe(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with unseen():
+            written = self._written(args), self._written(kwargs)
+        output = function(*args, **kwargs)
+        result = args[0] if _name(function) == "__setitem__" else output
+        if next(tensors_in(result), None) is not None:
+            with unseen():
+                self._record(self._call(function, *written), result)
+        return output
+
+    def _written(self, value: Any) -> Any:
+        """``value`` with nodes in place of tensors; those not seen before are placeholders."""
+
+        def node_of(slot: Slot, tensor: Tensor) -> Node:
+            if id(tensor) not in self._nodes:
+                name, attribute = self._names.get(id(tensor), ("tensor", None))
+                node = self.graph.placeholder(name)
+                node.meta["attribute"] = attribute
+                self._record(node, tensor)
+            return self._nodes[id(tensor)]
+
+        return mapped(node_of, value)
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Node:
+        if function in self._targets:
+            return self.graph.call_module(self._targets[function], args, kwargs)
+        name = _name(function)
+        if name == "__get__":  # of a property of tensors, which is its __self__
+            owner: Any = function
+            return self.graph.call_function(getattr, (args[0], owner.__self__.__name__))
+        if getattr(Tensor, name, None) != function:
+            return self.graph.call_function(function, args, kwargs)
+        if name in _OPERATORS and not kwargs:
+            return self.graph.call_function(_OPERATORS[name], args)
+        return self.graph.call_method(name, args, kwargs)
+
+    def _record(self, node: Node, value: Any) -> None:
+        """Measures what a node returns. The tensors in a tuple have nodes of their own."""
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        node.meta.update(
+            clean_name=node.name,
+            outputs_float_tensor=floating,
+            requires_grad=isinstance(value, nn.Parameter) and value.requires_grad,
+            path=self.path[-1] if self.path else "",
+        )
+        if isinstance(value, Tensor):
+            self._nodes[id(value)] = node
+            self._kept.append(value)
+        elif isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                if next(tensors_in(item), None) is not None:
+                    self._record(self.graph.call_function(operator.getitem, (node, i)), item)
+        if floating:
+            metrics = Metrics(value, self.formats)
+            node.meta["metrics"] = metrics
+            if value.requires_grad and torch.is_grad_enabled():
+                handle = value.register_hook(partial(_note, metrics))
+                self._handles += [handle] if node.op == "placeholder" else []
+
+
+def _note(metrics: Metrics, grad: Tensor | None) -> None:
+    if grad is not None:  # as for a part of a split that nothing reads
+        metrics.set_bwd(grad)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+Pass = tuple[int, Graph]
+
+
+class Track:
+    """The scope that chooses the calls to measure, entered first: the others run compiled."""
+
+    order = -1
+
+    def __init__(self, tap: Tap, every: int, history: int) -> None:
+        self.path: list[str] = []
+        self.tap = tap
+        self.every = every
+        self.calls = 0
+        self.passes: deque[Pass] = deque(maxlen=history)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tap": self.tap, "every": self.every, "history": self.passes.maxlen}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """``call()``, measured if its turn has come. Only calls of the whole model count."""
+        if path or self.tap.active:
+            return call()
+        if torch.compiler.is_compiling():
+            from .first_call import partly_compiled
+
+            measured = lambda: self._measured(call, args, kwargs)  # noqa: E731
+            return partly_compiled(self._turn, measured, call)
+        return self._measured(call, args, kwargs) if self._turn() else call()
+
+    def _turn(self) -> bool:
+        self.tap.release()
+        self.calls += 1
+        return (self.calls - 1) % self.every == 0
+
+    def _measured(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.tap.active = True
+        try:
+            given = mapped(differentiable, args), mapped(differentiable, kwargs)
+            output = outside_compiler(lambda: call(given))
+        finally:
+            self.tap.active = False
+            self.tap.forget()
+        self.passes.append((self.calls - 1, self.tap.graph))
+        return output
+
+    def scales_graph(self) -> Graph:
+        """The graph of the latest measured call; without nodes before the first."""
+        return self.passes[-1][1] if self.passes else Graph()
+
+    def scales_history(self) -> History:
+        """The numbers of the measured calls, as many of the latest as are kept."""
+        return History(list(self.passes))
+
+
+def differentiable(slot: Slot, tensor: Tensor) -> Tensor:
+    """The tensor or, where the caller wants no gradient of it, a copy with one."""
+    if tensor.requires_grad or not (tensor.is_floating_point() and torch.is_grad_enabled()):
+        return tensor
+    return tensor.detach().requires_grad_().clone()
+
+
+class History:
+    """The scales of a model over time: see `track_scales`.
+
+    rows: a dict for each floating-point tensor of each measured call and for each gradient, with
+    "call" (how many calls of the model came before), "name" (of the node), "path" (of the module),
+    "direction" ("fwd" or "bwd"), "weight" (whether it is a parameter), the names of `Metrics`, and
+    for each format "zero", "subnormal", "saturated" and "headroom" behind its name.
+    """
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self.rows = [row for call, graph in passes for row in _rows(call, graph)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def series(
+        self, name: str, metric: str = "rms", direction: str = "fwd"
+    ) -> tuple[list[int], list[float]]:
+        """The calls in which a tensor was measured, and what a metric was there.
+
+        Raises ValueError for a tensor, metric or direction that has no row.
+        """
+        found = [r for r in self.rows if r["name"] == name and r["direction"] == direction]
+        if not found or metric not in found[0]:
+            names = ", ".join(dict.fromkeys(r["name"] for r in self.rows)) or "none"
+            raise ValueError(
+                f"no {metric!r} of {name!r}, direction {direction!r}; directions are 'fwd' and "
+                f"'bwd', tensors {names}"
+            )
+        return [r["call"] for r in found], [r[metric] for r in found]
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The rows as a JSON list of objects, NaN and infinities as null; also to ``path``."""
+        return as_json(self.rows, path)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The rows as CSV with a header; also written to ``path``."""
+        return as_csv(self.rows, path)
+
+    def __str__(self) -> str:
+        cells = [("call", "name", "direction", "rms", "abs_max")]
+        for row in self.rows:
+            rms, largest = f"{row['rms']:.3g}", f"{row['abs_max']:.3g}"
+            cells.append((str(row["call"]), row["name"], row["direction"], rms, largest))
+        return as_table(cells)
+
+
+def _rows(call: int, graph: Graph) -> Iterator[dict[str, Any]]:
+    for node in graph.nodes:
+        metrics = node.meta.get("metrics")
+        for direction in ("fwd", "bwd"):
+            data = getattr(metrics, direction, None)
+            if data is not None:
+                numbers = asdict(data)
+                losses = numbers.pop("formats")
+                place = {"call": call, "name": node.meta["clean_name"], "path": node.meta["path"]}
+                about = {"direction": direction, "weight": node.meta["requires_grad"]}
+                formats = {f"{f}_{k}": v for f, loss in losses.items() for k, v in loss.items()}
+                yield {**place, **about, **numbers, **formats}
+
+
+def track_scales(
+    module: M,
+    *,
+    every: int = 1,
+    formats: Sequence[str | Format] = ("e4m3", "e5m2"),
+    history: int = 100,
+) -> M:
+    """A copy of ``module`` that measures its tensors, forward and backward, as it runs.
+
+    It gains two methods. ``scales_graph()`` returns the `torch.fx.Graph` of the latest measured
+    call, as the model wrote it: a node for each call of torch and of `unit_scaling.functional`, and
+    for each input, parameter and buffer that was used. ``node.meta["metrics"]`` is the `Metrics`
+    of a floating-point tensor; its gradient is there after the backward pass. The values are those
+    that the model computed, transforms and all. ``scales_history()`` returns a `History` of the
+    measured calls.
+
+    every: the 1st, (every + 1)th, ... call of the model is measured, in eager mode; the others cost
+    nothing and run compiled if the model is. What compiles a tracked model with fullgraph=True gets
+    an error: the choice is not part of a graph.
+    formats: what to tell losses in, names of `fp8.FORMATS` or formats. history: how many measured
+    calls are kept.
+
+    Apply it before or after any other transform. Floating-point inputs that require no gradient
+    are replaced by copies that do, so that theirs is measured as well; the caller's do not change.
+    Calls of a part of the model by itself are not measured.
+    Raises TypeError for what is not a module, ValueError for an option out of range.
+
+    >>> model = track_scales(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> [node.meta["clean_name"] for node in model.scales_graph().nodes][:3]
+    ['input', 'self_modules_0_parameters_weight', 'self_modules_0_parameters_bias']
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"track_scales needs an nn.Module, got {type(module).__name__}")
+    for name, value in (("every", every), ("history", history)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
+    rows = tuple(map(get_format, formats))
+    Metrics.from_tensor(torch.zeros(0), rows)  # refuses what is not a format for values
+    result = copied(module)
+    inner: Any = unwrapped(result)
+    track = Track(Tap(rows), every, history)
+    install(inner, track)
+    install(inner, track.tap)
+    inner.scales_graph, inner.scales_history = track.scales_graph, track.scales_history
+    return result

@@ -1,0 +1,213 @@
+"""`verify`: is a model unit-scaled? One training step, and the RMS of what goes into its products.
+
+The transforms of the model stay in force: what is measured is what the model computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8.autocast import outside_compiler
+
+from .install import install, unwrapped
+from .observe import find_loss, plain
+from .record import tensors_in
+from .rows import as_csv, as_json, as_table
+from .watch import Watch
+
+__all__ = ["RANGES", "Measurement", "Verification", "verify"]
+
+RANGES: dict[str, tuple[float, float] | None] = {
+    "activation": (1 / 4, 4.0),
+    "weight": (1 / 4, 4.0),
+    "gradient": (1 / 4, 4.0),
+    "query-key gradient": (1 / 64, 4.0),
+    "attention": None,
+}
+"""Kind of tensor -> the RMS it should have.
+
+A factor of 4 is two steps of the exponent: of the range of a format little is lost by it.
+
+The gradient of queries and keys of unit RMS, with logits q.k/d for heads of width d, is about
+1/sqrt(d): the gradient of a logit is that of its probability times the probability, about 1/n for
+n keys, and a query sums n of them times k/d. 1/64 is a quarter of that for heads of width 256.
+What is called so: the gradients of the queries and keys of attention, those within the products
+that compute nothing but queries, keys or an additive bias of the logits.
+
+"attention" is what is inside attention that is written out: logits, probabilities and their
+gradients, which are as the softmax makes them. It has no range; fused kernels show none of it.
+"""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One tensor of one call.
+
+    path: of the module. call: the kind of product. number: how many of it came before in the
+    module. tensor: "input", "weight", "output", ..., "gradient of input", ... kind: a key of
+    RANGES. inside: whether rms is in the range of the kind; None where it has none.
+    """
+
+    path: str
+    call: str
+    number: int
+    tensor: str
+    kind: str
+    rms: float
+    inside: bool | None
+
+
+class Verification(Sequence[Measurement]):
+    """The rows of `verify`; printed, a table of them.
+
+    notes: what could not be measured, and why.
+    """
+
+    def __init__(self, rows: Sequence[Measurement], notes: Sequence[str] = ()) -> None:
+        self.rows = list(rows)
+        self.notes = list(notes)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[Measurement]:
+        return iter(self.rows)
+
+    @property
+    def outside(self) -> list[Measurement]:
+        """The rows whose RMS is not in the range of their kind: too small, too large or NaN."""
+        return [row for row in self.rows if row.inside is False]
+
+    def share(self, kind: str) -> float:
+        """The share of the rows of a kind that are inside; NaN where there is no such row.
+
+        Raises ValueError for an unknown kind and for one without a range.
+        """
+        ranged = [name for name, limits in RANGES.items() if limits is not None]
+        if kind not in ranged:
+            raise ValueError(f"kind is {kind!r}; choose one of {', '.join(map(repr, ranged))}")
+        inside = [bool(row.inside) for row in self.rows if row.kind == kind]
+        return sum(inside) / len(inside) if inside else math.nan
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The rows as a JSON list of objects; also written to ``path``."""
+        return as_json(self.rows, path)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The rows as CSV with a header; also written to ``path``."""
+        return as_csv(self.rows, path)
+
+    def __str__(self) -> str:
+        cells = [("module", "call", "tensor", "kind", "rms", "")]
+        for row in self.rows:
+            call = f"{row.call} {row.number}" if row.number else row.call
+            mark = "outside" if row.inside is False else ""
+            cells.append(
+                (row.path or "(model)", call, row.tensor, row.kind, f"{row.rms:.3g}", mark)
+            )
+        return "\n".join([as_table(cells), "", *self.notes, *self._summary()])
+
+    __repr__ = __str__
+
+    def _summary(self) -> Iterator[str]:
+        for kind, limits in RANGES.items():
+            rows = [row for row in self.rows if row.kind == kind]
+            if rows and limits is not None:
+                count = sum(bool(row.inside) for row in rows)
+                low, high = limits
+                yield f"{kind}: {count} of {len(rows)} inside [{low:g}, {high:g}]"
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    seed: int = 0,
+) -> Verification:
+    """One training step of ``model``, and the RMS of the operands of its products.
+
+    batch: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
+    loss: output of the model -> a scalar. Without it the loss is the output's ``loss`` or its first
+    tensor without dimensions; where the model has no loss, every output tensor gets a gradient of
+    independent standard normal numbers, drawn with ``seed``.
+
+    There are rows for each call of a linear map, matrix product, convolution, embedding and
+    attention: each operand, the output, and the gradient of each. A gradient of an operand is what
+    leaves this call towards it, its factor included and the weight of a residual branch (which is
+    put on where the branch leaves the skip connection) not; the gradient of the output is what
+    arrives there. Biases, masks, integer and empty tensors have no row, and neither has a gradient
+    that is not computed.
+
+    The step is made by a copy of the model, in the model's mode (training or evaluation), eagerly:
+    the model, its gradients, buffers and the random state stay as they are.
+    Raises TypeError for what is not a module, ValueError where no output requires a gradient.
+
+    >>> import unit_scaling as uu
+    >>> model = nn.Linear(512, 512)
+    >>> uu.verify(model, torch.randn(512, 512)).share("weight")
+    0.0
+    >>> uu.verify(uu.Linear(512, 512), torch.randn(512, 512)).share("weight")
+    1.0
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"verify needs an nn.Module, got {type(model).__name__}")
+    twin = copy.deepcopy(unwrapped(model))
+    twin.zero_grad()
+    watch = Watch({id(p): name for name, p in twin.named_parameters()})
+    install(twin, watch)
+    devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        output = outside_compiler(lambda: _call(twin, _detached(batch)))
+        watch.active = False  # checkpoints compute parts of the model again
+        outside_compiler(lambda: _backward(output, loss, seed))
+    return Verification([_measurement(*found) for found in watch.results()], watch.notes)
+
+
+def _measurement(
+    path: str, call: str, number: int, tensor: str, kind: str, rms: float
+) -> Measurement:
+    limits = RANGES[kind]
+    inside = None if limits is None else limits[0] <= rms <= limits[1]
+    return Measurement(path, call, number, tensor, kind, rms, inside)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _detached(batch: Any) -> Any:
+    """A copy that shares no storage with ``batch``, nor its part of the graph."""
+    memo: dict[int, Any] = {}
+    for _, t in tensors_in(dict(batch) if isinstance(batch, Mapping) else batch):
+        memo[id(t)] = t.detach().clone().requires_grad_(t.requires_grad)
+    return copy.deepcopy(batch, memo)
+
+
+def _backward(output: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> None:
+    if loss is not None:
+        loss(output).backward()
+        return
+    found = find_loss(output)
+    if found is not None:
+        found.backward()
+        return
+    tensors = [t for _, t in tensors_in(plain(output)) if t.requires_grad]
+    if not tensors:
+        raise ValueError("no tensor in the model's output requires a gradient: nothing to measure")
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(t.shape, generator=generator).to(t) for t in tensors]
+    torch.autograd.backward(tensors, grads)

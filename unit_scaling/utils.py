@@ -1,0 +1,222 @@
+"""The scales of a model beside its code."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import einops
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import Function
+
+from fp8.autocast import outside_compiler
+
+from . import functional
+from .ops import OPS
+from .transforms.install import install, unwrapped
+from .transforms.metrics import Metrics
+from .transforms.observe import mapped
+from .transforms.track_scales import Tap, differentiable
+
+__all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_module"]
+
+
+@dataclass
+class ScalePair:
+    """The standard deviation of a tensor and of its gradient; None for what is not known."""
+
+    forward: float | None = None
+    backward: float | None = None
+
+    def __str__(self) -> str:
+        parts = (
+            "n/a" if scale is None else f"{scale:.3}" for scale in (self.forward, self.backward)
+        )
+        return "(-> {}, <- {})".format(*parts)
+
+
+class ScaleTracker(Function):
+    """The identity; writes the standard deviation of its input and of its gradient in a pair.
+
+    That of a single element is 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, scale_tracker: ScalePair) -> Tensor:
+        scale_tracker.forward = Metrics.from_tensor(t).std
+        ctx.scale_tracker = scale_tracker
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, t: Tensor) -> tuple[Tensor, None]:
+        ctx.scale_tracker.backward = Metrics.from_tensor(t).std
+        return t, None
+
+    @staticmethod
+    def track(t: Tensor, scale_tracker: ScalePair) -> Tensor:
+        """``t``, any shape, floating point; its scales are written in ``scale_tracker``."""
+        return ScaleTracker.apply(t, scale_tracker)
+
+
+class ScaleTrackingInterpreter(fx.Interpreter):
+    """Runs a `torch.fx.GraphModule` and notes the scales of every floating-point tensor.
+
+    scales: the name of a node -> its `ScalePair`, whose backward part is there after the backward
+    pass.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.scales: OrderedDict[str, ScalePair] = OrderedDict()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The result of a node, tracked."""
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.scales[n.name] = ScalePair()
+            result = ScaleTracker.track(result, self.scales[n.name])
+        return result
+
+
+def analyse_module(
+    module: nn.Module,
+    inputs: Tensor | tuple[Tensor, ...],
+    backward: Tensor | None = None,
+    recurse_modules: bool = True,
+    syntax_highlight: bool = True,
+    autowrap_modules: tuple[ModuleType, ...] = (math, einops, functional),
+    autowrap_functions: tuple[Callable[..., Any], ...] = (),
+) -> str:
+    """What ``module`` does as code, with the standard deviation of each tensor and of its gradient.
+
+    inputs: the arguments. backward: the gradient of the output, which is one tensor; needed unless
+    that has one element.
+    recurse_modules: False for one line per submodule. syntax_highlight: colours for a terminal,
+    where pygments is installed; without it there are none.
+    autowrap_modules, autowrap_functions: not used. They are for tracing with symbols, where some
+    functions cannot be followed; here the module runs, or rather a copy of it, with whatever
+    transforms it has. ``module`` and ``inputs`` get no gradients.
+
+    Raises TypeError for what is not a module and for an output that is not a tensor, ValueError
+    for an output that needs ``backward``.
+
+    >>> print(analyse_module(nn.ReLU(), torch.ones(2, 2), torch.ones(2, 2), syntax_highlight=False))
+    def forward(self, input):  (-> 0.0, <- 0.0)
+        relu = F.relu(input, inplace=False);  (-> 0.0, <- 0.0)
+        return relu
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"analyse_module needs an nn.Module, got {type(module).__name__}")
+    twin = copy.deepcopy(unwrapped(module))
+    tap = Tap((), recurse_modules)
+    install(twin, tap)
+    tap.active = True
+    arguments = mapped(differentiable, inputs if isinstance(inputs, tuple) else (inputs,))
+    output = outside_compiler(lambda: twin(*arguments))
+    tap.active = False
+    if not isinstance(output, Tensor):
+        raise TypeError(f"the module's output must be a tensor, not {type(output).__name__}")
+    if backward is None and output.numel() != 1:
+        raise ValueError(f"backward is needed for an output of shape {tuple(output.shape)}")
+    output.backward(backward)
+    code = "\n".join(_lines(tap.graph))
+    return _highlighted(code) if syntax_highlight else code
+
+
+def _lines(graph: fx.Graph) -> Iterator[str]:
+    names = _variables(graph)
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and not n.meta.get("attribute")]
+    scales = ", ".join(_scales(n) for n in inputs if _scales(n))
+    yield f"def forward({', '.join(['self', *(names[n] for n in inputs)])}):  {scales}".rstrip()
+    for node in graph.nodes:
+        if node.op == "output":
+            yield f"    return {_text(node.args[0], names)}"
+        elif node not in inputs:
+            line = f"    {names[node]} = {_expression(node, names)}"
+            yield f"{line};  {_scales(node)}" if _scales(node) else line
+
+
+def _variables(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The name of each node; short ones for inputs and parameters, where nothing else has them."""
+    taken = {node.name for node in graph.nodes}
+    names = {}
+    for node in graph.nodes:
+        short = (node.meta.get("attribute") or node.meta["clean_name"]).replace(".", "_")
+        names[node] = node.name if short in taken else short
+        taken.add(names[node])
+    return names
+
+
+def _scales(node: fx.Node) -> str:
+    metrics = node.meta.get("metrics")
+    if metrics is None:
+        return ""
+    return str(ScalePair(metrics.fwd.std, None if metrics.bwd is None else metrics.bwd.std))
+
+
+_SYMBOLS: dict[Callable[..., Any], str] = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.matmul: "@",
+    operator.pow: "**",
+}
+
+
+def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    if node.op == "placeholder":
+        return f"self.{node.meta['attribute']}"
+    args = [_text(value, names) for value in node.args]
+    if node.target in _SYMBOLS:
+        return f"{args[0]} {_SYMBOLS[node.target]} {args[1]}"
+    if node.target is operator.getitem:
+        return f"{args[0]}[{args[1]}]"
+    if node.target is getattr:
+        return f"{args[0]}.{node.args[1]}"
+    given = [f"{name}={_text(value, names)}" for name, value in node.kwargs.items()]
+    if node.op == "call_method":
+        return f"{args[0]}.{node.target}({', '.join([*args[1:], *given])})"
+    function = f"self.{node.target}" if node.op == "call_module" else _function(node.target)
+    return f"{function}({', '.join([*args, *given])})"
+
+
+def _function(target: Any) -> str:
+    """A function as it is usually imported."""
+    name = getattr(target, "__name__", str(target))
+    if name in OPS and OPS[name].fn is target:
+        return f"U.{name}"
+    if getattr(nn.functional, name, None) is target:
+        return f"F.{name}"
+    return f"torch.{name}" if getattr(torch, name, None) is target else name
+
+
+def _text(value: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_text(v, names)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(_text(item, names) for item in value)}]"
+    if isinstance(value, tuple):
+        items = ", ".join(_text(item, names) for item in value)
+        return f"({items},)" if len(value) == 1 else f"({items})"
+    return repr(value)
+
+
+def _highlighted(code: str) -> str:
+    try:
+        pygments = importlib.import_module("pygments")
+        lexers = importlib.import_module("pygments.lexers")
+        formatters = importlib.import_module("pygments.formatters")
+    except ImportError:
+        return code
+    return str(pygments.highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))
