@@ -45,12 +45,6 @@ from ._functional.convolution import (
     conv_transpose2d,
     conv_transpose3d,
 )
-from ._functional.embedding import embedding, embedding_bag
-from ._functional.losses import cross_entropy, mse_loss
-from ._functional.norms import layer_norm, rms_norm
-from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
-from ._functional.recurrent import gru, lstm, rnn_relu, rnn_tanh
-from ._functional.residuals import residual_add, residual_apply, residual_split
 from ._functional.dropouts import (
     alpha_dropout,
     dropout1d,
@@ -58,10 +52,7 @@ from ._functional.dropouts import (
     dropout3d,
     feature_alpha_dropout,
 )
-from ._functional.embedding import (
-    embedding,
-    embedding_bag,
-)
+from ._functional.embedding import embedding, embedding_bag
 from ._functional.gated import (
     geglu,
     glu,
@@ -74,10 +65,7 @@ from ._functional.losses import (
     cross_entropy,
     nll_loss,
 )
-from ._functional.norms import (
-    layer_norm,
-    rms_norm,
-)
+from ._functional.norms import layer_norm, rms_norm
 from ._functional.pooling import (
     adaptive_avg_pool1d,
     adaptive_avg_pool2d,
@@ -95,13 +83,8 @@ from ._functional.pooling import (
     max_pool2d,
     max_pool3d,
 )
-from ._functional.products import (
-    addmm,
-    bilinear,
-    linear,
-    linear_readout,
-    matmul,
-)
+from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
+from ._functional.recurrent import gru, lstm, rnn_relu, rnn_tanh
 from ._functional.regression import (
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
@@ -112,11 +95,7 @@ from ._functional.regression import (
     mse_loss,
     smooth_l1_loss,
 )
-from ._functional.residuals import (
-    residual_add,
-    residual_apply,
-    residual_split,
-)
+from ._functional.residuals import residual_add, residual_apply, residual_split
 from ._functional.resizing import (
     interpolate,
 )
@@ -186,9 +165,9 @@ __all__ = [
     "feature_alpha_dropout",
     "geglu",
     "gelu",
-    "gru",
     "glu",
     "group_norm",
+    "gru",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
@@ -207,10 +186,10 @@ __all__ = [
     "local_response_norm",
     "log_softmax",
     "logsigmoid",
-    "lstm",
     "lp_pool1d",
     "lp_pool2d",
     "lp_pool3d",
+    "lstm",
     "matmul",
     "max_pool1d",
     "max_pool2d",
