@@ -163,13 +163,9 @@ class _Planner:
             return shares, "unchanged", "adds a bias"
         if node.kind != "add":
             return None
-        target = node.inputs[0].node
-        # "x += y" need not write to an x that nothing else reads, and cannot to every x
-        fresh = node.name in ("__iadd__", "iadd") and self.flow.readers[target] == [index]
-        step = Step(op="add", settings=(("out", None),) if fresh else ())
         if self.bridges[index]:  # the op's own factors know of what is repeated
-            return replace(step, constraint=None), "scaled", "not constrained: on the only path"
-        return with_slots(step, self._shares(node)), "scaled", ""
+            return Step(op="add", constraint=None), "scaled", "not constrained: on the only path"
+        return replace(shares or Step(), op="add"), "scaled", ""
 
     _sub = _add
 
