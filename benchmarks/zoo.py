@@ -216,7 +216,8 @@ ZOO: dict[str, Entry] = {
         64,
         embedding_size=32,
         hidden_sizes=[64, 128],
-        depths=[1, 2],
+        depths=[2, 3],
+        layer_type="basic",
     ),
     "DINOv2": _vision("Dinov2ForImageClassification", mlp_ratio=2),
     "SegFormer": _vision(
@@ -320,8 +321,9 @@ def examine(name: str, verbose: bool = False, **options: Any) -> Result:
         result.result = f"refused: {str(error).splitlines()[0]}"
         return result
     report = uu.report(model)
-    weights = {id(row) for row in model._scopes[0][0].weights.rows}
-    counts = Counter(row.done for row in report if id(row) not in weights)
+    weights = {name for name, _ in model.named_parameters()}
+    calls = [row for row in report if f"{row.path}.{row.call}".lstrip(".") not in weights]
+    counts = Counter(row.done for row in calls)
     result.scaled, result.unchanged = counts["scaled"], counts["unchanged"]
     result.left_alone = counts["left alone"]
     result.residuals = sum(row.why.startswith("residual") for row in report)
