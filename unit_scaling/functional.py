@@ -20,7 +20,16 @@ from ._functional.embedding import embedding, embedding_bag
 from ._functional.losses import cross_entropy, mse_loss
 from ._functional.norms import layer_norm, rms_norm
 from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
-from ._functional.recurrent import gru, lstm, rnn_relu, rnn_tanh
+from ._functional.recurrent import (
+    gru,
+    gru_cell,
+    lstm,
+    lstm_cell,
+    rnn_relu,
+    rnn_relu_cell,
+    rnn_tanh,
+    rnn_tanh_cell,
+)
 from ._functional.residuals import residual_add, residual_apply, residual_split
 from ._functional.unary import (
     atan,
@@ -68,6 +77,7 @@ __all__ = [
     "embedding_bag",
     "gelu",
     "gru",
+    "gru_cell",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
@@ -78,6 +88,7 @@ __all__ = [
     "linear_readout",
     "logsigmoid",
     "lstm",
+    "lstm_cell",
     "matmul",
     "mish",
     "mse_loss",
@@ -89,7 +100,9 @@ __all__ = [
     "residual_split",
     "rms_norm",
     "rnn_relu",
+    "rnn_relu_cell",
     "rnn_tanh",
+    "rnn_tanh_cell",
     "rotary",
     "scaled_dot_product_attention",
     "selu",

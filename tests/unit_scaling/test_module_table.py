@@ -30,12 +30,15 @@ EXAMPLES: dict[type[nn.Module], tuple[tuple[Any, ...], dict[str, Any], tuple[Any
     nn.Embedding: ((9, 4), {"padding_idx": 2}, (torch.tensor([[1, 2], [8, 0]]),)),
     nn.EmbeddingBag: ((9, 4), {"mode": "sum"}, (torch.tensor([[1, 2], [8, 0]]),)),
     nn.GRU: ((8, 6), {"num_layers": 2}, (SEQUENCE,)),
+    nn.GRUCell: ((8, 6), {}, (SEQUENCE[0],)),
     nn.LSTM: ((8, 6), {"bidirectional": True}, (SEQUENCE,)),
+    nn.LSTMCell: ((8, 6), {"bias": False}, (SEQUENCE[0],)),
     nn.LayerNorm: ((6,), {"elementwise_affine": True}, (torch.randn(3, 6),)),
     nn.Linear: ((6, 4), {"bias": True}, (torch.randn(2, 3, 6),)),
     nn.MultiheadAttention: ((8, 2), {"add_bias_kv": True}, (SEQUENCE,) * 3),
     nn.RMSNorm: ((6,), {"elementwise_affine": True, "eps": 1e-5}, (torch.randn(3, 6),)),
     nn.RNN: ((8, 6), {"nonlinearity": "relu"}, (SEQUENCE,)),
+    nn.RNNCell: ((8, 6), {}, (SEQUENCE[0],)),
     nn.Softmax: ((-1,), {}, (torch.randn(3, 6),)),
 }
 

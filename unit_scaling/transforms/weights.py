@@ -13,9 +13,6 @@ from .steps import Row
 
 __all__ = ["Weights", "prepare"]
 
-_KERNELS = (nn.RNNCellBase,)
-"""Modules computed by one opaque kernel, whose weights nothing can compensate for."""
-
 
 @dataclass
 class Weights:
@@ -38,23 +35,20 @@ def prepare(model: nn.Module, init: str) -> Weights:
     readout = _readout(model)
     weights.readouts = frozenset([] if readout is None else [readout])
     owners = {
-        id(p): (module, path)
+        id(p): path
         for path, module in reversed(list(model.named_modules()))
         for p in module.parameters(recurse=False)
     }
     for name, parameter in model.named_parameters():
-        module, path = owners[id(parameter)]
+        path = owners[id(parameter)]
         leaf = name.rpartition(".")[2]
-        if isinstance(module, _KERNELS):
-            weights.rows.append(Row(path, leaf, "left alone", "inside a kernel without a rule"))
-            tag(parameter, "weight" if parameter.dim() > 1 else "bias")
-        elif parameter.dim() > 1:
+        if parameter.dim() > 1:
             factor, why = _rescale(parameter, init)
             done = "left alone" if why else "unit scale"
             weights.rows.append(Row(path, leaf, done, why or f"divided by {factor:.4g}"))
             weights.factors[name] = factor
             tag(parameter, "output" if name in weights.readouts else "weight")
-        elif leaf.endswith("bias"):
+        elif leaf.endswith("bias") or leaf.startswith("bias_"):  # of recurrent layers: bias_ih_l0
             _zero_bias(parameter, init, path, leaf, weights.rows)
             tag(parameter, "bias")
         else:
