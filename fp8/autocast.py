@@ -86,7 +86,7 @@ class _EagerStance:
                 self._stance = None
 
 
-_STANCE = _EagerStance()
+STANCE = _EagerStance()
 
 
 class autocast(TorchFunctionMode):
@@ -142,7 +142,7 @@ class autocast(TorchFunctionMode):
 
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():
-            _STANCE.hold()
+            STANCE.hold()
         above = tuple(FIRST_LOOK)
         # A block within one of the same history goes on counting its products.
         outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
@@ -159,7 +159,7 @@ class autocast(TorchFunctionMode):
             TorchFunctionMode.__exit__(mode, *error)
         super().__exit__(*error)
         if not torch.compiler.is_compiling():
-            _STANCE.release()
+            STANCE.release()
 
     def __torch_function__(
         self,

@@ -24,6 +24,7 @@ from torch.autograd import Function
 from .casting import Spec, is_symmetric, round_straight, spec_of
 from .function import apply
 from .recipe import Cast, Recipe
+from .tally import labelled, product_name
 
 __all__ = ["active_recipe", "linear", "matmul"]
 
@@ -67,8 +68,9 @@ class Casts(NamedTuple):
     a_again: Spec = ()
 
 
-def casts_of(recipe: Recipe | None, layer: bool = True) -> Casts:
-    """The specs of a recipe. layer: whether b is a weight; else it is cast as a is."""
+def casts_of(recipe: Recipe | None, layer: bool = True, name: str = "") -> Casts:
+    """The specs of a recipe. layer: whether b is a weight; else it is cast as a is. name: that of
+    the product, for `fp8.stats`."""
     if recipe is None:
         return Casts()
     a, b = (spec_of(cast) for cast in recipe.forward)
@@ -76,13 +78,19 @@ def casts_of(recipe: Recipe | None, layer: bool = True) -> Casts:
     grad_for_b, a_again = (spec_of(cast) for cast in recipe.grad_weight)
     if not layer:
         b = b_again = a
-    return Casts(a, b, grad_for_a, b_again, grad_for_b, a_again)
+    casts = Casts(a, b, grad_for_a, b_again, grad_for_b, a_again)
+    if not name:
+        return casts
+    operands = ("input", "weight" if layer else "other", "grad")
+    again = [f"{operand} again" for operand in operands]
+    roles = (*operands, again[1], again[2], again[0])
+    return Casts(*map(labelled, casts, [name] * len(casts), roles))
 
 
 def one_copy(first: Spec, second: Spec) -> bool:
     """Whether an operand cast under ``first`` serves where ``second`` is asked for, along the other
     axis."""
-    return first == second and is_symmetric(first)
+    return first[:-1] == second[:-1] and is_symmetric(first)
 
 
 def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
@@ -207,8 +215,9 @@ def _multiply(
     In that order each is rounded to its format once, from its full precision; torch.autocast's
     16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
     """
-    casts = casts_of(recipe, layer)
-    of_a, of_b, of_grad = layer_histories(recipe, "linear" if layer else "matmul", a, layer)
+    kind = "linear" if layer else "matmul"
+    casts = casts_of(recipe, layer, product_name(kind, b if layer else None))
+    of_a, of_b, of_grad = layer_histories(recipe, kind, a, layer)
     first, second, *rest = with_copies(a, b, casts)
     x, w, bias = to_autocast_dtype(
         round_straight(a, casts.a, -1, of_a), round_straight(b, casts.b, -1, of_b), bias
