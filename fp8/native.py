@@ -20,7 +20,17 @@ from .quantize import quantize
 from .recipe import Cast, Recipe
 from .scaling import scale_of, scaled_tiles
 
-__all__ = ["ALIGNMENT", "fits", "product", "why_not_device", "why_not_recipe"]
+__all__ = [
+    "ALIGNMENT",
+    "Stored",
+    "fits",
+    "multiply",
+    "product",
+    "store",
+    "takes",
+    "why_not_device",
+    "why_not_recipe",
+]
 
 ALIGNMENT = 16
 """The sizes of a weight must be multiples of this: the kernels of CUDA read 16 bytes at a time.
@@ -69,6 +79,19 @@ def why_not_device(device: torch.device) -> str:
     return ""
 
 
+def takes(backend: str, a: Tensor, b: Tensor) -> bool:
+    """Whether a product of a (m, k) and b (n, k) under a recipe with kernels runs on them.
+
+    Raises RuntimeError where "native" is asked for on a device without.
+    """
+    if backend == "simulate" or not fits(a, b):
+        return False
+    why_not = why_not_device(a.device)
+    if why_not and backend == "native":
+        raise RuntimeError(f"backend='native': {why_not}; 'simulate' runs everywhere")
+    return not why_not and (backend == "native" or a.device.type == "cuda")
+
+
 def fits(a: Tensor, b: Tensor) -> bool:
     """Whether the kernels take a (m, k) by b (n, k), and their gradients."""
     return (
@@ -91,7 +114,7 @@ class Stored(NamedTuple):
 def store(x: Tensor, spec: Spec, axis: int = -1) -> Stored:
     """``x`` under a spec, in bytes. axis: the one that the product sums over."""
     format = format_of(spec)
-    _, _, rule, tile, margin, _, rounding, overflow, random_bits, _ = spec
+    _, _, rule, tile, margin, _, rounding, overflow, random_bits, *_ = spec
     assert format.dtype is not None
     scale = torch.ones((), dtype=torch.float32, device=x.device)
     x = x.float()
@@ -109,7 +132,7 @@ def multiply(a: Stored, b: Stored, factor: float, dtype: torch.dtype) -> Tensor:
     left, right, kind = a.scale * factor, b.scale, F.ScalingType.TensorWise
     if left.dim() or right.dim():
         kind = F.ScalingType.RowWise
-        left, right = left.expand(m, 1).contiguous(), right.expand(1, n).contiguous()
+        left, right = left.expand(m, 1).flatten()[:, None], right.expand(1, n).flatten()[None]
     x, y = a.data, b.data
     if missing := -k % ALIGNMENT:  # zeros add nothing; an odd number of tokens
         x, y = F.pad(_bytes(x), (0, missing)), F.pad(_bytes(y), (0, 0, 0, missing))
@@ -132,43 +155,47 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 class _Native(Function):
-    """``s_y * a b^T`` for a (m, k) and b (n, k), which only carry the gradients.
+    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), which only carry the gradients.
 
-    Arguments: a and b; their bytes and scales for this product, then for the backward ones (the
-    same tensors where one copy serves both); three scales; the specs of the gradient.
+    Arguments: a, b and bias; their bytes and scales for this product, then for the backward ones
+    (None where one copy serves both); three scales; the specs of the gradient.
     """
 
     @staticmethod
     def forward(
         a: Tensor,
         b: Tensor,
+        bias: Tensor | None,
         a_data: Tensor,
         a_scale: Tensor,
         b_data: Tensor,
         b_scale: Tensor,
-        a_again: Tensor,
-        a_again_scale: Tensor,
-        b_again: Tensor,
-        b_again_scale: Tensor,
+        a_again: Tensor | None,
+        a_again_scale: Tensor | None,
+        b_again: Tensor | None,
+        b_again_scale: Tensor | None,
         s_y: float,
         s_a: float,
         s_b: float,
         specs: tuple[Any, ...],
+        dtype: str,
     ) -> Tensor:
         transposed = Stored(b_data.t(), b_scale.mT if b_scale.dim() else b_scale)
-        return multiply(Stored(a_data, a_scale), transposed, s_y, a.dtype)
+        y = multiply(Stored(a_data, a_scale), transposed, s_y, getattr(torch, dtype))
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *_, ctx.s_a, ctx.s_b, ctx.specs = inputs
-        ctx.save_for_backward(*inputs[6:10])
+        *_, ctx.s_a, ctx.s_b, ctx.specs, _ = inputs
+        used, again = inputs[3:7], inputs[7:11]
+        pairs = zip(used, again, strict=True)
+        ctx.save_for_backward(*(first if other is None else other for first, other in pairs))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, a_scale, b, b_scale = ctx.saved_tensors
         for_a, for_b = ctx.specs
-        da = db = None
-        g = None
+        da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
             g = store(grad, for_a)
             da = multiply(g, Stored(b, b_scale), ctx.s_a, grad.dtype)
@@ -177,18 +204,34 @@ class _Native(Function):
                 g = store(grad, for_b, -2)
             scale = g.scale.mT if g.scale.dim() else g.scale
             db = multiply(Stored(g.data.t(), scale), Stored(a, a_scale), ctx.s_b, grad.dtype)
-        return da, db, *[None] * 12
+        if ctx.needs_input_grad[2]:
+            dbias = grad.sum(0) * ctx.s_b
+        return da, db, dbias, *[None] * 13
+
+
+def _again(x: Tensor, stored: Stored, spec: Spec, other: Spec) -> tuple[Tensor | None, ...]:
+    """``x`` for a product along the other axis, (None, None) where ``stored`` serves there too."""
+    serves = spec == other and not stored.scale.dim()
+    return (None, None) if serves else store(x, other, -2)
 
 
 def product(
-    a: Tensor, b: Tensor, scales: tuple[float, float, float], casts: tuple[Spec, ...]
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    scales: tuple[float, float, float],
+    casts: tuple[Spec, ...],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """``s_y * a b^T`` for a (m, k) and b (n, k) that `fits`; casts as in `fp8.matmul.Casts`."""
+    """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k) that the kernels take.
+
+    casts: as in `fp8.matmul.Casts`. The gradient of the bias is s_b times the sum of the output's.
+    """
     for_a, for_b, grad_for_a, b_again, grad_for_b, a_again = casts
     with torch.no_grad():
         left, right = store(a, for_a), store(b, for_b)
-        left_again = left if a_again == for_a and not left.scale.dim() else store(a, a_again, -2)
-        right_again = right if b_again == for_b and not right.scale.dim() else store(b, b_again, -2)
-    return apply(
-        _Native, a, b, *left, *right, *left_again, *right_again, *scales, (grad_for_a, grad_for_b)
-    )
+        left_again = _again(a, left, for_a, a_again)
+        right_again = _again(b, right, for_b, b_again)
+    specs, name = (grad_for_a, grad_for_b), str(dtype).removeprefix("torch.")
+    operands = (*left, *right, *left_again, *right_again)
+    return apply(_Native, a, b, bias, *operands, *scales, specs, name)
