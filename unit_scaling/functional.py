@@ -45,12 +45,6 @@ from ._functional.convolution import (
     conv_transpose2d,
     conv_transpose3d,
 )
-from ._functional.embedding import embedding, embedding_bag
-from ._functional.losses import cross_entropy, mse_loss
-from ._functional.norms import layer_norm, rms_norm
-from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
-from ._functional.recurrent import gru, lstm, rnn_relu, rnn_tanh
-from ._functional.residuals import residual_add, residual_apply, residual_split
 from ._functional.dropouts import (
     alpha_dropout,
     dropout1d,
@@ -101,6 +95,12 @@ from ._functional.products import (
     linear,
     linear_readout,
     matmul,
+)
+from ._functional.recurrent import (
+    gru,
+    lstm,
+    rnn_relu,
+    rnn_tanh,
 )
 from ._functional.regression import (
     binary_cross_entropy,
@@ -186,9 +186,9 @@ __all__ = [
     "feature_alpha_dropout",
     "geglu",
     "gelu",
-    "gru",
     "glu",
     "group_norm",
+    "gru",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
@@ -207,10 +207,10 @@ __all__ = [
     "local_response_norm",
     "log_softmax",
     "logsigmoid",
-    "lstm",
     "lp_pool1d",
     "lp_pool2d",
     "lp_pool3d",
+    "lstm",
     "matmul",
     "max_pool1d",
     "max_pool2d",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import unit_scaling as uu
+from tests.unit_scaling import elementwise_calls
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import has_parameter_data
 
@@ -38,6 +39,8 @@ EXAMPLES: dict[type[nn.Module], tuple[tuple[Any, ...], dict[str, Any], tuple[Any
     nn.RNN: ((8, 6), {"nonlinearity": "relu"}, (SEQUENCE,)),
     nn.Softmax: ((-1,), {}, (torch.randn(3, 6),)),
 }
+
+EXAMPLES |= elementwise_calls.MODULES
 
 each_row = pytest.mark.parametrize("plain", MODULES, ids=lambda cls: cls.__name__)
 
