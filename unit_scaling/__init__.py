@@ -115,6 +115,8 @@ from .modules import (
 from .parameter import MupType, Parameter
 from .transforms import report, verify
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CELU",
     "ELU",

@@ -261,7 +261,7 @@ def _detached(value: Any, scope: UnitScale) -> Any:
 
 
 def unit_scale(
-    model: M,
+    module: M,
     replace: Replacements | None = None,
     *,
     init: str = "unit",
@@ -269,7 +269,7 @@ def unit_scale(
     strict: bool = False,
     context_length: int | None = None,
 ) -> M:
-    """A unit-scaled copy of ``model``.
+    """A unit-scaled copy of ``module``.
 
     What each call needs is worked out at the first call, from the model's data flow, and shown by
     `unit_scaling.report`. The copy is the same model in every other way.
@@ -290,8 +290,8 @@ def unit_scale(
     (`torch.nn.utils.weight_norm`). The first call raises ValueError for a function, not a module,
     under `torch.utils.checkpoint`: it would be computed again without its scales.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"unit_scale needs an nn.Module, got {type(model).__name__}")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"unit_scale needs an nn.Module, got {type(module).__name__}")
     for name, got, allowed in (("init", init, INITS), ("residual", residual, RESIDUALS)):
         if got not in allowed:
             names = ", ".join(map(repr, allowed))
@@ -299,8 +299,8 @@ def unit_scale(
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
-    refuse_hooks(model)
-    result = copied(model)
+    refuse_hooks(module)
+    result = copied(module)
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
         return result
