@@ -3,12 +3,15 @@
 from .autocast import autocast, checkpoint_contexts
 from .convert import convert, report, revert
 from .formats import FORMATS, Format, get_format
+from .history import AmaxHistory
 from .quantize import quantize, quantize_backward, quantize_forward
 from .recipe import RECIPES, Cast, Recipe, get_recipe
+from .stats import stats
 
 __all__ = [
     "FORMATS",
     "RECIPES",
+    "AmaxHistory",
     "Cast",
     "Format",
     "Recipe",
@@ -22,4 +25,5 @@ __all__ = [
     "quantize_forward",
     "report",
     "revert",
+    "stats",
 ]

@@ -39,12 +39,15 @@ from .modules import (
     Dropout,
     Embedding,
     EmbeddingBag,
+    GRUCell,
     KeyValueCache,
     LayerNorm,
     Linear,
     LinearReadout,
+    LSTMCell,
     MultiheadAttention,
     RMSNorm,
+    RNNCell,
     SiLU,
     Softmax,
     TransformerDecoder,
@@ -53,6 +56,8 @@ from .modules import (
 )
 from .parameter import MupType, Parameter
 from .transforms import report, verify
+
+__version__ = "0.1.0"
 
 __all__ = [
     "GELU",
@@ -74,7 +79,9 @@ __all__ = [
     "Dropout",
     "Embedding",
     "EmbeddingBag",
+    "GRUCell",
     "KeyValueCache",
+    "LSTMCell",
     "LayerNorm",
     "Linear",
     "LinearReadout",
@@ -82,6 +89,7 @@ __all__ = [
     "MupType",
     "Parameter",
     "RMSNorm",
+    "RNNCell",
     "SiLU",
     "Softmax",
     "TransformerDecoder",
