@@ -264,6 +264,20 @@ def test_inputs_in_every_place():
     assert model.scales_graph().output_node().args[0]["text"] == "no tensor"
 
 
+def test_a_model_that_wants_gradients_of_its_input():
+    """As the speech models of Hugging Face do, for checkpointing."""
+
+    class Wants(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x[:, None]
+            y.requires_grad = True
+            return y * 2
+
+    model = track_scales(Wants())
+    model(torch.ones(3)).sum().backward()
+    assert meta(model.scales_graph())["x"]["metrics"].bwd.mean_abs == 2.0
+
+
 # Over time
 
 

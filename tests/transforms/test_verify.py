@@ -66,6 +66,7 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], t
     "conv1d": (lambda x, w: F.conv1d(x, w, padding=1), (2, 3, 8), (4, 3, 3)),
     "conv2d": (lambda x, w: F.conv2d(x, w, torch.ones(4), 2), (2, 3, 8, 8), (4, 3, 3, 3)),
     "conv_transpose1d": (F.conv_transpose1d, (2, 3, 8), (3, 4, 3)),
+    "chain": (lambda x, w: torch.linalg.multi_dot([x, w]), (6, 4), (4, 3)),
     "unit-scaled": (U.linear, (6, 4), (3, 4)),
     "unit-scaled convolution": (U.conv1d, (2, 3, 8), (4, 3, 3)),
 }

@@ -47,6 +47,9 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 """Methods of a tensor that Python's operators call: ``x + y`` cannot be told from ``x.add(y)``."""
 
 
+_REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
 class Tap(Observer):
     """Writes the graph of one call of a model, with a `Metrics` for each floating-point tensor.
 
@@ -128,6 +131,8 @@ class Tap(Observer):
     def observe(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if function == _REQUIRE_GRAD and args[0].requires_grad:
+            return None  # it need not be set, and cannot be of what is computed from an input
         with unseen():
             written = self._written(args), self._written(kwargs)
         output = function(*args, **kwargs)

@@ -26,6 +26,9 @@ from .replay import Replay
 __all__ = ["Watch"]
 
 _EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
+_UNCAST = frozenset(["_grouped_mm", "chain_matmul", "multi_dot"])
+"""Products that no recipe is for: these can be seen all the same."""
+
 _ATTENTION = "scaled_dot_product_attention"
 _WEIGHTED = _EMBEDDINGS | {kind for kind in PRODUCTS if kind.startswith(("linear", "conv"))}
 """Products whose second operand is a weight, whatever tensor it is."""
@@ -112,12 +115,13 @@ class Watch(Observer):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kind = KINDS.get(function, getattr(function, "__name__", ""))
-        if function in OPAQUE:
+        product = function in FP8_PRODUCTS or kind in PRODUCTS | _EMBEDDINGS | _UNCAST
+        if function in OPAQUE and not product:
             place = self.path[-1] or "the model itself"
             self.notes.append(f"{kind} in {place} is not measured: {OPAQUE[function]}")
         origins = [self._origin(t) for _, t in tensors_in((args, kwargs))]
         origin = self._joined(kind, origins)
-        if function in FP8_PRODUCTS or kind in PRODUCTS or kind in _EMBEDDINGS:
+        if product:
             output = self._product(function, kind, args, kwargs)
             origin = _Origin(frozenset([len(self._products) - 1]))
         else:
