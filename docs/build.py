@@ -20,7 +20,7 @@ import unit_scaling.functional  # noqa: F401 - fills OPS
 from fp8.formats import FORMATS, Format
 from fp8.products import EXPANDED, OPAQUE, PRODUCTS
 from fp8.recipe import RECIPES, Cast, Recipe
-from fp8.scaling import SCALINGS
+from fp8.scaling import RULES, SCALINGS, Scaling
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.ops import OPS, Op
 from unit_scaling.optim import LR_RULES
@@ -100,7 +100,7 @@ def formats(format: Format) -> list[str]:
 def cast(cast: Cast | None) -> str:
     if cast is None:
         return "as it is"
-    return f"`{cast.format}`, scaling `{cast.scaling}`, {cast.rounding}, {cast.overflow}"
+    return f"`{cast}`"
 
 
 def ops(op: Op) -> list[str]:
@@ -131,7 +131,14 @@ def products() -> Iterable[list[str]]:
 
 
 def recipe(recipe: Recipe) -> list[str]:
-    return [f"`{recipe.name}`", *map(cast, (recipe.input, recipe.weight, recipe.grad))]
+    others = [f"`{field}`: {cast(other)}" for field, other in recipe.overrides.items()]
+    casts = map(cast, (recipe.input, recipe.weight, recipe.grad))
+    return [f"`{recipe.name}`", *casts, "; ".join(others)]
+
+
+def scaling(name: str, row: Scaling) -> list[str]:
+    sides = [str(side) if side else "all" for side in row.tile]
+    return [f"`{name}`", row.about, " x ".join(sides), code(row.rules) or "none"]
 
 
 def documented(rows: Mapping[str, Callable[..., Any]]) -> list[list[str]]:
@@ -151,14 +158,24 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Scalings",
-        "`fp8.scaling.SCALINGS`: where the scale of an operand comes from.",
+        "`fp8.scaling.SCALINGS`: what shares a scale. Tile: elements across x along the axis that "
+        "the product sums over. Each product casts along its own axis, the second time again from "
+        "high precision where the tile is not square.",
+        "name | scale | tile | rules, the usual first",
+        [scaling(name, row) for name, row in SCALINGS.items()],
+    ),
+    (
+        "Rules",
+        "`fp8.scaling.RULES`: how a scale follows from the largest magnitude (amax).",
         "name | scale",
-        documented(SCALINGS),
+        documented(RULES),
     ),
     (
         "Recipes",
-        "`fp8.RECIPES`: what happens to each operand of the three products of a layer.",
-        "name | input | weight | gradient of the output",
+        "`fp8.RECIPES`: what happens to each operand of the three products of a layer: format, "
+        "scaling (with its tile and rule where they are not the usual ones), rounding where it is "
+        "not to nearest. Overflow saturates.",
+        "name | input | weight | gradient of the output | otherwise",
         [recipe(row) for row in RECIPES.values()],
     ),
     (

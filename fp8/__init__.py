@@ -3,12 +3,14 @@
 from .autocast import autocast, checkpoint_contexts
 from .convert import convert, report, revert
 from .formats import FORMATS, Format, get_format
+from .history import AmaxHistory
 from .quantize import quantize, quantize_backward, quantize_forward
 from .recipe import RECIPES, Cast, Recipe, get_recipe
 
 __all__ = [
     "FORMATS",
     "RECIPES",
+    "AmaxHistory",
     "Cast",
     "Format",
     "Recipe",

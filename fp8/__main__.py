@@ -25,11 +25,13 @@ def _format_row(format: Format) -> tuple[str, ...]:
 
 
 def _cast_cell(cast: Cast | None) -> str:
-    return "-" if cast is None else f"{cast.format}, {cast.scaling}, {cast.rounding}"
+    return "-" if cast is None else str(cast)
 
 
 def _recipe_row(recipe: Recipe) -> tuple[str, ...]:
-    return (recipe.name, *map(_cast_cell, (recipe.input, recipe.weight, recipe.grad)))
+    casts = map(_cast_cell, (recipe.input, recipe.weight, recipe.grad))
+    others = (f"{field}: {_cast_cell(cast)}" for field, cast in recipe.overrides.items())
+    return (recipe.name, *casts, "; ".join(others))
 
 
 TABLES = {
@@ -38,7 +40,7 @@ TABLES = {
         lambda: map(_format_row, FORMATS.values()),
     ),
     "recipes": (
-        ["recipe", "input", "weight", "grad"],
+        ["recipe", "input", "weight", "grad", "otherwise"],
         lambda: map(_recipe_row, RECIPES.values()),
     ),
 }

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from .checkpoint import checkpointed, in_reentrant
+from .history import AmaxHistory
 from .matmul import ACTIVE, active_recipe
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
@@ -95,6 +96,8 @@ class autocast(TorchFunctionMode):
     opaque: what to do at a call whose products cannot be reached (OPAQUE; under a scaling by rows
     or blocks bilinear too, and an einsum of three operands): "raise" a NotImplementedError that
     names it, or "warn" and leave it in high precision.
+    history: what a recipe with scaling "delayed" remembers, an `fp8.AmaxHistory`; a ValueError asks
+    for it. Others do not read it.
 
     The gradients of the products are computed under the recipe wherever the backward pass is run.
     float16, bfloat16, float32 and float64 tensors are rounded in their own dtype; integer, complex
@@ -116,12 +119,24 @@ class autocast(TorchFunctionMode):
     tensor([[3.]])
     """
 
-    def __init__(self, recipe: str | Recipe = "unit", *, opaque: str = "raise") -> None:
+    def __init__(
+        self,
+        recipe: str | Recipe = "unit",
+        *,
+        opaque: str = "raise",
+        history: AmaxHistory | None = None,
+    ) -> None:
         super().__init__()
         if opaque not in ("raise", "warn"):
             raise ValueError(f"opaque must be 'raise' or 'warn', not {opaque!r}")
         self.recipe = get_recipe(recipe)
+        if self.recipe.keeps_history and not isinstance(history, AmaxHistory):
+            raise ValueError(
+                f'recipe {self.recipe.name!r} has scaling "delayed": give it a place to remember, '
+                f"history=fp8.AmaxHistory(), not {history!r}"
+            )
         self.opaque = opaque
+        self.history = history
         #: Whether what is recomputed in the backward pass opens the block again by itself.
         self.reenters = False
 
@@ -129,14 +144,17 @@ class autocast(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             _STANCE.hold()
         above = tuple(FIRST_LOOK)
-        ACTIVE.blocks.append((self.recipe, self.opaque, above))
+        # A block within one of the same history goes on counting its products.
+        outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
+        count = outer[4] if outer is not None and outer[3] is self.history else [0]
+        ACTIVE.blocks.append((self.recipe, self.opaque, above, self.history, count))
         super().__enter__()
         for mode in above:
             TorchFunctionMode.__enter__(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        *_, above = ACTIVE.blocks.pop()
+        above = ACTIVE.blocks.pop()[2]
         for mode in reversed(above):
             TorchFunctionMode.__exit__(mode, *error)
         super().__exit__(*error)
@@ -161,6 +179,7 @@ class autocast(TorchFunctionMode):
             elif result is not NotImplemented:
                 return result
         elif function is checkpoint:
+            _check_recomputes(active_recipe())
             return checkpointed(self, *args, **kwargs)
         elif function in EXPANDED:
             with self:
@@ -177,6 +196,14 @@ _REENTRANT = (
 )
 
 
+def _check_recomputes(recipe: Recipe | None) -> None:
+    if recipe is not None and recipe.keeps_history:
+        raise NotImplementedError(
+            f"recipe {recipe.name!r} cannot be checkpointed: what is recomputed would have other "
+            'scales, as scaling "delayed" has moved on'
+        )
+
+
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The ``context_fn`` of `torch.utils.checkpoint.checkpoint` inside of `fp8.autocast`.
 
@@ -186,9 +213,11 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
     and in models of the library transformers
     ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ...})``. Outside of
-    a block it does nothing. torch.compile takes no context_fn of this kind, and needs none.
+    a block it does nothing. Raises NotImplementedError under a recipe with scaling "delayed", whose
+    scales would be others by then. torch.compile takes no context_fn of this kind, and needs none.
     """
     recipe = active_recipe()
+    _check_recomputes(recipe)
     again = nullcontext() if recipe is None else autocast(recipe, opaque=ACTIVE.blocks[-1][1])
     return nullcontext(), again
 

@@ -20,7 +20,7 @@ from .function import apply
 from .quantize import quantize
 from .recipe import Cast, Recipe
 from .rounding import KEY_START
-from .scaling import scale_of, scaled_tiles
+from .scaling import delayed_scale, scale_of, scaled_tiles
 
 __all__ = ["cast_backward", "cast_forward", "is_symmetric", "is_whole", "round_straight", "spec_of"]
 
@@ -57,37 +57,63 @@ def is_whole(recipe: Recipe) -> bool:
     return all(cast is None or cast.tile == (0, 0) for cast in casts)
 
 
-def cast_forward(x: Tensor, cast: Cast | None, axis: int = -1) -> Tensor:
+def cast_forward(
+    x: Tensor, cast: Cast | None, axis: int = -1, history: Tensor | None = None
+) -> Tensor:
     """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not."""
-    return x if cast is None else round_straight(x, spec_of(cast), axis)
+    return x if cast is None else round_straight(x, spec_of(cast), axis, history)
 
 
-def cast_backward(x: Tensor, cast: Cast | None, axis: int = -1) -> Tensor:
+def cast_backward(
+    x: Tensor, cast: Cast | None, axis: int = -1, history: Tensor | None = None
+) -> Tensor:
     """``x`` itself; its gradient is rounded under ``cast``."""
-    return x if cast is None else apply(_RoundGradient, x, spec_of(cast), axis)
+    return x if cast is None else apply(_RoundGradient, x, history, spec_of(cast), axis)
 
 
-def round_straight(x: Tensor, spec: Spec, axis: int = -1) -> Tensor:
-    """``x`` under a spec, rotated if it says so; differentiable, straight through the rounding."""
+def round_straight(
+    x: Tensor,
+    spec: Spec,
+    axis: int = -1,
+    history: Tensor | None = None,
+    record: bool | None = None,
+) -> Tensor:
+    """``x`` under a spec, rotated if it says so; differentiable, straight through the rounding.
+
+    history: that of the operand, where the scaling is "delayed"; record: whether x enters it (None:
+    where gradients are recorded).
+    """
     if not spec:
         return x
+    scale = None
     if spec[-1]:
         x = _rotated(x, spec[-1], axis)
-    return apply(_Round, x, spec, axis) if torch.is_grad_enabled() else _rounded(x, spec, axis)
+    if history is not None:
+        record = torch.is_grad_enabled() if record is None else record
+        scale = delayed_scale(x, history, _format(spec), spec[2], record)
+    if not torch.is_grad_enabled():
+        return _rounded(x, scale, spec, axis)
+    return apply(_Round, x, scale, spec, axis)
 
 
-def _rounded(x: Tensor, spec: Spec, axis: int) -> Tensor:
-    """``x`` in the spec's format, with its scales multiplied in again. No gradient."""
-    name, _, rule, tile, rounding, overflow, random_bits, _ = spec
-    if isinstance(name, str):
-        format = get_format(name)
-    else:
-        format = Format(**dict(zip(_FORMAT_FIELDS, name, strict=True)))
+def _format(spec: Spec) -> Format:
+    if isinstance(spec[0], str):
+        return get_format(spec[0])
+    return Format(**dict(zip(_FORMAT_FIELDS, spec[0], strict=True)))
+
+
+def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
+    """``x`` in the spec's format, with its scales multiplied in again; ``scale`` is that of delayed
+    scaling. No gradient."""
+    _, _, rule, tile, margin, _, rounding, overflow, random_bits, _ = spec
+    format = _format(spec)
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     if rule is None or x.numel() == 0:
         return quantize(x, format, **how)
     tiles, dims = scaled_tiles(x, tile, axis)
-    y = quantize(tiles, format, scale=scale_of(tiles, dims, format, rule), **how)
+    if scale is None:
+        scale = scale_of(tiles, dims, format, rule)
+    y = quantize(tiles, format, scale=scale * 2.0**margin if margin else scale, **how)
     return y if tiles.dim() == x.dim() and tiles.shape == x.shape else _untiled(y, x, tile, axis)
 
 
@@ -108,8 +134,8 @@ class _Round(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, spec: Spec, axis: int) -> Tensor:
-        return _rounded(x, spec, axis)
+    def forward(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
+        return _rounded(x, scale, spec, axis)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -117,23 +143,24 @@ class _Round(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None
+        return grad, None, None, None
 
 
 class _RoundGradient(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, spec: Spec, axis: int) -> Tensor:
+    def forward(x: Tensor, history: Tensor | None, spec: Spec, axis: int) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.spec, ctx.axis = inputs
+        _, ctx.history, ctx.spec, ctx.axis = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return round_straight(grad, ctx.spec, ctx.axis), None, None
+        g = round_straight(grad, ctx.spec, ctx.axis, ctx.history, record=True)
+        return g, None, None, None
 
 
 def _hadamard_matrix(size: int) -> list[list[float]]:

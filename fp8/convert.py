@@ -96,7 +96,8 @@ def convert(model: M, recipe: str | Recipe = "unit", *, where: Where | None = No
 
     Products that are no layer's (attention, `@`) stay in high precision: `fp8.autocast` around
     the call of the model is for those.
-    Raises TypeError for what is not a module, ValueError for an unknown recipe.
+    Raises TypeError for what is not a module, ValueError for an unknown recipe and for one with
+    scaling "delayed".
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), "unit")
@@ -109,6 +110,11 @@ def convert(model: M, recipe: str | Recipe = "unit", *, where: Where | None = No
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert needs an nn.Module, got {type(model).__name__}")
     chosen = get_recipe(recipe)
+    if chosen.keeps_history:
+        raise ValueError(
+            f"recipe {chosen.name!r} keeps a history, which no layer has: run the model under "
+            "fp8.autocast(recipe, history=fp8.AmaxHistory())"
+        )
     revert(model)
     for name, module, why_not in _layers(model):
         if why_not is None and _fits(module, chosen) and (where is None or where(name, module)):

@@ -27,6 +27,7 @@ from .matmul import (
     active_recipe,
     casts_of,
     check_scales,
+    layer_histories,
     one_copy,
     to_autocast_dtype,
     with_copies,
@@ -40,19 +41,21 @@ aten = torch.ops.aten
 Ints = int | Sequence[int]
 
 
-def _cast_maps(x: Tensor, spec: Spec, axis: int) -> Tensor:
+def _cast_maps(
+    x: Tensor, spec: Spec, axis: int, history: Tensor | None = None, record: bool | None = None
+) -> Tensor:
     """Feature maps (batch, channels, *size) under a spec; axis: -1 sums over channels, -2 over
     positions."""
     if not spec or spec[3] == (0, 0):
-        return round_straight(x, spec)
+        return round_straight(x, spec, axis, history, record)
     last = x.movedim(1, -1)
     return round_straight(last.flatten(0, -2), spec, axis).reshape(last.shape).movedim(-1, 1)
 
 
-def _cast_weight(x: Tensor, spec: Spec, axis: int) -> Tensor:
+def _cast_weight(x: Tensor, spec: Spec, axis: int, history: Tensor | None = None) -> Tensor:
     """A weight (first, second, *kernel) under a spec; axis: -1 sums over second, -2 over first."""
     if not spec or spec[3] == (0, 0):
-        return round_straight(x, spec)
+        return round_straight(x, spec, axis, history)
     last = x.movedim(1, -1)
     return round_straight(last.flatten(1), spec, axis).reshape(last.shape).movedim(-1, 1)
 
@@ -63,7 +66,8 @@ class _Convolution(Function):
     A scale multiplies the smaller tensor (the weight, or the weight's gradient) rather than the
     feature maps; `aten.convolution_backward` is itself differentiable. Arguments: input and
     weight, cast; what backward casts instead of them, or None; bias or None; the three scales;
-    (stride, padding, dilation, transposed, output_padding, groups); the last four of `Casts`.
+    (stride, padding, dilation, transposed, output_padding, groups); the history of the
+    gradient or None; the last four of `Casts`.
     """
 
     generate_vmap_rule = True
@@ -75,6 +79,7 @@ class _Convolution(Function):
         other_input: Tensor | None,
         other_weight: Tensor | None,
         bias: Tensor | None,
+        history: Tensor | None,
         s_y: float,
         s_dx: float,
         s_dw: float,
@@ -85,7 +90,8 @@ class _Convolution(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, other_x, other_w, _, _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.casts = inputs
+        x, w, other_x, other_w, _, ctx.history, _, ctx.s_dx, ctx.s_dw, *rest = inputs
+        ctx.geometry, ctx.casts = rest
         ctx.save_for_backward(x if other_x is None else other_x, w if other_w is None else other_w)
 
     @staticmethod
@@ -96,20 +102,21 @@ class _Convolution(Function):
         gradient = aten.convolution_backward.default
         dx = dw = db = g = None
         if needs_x:
-            g = _cast_maps(grad, for_x, -1)
+            g = _cast_maps(grad, for_x, -1, ctx.history, record=True)
             w_axis = -1 if ctx.geometry[3] else -2
             scaled = _times(_cast_weight(w, again_w, w_axis).to(grad.dtype), ctx.s_dx)
             dx, *_ = gradient(
                 g, x.to(grad.dtype), scaled, None, *ctx.geometry, [True, False, False]
             )
         if needs_w:
-            g = g if g is not None and one_copy(for_x, for_w) else _cast_maps(grad, for_w, -2)
+            if g is None or not one_copy(for_x, for_w):
+                g = _cast_maps(grad, for_w, -2, ctx.history, record=True)
             x = _cast_maps(x, again_x, -2).to(grad.dtype)
             _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *ctx.geometry, [False, True, False])
             dw = _times(dw, ctx.s_dw)
         if needs_bias:  # of the gradient that no cast has touched, as in fp8.matmul.linear
             db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
-        return (dx, dw, None, None, db, *[None] * 5)
+        return (dx, dw, None, None, db, *[None] * 6)
 
 
 def _convolve(
@@ -123,12 +130,14 @@ def _convolve(
     """`_Convolution` of operands that are still to be cast."""
     casts = casts_of(recipe)
     casts = Casts(*((*spec[:-1], 0) if spec else () for spec in casts))  # no rotation
+    of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
     first, second, *rest = with_copies(x, weight, casts)
-    rounded = to_autocast_dtype(
-        _cast_maps(x, casts.a, -1), _cast_weight(weight, casts.b, -2 if geometry[3] else -1), bias
+    axis = -2 if geometry[3] else -1
+    x, weight, bias = to_autocast_dtype(
+        _cast_maps(x, casts.a, -1, of_x), _cast_weight(weight, casts.b, axis, of_w), bias
     )
     return apply(
-        _Convolution, *rounded[:2], first, second, rounded[2], *scales, geometry, tuple(rest)
+        _Convolution, x, weight, first, second, bias, of_grad, *scales, geometry, tuple(rest)
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .casting import cast_backward, cast_forward, is_whole
-from .matmul import matmul
+from .matmul import histories, matmul
 from .recipe import Recipe
 
 __all__ = ["as_equation", "einsum", "sums_products"]
@@ -33,8 +33,10 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
         return y
     if not is_whole(recipe):
         return "a scale by rows or blocks needs one axis to sum over; write products of two"
-    operands = [cast_forward(t, recipe.input) for t in operands]
-    return cast_backward(aten.einsum.default(equation, operands), recipe.grad)
+    cast = recipe.input
+    *of, of_grad = histories(recipe, "einsum", operands[0], *[cast] * len(operands), recipe.grad)
+    operands = [cast_forward(t, cast, -1, h) for t, h in zip(operands, of, strict=True)]
+    return cast_backward(aten.einsum.default(equation, operands), recipe.grad, -1, of_grad)
 
 
 def _as_matmul(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | None:
@@ -54,14 +56,14 @@ def _as_matmul(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor 
         return None
     left = a.permute([first.index(c) for c in (*batch, *rows, *inner)])
     right = b.permute([second.index(c) for c in (*batch, *inner, *columns)])
-    m, k, n = (math.prod(size[c] for c in letters) for letters in (rows, inner, columns))
+    m, k, n = [math.prod([size[c] for c in letters]) for letters in (rows, inner, columns)]
     head = len(batch)
     y = matmul(
         left.reshape(*left.shape[:head], m, k),
         right.reshape(*right.shape[:head], k, n),
         recipe=recipe,
     )
-    y = y.reshape((*y.shape[:head], *(size[c] for c in (*rows, *columns))))
+    y = y.reshape((*y.shape[:head], *[size[c] for c in (*rows, *columns)]))
     letters = [*batch, *rows, *columns]
     over = [i for i, c in enumerate(letters) if c not in output]
     if over:

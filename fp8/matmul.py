@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from .casting import Spec, is_symmetric, round_straight, spec_of
 from .function import apply
-from .recipe import Recipe
+from .recipe import Cast, Recipe
 
 __all__ = ["active_recipe", "linear", "matmul"]
 
@@ -38,8 +38,9 @@ ONES: Scales = (1.0, 1.0, 1.0)
 class _Active(threading.local):
     """The `fp8.autocast` blocks that are open in this thread, innermost last.
 
-    blocks holds (recipe, opaque, ...). A list that is changed, not an attribute that is set: what
-    the compiler makes of setting an attribute of a thread-local is lost.
+    blocks holds (recipe, opaque, what is above, history, [number of products so far]). Lists that
+    are changed, not attributes that are set: what the compiler makes of setting an attribute of a
+    thread-local is lost.
     """
 
     def __init__(self) -> None:
@@ -84,15 +85,51 @@ def one_copy(first: Spec, second: Spec) -> bool:
     return first == second and is_symmetric(first)
 
 
-def gradients(grad: Tensor, casts: tuple[Any, ...], needs_a: bool, needs_b: bool) -> list[Any]:
+def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
+    """The amax histories of the operands of a product, and of its gradient, which has the last of
+    ``casts``; None where the scaling is not "delayed".
+
+    They belong to the enclosing `fp8.autocast`, which numbers its products.
+    """
+    if recipe is None or not recipe.keeps_history:
+        return [None] * len(casts)
+    *_, history, count = ACTIVE.blocks[-1] if ACTIVE.blocks else (None, None)
+    if history is None:
+        raise ValueError(
+            f'recipe {recipe.name!r} has scaling "delayed", which needs a history: '
+            "open fp8.autocast(recipe, history=fp8.AmaxHistory()) around the product"
+        )
+    count[0] += 1
+    names = [f"{count[0]:03d}.{product}.{i}" for i in range(len(casts) - 1)]
+    return [
+        history.tensor(name, cast.history, like.device) if cast and cast.history else None
+        for name, cast in zip([*names, f"{count[0]:03d}.{product}.grad"], casts, strict=True)
+    ]
+
+
+def layer_histories(
+    recipe: Recipe | None, product: str, a: Tensor, layer: bool = True
+) -> list[Any]:
+    """Those of a product with an input and a weight (layer) or two inputs, and its gradient."""
+    if recipe is None:
+        return [None] * 3
+    b = recipe.weight if layer else recipe.input
+    return histories(recipe, product, a, recipe.input, b, recipe.grad)
+
+
+def gradients(
+    grad: Tensor, casts: tuple[Any, ...], history: Tensor | None, needs_a: bool, needs_b: bool
+) -> list[Any]:
     """The output's gradient (rows, columns) as the products for a and for b use it; differentiable.
 
     casts: the last four of `Casts`.
     """
-    for_a = round_straight(grad, casts[0]) if needs_a else None
+    for_a = round_straight(grad, casts[0], -1, history, record=True) if needs_a else None
     if for_a is not None and one_copy(casts[0], casts[2]):
         return [for_a, for_a]
-    return [for_a, round_straight(grad, casts[2], -2) if needs_b else None]
+    if not needs_b:
+        return [for_a, None]
+    return [for_a, round_straight(grad, casts[2], -2, history, record=True)]
 
 
 def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
@@ -112,8 +149,8 @@ class _Product(Function):
 
     Every product has this one form: it is the layout of the FP8 GEMM, and the gradient of a
     weight (n, k) comes out in the weight's own layout. Arguments: a and b, cast; what backward
-    casts instead of them, or None; bias (n,) of two matrices or None; the three scales; the last
-    four of `Casts`.
+    casts instead of them, or None; bias (n,) of two matrices or None; the history of the
+    gradient or None; the three scales; the last four of `Casts`.
     """
 
     generate_vmap_rule = True
@@ -125,6 +162,7 @@ class _Product(Function):
         other_a: Tensor | None,
         other_b: Tensor | None,
         bias: Tensor | None,
+        history: Tensor | None,
         s_y: float,
         s_a: float,
         s_b: float,
@@ -134,14 +172,15 @@ class _Product(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, other_a, other_b, _, _, ctx.s_a, ctx.s_b, ctx.casts = inputs
+        # The history is not saved: it changes, and is meant to, before it is used.
+        a, b, other_a, other_b, _, ctx.history, _, ctx.s_a, ctx.s_b, ctx.casts = inputs
         ctx.save_for_backward(a if other_a is None else other_a, b if other_b is None else other_b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         needs_a, needs_b, _, _, needs_bias, *_ = ctx.needs_input_grad
-        for_a, for_b = gradients(grad, ctx.casts, needs_a, needs_b)
+        for_a, for_b = gradients(grad, ctx.casts, ctx.history, needs_a, needs_b)
         da = db = dbias = None
         if needs_a:
             b = round_straight(b, ctx.casts[1], -2).to(grad.dtype)
@@ -151,19 +190,30 @@ class _Product(Function):
             db = _gemm(for_b.mT, a, ctx.s_b)
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
-        return da, db, None, None, dbias, None, None, None, None
+        return da, db, None, None, dbias, *[None] * 5
 
 
-def _multiply(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, casts: Casts) -> Tensor:
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    scales: Scales,
+    recipe: Recipe | None,
+    layer: bool = True,
+) -> Tensor:
     """`_Product` of operands that are still to be cast: to the recipe's formats, then to
     autocast's dtype.
 
     In that order each is rounded to its format once, from its full precision; torch.autocast's
     16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
     """
+    casts = casts_of(recipe, layer)
+    of_a, of_b, of_grad = layer_histories(recipe, "linear" if layer else "matmul", a, layer)
     first, second, *rest = with_copies(a, b, casts)
-    rounded = to_autocast_dtype(round_straight(a, casts.a), round_straight(b, casts.b), bias)
-    return apply(_Product, *rounded[:2], first, second, rounded[2], *scales, tuple(rest))
+    x, w, bias = to_autocast_dtype(
+        round_straight(a, casts.a, -1, of_a), round_straight(b, casts.b, -1, of_b), bias
+    )
+    return apply(_Product, x, w, first, second, bias, of_grad, *scales, tuple(rest))
 
 
 def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Any, ...]:
@@ -234,11 +284,10 @@ def linear(
             f"linear needs an input of shape (..., {weight.shape[1]}) for a weight of shape "
             f"{tuple(weight.shape)}, got {tuple(input.shape)}"
         )
-    casts = casts_of(recipe)
     if input.dim() == 2:
-        return _multiply(input, weight, bias, scales, casts)
+        return _multiply(input, weight, bias, scales, recipe)
     rows = input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
-    y = _multiply(rows, weight, bias, scales, casts)
+    y = _multiply(rows, weight, bias, scales, recipe)
     return y.reshape(*input.shape[:-1], weight.shape[0])
 
 
@@ -259,15 +308,14 @@ def matmul(
             f"matmul needs matching inner sizes, got shapes {tuple(left.shape)} and "
             f"{tuple(right.shape)}"
         )
-    casts = casts_of(recipe, layer=False)
     a = left.unsqueeze(0) if left.dim() == 1 else left
     b = right.unsqueeze(1) if right.dim() == 1 else right
-    y = _batched(a, b, scales, casts)
+    y = _batched(a, b, scales, recipe)
     y = y.squeeze(-1) if right.dim() == 1 else y
     return y.squeeze(-1 if right.dim() == 1 else -2) if left.dim() == 1 else y
 
 
-def _batched(a: Tensor, b: Tensor, scales: Scales, casts: Casts) -> Tensor:
+def _batched(a: Tensor, b: Tensor, scales: Scales, recipe: Recipe | None) -> Tensor:
     """The product of two matrices or (broadcast) batches of them, in one call of `_Product`."""
     batch = a.shape[:-2]
     if b.dim() == 2:  # a batch times one matrix is one product
@@ -277,5 +325,5 @@ def _batched(a: Tensor, b: Tensor, scales: Scales, casts: Casts) -> Tensor:
             batch = torch.broadcast_shapes(batch, b.shape[:-2])
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
-    y = _multiply(rows, b.mT, None, scales, casts)
+    y = _multiply(rows, b.mT, None, scales, recipe, layer=False)
     return y if y.dim() == a.dim() else y.reshape(*batch, a.shape[-2], b.shape[-1])

@@ -213,10 +213,13 @@ def _bilinear(
         return (
             "it sums over two axes one after the other, and a scale belongs to one; write it with @"
         )
-    first, second = (cast_forward(t, recipe.input) for t in (input1, input2))
-    weight = cast_forward(weight, recipe.weight)
-    first, second, weight, bias = matmul.to_autocast_dtype(first, second, weight, bias)
-    y = cast_backward(aten.bilinear.default(first, second, weight, None), recipe.grad)
+    casts = (recipe.input, recipe.input, recipe.weight)
+    *of, of_grad = matmul.histories(recipe, "bilinear", input1, *casts, recipe.grad)
+    operands = zip((input1, input2, weight), casts, of, strict=True)
+    rounded = [cast_forward(t, cast, -1, history) for t, cast, history in operands]
+    first, second, weight, bias = matmul.to_autocast_dtype(*rounded, bias)
+    y = aten.bilinear.default(first, second, weight, None)
+    y = cast_backward(y, recipe.grad, -1, of_grad)
     return y if bias is None else y + bias
 
 

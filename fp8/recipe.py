@@ -47,6 +47,8 @@ class Cast:
     becomes the scaling's usual one.
     tile: how many elements share a scale (across, along) the axis that the product sums over, for
     the scalings that leave it open. None becomes the scaling's usual one.
+    margin: the scale is multiplied by 2**margin, which leaves room for that many doublings.
+    history: for scaling "delayed" how many passes count, 1 is the last alone; None becomes 16.
     rounding, overflow, random_bits: as in `fp8.quantize`. Stochastic rounding draws a new seed at
     each use.
     hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix of
@@ -61,6 +63,8 @@ class Cast:
     scaling: str = "unit"
     rule: str | None = None
     tile: tuple[int, int] | None = None
+    margin: int = 0
+    history: int | None = None
     rounding: str = "nearest"
     overflow: str = "saturate"
     random_bits: int = 31
@@ -74,6 +78,7 @@ class Cast:
         if self.overflow == "nonfinite" and format.nonfinite is None:
             raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
         _check_int("random_bits", self.random_bits, 1, 31)
+        _check_int("margin", self.margin, -32, 32)
         self._complete()
         if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128) or isinstance(self.hadamard, bool):
             raise ValueError(
@@ -92,6 +97,12 @@ class Cast:
                 raise ValueError(
                     f"scaling {self.scaling!r} has no rule {self.rule!r}; it has {allowed}"
                 )
+        delayed = self.scaling == "delayed"
+        if self.history is None:
+            object.__setattr__(self, "history", 16 if delayed else 0)
+        _check_int(f"history of scaling {self.scaling!r}", self.history, delayed, 4096 * delayed)
+        if self.margin and self.rule is None:
+            raise ValueError(f"scaling {self.scaling!r} is 1 and has no margin")
         tile = row.tile if self.tile is None else tuple(self.tile)
         if tile != row.tile:
             if not row.free:
@@ -103,6 +114,23 @@ class Cast:
             if tile == (1, 1):
                 raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
         object.__setattr__(self, "tile", tile)
+
+    def __str__(self) -> str:
+        """Format and scaling, and whatever is not usual: "e2m1, nv 16x16, stochastic"."""
+        row = SCALINGS[self.scaling]
+        scaling = self.scaling
+        if self.tile != row.tile:
+            scaling += " {}x{}".format(*self.tile or ())
+        if self.rule is not None and self.rule != row.rules[0]:
+            scaling += f" by {self.rule}"
+        unusual = [
+            self.rounding if self.rounding != "nearest" else "",
+            self.overflow if self.overflow != "saturate" else "",
+            f"margin {self.margin}" if self.margin else "",
+            f"history {self.history}" if self.history else "",
+            f"rotated by {self.hadamard}" if self.hadamard else "",
+        ]
+        return ", ".join(filter(None, [str(self.format), scaling, *unusual]))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
@@ -152,7 +180,8 @@ class Recipe:
     the gradient and the input for the product named first; "same" casts as above. Where a scale
     belongs to a row or block, each product casts anew, along the axis that it sums over, from the
     operand in high precision.
-    Raises TypeError for what is not a Cast, ValueError where only one operand of a product is
+    Raises TypeError for what is not a Cast, ValueError for a second cast with scaling "delayed" and
+    where only one operand of a product is
     rotated, or one of the forward product.
     """
 
@@ -174,11 +203,24 @@ class Recipe:
             ):
                 same = ', None or "same"' if field in _OVERRIDES else " or None"
                 raise TypeError(f"Recipe.{field} must be a Cast{same}, not {cast!r}")
+            if field in _OVERRIDES and isinstance(cast, Cast) and cast.history:
+                raise ValueError(f'{field} cannot have scaling "delayed": one history, one cast')
         for product in ("forward", "grad_input", "grad_weight"):
             sizes = [cast.hadamard if cast else 0 for cast in getattr(self, product)]
             if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
                 needs = "no rotation" if product == "forward" else "both operands rotated or none"
                 raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
+
+    @property
+    def overrides(self) -> dict[str, Cast | None]:
+        """The fields that are not "same"."""
+        values = {field: getattr(self, field) for field in _OVERRIDES}
+        return {field: cast for field, cast in values.items() if cast != SAME}
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether it needs an `fp8.AmaxHistory`."""
+        return any(cast is not None and cast.history for cast in (*self.forward, self.grad))
 
     @property
     def forward(self) -> Pair:
@@ -286,6 +328,8 @@ RECIPES: dict[str, Recipe] = {
         _all("unit_e4m3", "e4m3"),
         # One scale per tensor.
         _e4m3_e5m2("tensor", "tensor"),
+        # Micikevicius et al. 2022 (arXiv:2209.05433), section 3.1, with 16 passes as in FP8-LM.
+        _e4m3_e5m2("delayed", "delayed"),
         # One per row or block of what is summed over.
         _all("row", "e4m3", "row"),
         _row_gw_hp(),

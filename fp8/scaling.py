@@ -16,7 +16,7 @@ from .formats import FORMATS, Format
 from .quantize import quantize
 from .rounding import LAYOUTS
 
-__all__ = ["RULES", "SCALINGS", "Scaling", "scale_of", "scaled_tiles"]
+__all__ = ["RULES", "SCALINGS", "Scaling", "delayed_scale", "scale_of", "scaled_tiles"]
 
 aten = torch.ops.aten
 
@@ -112,6 +112,11 @@ _POWERS = ("up", "floor", "ceil", "even")
 SCALINGS: dict[str, Scaling] = {
     "unit": Scaling("1: the operand is expected to have RMS about 1", (0, 0), ()),
     "tensor": Scaling("one of its largest magnitude, now", (0, 0), (*_POWERS, "exact")),
+    "delayed": Scaling(
+        "one of its largest magnitude in the last passes, which an `AmaxHistory` keeps",
+        (0, 0),
+        (*_POWERS, "exact"),
+    ),
     "row": Scaling(
         "one for each row along the axis that is summed over: token, output channel",
         (1, 0),
@@ -161,6 +166,23 @@ def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     amax = _largest(x.detach(), dims).to(dtype)
     return _defined(RULES[rule](amax, format), amax)
+
+
+def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
+    """The scale of the largest entry of ``history``; of ``x`` itself while there is none.
+
+    record: put the largest magnitude of x in front, for the passes to come, and let the oldest
+    entry go; 0 where it is Inf or NaN. Limits as in `scale_of`; what is beyond the scale's range
+    overflows as the cast says. history: float32 (length,), changed in place.
+    """
+    now = _largest(x.detach(), None).to(history.dtype) if x.numel() else history.new_zeros(())
+    known = history.amax()
+    used = torch.where(known > 0, known, now)
+    scale = _defined(RULES[rule](used, format), used)
+    if record:
+        now = torch.where(now < torch.inf, now, 0.0)
+        history.copy_(torch.cat([now[None], history[:-1]]))
+    return scale
 
 
 def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:

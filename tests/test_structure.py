@@ -24,6 +24,7 @@ PACKAGES = ("fp8", "unit_scaling")
 LAYERS = """
 fp8.formats <- fp8.rounding <- fp8.quantize <- fp8.scaling <- fp8.recipe <- fp8.casting
 fp8.casting <- fp8.matmul
+fp8.history <- fp8.autocast
 fp8.function <- fp8.quantize
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
 fp8.products, fp8.checkpoint <- fp8.autocast <- fp8.convert

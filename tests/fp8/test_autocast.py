@@ -223,9 +223,9 @@ class Counting(Counter):
         super().__init__()
         plain = fp8.casting._rounded
 
-        def counted(x, spec, axis):
+        def counted(x, scale, spec, axis):
             self[spec[0]] += 1
-            return plain(x, spec, axis)
+            return plain(x, scale, spec, axis)
 
         monkeypatch.setattr(fp8.casting, "_rounded", counted)
 

@@ -20,9 +20,11 @@ def test_what_a_line_says(capsys):
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     assert lines["e4m3"] == ["1/4/3", "7", "448", "0.015625", "0.00195312", "no", "yes", "yes"]
     main(["recipes"])
-    assert "e4m3, tensor, nearest  e4m3, tensor, nearest  e5m2, tensor, nearest" in (
-        capsys.readouterr().out
-    )
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["tensor"].endswith(" e5m2, tensor")
+    assert "e2m1, nv 16x16 " in lines["nvfp4"]
+    assert lines["nvfp4"].endswith("grad_weight_input: e2m1, nv, rotated by 16")
+    assert "grad_input_weight: e4m3, tensor; grad_weight_grad: -;" in lines["row_gw_hp"]
 
 
 def test_an_unknown_table_is_one_line_and_code_2(capsys):

@@ -14,7 +14,10 @@ from tests.reference import NONE, assert_within, cast, nearest, product, rotatio
 
 SCALES = (0.3, 2.5, 0.7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-RECIPES = {"none": NONE} | {name: nearest(recipe) for name, recipe in fp8.RECIPES.items()}
+RECIPES = {"none": NONE} | {
+    name: nearest(recipe) for name, recipe in fp8.RECIPES.items() if not recipe.keeps_history
+}
+"""With one right answer: rounding to nearest; test_history.py has those with a history."""
 
 EVERY = [(torch.float32, name) for name in RECIPES]
 EVERY += [(dtype, name) for dtype in DTYPES[1:] for name in ("none", "tensor", "block", "nvfp4")]

@@ -9,7 +9,8 @@ from fp8.scaling import RULES, SCALINGS, scale_of
 from tests import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SCALED = [(name, rule) for name, row in SCALINGS.items() for rule in row.rules]
+NOW = {name: row for name, row in SCALINGS.items() if row.rules and name != "delayed"}
+SCALED = [(name, rule) for name, row in NOW.items() for rule in row.rules]
 E4M3 = FORMATS["e4m3"]
 
 
@@ -66,7 +67,7 @@ def test_the_range_of_a_scale(rule):
 # --- tiles
 
 
-TILES = [(name, tile) for name, row in SCALINGS.items() for tile in {row.tile} if row.rules]
+TILES = [(name, row.tile) for name, row in NOW.items()]
 TILES += [
     ("block", (4, 4)),
     ("block", (4, 16)),

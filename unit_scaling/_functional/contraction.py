@@ -66,7 +66,12 @@ def einsum_scales(
     A dimension of size 1 that is broadcast counts as one it does not have.
     """
     operands = [left, *([] if right is None else [right]), *more]
-    terms, output = _parsed(equation, operands)
+    return _factors(*_parsed(equation, operands), operands, constraint)
+
+
+def _factors(
+    terms: Sequence[str], output: str, operands: Sequence[Tensor], constraint: str | None
+) -> Scales:
     sizes = _sizes(terms, operands)
     every = math.prod(list(sizes.values()))
     factors = {"output": inverse(every // (math.prod([sizes[c] for c in output]) or 1))}
@@ -157,7 +162,7 @@ def einsum(
         first = einsum(f"{terms[0]},{terms[1]}->{kept}", left, right, constraint=tied)
         rest = f"{','.join((kept, *terms[2:]))}->{output}"
         return einsum(rest, first, more[0], more[1:], tied)
-    s = einsum_scales(equation, left, right, constraint=constraint)
+    s = _factors(terms, output, operands, constraint)
     groups = None if right is None else _matrix_form(terms, output, left, right)
     if groups is not None:
         assert right is not None

@@ -77,12 +77,12 @@ class _Planner:
         self.averages: dict[int, int] = {}  # product of attention weights and values -> keys
 
     def _inner_readouts(self) -> frozenset[str]:
-        """The readout weights with products or residual adds after them."""
+        """The readout weights with products, residual adds or a second path to the loss around."""
         after = [False] * len(self.nodes)
         inner: set[str | None] = set()
         for index in reversed(range(len(self.nodes))):
             mixes = self.flow.is_product(index) or index in self.residuals.adds
-            if self.flow.is_product(index) and after[index]:
+            if self.flow.is_product(index) and (after[index] or not self.bridges[index]):
                 inner |= {self.flow.parameters[i.node] for i in self.nodes[index].inputs}
             for source in self.flow.sources[index]:
                 after[source] = after[source] or after[index] or mixes

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..parameter import remember_tags, tag
 from .steps import Row
 
-__all__ = ["Weights", "prepare"]
+__all__ = ["Weights", "parametrizations", "prepare", "refuse_hooks"]
 
 _KERNELS = (nn.RNNCellBase,)
 """Modules computed by one opaque kernel, whose weights nothing can compensate for."""
@@ -45,7 +46,11 @@ def prepare(model: nn.Module, init: str) -> Weights:
     for name, parameter in model.named_parameters():
         module, path = owners[id(parameter)]
         leaf = name.rpartition(".")[2]
-        if isinstance(module, _KERNELS):
+        if isinstance(module, ParametrizationList):
+            why = "parametrized: the weight is scaled where it is used"
+            weights.rows.append(Row(path, leaf, "unchanged", why))
+            tag(parameter, "weight" if parameter.dim() > 1 else "norm")
+        elif isinstance(module, _KERNELS):
             weights.rows.append(Row(path, leaf, "left alone", "inside a kernel without a rule"))
             tag(parameter, "weight" if parameter.dim() > 1 else "bias")
         elif parameter.dim() > 1:
@@ -62,6 +67,24 @@ def prepare(model: nn.Module, init: str) -> Weights:
             tag(parameter, "norm")
     remember_tags(model)
     return weights
+
+
+def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
+    """The paths of the modules that compute a weight of another module."""
+    lists = [m for m in model.modules() if isinstance(m, ParametrizationList)]
+    inside = {id(part) for many in lists for part in many.modules()}
+    return frozenset(prefix + path for path, m in model.named_modules() if id(m) in inside)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Weights that a hook sets before each call are neither parameters nor seen to be computed."""
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                raise ValueError(
+                    f"{path or 'the model'} has its weight computed by a hook "
+                    f"({type(hook).__name__}): use torch.nn.utils.parametrizations instead"
+                )
 
 
 def _readout(model: nn.Module) -> str | None:
