@@ -216,6 +216,25 @@ def test_nothing_is_left_behind():
     assert {row["direction"] for row in rows} == {"fwd"}
 
 
+def test_a_parameter_that_is_returned_as_it_is():
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight.float().contiguous()
+
+    model = track_scales(Cast())
+    model(torch.ones(3)).sum().backward()
+    weights = [n.name for n in model.scales_graph().nodes if n.meta["requires_grad"]]
+    assert weights == ["self_parameters_weight"]
+    model.scales_graph().lint()
+    with torch.no_grad():
+        model(torch.ones(3))
+    assert not model.weight._backward_hooks
+
+
 def test_copies_measure_by_themselves():
     model = track_scales(tiny(), every=3)
     model(*batch())

@@ -164,6 +164,28 @@ def test_attention(spelled: str):
         assert {row.kind for row in of_path} == {kind}
 
 
+def test_a_softmax_that_is_no_attention():
+    """A router's, and one of an attention's output: nothing there is a query or a key."""
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.scaled_dot_product_attention(x, x, x).softmax(-1)
+            return F.softmax(self.gate(x), dim=-1) * (y @ y.transpose(-2, -1))[..., :4]
+
+    torch.manual_seed(0)
+    result = uu.verify(Router(), torch.randn(2, 4, 8, requires_grad=True))
+    kinds = {(row.path, row.call, row.tensor): row.kind for row in result}
+    small = {place for place, kind in kinds.items() if kind == "query-key gradient"}
+    assert small == {
+        ("", "scaled_dot_product_attention", f"gradient of {t}") for t in ("query", "key")
+    }
+    assert "attention" not in kinds.values()
+
+
 def test_multi_head_attention_is_seen_through():
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)

@@ -71,8 +71,9 @@ class _Product:
     biases: frozenset[int] = frozenset()
 
     @property
-    def weighted(self) -> bool:
-        return any(t.kind == "weight" for t in self.tensors)
+    def mixes(self) -> bool:
+        """Whether it multiplies activations with each other, as queries are with keys."""
+        return self.call != _ATTENTION and all(t.kind == "activation" for t in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Watch(Observer):
         """The origin of what a call returns that is not a product."""
         sources = frozenset[int]().union(*(o.sources for o in origins))
         if kind == "softmax":
-            scores = {s for s in sources if not self._products[s].weighted}
+            scores = {s for s in sources if self._products[s].mixes}
             for index in scores:
                 self._products[index].scores = True
                 self._products[index].biases |= sources - scores
@@ -247,7 +248,7 @@ def _named(product: _Product, t: _Operand, small: bool) -> tuple[str, str, str]:
     if product.scores:
         if t.label == "output":
             return "logits", "attention", "attention"
-        return {"input": "query", "other": "key"}[t.label], t.kind, "query-key gradient"
+        return "query" if t.label == "input" else "key", t.kind, "query-key gradient"
     if t.probabilities:
         return "probabilities", "attention", "attention"
     if t.label in ("input", "other") and any(each.probabilities for each in product.tensors):
