@@ -20,7 +20,7 @@ from ._modules.convolution import (
 from ._modules.embedding import Embedding, EmbeddingBag
 from ._modules.layers import GELU, CrossEntropyLoss, Dropout, LayerNorm, RMSNorm, SiLU, Softmax
 from ._modules.linear import Bilinear, Linear, LinearReadout
-from ._modules.recurrent import GRU, LSTM, RNN
+from ._modules.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from ._modules.transformer import MLP, TransformerDecoder, TransformerLayer, TransformerStack
 
 __all__ = [
@@ -44,12 +44,15 @@ __all__ = [
     "Dropout",
     "Embedding",
     "EmbeddingBag",
+    "GRUCell",
     "KeyValueCache",
+    "LSTMCell",
     "LayerNorm",
     "Linear",
     "LinearReadout",
     "MultiheadAttention",
     "RMSNorm",
+    "RNNCell",
     "SiLU",
     "Softmax",
     "TransformerDecoder",
@@ -72,12 +75,15 @@ MODULES: dict[type[nn.Module], type[nn.Module]] = {
     nn.EmbeddingBag: EmbeddingBag,
     nn.GELU: GELU,
     nn.GRU: GRU,
+    nn.GRUCell: GRUCell,
     nn.LSTM: LSTM,
+    nn.LSTMCell: LSTMCell,
     nn.LayerNorm: LayerNorm,
     nn.Linear: Linear,
     nn.MultiheadAttention: MultiheadAttention,
     nn.RMSNorm: RMSNorm,
     nn.RNN: RNN,
+    nn.RNNCell: RNNCell,
     nn.SiLU: SiLU,
     nn.Softmax: Softmax,
 }

@@ -13,7 +13,7 @@ from .convolution import (
 from .embedding import Embedding, EmbeddingBag
 from .layers import GELU, CrossEntropyLoss, Dropout, LayerNorm, RMSNorm, SiLU, Softmax
 from .linear import Bilinear, Linear, LinearReadout
-from .recurrent import GRU, LSTM, RNN
+from .recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .transformer import MLP, TransformerDecoder, TransformerLayer, TransformerStack
 
 __all__ = [
@@ -36,12 +36,15 @@ __all__ = [
     "Dropout",
     "Embedding",
     "EmbeddingBag",
+    "GRUCell",
     "KeyValueCache",
+    "LSTMCell",
     "LayerNorm",
     "Linear",
     "LinearReadout",
     "MultiheadAttention",
     "RMSNorm",
+    "RNNCell",
     "SiLU",
     "Softmax",
     "TransformerDecoder",
