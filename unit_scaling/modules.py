@@ -40,7 +40,6 @@ from ._modules.convolution import (
 from ._modules.embedding import Embedding, EmbeddingBag
 from ._modules.layers import GELU, CrossEntropyLoss, Dropout, LayerNorm, RMSNorm, SiLU, Softmax
 from ._modules.linear import Bilinear, Linear, LinearReadout
-from ._modules.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from ._modules.losses import (
     BCELoss,
     BCEWithLogitsLoss,
@@ -80,7 +79,7 @@ from ._modules.pooling import (
     MaxPool3d,
     Upsample,
 )
-from ._modules.recurrent import GRU, LSTM, RNN
+from ._modules.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from ._modules.regularizers import (
     GLU,
     AlphaDropout,
@@ -139,10 +138,8 @@ __all__ = [
     "Dropout3d",
     "Embedding",
     "EmbeddingBag",
-    "GRUCell",
-    "KeyValueCache",
-    "LSTMCell",
     "FeatureAlphaDropout",
+    "GRUCell",
     "GroupNorm",
     "Hardshrink",
     "Hardsigmoid",
@@ -158,6 +155,7 @@ __all__ = [
     "LPPool1d",
     "LPPool2d",
     "LPPool3d",
+    "LSTMCell",
     "LayerNorm",
     "LayerNorm2d",
     "LeakyReLU",

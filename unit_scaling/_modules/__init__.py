@@ -33,7 +33,6 @@ from .convolution import (
 from .embedding import Embedding, EmbeddingBag
 from .layers import GELU, CrossEntropyLoss, Dropout, LayerNorm, RMSNorm, SiLU, Softmax
 from .linear import Bilinear, Linear, LinearReadout
-from .recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .losses import (
     BCELoss,
     BCEWithLogitsLoss,
@@ -73,7 +72,7 @@ from .pooling import (
     MaxPool3d,
     Upsample,
 )
-from .recurrent import GRU, LSTM, RNN
+from .recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .regularizers import (
     GLU,
     AlphaDropout,
@@ -131,10 +130,8 @@ __all__ = [
     "Dropout3d",
     "Embedding",
     "EmbeddingBag",
-    "GRUCell",
-    "KeyValueCache",
-    "LSTMCell",
     "FeatureAlphaDropout",
+    "GRUCell",
     "GroupNorm",
     "Hardshrink",
     "Hardsigmoid",
@@ -150,6 +147,7 @@ __all__ = [
     "LPPool1d",
     "LPPool2d",
     "LPPool3d",
+    "LSTMCell",
     "LayerNorm",
     "LayerNorm2d",
     "LeakyReLU",
