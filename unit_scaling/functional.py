@@ -99,18 +99,6 @@ from ._functional.recurrent import (
     rnn_relu_cell,
     rnn_tanh,
     rnn_tanh_cell,
-from ._functional.products import (
-    addmm,
-    bilinear,
-    linear,
-    linear_readout,
-    matmul,
-)
-from ._functional.recurrent import (
-    gru,
-    lstm,
-    rnn_relu,
-    rnn_tanh,
 )
 from ._functional.regression import (
     binary_cross_entropy,
