@@ -52,7 +52,10 @@ from ._functional.dropouts import (
     dropout3d,
     feature_alpha_dropout,
 )
-from ._functional.embedding import embedding, embedding_bag
+from ._functional.embedding import (
+    embedding,
+    embedding_bag,
+)
 from ._functional.gated import (
     geglu,
     glu,
@@ -65,7 +68,10 @@ from ._functional.losses import (
     cross_entropy,
     nll_loss,
 )
-from ._functional.norms import layer_norm, rms_norm
+from ._functional.norms import (
+    layer_norm,
+    rms_norm,
+)
 from ._functional.pooling import (
     adaptive_avg_pool1d,
     adaptive_avg_pool2d,
@@ -84,7 +90,16 @@ from ._functional.pooling import (
     max_pool3d,
 )
 from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
-from ._functional.recurrent import gru, lstm, rnn_relu, rnn_tanh
+from ._functional.recurrent import (
+    gru,
+    gru_cell,
+    lstm,
+    lstm_cell,
+    rnn_relu,
+    rnn_relu_cell,
+    rnn_tanh,
+    rnn_tanh_cell,
+)
 from ._functional.regression import (
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
@@ -95,7 +110,11 @@ from ._functional.regression import (
     mse_loss,
     smooth_l1_loss,
 )
-from ._functional.residuals import residual_add, residual_apply, residual_split
+from ._functional.residuals import (
+    residual_add,
+    residual_apply,
+    residual_split,
+)
 from ._functional.resizing import (
     interpolate,
 )
@@ -168,6 +187,7 @@ __all__ = [
     "glu",
     "group_norm",
     "gru",
+    "gru_cell",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
@@ -190,6 +210,7 @@ __all__ = [
     "lp_pool2d",
     "lp_pool3d",
     "lstm",
+    "lstm_cell",
     "matmul",
     "max_pool1d",
     "max_pool2d",
@@ -210,7 +231,9 @@ __all__ = [
     "residual_split",
     "rms_norm",
     "rnn_relu",
+    "rnn_relu_cell",
     "rnn_tanh",
+    "rnn_tanh_cell",
     "rotary",
     "scaled_dot_product_attention",
     "selu",
