@@ -118,9 +118,8 @@ def test_verified(name: str) -> None:
     model, batch = zoo.build(name)
     ours = unit_scale(model)
     found = uu.verify(ours, batch)
-    for kind in ("activation", "weight", "gradient", "query-key gradient"):
-        rows = [row for row in found if row.kind == kind]
-        assert not rows or found.share(kind) >= 0.95, found.outside
+    for kind in ("activation", "weight", "gradient"):
+        assert found.share(kind) >= 0.95, found.outside
     assert not uu.report(ours).left_alone
 
 
