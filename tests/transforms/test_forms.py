@@ -300,3 +300,18 @@ def test_a_cache_computes_what_the_whole_sequence_does(written: bool, length: in
 def test_bad_context_length(length: object) -> None:
     with pytest.raises(ValueError, match="context_length is a positive number of keys"):
         unit_scale(linear(), context_length=length)
+
+
+def test_operators_compile() -> None:
+    """Those of Tensor that are written in Python, and attention that is written out."""
+    torch.manual_seed(0)
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        y = m.a(x) ** 2 + (1 - x) / 2**0.5 + 1 / (x.detach() + 9) + 2.0 ** x.detach()
+        return m.b(y * torch.tensor(0.5))[0]
+
+    model = unit_scale(Net(forward, a=linear(), b=Attention(written=True)))
+    x = torch.randn(2, 8, WIDTH)
+    expected = model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fp8.checkpoint import checkpointed
 
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each, scale_output
+from .calls import KINDS
 from .install import HOOKS
 from .record import Key, Slot
 from .steps import Plan, Step
@@ -95,6 +97,17 @@ def _scaled(value: Any, slot: Slot, fwd: float, bwd: float) -> Any:
     return tuple(items) if isinstance(value, tuple) else items
 
 
+_OPERATORS = tuple(
+    (function, kind)
+    for function, kind in KINDS.items()
+    if isinstance(function, FunctionType) and hasattr(function, "__wrapped__")
+)
+"""The operators of Tensor that are written in Python (``**``, ``1 - x``, ``1 / x``).
+
+The compiler of torch 2.13 knows them by identity, but does not find them in a dict.
+"""
+
+
 class Replay(TorchFunctionMode):
     """Executes ``plan``. ``path`` gives the module that is running.
 
@@ -144,7 +157,7 @@ class Replay(TorchFunctionMode):
                 return EXPANDED[function](*args, **kwargs)
         self._busy = True
         try:
-            kind = self._kinds.get(function)
+            kind = self._kind(function)
             step = None if kind is None else self._next(kind)
             self.latest = step
             if step is None:
@@ -152,6 +165,13 @@ class Replay(TorchFunctionMode):
             return self._execute(step, function, args, kwargs)
         finally:
             self._busy = False
+
+    def _kind(self, function: Callable[..., Any]) -> str | None:
+        if torch.compiler.is_compiling():
+            for operator, kind in _OPERATORS:
+                if function is operator:
+                    return kind
+        return self._kinds.get(function)
 
     def _next(self, kind: str) -> Step | None:
         path = self._path[-1]
