@@ -14,6 +14,7 @@ from torch import Tensor
 from .casting import cast_backward, cast_forward, is_whole
 from .matmul import ONES, Scales, histories, matmul
 from .recipe import Recipe
+from .tally import product_name
 
 __all__ = ["as_equation", "as_matmul", "einsum", "letters", "sums_products"]
 
@@ -33,10 +34,14 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
         return y
     if not is_whole(recipe):
         return "a scale by rows or blocks needs one axis to sum over; write products of two"
-    cast = recipe.input
+    cast, name = recipe.input, product_name("einsum")
     *of, of_grad = histories(recipe, "einsum", operands[0], *[cast] * len(operands), recipe.grad)
-    operands = [cast_forward(t, cast, -1, h) for t, h in zip(operands, of, strict=True)]
-    return cast_backward(aten.einsum.default(equation, operands), recipe.grad, -1, of_grad)
+    operands = [
+        cast_forward(t, cast, -1, history, name, f"input {i}")
+        for i, (t, history) in enumerate(zip(operands, of, strict=True), 1)
+    ]
+    y = aten.einsum.default(equation, operands)
+    return cast_backward(y, recipe.grad, -1, of_grad, name)
 
 
 def as_matmul(

@@ -52,7 +52,10 @@ from ._functional.dropouts import (
     dropout3d,
     feature_alpha_dropout,
 )
-from ._functional.embedding import embedding, embedding_bag
+from ._functional.embedding import (
+    embedding,
+    embedding_bag,
+)
 from ._functional.gated import (
     geglu,
     glu,
@@ -65,7 +68,10 @@ from ._functional.losses import (
     cross_entropy,
     nll_loss,
 )
-from ._functional.norms import layer_norm, rms_norm
+from ._functional.norms import (
+    layer_norm,
+    rms_norm,
+)
 from ._functional.pooling import (
     adaptive_avg_pool1d,
     adaptive_avg_pool2d,
@@ -93,6 +99,18 @@ from ._functional.recurrent import (
     rnn_relu_cell,
     rnn_tanh,
     rnn_tanh_cell,
+from ._functional.products import (
+    addmm,
+    bilinear,
+    linear,
+    linear_readout,
+    matmul,
+)
+from ._functional.recurrent import (
+    gru,
+    lstm,
+    rnn_relu,
+    rnn_tanh,
 )
 from ._functional.regression import (
     binary_cross_entropy,
@@ -104,7 +122,11 @@ from ._functional.regression import (
     mse_loss,
     smooth_l1_loss,
 )
-from ._functional.residuals import residual_add, residual_apply, residual_split
+from ._functional.residuals import (
+    residual_add,
+    residual_apply,
+    residual_split,
+)
 from ._functional.resizing import (
     interpolate,
 )
