@@ -89,16 +89,6 @@ from ._functional.pooling import (
     max_pool2d,
     max_pool3d,
 )
-from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
-from ._functional.recurrent import (
-    gru,
-    gru_cell,
-    lstm,
-    lstm_cell,
-    rnn_relu,
-    rnn_relu_cell,
-    rnn_tanh,
-    rnn_tanh_cell,
 from ._functional.products import (
     addmm,
     bilinear,
@@ -108,9 +98,13 @@ from ._functional.products import (
 )
 from ._functional.recurrent import (
     gru,
+    gru_cell,
     lstm,
+    lstm_cell,
     rnn_relu,
+    rnn_relu_cell,
     rnn_tanh,
+    rnn_tanh_cell,
 )
 from ._functional.regression import (
     binary_cross_entropy,
