@@ -89,13 +89,7 @@ from ._functional.pooling import (
     max_pool2d,
     max_pool3d,
 )
-from ._functional.products import (
-    addmm,
-    bilinear,
-    linear,
-    linear_readout,
-    matmul,
-)
+from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
 from ._functional.recurrent import (
     gru,
     gru_cell,
