@@ -196,17 +196,16 @@ ZOO: dict[str, Entry] = {
     "BART": _translation("BartForConditionalGeneration"),
     "Pegasus": _translation("PegasusForConditionalGeneration"),
     "Marian": _translation("MarianMTModel"),
-    "ViT": _vision("ViTForImageClassification"),
+    "ViT": _vision("ViTForImageClassification", num_hidden_layers=4),
     "DeiT": _vision("DeiTForImageClassification"),
     "BEiT": _vision("BeitForImageClassification"),
-    "Swin": _vision(
+    "Swin": Entry(
         "SwinForImageClassification",
-        patch_size=2,
-        embed_dim=32,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        num_attention_heads=2,
-        window_size=4,
+        "vision",
+        IMAGE
+        | {"patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4]}
+        | {"window_size": 4},
+        lambda: classified(images()),
     ),
     "ConvNeXt": _vision("ConvNextForImageClassification", depths=[2, 2], hidden_sizes=[32, 64]),
     "ConvNeXt V2": _vision(
@@ -217,9 +216,10 @@ ZOO: dict[str, Entry] = {
         64,
         embedding_size=32,
         hidden_sizes=[64, 128],
-        depths=[2, 2],
+        depths=[2, 3],
+        layer_type="basic",
     ),
-    "DINOv2": _vision("Dinov2ForImageClassification"),
+    "DINOv2": _vision("Dinov2ForImageClassification", mlp_ratio=2),
     "SegFormer": _vision(
         "SegformerForImageClassification",
         depths=[1, 1],
@@ -321,8 +321,9 @@ def examine(name: str, verbose: bool = False, **options: Any) -> Result:
         result.result = f"refused: {str(error).splitlines()[0]}"
         return result
     report = uu.report(model)
-    weights = {id(row) for row in model._scopes[0][0].weights.rows}
-    counts = Counter(row.done for row in report if id(row) not in weights)
+    weights = {name for name, _ in model.named_parameters()}
+    calls = [row for row in report if f"{row.path}.{row.call}".lstrip(".") not in weights]
+    counts = Counter(row.done for row in calls)
     result.scaled, result.unchanged = counts["scaled"], counts["unchanged"]
     result.left_alone = counts["left alone"]
     result.residuals = sum(row.why.startswith("residual") for row in report)
