@@ -6,6 +6,7 @@ from .formats import FORMATS, Format, get_format
 from .history import AmaxHistory
 from .quantize import quantize, quantize_backward, quantize_forward
 from .recipe import RECIPES, Cast, Recipe, get_recipe
+from .stats import stats
 
 __all__ = [
     "FORMATS",
@@ -24,4 +25,5 @@ __all__ = [
     "quantize_forward",
     "report",
     "revert",
+    "stats",
 ]

@@ -8,6 +8,7 @@ from torch import Tensor
 from .casting import cast_backward, cast_forward
 from .matmul import active_recipe, histories, to_autocast_dtype
 from .recipe import Recipe
+from .tally import product_name
 
 __all__ = ["attention"]
 
@@ -35,14 +36,15 @@ def attention(
     value along S, the gradient along V.
     """
     recipe = recipe or active_recipe()
-    of_grad = None
+    of_grad, name = None, product_name("attention")
     if recipe is not None:
         cast = recipe.input
-        of = histories(recipe, "attention", query, cast, cast, cast, recipe.grad)
-        query, key = cast_forward(query, cast, -1, of[0]), cast_forward(key, cast, -1, of[1])
-        value, of_grad = cast_forward(value, cast, -2, of[2]), of[3]
+        *of, of_grad = histories(recipe, "attention", query, cast, cast, cast, recipe.grad)
+        query = cast_forward(query, cast, -1, of[0], name, "query")
+        key = cast_forward(key, cast, -1, of[1], name, "key")
+        value = cast_forward(value, cast, -2, of[2], name, "value")
     query, key, value, attn_mask = to_autocast_dtype(query, key, value, attn_mask)
     y = torch.ops.aten.scaled_dot_product_attention.default(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    return cast_backward(y, recipe.grad, -1, of_grad) if recipe is not None else y
+    return cast_backward(y, recipe.grad, -1, of_grad, name) if recipe is not None else y

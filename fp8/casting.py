@@ -21,8 +21,17 @@ from .quantize import quantize
 from .recipe import Cast, Recipe
 from .rounding import KEY_START
 from .scaling import delayed_scale, scale_of, scaled_tiles
+from .tally import labelled, observe
 
-__all__ = ["cast_backward", "cast_forward", "is_symmetric", "is_whole", "round_straight", "spec_of"]
+__all__ = [
+    "cast_backward",
+    "cast_forward",
+    "format_of",
+    "is_symmetric",
+    "is_whole",
+    "round_straight",
+    "spec_of",
+]
 
 aten = torch.ops.aten
 
@@ -34,20 +43,21 @@ _CAST_FIELDS = tuple(field.name for field in fields(Cast))
 
 
 def spec_of(cast: Cast | None) -> Spec:
-    """``cast`` as plain values. A Format object becomes the tuple of its fields."""
+    """``cast`` as plain values: a Format object becomes the tuple of its fields. The last value is
+    a label for `fp8.stats`, "" for none."""
     if cast is None:
         return ()
     format: Any = cast.format
     if isinstance(format, Format):
         format = tuple(getattr(format, name) for name in _FORMAT_FIELDS)
-    return (format, *(getattr(cast, name) for name in _CAST_FIELDS[1:]))
+    return (format, *(getattr(cast, name) for name in _CAST_FIELDS[1:]), "")
 
 
 def is_symmetric(spec: Spec) -> bool:
     """Whether the cast is the same along both axes of a matrix, so that one copy serves both."""
     if not spec:
         return True
-    _, _, _, (across, along), *_, hadamard = spec
+    _, _, _, (across, along), *_, hadamard, _ = spec
     return across == along and not hadamard
 
 
@@ -58,17 +68,31 @@ def is_whole(recipe: Recipe) -> bool:
 
 
 def cast_forward(
-    x: Tensor, cast: Cast | None, axis: int = -1, history: Tensor | None = None
+    x: Tensor,
+    cast: Cast | None,
+    axis: int = -1,
+    history: Tensor | None = None,
+    name: str = "",
+    operand: str = "input",
 ) -> Tensor:
-    """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not."""
-    return x if cast is None else round_straight(x, spec_of(cast), axis, history)
+    """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not.
+
+    name: that of the product, for `fp8.stats`.
+    """
+    spec = labelled(spec_of(cast), name, operand)
+    return round_straight(x, spec, axis, history)
 
 
 def cast_backward(
-    x: Tensor, cast: Cast | None, axis: int = -1, history: Tensor | None = None
+    x: Tensor,
+    cast: Cast | None,
+    axis: int = -1,
+    history: Tensor | None = None,
+    name: str = "",
 ) -> Tensor:
     """``x`` itself; its gradient is rounded under ``cast``."""
-    return x if cast is None else apply(_RoundGradient, x, history, spec_of(cast), axis)
+    spec = labelled(spec_of(cast), name, "grad")
+    return apply(_RoundGradient, x, history, spec, axis) if spec else x
 
 
 def round_straight(
@@ -86,17 +110,19 @@ def round_straight(
     if not spec:
         return x
     scale = None
-    if spec[-1]:
-        x = _rotated(x, spec[-1], axis)
+    *_, hadamard, _ = spec
+    if hadamard:
+        x = _rotated(x, hadamard, axis)
     if history is not None:
         record = torch.is_grad_enabled() if record is None else record
-        scale = delayed_scale(x, history, _format(spec), spec[2], record)
+        scale = delayed_scale(x, history, format_of(spec), spec[2], record)
     if not torch.is_grad_enabled():
         return _rounded(x, scale, spec, axis)
     return apply(_Round, x, scale, spec, axis)
 
 
-def _format(spec: Spec) -> Format:
+def format_of(spec: Spec) -> Format:
+    """The format of a spec that is not ()."""
     if isinstance(spec[0], str):
         return get_format(spec[0])
     return Format(**dict(zip(_FORMAT_FIELDS, spec[0], strict=True)))
@@ -105,20 +131,26 @@ def _format(spec: Spec) -> Format:
 def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     """``x`` in the spec's format, with its scales multiplied in again; ``scale`` is that of delayed
     scaling. No gradient."""
-    _, _, rule, tile, margin, _, rounding, overflow, random_bits, _ = spec
-    format = _format(spec)
+    _, _, rule, tile, margin, _, rounding, overflow, random_bits, _, label = spec
+    format = format_of(spec)
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     if rule is None or x.numel() == 0:
-        return quantize(x, format, **how)
-    tiles, dims = scaled_tiles(x, tile, axis)
-    if scale is None:
-        scale = scale_of(tiles, dims, format, rule)
-    y = quantize(tiles, format, scale=scale * 2.0**margin if margin else scale, **how)
-    return y if tiles.dim() == x.dim() and tiles.shape == x.shape else _untiled(y, x, tile, axis)
+        y, whole = quantize(x, format, **how), None
+    else:
+        tiles, dims = scaled_tiles(x, tile, axis)
+        scale = scale_of(tiles, dims, format, rule) if scale is None else scale
+        scale = scale * 2.0**margin if margin else scale
+        y = _untiled(quantize(tiles, format, scale=scale, **how), x, tile, axis)
+        whole = _untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
+    if label:
+        observe(label, x, y, whole, format)
+    return y
 
 
 def _untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
-    """The result of `scaled_tiles` in the shape of ``x`` again."""
+    """What has the shape of the result of `scaled_tiles`, in that of ``x`` again."""
+    if y.shape == x.shape:
+        return y
     rows, columns = tile if axis == -1 else tile[::-1]
     if columns > 1:
         y = y.flatten(-2)

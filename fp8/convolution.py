@@ -33,6 +33,7 @@ from .matmul import (
     with_copies,
 )
 from .recipe import Recipe
+from .tally import product_name
 
 __all__ = ["conv", "conv_transpose"]
 
@@ -128,8 +129,8 @@ def _convolve(
     recipe: Recipe | None,
 ) -> Tensor:
     """`_Convolution` of operands that are still to be cast."""
-    casts = casts_of(recipe)
-    casts = Casts(*((*spec[:-1], 0) if spec else () for spec in casts))  # no rotation
+    casts = casts_of(recipe, name=product_name("conv", weight))
+    casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
     first, second, *rest = with_copies(x, weight, casts)
     axis = -2 if geometry[3] else -1

@@ -22,6 +22,7 @@ from .convolution import conv, conv_transpose
 from .einsum import as_equation, einsum, sums_products
 from .multi_head import multi_head_attention_forward
 from .recipe import Recipe
+from .tally import product_name
 
 __all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler"]
 
@@ -215,11 +216,12 @@ def _bilinear(
         )
     casts = (recipe.input, recipe.input, recipe.weight)
     *of, of_grad = matmul.histories(recipe, "bilinear", input1, *casts, recipe.grad)
-    operands = zip((input1, input2, weight), casts, of, strict=True)
-    rounded = [cast_forward(t, cast, -1, history) for t, cast, history in operands]
+    name, roles = product_name("bilinear", weight), ("input 1", "input 2", "weight")
+    operands = zip((input1, input2, weight), casts, of, roles, strict=True)
+    rounded = [cast_forward(t, cast, -1, h, name, role) for t, cast, h, role in operands]
     first, second, weight, bias = matmul.to_autocast_dtype(*rounded, bias)
     y = aten.bilinear.default(first, second, weight, None)
-    y = cast_backward(y, recipe.grad, -1, of_grad)
+    y = cast_backward(y, recipe.grad, -1, of_grad, name)
     return y if bias is None else y + bias
 
 

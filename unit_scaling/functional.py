@@ -89,18 +89,16 @@ from ._functional.pooling import (
     max_pool2d,
     max_pool3d,
 )
-from ._functional.products import (
-    addmm,
-    bilinear,
-    linear,
-    linear_readout,
-    matmul,
-)
+from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
 from ._functional.recurrent import (
     gru,
+    gru_cell,
     lstm,
+    lstm_cell,
     rnn_relu,
+    rnn_relu_cell,
     rnn_tanh,
+    rnn_tanh_cell,
 )
 from ._functional.regression import (
     binary_cross_entropy,
@@ -189,6 +187,7 @@ __all__ = [
     "glu",
     "group_norm",
     "gru",
+    "gru_cell",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
@@ -211,6 +210,7 @@ __all__ = [
     "lp_pool2d",
     "lp_pool3d",
     "lstm",
+    "lstm_cell",
     "matmul",
     "max_pool1d",
     "max_pool2d",
@@ -231,7 +231,9 @@ __all__ = [
     "residual_split",
     "rms_norm",
     "rnn_relu",
+    "rnn_relu_cell",
     "rnn_tanh",
+    "rnn_tanh_cell",
     "rotary",
     "scaled_dot_product_attention",
     "selu",

@@ -79,7 +79,7 @@ from ._modules.pooling import (
     MaxPool3d,
     Upsample,
 )
-from ._modules.recurrent import GRU, LSTM, RNN
+from ._modules.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from ._modules.regularizers import (
     GLU,
     AlphaDropout,
@@ -139,6 +139,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "FeatureAlphaDropout",
+    "GRUCell",
     "GroupNorm",
     "Hardshrink",
     "Hardsigmoid",
@@ -154,6 +155,7 @@ __all__ = [
     "LPPool1d",
     "LPPool2d",
     "LPPool3d",
+    "LSTMCell",
     "LayerNorm",
     "LayerNorm2d",
     "LeakyReLU",
@@ -171,6 +173,7 @@ __all__ = [
     "NLLLoss",
     "PReLU",
     "RMSNorm",
+    "RNNCell",
     "ReLU",
     "ReLU6",
     "SiLU",
@@ -227,6 +230,7 @@ MODULES: dict[type[nn.Module], type[nn.Module]] = {
     nn.GELU: GELU,
     nn.GLU: GLU,
     nn.GRU: GRU,
+    nn.GRUCell: GRUCell,
     nn.GroupNorm: GroupNorm,
     nn.Hardshrink: Hardshrink,
     nn.Hardsigmoid: Hardsigmoid,
@@ -242,6 +246,7 @@ MODULES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LPPool2d: LPPool2d,
     nn.LPPool3d: LPPool3d,
     nn.LSTM: LSTM,
+    nn.LSTMCell: LSTMCell,
     nn.LayerNorm: LayerNorm,
     nn.LeakyReLU: LeakyReLU,
     nn.Linear: Linear,
@@ -258,6 +263,7 @@ MODULES: dict[type[nn.Module], type[nn.Module]] = {
     nn.PReLU: PReLU,
     nn.RMSNorm: RMSNorm,
     nn.RNN: RNN,
+    nn.RNNCell: RNNCell,
     nn.ReLU: ReLU,
     nn.ReLU6: ReLU6,
     nn.SELU: SELU,

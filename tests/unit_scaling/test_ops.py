@@ -200,7 +200,9 @@ def rms(x: Tensor) -> float:
 
 
 #: Their arguments and results are tuples: see test_recurrent.py.
-RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
+RECURRENT = {
+    name + cell for name in ("gru", "lstm", "rnn_relu", "rnn_tanh") for cell in ("", "_cell")
+}
 
 each_op = pytest.mark.parametrize(
     "op", [op for op in OPS.values() if op.name not in RECURRENT], ids=lambda op: op.name

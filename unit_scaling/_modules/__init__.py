@@ -72,7 +72,7 @@ from .pooling import (
     MaxPool3d,
     Upsample,
 )
-from .recurrent import GRU, LSTM, RNN
+from .recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .regularizers import (
     GLU,
     AlphaDropout,
@@ -131,6 +131,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "FeatureAlphaDropout",
+    "GRUCell",
     "GroupNorm",
     "Hardshrink",
     "Hardsigmoid",
@@ -146,6 +147,7 @@ __all__ = [
     "LPPool1d",
     "LPPool2d",
     "LPPool3d",
+    "LSTMCell",
     "LayerNorm",
     "LayerNorm2d",
     "LeakyReLU",
@@ -163,6 +165,7 @@ __all__ = [
     "NLLLoss",
     "PReLU",
     "RMSNorm",
+    "RNNCell",
     "ReLU",
     "ReLU6",
     "SiLU",

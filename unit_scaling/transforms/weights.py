@@ -14,9 +14,6 @@ from .steps import Row
 
 __all__ = ["Weights", "parametrizations", "prepare", "refuse_hooks"]
 
-_KERNELS = (nn.RNNCellBase,)
-"""Modules computed by one opaque kernel, whose weights nothing can compensate for."""
-
 
 @dataclass
 class Weights:
@@ -50,16 +47,13 @@ def prepare(model: nn.Module, init: str) -> Weights:
             why = "parametrized: the weight is scaled where it is used"
             weights.rows.append(Row(path, leaf, "unchanged", why))
             tag(parameter, "weight" if parameter.dim() > 1 else "norm")
-        elif isinstance(module, _KERNELS):
-            weights.rows.append(Row(path, leaf, "left alone", "inside a kernel without a rule"))
-            tag(parameter, "weight" if parameter.dim() > 1 else "bias")
         elif parameter.dim() > 1:
             factor, why = _rescale(parameter, init)
             done = "left alone" if why else "unit scale"
             weights.rows.append(Row(path, leaf, done, why or f"divided by {factor:.4g}"))
             weights.factors[name] = factor
             tag(parameter, "output" if name in weights.readouts else "weight")
-        elif leaf.endswith("bias"):
+        elif leaf.endswith("bias") or leaf.startswith("bias_"):  # of recurrent layers: bias_ih_l0
             _zero_bias(parameter, init, path, leaf, weights.rows)
             tag(parameter, "bias")
         else:
