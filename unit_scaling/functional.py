@@ -52,7 +52,10 @@ from ._functional.dropouts import (
     dropout3d,
     feature_alpha_dropout,
 )
-from ._functional.embedding import embedding, embedding_bag
+from ._functional.embedding import (
+    embedding,
+    embedding_bag,
+)
 from ._functional.gated import (
     geglu,
     glu,
@@ -65,7 +68,10 @@ from ._functional.losses import (
     cross_entropy,
     nll_loss,
 )
-from ._functional.norms import layer_norm, rms_norm
+from ._functional.norms import (
+    layer_norm,
+    rms_norm,
+)
 from ._functional.pooling import (
     adaptive_avg_pool1d,
     adaptive_avg_pool2d,
@@ -104,7 +110,11 @@ from ._functional.regression import (
     mse_loss,
     smooth_l1_loss,
 )
-from ._functional.residuals import residual_add, residual_apply, residual_split
+from ._functional.residuals import (
+    residual_add,
+    residual_apply,
+    residual_split,
+)
 from ._functional.resizing import (
     interpolate,
 )

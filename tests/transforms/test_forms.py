@@ -67,7 +67,7 @@ def test_models_of_torch(name: str) -> None:
     xs = [torch.randn(4, 16, WIDTH, requires_grad=True) for _ in range(inputs)]
     found = model(*xs)
     y = found[0] if isinstance(found, tuple) else found
-    assert 1 / 4 < rms(y) < 4
+    assert 1 / 8 < rms(y) < 4  # a readout is small
     y.backward(torch.randn(y.shape))
     assert 1 / 16 < rms(xs[0].grad) < 4  # what attention passes to its queries is small
     assert not uu.report(model).left_alone

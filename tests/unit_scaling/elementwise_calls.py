@@ -1,7 +1,9 @@
 """For test_ops.py: how to call and judge the rows that are not products."""
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 SIZE = 256
@@ -136,3 +138,43 @@ RANDOM = {
     "dropout3d",
     "feature_alpha_dropout",
 }
+
+
+def _pairs() -> dict[type[nn.Module], tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]]:
+    """Module of torch.nn -> (arguments, inputs), for test_module_table.py."""
+    x, y, ones = torch.randn(3, 6), torch.randn(3, 6), torch.ones(3).long()
+    half = torch.full((3, 6), 0.5)
+    found: dict = {
+        nn.BCELoss: ((), {}, (half, half)),
+        nn.BCEWithLogitsLoss: ((), {"reduction": "sum"}, (x, half)),
+        nn.CosineEmbeddingLoss: ((), {"margin": 0.1}, (x, y, ones)),
+        nn.GroupNorm: ((2, 6), {}, (x,)),
+        nn.HuberLoss: ((), {"delta": 2.0}, (x, y)),
+        nn.KLDivLoss: ((), {"reduction": "batchmean"}, (x, half)),
+        nn.L1Loss: ((), {}, (x, y)),
+        nn.LocalResponseNorm: ((2,), {}, (torch.randn(2, 4, 9),)),
+        nn.LogSoftmax: ((-1,), {}, (x,)),
+        nn.MSELoss: ((), {}, (x, y)),
+        nn.NLLLoss: ((), {"ignore_index": 1}, (x, 2 * ones)),
+        nn.PReLU: ((6,), {"init": 1.0}, (x,)),
+        nn.SmoothL1Loss: ((), {"beta": 0.5}, (x, y)),
+        nn.Softmin: ((), {"dim": -1}, (x,)),
+        nn.Upsample: ((), {"scale_factor": 2.0}, (torch.randn(2, 4, 9),)),
+    }
+    for dims in (1, 2, 3):
+        small = torch.randn(2, 4, *[8] * dims)
+        for name, args, kwargs in (
+            ("AdaptiveAvgPool", (4,), {}),
+            ("AdaptiveMaxPool", (4,), {"return_indices": True}),
+            ("AvgPool", (2,), {"padding": 1}),
+            ("BatchNorm", (4,), {"momentum": None}),
+            ("Dropout", (0.2,), {}),
+            ("InstanceNorm", (4,), {"affine": True, "track_running_stats": True}),
+            ("LPPool", (2, 2), {}),
+            ("MaxPool", (2,), {"stride": 1}),
+        ):
+            found[getattr(nn, f"{name}{dims}d")] = (args, kwargs, (small,))
+    return found
+
+
+MODULES = _pairs()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import unit_scaling as uu
+from tests.unit_scaling import elementwise_calls
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import has_parameter_data
 
@@ -43,6 +44,8 @@ EXAMPLES: dict[type[nn.Module], tuple[tuple[Any, ...], dict[str, Any], tuple[Any
     nn.RNNCell: ((8, 6), {}, (SEQUENCE[0],)),
     nn.Softmax: ((-1,), {}, (torch.randn(3, 6),)),
 }
+
+EXAMPLES |= elementwise_calls.MODULES
 
 each_row = pytest.mark.parametrize("plain", MODULES, ids=lambda cls: cls.__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -201,7 +202,8 @@ class UnitScale:
         computing = parametrizations(twin, prefix)
         recorder = Recorder(self.kinds, names, factors, given, lambda: self.path[-1], computing)
         devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
-        with torch.random.fork_rng(devices), torch.no_grad(), recorder:
+        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings(), recorder:
+            warnings.simplefilter("ignore")  # they come when the model runs
             _RUNNING.append(self)
             try:
                 self.within(path, lambda: twin(*args, **kwargs))
