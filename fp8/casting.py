@@ -35,8 +35,8 @@ _CAST_FIELDS = tuple(field.name for field in fields(Cast))
 
 
 def spec_of(cast: Cast | None) -> Spec:
-    """``cast`` as plain values: a Format object becomes the tuple of its fields. The last value is a
-    label for `fp8.stats`, "" for none."""
+    """``cast`` as plain values. A Format object becomes the tuple of its fields; the last value is
+    a label for `fp8.stats`, "" for none."""
     if cast is None:
         return ()
     format: Any = cast.format
