@@ -225,8 +225,8 @@ target is missed by is said, with the reason as far as it is known."""
 
 _OWN_PAGE = ("zoo",)  # docs/models.md, which the benchmark writes
 
-# Keys of a row that are not shown: what the ratio is made of.
-_NOT_SHOWN = ("ms", "baseline_ms", "rounds", "ratio_low", "ratio_high")
+# Keys of a row that are not shown: what the others are made of.
+_NOT_SHOWN = ("ms", "baseline_ms", "rounds", "ratio_low", "ratio_high", "losses")
 
 
 def _cell(row: dict[str, Any], key: str) -> str:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .checkpoint import checkpointed, in_reentrant
 from .history import AmaxHistory
-from .matmul import ACTIVE, active_recipe
+from .matmul import ACTIVE, Block, active_recipe, checked_backend
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
 
@@ -99,6 +99,12 @@ class autocast(TorchFunctionMode):
     history: what a recipe with scaling "delayed" remembers, an `fp8.AmaxHistory`; a ValueError asks
     for it. Others do not read it.
 
+    backend: "simulate" computes from rounded operands in the dtype of the tensors. "native" uses
+    torch's FP8 kernels for products of two matrices whose sizes they take (`fp8.native.fits`; the
+    others are simulated), and keeps one byte for each element of their operands; a ValueError
+    says why a recipe has no kernels. "auto" is "native" on CUDA devices that have them for this
+    recipe.
+
     The gradients of the products are computed under the recipe wherever the backward pass is run.
     float16, bfloat16, float32 and float64 tensors are rounded in their own dtype; integer, complex
     and sparse products, and those that sum over a single term (outer products, which would round
@@ -125,6 +131,7 @@ class autocast(TorchFunctionMode):
         *,
         opaque: str = "raise",
         history: AmaxHistory | None = None,
+        backend: str = "simulate",
     ) -> None:
         super().__init__()
         if opaque not in ("raise", "warn"):
@@ -136,6 +143,7 @@ class autocast(TorchFunctionMode):
                 f"history=fp8.AmaxHistory(), not {history!r}"
             )
         self.opaque = opaque
+        self.backend = checked_backend(backend, self.recipe)
         self.history = history
         #: Whether what is recomputed in the backward pass opens the block again by itself.
         self.reenters = False
@@ -146,15 +154,17 @@ class autocast(TorchFunctionMode):
         above = tuple(FIRST_LOOK)
         # A block within one of the same history goes on counting its products.
         outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
-        count = outer[4] if outer is not None and outer[3] is self.history else [0]
-        ACTIVE.blocks.append((self.recipe, self.opaque, above, self.history, count))
+        counter = outer.counter if outer is not None and outer.history is self.history else [0]
+        ACTIVE.blocks.append(
+            Block(self.recipe, self.opaque, above, self.history, counter, self.backend)
+        )
         super().__enter__()
         for mode in above:
             TorchFunctionMode.__enter__(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        above = ACTIVE.blocks.pop()[2]
+        above = ACTIVE.blocks.pop().above
         for mode in reversed(above):
             TorchFunctionMode.__exit__(mode, *error)
         super().__exit__(*error)
@@ -216,15 +226,16 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     a block it does nothing. Raises NotImplementedError under a recipe with scaling "delayed", whose
     scales would be others by then. torch.compile takes no context_fn of this kind, and needs none.
     """
-    recipe = active_recipe()
-    _check_recomputes(recipe)
-    again = nullcontext() if recipe is None else autocast(recipe, opaque=ACTIVE.blocks[-1][1])
-    return nullcontext(), again
+    if not ACTIVE.blocks:
+        return nullcontext(), nullcontext()
+    block = ACTIVE.blocks[-1]
+    _check_recomputes(block.recipe)
+    return nullcontext(), autocast(block.recipe, opaque=block.opaque, backend=block.backend)
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:
     """Says that a call is not cast, as the innermost block wants it."""
     message = f"{function.__name__} cannot run under fp8.autocast: {why}"
-    if ACTIVE.blocks[-1][1] == "raise":
+    if ACTIVE.blocks[-1].opaque == "raise":
         raise NotImplementedError(message)
     warnings.warn(f"{message}; left in high precision", stacklevel=4)

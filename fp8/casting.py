@@ -23,7 +23,15 @@ from .rounding import KEY_START
 from .scaling import delayed_scale, scale_of, scaled_tiles
 from .tally import labelled, observe
 
-__all__ = ["cast_backward", "cast_forward", "is_symmetric", "is_whole", "round_straight", "spec_of"]
+__all__ = [
+    "cast_backward",
+    "cast_forward",
+    "format_of",
+    "is_symmetric",
+    "is_whole",
+    "round_straight",
+    "spec_of",
+]
 
 aten = torch.ops.aten
 
@@ -107,13 +115,14 @@ def round_straight(
         x = _rotated(x, hadamard, axis)
     if history is not None:
         record = torch.is_grad_enabled() if record is None else record
-        scale = delayed_scale(x, history, _format(spec), spec[2], record)
+        scale = delayed_scale(x, history, format_of(spec), spec[2], record)
     if not torch.is_grad_enabled():
         return _rounded(x, scale, spec, axis)
     return apply(_Round, x, scale, spec, axis)
 
 
-def _format(spec: Spec) -> Format:
+def format_of(spec: Spec) -> Format:
+    """The format of a spec that is not ()."""
     if isinstance(spec[0], str):
         return get_format(spec[0])
     return Format(**dict(zip(_FORMAT_FIELDS, spec[0], strict=True)))
@@ -123,7 +132,7 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     """``x`` in the spec's format, with its scales multiplied in again; ``scale`` is that of delayed
     scaling. No gradient."""
     _, _, rule, tile, margin, _, rounding, overflow, random_bits, _, label = spec
-    format = _format(spec)
+    format = format_of(spec)
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     if rule is None or x.numel() == 0:
         y, whole = quantize(x, format, **how), None

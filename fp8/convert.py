@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from .autocast import FIRST_LOOK, autocast
 from .casting import is_whole
-from .matmul import linear
+from .matmul import checked_backend, linear
+from .native import ALIGNMENT
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row
 from .subclass import Gained, bare_class, gain, lose
@@ -56,13 +57,14 @@ class _Converted(Gained):
     """A layer whose products run under its ``fp8_recipe``."""
 
     fp8_recipe: Recipe
+    fp8_backend: str
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
         # it may be compiled inside of a checkpoint.
         if self._original is nn.Linear and self._gained == (_Converted,) and not FIRST_LOOK:
-            return _linear(self, self.fp8_recipe, *args, **kwargs)
-        with autocast(self.fp8_recipe):
+            return _linear(self, *args, **kwargs)
+        with autocast(self.fp8_recipe, backend=self.fp8_backend):
             return forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -70,8 +72,9 @@ class _Converted(Gained):
         return f"{own}, fp8={self.fp8_recipe.name}" if own else f"fp8={self.fp8_recipe.name}"
 
 
-def _linear(layer: Any, recipe: Recipe, input: Tensor) -> Tensor:
-    return linear(input, layer.weight, layer.bias, recipe=recipe)
+def _linear(layer: Any, input: Tensor) -> Tensor:
+    given = {"recipe": layer.fp8_recipe, "backend": layer.fp8_backend}
+    return linear(input, layer.weight, layer.bias, **given)
 
 
 class _Expanded(Gained):
@@ -82,7 +85,13 @@ class _Expanded(Gained):
             return forward(*args, **kwargs)
 
 
-def convert(model: M, recipe: str | Recipe = "unit", *, where: Where | None = None) -> M:
+def convert(
+    model: M,
+    recipe: str | Recipe = "unit",
+    *,
+    backend: str = "auto",
+    where: Where | None = None,
+) -> M:
     """Has the layers of ``model`` compute their products under ``recipe``; returns ``model``.
 
     The layers (`LAYERS`) are converted in place and stay what they are: the same parameters, tied
@@ -92,18 +101,20 @@ def convert(model: M, recipe: str | Recipe = "unit", *, where: Where | None = No
     `revert` undoes it.
 
     recipe: a name in `fp8.RECIPES` or a `Recipe`.
+    backend: as in `fp8.autocast`. Convolutions and weights whose sizes the kernels do not take are
+    simulated, which the report says, on whatever device the model is.
     where: (name, layer) -> whether to convert it; None converts every layer.
 
     Products that are no layer's (attention, `@`) stay in high precision: `fp8.autocast` around
     the call of the model is for those.
-    Raises TypeError for what is not a module, ValueError for an unknown recipe and for one with
-    scaling "delayed".
+    Raises TypeError for what is not a module, ValueError for an unknown recipe or backend, for
+    "native" with a recipe that has no kernels, and for a recipe with scaling "delayed".
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), "unit")
     >>> print(fp8.report(model))
     module  type    done       why
-    0       Linear  converted  unit
+    0       Linear  converted  unit, simulated: 4 is no multiple of 16
     <BLANKLINE>
     1 converted
     """
@@ -115,11 +126,13 @@ def convert(model: M, recipe: str | Recipe = "unit", *, where: Where | None = No
             f"recipe {chosen.name!r} keeps a history, which no layer has: run the model under "
             "fp8.autocast(recipe, history=fp8.AmaxHistory())"
         )
+    backend = checked_backend(backend, chosen)
     revert(model)
     for name, module, why_not in _layers(model):
         if why_not is None and _fits(module, chosen) and (where is None or where(name, module)):
             gain(module, _Converted)
             module.fp8_recipe = chosen  # type: ignore[assignment]
+            module.fp8_backend = backend  # type: ignore[assignment]
     for module in model.modules():
         inner = module.modules()
         if isinstance(module, _FAST_PATHS) and any(isinstance(m, _Converted) for m in inner):
@@ -133,7 +146,7 @@ def revert(model: M) -> M:
         lose(module, _Expanded)
         if isinstance(module, _Converted):
             lose(module, _Converted)
-            del module.fp8_recipe
+            del module.fp8_recipe, module.fp8_backend
     return model
 
 
@@ -146,10 +159,25 @@ def report(model: nn.Module) -> Report:
     for name, module, why_not in _layers(model):
         kind = bare_class(module).__name__
         if isinstance(module, _Converted):
-            rows.append(Row(name, kind, "converted", module.fp8_recipe.name))
+            rows.append(Row(name, kind, "converted", _how(module)))
         else:
             rows.append(Row(name, kind, LEFT_ALONE, why_not or _NOT_CHOSEN.get(kind, "not chosen")))
     return Report(rows)
+
+
+def _how(module: Any) -> str:
+    """The recipe and, unless all is simulated, what computes the products of a converted layer."""
+    name, backend = module.fp8_recipe.name, module.fp8_backend
+    if backend == "simulate":
+        return str(name)
+    if not isinstance(module, nn.Linear):
+        return f"{name}, simulated: the kernels multiply matrices"
+    sizes = (module.in_features, module.out_features)
+    odd = [size for size in sizes if size % ALIGNMENT]
+    if odd:
+        return f"{name}, simulated: {odd[0]} is no multiple of {ALIGNMENT}"
+    where = {"native": "native", "auto": "native on CUDA devices with FP8"}
+    return f"{name}, {where[backend]}"
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .casting import cast_backward, cast_forward, is_whole
-from .matmul import histories, matmul
+from .matmul import ONES, Scales, histories, matmul
 from .recipe import Recipe
 from .tally import product_name
 
-__all__ = ["as_equation", "einsum", "sums_products"]
+__all__ = ["as_equation", "as_matmul", "einsum", "letters", "sums_products"]
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
     computed on the way stays in high precision. Where a scale belongs to a row or block that is not
     defined: returns a string that says so.
     """
-    y = _as_matmul(equation, operands, recipe)
+    y = as_matmul(equation, operands, recipe=recipe)
     if y is not None:
         return y
     if not is_whole(recipe):
@@ -44,11 +44,20 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
     return cast_backward(y, recipe.grad, -1, of_grad, name)
 
 
-def _as_matmul(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | None:
-    """The value of an equation that is one product of matrices, else None."""
+def as_matmul(
+    equation: str,
+    operands: list[Tensor],
+    *,
+    scales: Scales = ONES,
+    recipe: Recipe | None = None,
+) -> Tensor | None:
+    """The value of an equation that is one product of matrices, else None.
+
+    scales, recipe: as in `fp8.matmul.matmul`.
+    """
     if len(operands) != 2:
         return None
-    (first, second), output = _letters(equation, operands)
+    (first, second), output = letters(equation, operands)
     a, b = operands
     if len({*first}) < len(first) or len({*second}) < len(second):
         return None
@@ -61,22 +70,23 @@ def _as_matmul(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor 
         return None
     left = a.permute([first.index(c) for c in (*batch, *rows, *inner)])
     right = b.permute([second.index(c) for c in (*batch, *inner, *columns)])
-    m, k, n = [math.prod([size[c] for c in letters]) for letters in (rows, inner, columns)]
+    m, k, n = [math.prod([size[c] for c in group]) for group in (rows, inner, columns)]
     head = len(batch)
     y = matmul(
         left.reshape(*left.shape[:head], m, k),
         right.reshape(*right.shape[:head], k, n),
+        scales=scales,
         recipe=recipe,
     )
     y = y.reshape((*y.shape[:head], *[size[c] for c in (*rows, *columns)]))
-    letters = [*batch, *rows, *columns]
-    over = [i for i, c in enumerate(letters) if c not in output]
+    order = [*batch, *rows, *columns]
+    over = [i for i, c in enumerate(order) if c not in output]
     if over:
-        y, letters = y.sum(over), [c for c in letters if c in output]
-    return y.permute([letters.index(c) for c in output])
+        y, order = y.sum(over), [c for c in order if c in output]
+    return y.permute([order.index(c) for c in output])
 
 
-def _letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
+def letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
     """The indices of each operand and of the result, every dimension by a letter."""
     inputs, arrow, output = equation.partition("->")
     terms = inputs.split(",")

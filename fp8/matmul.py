@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from . import native
 from .casting import Spec, is_symmetric, round_straight, spec_of
 from .function import apply
 from .recipe import Cast, Recipe
@@ -36,16 +37,43 @@ Scales = tuple[float, float, float]
 ONES: Scales = (1.0, 1.0, 1.0)
 
 
+BACKENDS = ("simulate", "native", "auto")
+"""Where a product is computed: from rounded operands in the dtype of the tensors; by torch's FP8
+kernels where they take it; by those on the devices that they are for."""
+
+
+def checked_backend(backend: str, recipe: Recipe) -> str:
+    """``backend``; "simulate" for "auto" where the recipe has no kernels. Raises ValueError for
+    an unknown one, and for "native" with such a recipe."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+    why_not = "" if backend == "simulate" else native.why_not_recipe(recipe)
+    if why_not and backend == "native":
+        raise ValueError(f"recipe {recipe.name!r} has no kernels: {why_not}")
+    return "simulate" if why_not else backend
+
+
+class Block(NamedTuple):
+    """What an open `fp8.autocast` block says. above: the modes that it has put on top of itself.
+    counter: [number of products so far]."""
+
+    recipe: Recipe
+    opaque: str
+    above: tuple[Any, ...]
+    history: Any
+    counter: list[int]
+    backend: str
+
+
 class _Active(threading.local):
     """The `fp8.autocast` blocks that are open in this thread, innermost last.
 
-    blocks holds (recipe, opaque, what is above, history, [number of products so far]). Lists that
-    are changed, not attributes that are set: what the compiler makes of setting an attribute of a
-    thread-local is lost.
+    A list that is changed, not an attribute that is set: what the compiler makes of setting an
+    attribute of a thread-local is lost.
     """
 
     def __init__(self) -> None:
-        self.blocks: list[tuple[Any, ...]] = []
+        self.blocks: list[Block] = []
 
 
 ACTIVE = _Active()
@@ -53,7 +81,7 @@ ACTIVE = _Active()
 
 def active_recipe() -> Recipe | None:
     """The recipe of the innermost `fp8.autocast` block of this thread, None outside of all."""
-    return ACTIVE.blocks[-1][0] if ACTIVE.blocks else None
+    return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
 
 
 class Casts(NamedTuple):
@@ -101,17 +129,18 @@ def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | 
     """
     if recipe is None or not recipe.keeps_history:
         return [None] * len(casts)
-    *_, history, count = ACTIVE.blocks[-1] if ACTIVE.blocks else (None, None)
-    if history is None:
+    block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
+    if block is None or block.history is None:
         raise ValueError(
             f'recipe {recipe.name!r} has scaling "delayed", which needs a history: '
             "open fp8.autocast(recipe, history=fp8.AmaxHistory()) around the product"
         )
-    count[0] += 1
-    names = [f"{count[0]:03d}.{product}.{i}" for i in range(len(casts) - 1)]
+    block.counter[0] += 1
+    number = f"{block.counter[0]:03d}"
+    names = [f"{number}.{product}.{i}" for i in range(len(casts) - 1)]
     return [
-        history.tensor(name, cast.history, like.device) if cast and cast.history else None
-        for name, cast in zip([*names, f"{count[0]:03d}.{product}.grad"], casts, strict=True)
+        block.history.tensor(name, cast.history, like.device) if cast and cast.history else None
+        for name, cast in zip([*names, f"{number}.{product}.grad"], casts, strict=True)
     ]
 
 
@@ -207,6 +236,7 @@ def _multiply(
     bias: Tensor | None,
     scales: Scales,
     recipe: Recipe | None,
+    backend: str,
     layer: bool = True,
 ) -> Tensor:
     """`_Product` of operands that are still to be cast: to the recipe's formats, then to
@@ -216,7 +246,11 @@ def _multiply(
     16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
     """
     kind = "linear" if layer else "matmul"
-    casts = casts_of(recipe, layer, product_name(kind, b if layer else None))
+    name = product_name(kind, b if layer else None)  # what is sampled is simulated
+    casts = casts_of(recipe, layer, name)
+    if recipe is not None and not name and native.takes(backend, a, b):
+        (like,) = to_autocast_dtype(a[:0])
+        return native.product(a, b, bias, scales, casts, like.dtype)
     of_a, of_b, of_grad = layer_histories(recipe, kind, a, layer)
     first, second, *rest = with_copies(a, b, casts)
     x, w, bias = to_autocast_dtype(
@@ -255,6 +289,13 @@ def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
     )
 
 
+def _chosen(recipe: Recipe | None, backend: str) -> tuple[Recipe | None, str]:
+    """Recipe and backend of a product: those of the enclosing block if it names no recipe."""
+    if recipe is not None or not ACTIVE.blocks:
+        return recipe, backend
+    return ACTIVE.blocks[-1].recipe, ACTIVE.blocks[-1].backend
+
+
 def check_scales(scales: Scales) -> Scales:
     if len(scales) != 3:
         raise ValueError(f"scales must be three numbers (output, two gradients), not {scales!r}")
@@ -268,6 +309,7 @@ def linear(
     *,
     scales: Scales = ONES,
     recipe: Recipe | None = None,
+    backend: str = "simulate",
 ) -> Tensor:
     """``s_y * input @ weight.T + bias``, with a scale of its own for each gradient.
 
@@ -276,16 +318,18 @@ def linear(
     result's (torch's own errors otherwise); accumulation is the kernel's, NaN and Inf spread.
     scales: (s_y, s_dx, s_dw); the bias gradient is s_dw times the sum of the output's gradient,
     which no cast has touched.
-    recipe: the casts of the operands; None takes the recipe of the enclosing `fp8.autocast`.
+    recipe: the casts of the operands; None takes the recipe, and the backend, of the enclosing
+    `fp8.autocast`. backend: as there.
     Under `torch.autocast` the operands are cast to the recipe's format first (so that they are
     rounded to it once) and then to autocast's dtype.
     Raises ValueError for shapes that do not fit.
     """
-    recipe = recipe or active_recipe()
+    recipe, backend = _chosen(recipe, backend)
     scales = check_scales(scales)
     if weight.dim() == 1:
         bias = None if bias is None else bias.reshape(1)
-        return linear(input, weight[None], bias, scales=scales, recipe=recipe).squeeze(-1)
+        given: Any = {"scales": scales, "recipe": recipe, "backend": backend}
+        return linear(input, weight[None], bias, **given).squeeze(-1)
     if weight.dim() != 2:
         raise ValueError(f"linear needs a weight of 2 dimensions, got shape {tuple(weight.shape)}")
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
@@ -294,21 +338,26 @@ def linear(
             f"{tuple(weight.shape)}, got {tuple(input.shape)}"
         )
     if input.dim() == 2:
-        return _multiply(input, weight, bias, scales, recipe)
+        return _multiply(input, weight, bias, scales, recipe, backend)
     rows = input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
-    y = _multiply(rows, weight, bias, scales, recipe)
+    y = _multiply(rows, weight, bias, scales, recipe, backend)
     return y.reshape(*input.shape[:-1], weight.shape[0])
 
 
 def matmul(
-    left: Tensor, right: Tensor, *, scales: Scales = ONES, recipe: Recipe | None = None
+    left: Tensor,
+    right: Tensor,
+    *,
+    scales: Scales = ONES,
+    recipe: Recipe | None = None,
+    backend: str = "simulate",
 ) -> Tensor:
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
     scales: (s_y, s_dleft, s_dright). Both operands are cast as the recipe's input, in the gradient
     of the right one as its grad_weight says; otherwise as `linear`.
     """
-    recipe = recipe or active_recipe()
+    recipe, backend = _chosen(recipe, backend)
     scales = check_scales(scales)
     if left.dim() == 0 or right.dim() == 0:
         raise ValueError("matmul needs operands of at least one dimension, got a 0-dim tensor")
@@ -319,12 +368,12 @@ def matmul(
         )
     a = left.unsqueeze(0) if left.dim() == 1 else left
     b = right.unsqueeze(1) if right.dim() == 1 else right
-    y = _batched(a, b, scales, recipe)
+    y = _batched(a, b, scales, recipe, backend)
     y = y.squeeze(-1) if right.dim() == 1 else y
     return y.squeeze(-1 if right.dim() == 1 else -2) if left.dim() == 1 else y
 
 
-def _batched(a: Tensor, b: Tensor, scales: Scales, recipe: Recipe | None) -> Tensor:
+def _batched(a: Tensor, b: Tensor, scales: Scales, recipe: Recipe | None, backend: str) -> Tensor:
     """The product of two matrices or (broadcast) batches of them, in one call of `_Product`."""
     batch = a.shape[:-2]
     if b.dim() == 2:  # a batch times one matrix is one product
@@ -334,5 +383,5 @@ def _batched(a: Tensor, b: Tensor, scales: Scales, recipe: Recipe | None) -> Ten
             batch = torch.broadcast_shapes(batch, b.shape[:-2])
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
-    y = _multiply(rows, b.mT, None, scales, recipe, layer=False)
+    y = _multiply(rows, b.mT, None, scales, recipe, backend, layer=False)
     return y if y.dim() == a.dim() else y.reshape(*batch, a.shape[-2], b.shape[-1])

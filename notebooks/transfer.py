@@ -210,8 +210,20 @@ def plot_sweeps(sweeps: Mapping[str, list[dict[str, Any]]], *, title: str) -> Fi
             axes.set_title(f"{parametrisation}, {name}", loc="left", fontsize=10)
         line[0].set_ylabel("loss on held-out text")
     for axes in grid[-1]:
-        axes.set_xlabel("learning rate, powers of two")
+        axes.set_xlabel("learning rate")
+    _scale_alike(figure.axes)
     return figure
+
+
+def _scale_alike(grid: list[Axes]) -> None:
+    """A factor of two is as long in all axes: how far a minimum moves can be compared."""
+    spans = [axes.dataLim.intervalx for axes in grid]
+    half = max(high - low for low, high in spans) / 2 + 0.4
+    for axes, (low, high) in zip(grid, spans, strict=True):
+        middle = (low + high) / 2
+        axes.set_xlim(middle - half, middle + half)
+        ticks = range(math.ceil(middle - half), math.floor(middle + half) + 1)
+        axes.set_xticks(ticks, [f"$2^{{{k}}}$" for k in ticks])
 
 
 def _draw_curves(axes: Axes, curves: list[dict[str, Any]]) -> None:

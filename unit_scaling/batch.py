@@ -69,6 +69,7 @@ def row_scale(rows: float, power: float = 0.5) -> float:
     rows: those of this call; none counts as one, where no element is there to be scaled. Every
     rule of a gradient that sums over the batch calls this, for the gradients of parameters alone.
     """
-    # Not float(): the number of rows may be one that a compiled graph works out.
-    scale: float = _BATCH.averaged_over * ((rows or 1) * _BATCH.multiplier) ** -power
+    # No float() and no truth value: the number may be one that a compiled graph works out.
+    seen = 1 if rows == 0 else rows
+    scale: float = _BATCH.averaged_over * (seen * _BATCH.multiplier) ** -power
     return scale

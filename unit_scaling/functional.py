@@ -5,9 +5,38 @@ Each function is a row of `unit_scaling.ops.OPS`. ``constraint`` names how its s
 `unit_scaling.constraints`), ``mult`` is the op's u-muP hyper-parameter: how non-linear it is.
 """
 
-from ._functional.activations import add, dropout, gelu, silu, silu_glu, softmax
-from ._functional.attention import rotary, scaled_dot_product_attention
-from ._functional.contraction import einsum
+from ._functional.activations import (
+    add,
+    dropout,
+    gelu,
+    silu,
+    silu_glu,
+    softmax,
+)
+from ._functional.arithmetic import (
+    addcmul,
+    cumsum,
+    lerp,
+    mean,
+    mul,
+    sub,
+    sum,
+)
+from ._functional.attention import (
+    rotary,
+    scaled_dot_product_attention,
+)
+from ._functional.channel_norms import (
+    batch_norm,
+    group_norm,
+    instance_norm,
+    layer_norm2d,
+    local_response_norm,
+    normalize,
+)
+from ._functional.contraction import (
+    einsum,
+)
 from ._functional.convolution import (
     conv1d,
     conv2d,
@@ -16,12 +45,79 @@ from ._functional.convolution import (
     conv_transpose2d,
     conv_transpose3d,
 )
-from ._functional.embedding import embedding, embedding_bag
-from ._functional.losses import cross_entropy, mse_loss
-from ._functional.norms import layer_norm, rms_norm
+from ._functional.dropouts import (
+    alpha_dropout,
+    dropout1d,
+    dropout2d,
+    dropout3d,
+    feature_alpha_dropout,
+)
+from ._functional.embedding import (
+    embedding,
+    embedding_bag,
+)
+from ._functional.gated import (
+    geglu,
+    glu,
+    log_softmax,
+    prelu,
+    reglu,
+    softmin,
+)
+from ._functional.losses import (
+    cross_entropy,
+    nll_loss,
+)
+from ._functional.norms import (
+    layer_norm,
+    rms_norm,
+)
+from ._functional.pooling import (
+    adaptive_avg_pool1d,
+    adaptive_avg_pool2d,
+    adaptive_avg_pool3d,
+    adaptive_max_pool1d,
+    adaptive_max_pool2d,
+    adaptive_max_pool3d,
+    avg_pool1d,
+    avg_pool2d,
+    avg_pool3d,
+    lp_pool1d,
+    lp_pool2d,
+    lp_pool3d,
+    max_pool1d,
+    max_pool2d,
+    max_pool3d,
+)
 from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
-from ._functional.recurrent import gru, lstm, rnn_relu, rnn_tanh
-from ._functional.residuals import residual_add, residual_apply, residual_split
+from ._functional.recurrent import (
+    gru,
+    gru_cell,
+    lstm,
+    lstm_cell,
+    rnn_relu,
+    rnn_relu_cell,
+    rnn_tanh,
+    rnn_tanh_cell,
+)
+from ._functional.regression import (
+    binary_cross_entropy,
+    binary_cross_entropy_with_logits,
+    cosine_embedding_loss,
+    huber_loss,
+    kl_div,
+    l1_loss,
+    mse_loss,
+    smooth_l1_loss,
+)
+from ._functional.residuals import (
+    residual_add,
+    residual_apply,
+    residual_split,
+)
+from ._functional.resizing import (
+    interpolate,
+)
 from ._functional.unary import (
     atan,
     celu,
@@ -48,10 +144,24 @@ from ._functional.unary import (
 )
 
 __all__ = [
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
     "add",
+    "addcmul",
     "addmm",
+    "alpha_dropout",
     "atan",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "batch_norm",
     "bilinear",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
     "celu",
     "conv1d",
     "conv2d",
@@ -60,27 +170,59 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "cos",
+    "cosine_embedding_loss",
     "cross_entropy",
+    "cumsum",
     "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
     "einsum",
     "elu",
     "embedding",
     "embedding_bag",
+    "feature_alpha_dropout",
+    "geglu",
     "gelu",
+    "glu",
+    "group_norm",
     "gru",
+    "gru_cell",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
     "hardtanh",
+    "huber_loss",
+    "instance_norm",
+    "interpolate",
+    "kl_div",
+    "l1_loss",
     "layer_norm",
+    "layer_norm2d",
     "leaky_relu",
+    "lerp",
     "linear",
     "linear_readout",
+    "local_response_norm",
+    "log_softmax",
     "logsigmoid",
+    "lp_pool1d",
+    "lp_pool2d",
+    "lp_pool3d",
     "lstm",
+    "lstm_cell",
     "matmul",
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "mean",
     "mish",
     "mse_loss",
+    "mul",
+    "nll_loss",
+    "normalize",
+    "prelu",
+    "reglu",
     "relu",
     "relu6",
     "relu_squared",
@@ -89,7 +231,9 @@ __all__ = [
     "residual_split",
     "rms_norm",
     "rnn_relu",
+    "rnn_relu_cell",
     "rnn_tanh",
+    "rnn_tanh_cell",
     "rotary",
     "scaled_dot_product_attention",
     "selu",
@@ -97,10 +241,14 @@ __all__ = [
     "silu",
     "silu_glu",
     "sin",
+    "smooth_l1_loss",
     "softmax",
+    "softmin",
     "softplus",
     "softshrink",
     "softsign",
+    "sub",
+    "sum",
     "tanh",
     "tanhshrink",
 ]

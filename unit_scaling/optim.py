@@ -75,10 +75,10 @@ def _muon(shape: torch.Size) -> float:
 #: about 1 (Adam, AdamW, NAdam, RAdam, Adamax, Lion, ...). "sgd" is the same, with or without
 #: momentum, since a unit-scaled gradient has RMS 1 as an Adam update has. "sgd_to_output_scale" is
 #: for a readout whose input gradient is tied to its output, and so is smaller by the square root of
-#: the width throughout the model. "muon" is for hidden matrices under `torch.optim.Muon`: its
-#: update has singular values of sqrt(max(1, fan_out/fan_in)), and the layer, which divides by
-#: sqrt(fan_in), is to change by lr * sqrt(fan_out/fan_in) in the spectral norm, as it does under
-#: Adam (the condition is that of arXiv 2310.17813).
+#: the width throughout the model. "muon" is for hidden matrices under `torch.optim.Muon` with the
+#: adjust_lr_fn that it has by default: its update has singular values of
+#: sqrt(max(1, fan_out/fan_in)). A layer, which divides by sqrt(fan_in), is to change by
+#: lr * sqrt(fan_out/fan_in) in the spectral norm, as under Adam (arXiv 2310.17813, condition 1).
 LR_RULES: dict[str, dict[str, Callable[[torch.Size], float]]] = {
     "adam": {"weight": _inverse_sqrt_fan_in, "bias": _one, "norm": _one, "output": _one},
     "sgd": {"weight": _inverse_sqrt_fan_in, "bias": _one, "norm": _one, "output": _one},

@@ -24,9 +24,6 @@ from tests.transforms.models import batch, gpt, same, step, tiny
 from tests.transforms.test_metrics import check
 from unit_scaling.transforms import (
     compile,
-    prune_non_float_tensors,
-    prune_same_scale_tensors,
-    prune_selected_nodes,
     simulate_fp8,
     track_scales,
     unit_scale,
@@ -216,6 +213,25 @@ def test_nothing_is_left_behind():
     assert {row["direction"] for row in rows} == {"fwd"}
 
 
+def test_a_parameter_that_is_returned_as_it_is():
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight.float().contiguous()
+
+    model = track_scales(Cast())
+    model(torch.ones(3)).sum().backward()
+    weights = [n.name for n in model.scales_graph().nodes if n.meta["requires_grad"]]
+    assert weights == ["self_parameters_weight"]
+    model.scales_graph().lint()
+    with torch.no_grad():
+        model(torch.ones(3))
+    assert not model.weight._backward_hooks
+
+
 def test_copies_measure_by_themselves():
     model = track_scales(tiny(), every=3)
     model(*batch())
@@ -264,6 +280,20 @@ def test_inputs_in_every_place():
     assert model.scales_graph().output_node().args[0]["text"] == "no tensor"
 
 
+def test_a_model_that_wants_gradients_of_its_input():
+    """As the speech models of Hugging Face do, for checkpointing."""
+
+    class Wants(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x[:, None]
+            y.requires_grad = True
+            return y * 2
+
+    model = track_scales(Wants())
+    model(torch.ones(3)).sum().backward()
+    assert meta(model.scales_graph())["x"]["metrics"].bwd.mean_abs == 2.0
+
+
 # Over time
 
 
@@ -296,80 +326,6 @@ def test_history(tmp_path):
             history.series(*bad)
 
 
-# Pruning
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.linear = nn.Embedding(1024, 64), nn.Linear(64, 64)
-
-    def forward(self, idxs: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.emb(idxs)
-        scores = F.softmax(self.linear(x), dim=-1)
-        top = torch.unsqueeze(torch.argmax(scores, dim=-1), -1)
-        found = torch.gather(x, -1, top)
-        found -= x.mean()
-        return found, top
-
-
-def targets(graph: Graph) -> set[Any]:
-    return set(meta(graph))
-
-
-def test_prune_non_float_tensors():
-    torch.manual_seed(0)
-    model = track_scales(Words())
-    model(torch.randint(0, 1024, (8, 32)))
-    graph = model.scales_graph()
-    integers = {"idxs", torch.argmax, torch.unsqueeze}
-    floats = {
-        "self_modules_emb_parameters_weight", F.embedding, "self_modules_linear_parameters_weight",
-        "self_modules_linear_parameters_bias", F.linear, F.softmax, torch.gather, operator.isub,
-        "mean", "output",
-    }  # fmt: skip
-    assert targets(graph) == integers | floats
-    assert targets(prune_non_float_tensors(graph)) == floats
-    assert targets(graph) == integers | floats  # a copy
-
-
-def test_prune_same_scale_tensors():
-    class Shapes(nn.Module):
-        def forward(self, a: Tensor) -> Tensor:
-            b = a / 1.0
-            c = b * 1.0  # the gradient of b is that of c and of d
-            d = F.relu(c)
-            x, y = (b - d).view(-1, 2).unbind(-1)
-            return torch.stack([x, y]).flatten().sum()
-
-    torch.manual_seed(0)
-    model = track_scales(Shapes())
-    loss = model(torch.randn(64, 256))
-    forward = prune_same_scale_tensors(prune_non_float_tensors(model.scales_graph()))
-    kept = {"a", F.relu, operator.sub, operator.getitem, torch.stack, "sum_1", "output"}
-    assert targets(forward) == kept
-    loss.backward()
-    both = prune_same_scale_tensors(model.scales_graph())
-    assert targets(both) == kept | {operator.mul, "unbind"}
-    loose = prune_same_scale_tensors(forward, rtol=0.05)
-    assert operator.getitem not in targets(loose)
-    stacks = [n for n in loose.nodes if n.target is torch.stack]
-    assert all(source.target is operator.sub for n in stacks for source in n.all_input_nodes)
-
-
-def test_prune_selected_nodes():
-    class Chain(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.abs(F.relu(x + 1)).sum()
-
-    model = track_scales(Chain())
-    model(torch.randn(4, 4))
-    graph = prune_selected_nodes(model.scales_graph(), [torch.abs, F.relu])
-    assert targets(graph) == {"x", operator.add, "sum_1", "output"}
-    assert next(n for n in graph.nodes if n.name == "sum_1").args[0].target is operator.add
-    assert targets(prune_selected_nodes(graph, ["sum"])) == {"x", operator.add, "output"}
-
-
 def test_what_is_refused():
     with pytest.raises(TypeError, match=r"needs an nn\.Module, got function"):
         track_scales(F.relu)
@@ -380,5 +336,3 @@ def test_what_is_refused():
         track_scales(nn.Linear(2, 2), formats=["fp9"])
     with pytest.raises(ValueError, match="is for scales"):
         track_scales(nn.Linear(2, 2), formats=["e8m0"])
-    with pytest.raises(ValueError, match="not one of track_scales"):
-        prune_non_float_tensors(torch.fx.symbolic_trace(nn.Linear(2, 2)).graph)

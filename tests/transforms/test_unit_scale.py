@@ -167,6 +167,18 @@ RESIDUAL = {
     "gelu by hand": (lambda m, x: m.a(x + 0.044715 * x**3), []),
     "bias": (lambda m, x: m.a(x) + m.b.weight[0], []),
     "not residual": (lambda m, x: m.a(x) + m.b(x), []),
+    "nested": (lambda m, x: x + m.a(x + m.b(x)), ["0.5", "0.5"]),
+    "parallel": (lambda m, x: x + m.a(x) + m.b(x), ["0.5", "0.5"]),
+    "parallel, joined": (lambda m, x: m.a(x) + m.b(x) + x, ["0.707"]),
+    "parallel, one norm": (
+        lambda m, x: m.a(y := F.layer_norm(x, (16,))) + attention(y, y, m.b(y)) + x,
+        ["0.5"],
+    ),
+    "parallel, nested": (lambda m, x: x + m.a(x + m.a(x) + m.b(x)), ["0.5"] * 3),
+    "after the last": (lambda m, x: m.a(y := x + m.b(x)) + F.layer_norm(m.b(y), (16,)), ["0.5"]),
+    "position": (lambda m, x: m.a(x) + m.b.weight[:8], []),
+    "mask": (lambda m, x: m.a(x) + torch.zeros(16).fill_(-1e9) * (x.detach() > 9), []),
+    "routed": (lambda m, x: x + m.a(x) * m.b(x).softmax(-1)[:, :1], ["0.5"]),
 }
 
 
@@ -177,6 +189,19 @@ def test_residual_adds_are_found(name: str) -> None:
     model = unit_scale(Net(fn, a=nn.Linear(16, 16), b=nn.Linear(16, 16)))
     found = residuals(model, torch.randn(8, 16))
     assert [f.split()[-1] for f in found] == taus
+
+
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_the_gradient_is_that_of_what_is_computed(name: str) -> None:
+    """However branches are nested and share what they read: no factor is missed on any path."""
+    torch.manual_seed(0)
+    net = Net(RESIDUAL[name][0], a=nn.Linear(16, 16), b=nn.Linear(16, 16)).double()
+    model = unit_scale(
+        Net(lambda m, x: (y := m.net(x).view(8, 16)) + torch.tanh(x * y.mean()), net=net)
+    )
+    x = torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
+    model(x)
+    torch.autograd.gradcheck(model, x, fast_mode=True)
 
 
 def test_residual_gradient_is_delayed_to_the_branch() -> None:

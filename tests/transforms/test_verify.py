@@ -66,6 +66,7 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], t
     "conv1d": (lambda x, w: F.conv1d(x, w, padding=1), (2, 3, 8), (4, 3, 3)),
     "conv2d": (lambda x, w: F.conv2d(x, w, torch.ones(4), 2), (2, 3, 8, 8), (4, 3, 3, 3)),
     "conv_transpose1d": (F.conv_transpose1d, (2, 3, 8), (3, 4, 3)),
+    "chain": (lambda x, w: torch.linalg.multi_dot([x, w]), (6, 4), (4, 3)),
     "unit-scaled": (U.linear, (6, 4), (3, 4)),
     "unit-scaled convolution": (U.conv1d, (2, 3, 8), (4, 3, 3)),
 }
@@ -161,6 +162,28 @@ def test_attention(spelled: str):
         of_path = [row for row in result if row.path == path and "gradient" in row.tensor]
         assert {row.tensor for row in of_path} == {"gradient of weight", "gradient of output"}
         assert {row.kind for row in of_path} == {kind}
+
+
+def test_a_softmax_that_is_no_attention():
+    """A router's, and one of an attention's output: nothing there is a query or a key."""
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.scaled_dot_product_attention(x, x, x).softmax(-1)
+            return F.softmax(self.gate(x), dim=-1) * (y @ y.transpose(-2, -1))[..., :4]
+
+    torch.manual_seed(0)
+    result = uu.verify(Router(), torch.randn(2, 4, 8, requires_grad=True))
+    kinds = {(row.path, row.call, row.tensor): row.kind for row in result}
+    small = {place for place, kind in kinds.items() if kind == "query-key gradient"}
+    assert small == {
+        ("", "scaled_dot_product_attention", f"gradient of {t}") for t in ("query", "key")
+    }
+    assert "attention" not in kinds.values()
 
 
 def test_multi_head_attention_is_seen_through():

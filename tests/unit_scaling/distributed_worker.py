@@ -7,6 +7,7 @@ import copy
 import sys
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -98,6 +99,8 @@ def main(rank: int, store: str) -> None:
     net = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB))
     net.append(nn.Linear(VOCAB, VOCAB))
     scaled = unit_scale(net.double())
+    with pytest.raises(RuntimeError, match="call the model once before fully_shard"):
+        sharded(copy.deepcopy(scaled), [])(torch.zeros(2, 2, dtype=torch.int64))
     scaled(torch.zeros(2, 2, dtype=torch.int64))  # is recorded before it is sharded
     check(copy.deepcopy(scaled), lambda m: sharded(m, [m[2]]), 1)
     print("rank", rank, "done")

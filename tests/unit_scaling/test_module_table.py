@@ -3,7 +3,9 @@
 Modules that need arguments, or inputs other than a standard normal matrix, have a line in EXAMPLES.
 """
 
+import copy
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import unit_scaling as uu
+from tests.unit_scaling import elementwise_calls
 from unit_scaling.modules import MODULES
 from unit_scaling.parameter import has_parameter_data
 
@@ -30,14 +33,19 @@ EXAMPLES: dict[type[nn.Module], tuple[tuple[Any, ...], dict[str, Any], tuple[Any
     nn.Embedding: ((9, 4), {"padding_idx": 2}, (torch.tensor([[1, 2], [8, 0]]),)),
     nn.EmbeddingBag: ((9, 4), {"mode": "sum"}, (torch.tensor([[1, 2], [8, 0]]),)),
     nn.GRU: ((8, 6), {"num_layers": 2}, (SEQUENCE,)),
+    nn.GRUCell: ((8, 6), {}, (SEQUENCE[0],)),
     nn.LSTM: ((8, 6), {"bidirectional": True}, (SEQUENCE,)),
+    nn.LSTMCell: ((8, 6), {"bias": False}, (SEQUENCE[0],)),
     nn.LayerNorm: ((6,), {"elementwise_affine": True}, (torch.randn(3, 6),)),
     nn.Linear: ((6, 4), {"bias": True}, (torch.randn(2, 3, 6),)),
     nn.MultiheadAttention: ((8, 2), {"add_bias_kv": True}, (SEQUENCE,) * 3),
     nn.RMSNorm: ((6,), {"elementwise_affine": True, "eps": 1e-5}, (torch.randn(3, 6),)),
     nn.RNN: ((8, 6), {"nonlinearity": "relu"}, (SEQUENCE,)),
+    nn.RNNCell: ((8, 6), {}, (SEQUENCE[0],)),
     nn.Softmax: ((-1,), {}, (torch.randn(3, 6),)),
 }
+
+EXAMPLES |= elementwise_calls.MODULES
 
 each_row = pytest.mark.parametrize("plain", MODULES, ids=lambda cls: cls.__name__)
 
@@ -95,6 +103,29 @@ def test_weights_start_at_unit_scale(plain: type[nn.Module]):
             assert rms == pytest.approx(1, abs=5 / (2 * p.numel()) ** 0.5), name
         else:
             assert rms == (0 if "bias" in name else 1), name
+
+
+def tags(module: nn.Module) -> list[tuple[str, Any, Any]]:
+    return [(n, p.mup_type, p.mup_scaling_depth) for n, p in module.named_parameters()]
+
+
+@each_row
+def test_tags_survive_copies_and_new_parameters(plain: type[nn.Module]):
+    """deepcopy, pickle, load_state_dict(assign=True), and to_empty with reset_parameters."""
+    _, ours, _ = example(plain)
+    if not list(ours.parameters()):
+        pytest.skip("has no parameters")
+    stack = uu.DepthSequential(ours, copy.deepcopy(ours))
+    before, values = tags(stack), stack.state_dict()
+    assert {depth for *_, depth in before} == {2}
+    assert tags(copy.deepcopy(stack)) == tags(pickle.loads(pickle.dumps(stack))) == before
+    stack.load_state_dict({k: v.clone() for k, v in values.items()}, assign=True)
+    assert tags(stack) == before
+    empty = stack.to("meta").to_empty(device="cpu")
+    for layer in empty:
+        layer.reset_parameters()
+    assert tags(empty) == before
+    assert all(p.isfinite().all() for p in empty.parameters())
 
 
 def test_every_module_with_a_counterpart_is_in_the_table():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit_scaling.test_ops import op_kwargs, results, with_gradients
+from tests.unit_scaling.elementwise_calls import RANDOM
+from tests.unit_scaling.test_ops import RECURRENT, TORCH_LACKS, op_kwargs, results, with_gradients
 from unit_scaling.ops import OPS, Op
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
@@ -33,11 +34,9 @@ def all_results(fn, settings: dict, calls: dict) -> dict:
     return {"output": {k: v.detach() for k, v in outputs.items()}, **grads}
 
 
-RANDOM = {"dropout"}  # compiled, they draw other random numbers
-
-
-def reads_shapes(op: Op) -> bool:
-    return not {"input", "left", "query"}.isdisjoint(inspect.signature(op.rule).parameters)
+def has_dynamic_rule(op: Op) -> bool:
+    reads_sizes = not {"input", "left", "query"}.isdisjoint(inspect.signature(op.rule).parameters)
+    return reads_sizes and "symbolic sizes" not in TORCH_LACKS.get(op.name, ())
 
 
 def groups() -> list:
@@ -45,14 +44,14 @@ def groups() -> list:
 
     Symbolic sizes are for rules that read sizes, without constraint where there is a choice.
     """
-    ops = [op for op in OPS.values() if op.name not in RANDOM | COMPILE_ALIKE]
+    ops = [op for op in OPS.values() if op.name not in RANDOM | COMPILE_ALIKE | RECURRENT]
     free, tied = ([op for op in ops if op.constrainable is can] for can in (True, False))
     found = [(tied, {}, False), (tied, {}, True), (free, {"constraint": "to_output_scale"}, False)]
     found += [(free, {"constraint": None}, False), (free, {"constraint": None}, True)]
     return [
         pytest.param(part, settings, dynamic, id=f"{part[0].name} to {part[-1].name}, {dynamic}")
         for group, settings, dynamic in found
-        for rows in [[op for op in group if reads_shapes(op) or not dynamic]]
+        for rows in [[op for op in group if has_dynamic_rule(op) or not dynamic]]
         for part in (rows[i : i + 8] for i in range(0, len(rows), 8))
     ]
 
@@ -66,7 +65,7 @@ def test_compiles_whole(ops: list[Op], settings: dict, dynamic: bool):
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", sorted(RANDOM))
 def test_random_op_compiles_whole(name: str):
     torch._dynamo.reset()
     compiled = torch.compile(OPS[name].fn, backend="aot_eager", fullgraph=True)

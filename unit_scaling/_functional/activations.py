@@ -230,7 +230,7 @@ def add_scales(
     grads = [math.sqrt(t.numel() / size) if t.numel() else 1.0 for t in (input, other)]
     return tie(
         constraint,
-        output=(1 + alpha**2) ** -0.5,
+        output=(1 + alpha * alpha) ** -0.5,
         input=grads[0],
         other=grads[1] / abs(alpha) if alpha else grads[1],
     )

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8.einsum import as_equation
-from fp8.matmul import matmul as matrix_product
+from fp8.einsum import as_equation, as_matmul, letters, sums_products
 
 from ..ops import Scales, row, tie
 from .products import inverse, scaled
@@ -19,31 +18,16 @@ from .products import inverse, scaled
 __all__ = ["einsum"]
 
 
-def _parsed(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """The indices of each operand and of the output, one letter for each dimension.
-
-    The dimensions of an ellipsis get letters that the equation does not use, counted from the
-    right, as they broadcast. Without "->" the output has the letters that occur once, sorted.
-    Raises ValueError where the equation does not fit the operands.
-    """
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
+def _letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
+    """`fp8.einsum.letters`. Raises ValueError where the equation does not fit the operands."""
+    terms = equation.partition("->")[0].split(",")
     if len(terms) != len(operands):
         raise ValueError(f"einsum {equation!r} needs {len(terms)} operands, got {len(operands)}")
-    named = [t.replace("...", "") for t in terms]
-    counts = [x.dim() - len(n) for x, n in zip(operands, named, strict=True)]
-    for term, x, count in zip(terms, operands, counts, strict=True):
-        if count < 0 or (count and "..." not in term):
+    for term, x in zip(terms, operands, strict=True):
+        hidden = x.dim() - len(term.replace("...", ""))
+        if hidden < 0 or (hidden and "..." not in term):
             raise ValueError(f"einsum: {term!r} does not fit an operand of {x.dim()} dimensions")
-    widest = (
-        max(c for c, t in zip(counts, terms, strict=True) if "..." in t) if "..." in inputs else 0
-    )
-    spare = "".join(c for c in string.ascii_letters if c not in equation)[:widest]
-    if not arrow:
-        once = (c for c in sorted(set("".join(named))) if "".join(named).count(c) == 1)
-        output = "..." + "".join(once)
-    full = [t.replace("...", spare[widest - c :]) for t, c in zip(terms, counts, strict=True)]
-    return full, output.replace("...", spare)
+    return letters(equation, operands)
 
 
 def _sizes(terms: Sequence[str], operands: Sequence[Tensor]) -> dict[str, int]:
@@ -66,7 +50,12 @@ def einsum_scales(
     A dimension of size 1 that is broadcast counts as one it does not have.
     """
     operands = [left, *([] if right is None else [right]), *more]
-    terms, output = _parsed(equation, operands)
+    return _factors(*_letters(equation.replace(" ", ""), operands), operands, constraint)
+
+
+def _factors(
+    terms: Sequence[str], output: str, operands: Sequence[Tensor], constraint: str | None
+) -> Scales:
     sizes = _sizes(terms, operands)
     every = math.prod(list(sizes.values()))
     factors = {"output": inverse(every // (math.prod([sizes[c] for c in output]) or 1))}
@@ -149,7 +138,8 @@ def einsum(
     Raises ValueError where the equation does not fit the operands.
     """
     operands = [left, *([] if right is None else [right]), *more]
-    terms, output = _parsed(equation, operands)
+    terms, output = _letters(equation.replace(" ", ""), operands)
+    equation = f"{','.join(terms)}->{output}"
     if len(operands) > 2:
         later = {*output, *"".join(terms[2:])}
         kept = "".join(dict.fromkeys(c for c in terms[0] + terms[1] if c in later))
@@ -157,48 +147,10 @@ def einsum(
         first = einsum(f"{terms[0]},{terms[1]}->{kept}", left, right, constraint=tied)
         rest = f"{','.join((kept, *terms[2:]))}->{output}"
         return einsum(rest, first, more[0], more[1:], tied)
-    s = einsum_scales(equation, left, right, constraint=constraint)
-    groups = None if right is None else _matrix_form(terms, output, left, right)
-    if groups is not None:
-        assert right is not None
-        return _contract(terms, output, left, right, groups, s)
+    s = _factors(terms, output, operands, constraint)
+    if len(operands) == 2 and sums_products(equation, operands):
+        product = as_matmul(equation, operands, scales=(s["output"], s["left"], s["right"]))
+        if product is not None:
+            return product
     named = dict(zip(("left", "right"), operands, strict=False))
-    return scaled(lambda *xs: torch.einsum(f"{','.join(terms)}->{output}", *xs), named, s)
-
-
-Groups = tuple[list[str], list[str], list[str], list[str]]
-"""The indices of a product of matrices: batch, rows, inner, columns."""
-
-
-def _matrix_form(terms: list[str], output: str, left: Tensor, right: Tensor) -> Groups | None:
-    """The indices by what they are, or None where this is no product of two batches of matrices.
-
-    It is one if every index is batch (in all three), row or column (in one operand and the
-    output) or inner (in both operands), no term repeats an index, and nothing is broadcast.
-    """
-    a, b = terms
-    batch = [c for c in a if c in b and c in output]
-    inner = [c for c in a if c in b and c not in output]
-    rows = [c for c in a if c not in b]
-    columns = [c for c in b if c not in a]
-    repeated = any(len(set(term)) < len(term) for term in (a, b, output))
-    private = not {*rows, *columns} <= set(output)
-    broadcast = any(left.shape[a.index(c)] != right.shape[b.index(c)] for c in (*batch, *inner))
-    if not inner or repeated or private or broadcast:
-        return None
-    return batch, rows, inner, columns
-
-
-def _contract(
-    terms: list[str], output: str, left: Tensor, right: Tensor, groups: Groups, s: Scales
-) -> Tensor:
-    a, b = terms
-    sizes = dict(zip(a + b, (*left.shape, *right.shape), strict=True))
-    batch, rows, inner, columns = groups
-    *lead, m, k, n = [math.prod([sizes[c] for c in group]) for group in groups]
-    lead = lead if batch else []
-    x = left.permute([a.index(c) for c in (*batch, *rows, *inner)]).reshape(*lead, m, k)
-    y = right.permute([b.index(c) for c in (*batch, *inner, *columns)]).reshape(*lead, k, n)
-    z = matrix_product(x, y, scales=(s["output"], s["left"], s["right"]))
-    order = [*batch, *rows, *columns]
-    return z.reshape([sizes[c] for c in order]).permute([order.index(c) for c in output])
+    return scaled(lambda *xs: torch.einsum(equation, *xs), named, s)

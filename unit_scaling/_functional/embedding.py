@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,7 +39,19 @@ def embedding(
     output = F.embedding(
         input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
     )
-    return scale_each(output, 1.0, s["weight"])
+    return _scale_gradient(output, s["weight"])
+
+
+def _scale_gradient(output: Tensor, scale: float) -> Tensor:
+    """``output``, with its gradient multiplied by ``scale``: a tensor that may be written to.
+
+    What an autograd function returns may not (``x = embedding(ids); x += positions``): eagerly a
+    hook does it, and writes after it do not change what the hook sees.
+    """
+    if torch.compiler.is_compiling() or not output.requires_grad:
+        return scale_each(output, 1.0, scale)
+    output.register_hook(lambda grad: grad * scale)
+    return output
 
 
 def _bag_size(input: Tensor, offsets: Tensor | None, include_last_offset: bool = False) -> float:

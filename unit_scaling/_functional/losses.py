@@ -7,9 +7,8 @@ is what loss scaling exists to undo.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +17,27 @@ from torch.nn import functional as F
 from ..ops import Scales, row
 from ..scale import scale_bwd, value_with_gradient
 
-__all__ = ["cross_entropy", "mse_loss"]
+__all__ = ["cross_entropy", "nll_loss"]
 
 Loss = Callable[..., Tensor]
 
 _REDUCTIONS = ("mean", "none", "sum")
 
 
-def _reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
+def reduction_of(
+    reduction: str,
+    size_average: bool | None,
+    reduce: bool | None,
+    allowed: Sequence[str] = _REDUCTIONS,
+) -> str:
     """The reduction, with torch's two legacy arguments taken into account."""
     if size_average is not None or reduce is not None:
         if reduce is False:
             return "none"
         return "sum" if size_average is False else "mean"
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"unknown reduction {reduction!r}; choose one of 'mean', 'none', 'sum'")
+    if reduction not in allowed:
+        names = ", ".join(map(repr, allowed))
+        raise ValueError(f"unknown reduction {reduction!r}; choose one of {names}")
     return reduction
 
 
@@ -71,7 +76,7 @@ def cross_entropy(
     example has none, and does not change that of the others.
     Raises ValueError for an unknown reduction; other errors are torch's.
     """
-    kind = _reduction(reduction, size_average, reduce)
+    kind = reduction_of(reduction, size_average, reduce)
     scale = cross_entropy_scales(input, label_smoothing)["input"]
     logits = input if mult == 1.0 else input * mult
     if target.is_floating_point() or label_smoothing:
@@ -81,55 +86,43 @@ def cross_entropy(
         loss = F.nll_loss
         scores = F.log_softmax(logits, _class_dim(logits))
     loss = partial(loss, weight=weight, ignore_index=ignore_index)
-    return _unit_loss(loss, scores, target, kind, scale / mult if mult else scale)
+    return unit_loss(loss, scores, target, kind=kind, scale=scale / mult if mult else scale)
 
 
-def _unit_loss(loss: Loss, input: Tensor, target: Tensor, kind: str, scale: float) -> Tensor:
-    """``loss(input, target)`` reduced as ``kind``; the gradient is ``scale`` times the sum's."""
+def unit_loss(loss: Loss, *operands: Tensor, kind: str, scale: float) -> Tensor:
+    """``loss(*operands)`` reduced as ``kind``; the gradient is ``scale`` times the sum's."""
     if kind == "none":
-        return scale_bwd(loss(input, target, reduction="none"), scale)
-    total = loss(input, target, reduction="sum")
+        return scale_bwd(loss(*operands, reduction="none"), scale)
+    total = loss(*operands, reduction="sum")
     if kind == "sum":
         return scale_bwd(total, scale)
     with torch.no_grad():
-        value = loss(input.detach(), target.detach(), reduction="mean")
+        value = loss(*[operand.detach() for operand in operands], reduction=kind)
     return value_with_gradient(value, total, scale)
 
 
-def mse_loss_scales(input: Tensor, target: Tensor) -> Scales:
-    """The difference of two unit normals, doubled by the square, has RMS sqrt(8).
-
-    A broadcast operand collects the gradients of its copies.
-    """
-    size = math.prod(torch.broadcast_shapes(input.shape, target.shape))
-    copies = [size / (t.numel() or 1) or 1.0 for t in (input, target)]
-    return {
-        "output": 1.0,
-        "input": float((8 * copies[0]) ** -0.5),
-        "target": float((8 * copies[1]) ** -0.5),
-    }
+def nll_loss_scales(input: Tensor) -> Scales:
+    """The gradient of a log-probability is -1 for the class at hand and 0 for the others."""
+    classes = input.shape[_class_dim(input)] if input.dim() else 1
+    return {"output": 1.0, "input": float((classes or 1) ** 0.5)}
 
 
-@row(mse_loss_scales, replaces=(F.mse_loss,))
-def mse_loss(
+@row(nll_loss_scales, replaces=(F.nll_loss,))
+def nll_loss(
     input: Tensor,
     target: Tensor,
+    weight: Tensor | None = None,
     size_average: bool | None = None,
+    ignore_index: int = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
-    weight: Tensor | None = None,
 ) -> Tensor:
-    """The value of `torch.nn.functional.mse_loss`, unit-scaled backward.
+    """The value of `torch.nn.functional.nll_loss`, unit-scaled backward.
 
-    input, target: of shapes that broadcast together (torch warns where they differ). weight:
-    multiplies each squared difference. The gradient is s times that of the sum, for "mean" too.
-    Raises ValueError for an unknown reduction.
+    input: log-probabilities (classes,), (batch, classes) or (batch, classes, ...). target, weight,
+    ignore_index, the gradient and errors are as in `cross_entropy`. After `log_softmax` of c
+    classes the logits' gradient is smaller than that of `cross_entropy` by sqrt(1 - 1/c).
     """
-    kind = _reduction(reduction, size_average, reduce)
-    s = mse_loss_scales(input, target)
-    settings: dict[str, Any] = {} if weight is None else {"weight": weight}
-    loss = partial(F.mse_loss, **settings)
-    if s["input"] == s["target"]:
-        return _unit_loss(loss, input, target, kind, s["input"])
-    input, target = scale_bwd(input, s["input"]), scale_bwd(target, s["target"])
-    return _unit_loss(loss, input, target, kind, 1.0)
+    kind = reduction_of(reduction, size_average, reduce)
+    loss = partial(F.nll_loss, weight=weight, ignore_index=ignore_index)
+    return unit_loss(loss, input, target, kind=kind, scale=nll_loss_scales(input)["input"])

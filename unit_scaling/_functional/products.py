@@ -107,15 +107,17 @@ def matmul_scales(
     """1/sqrt of what each of the three products sums over, batches that were broadcast included."""
     rows = left.shape[-2] if left.dim() > 1 else 1
     columns = right.shape[-1] if right.dim() > 1 else 1
-    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    total = math.prod(batch)
-    left_copies = total // (math.prod(left.shape[:-2]) or 1)
-    right_copies = total // (math.prod(right.shape[:-2]) or 1)
+    left_batch, right_batch = left.shape[:-2], right.shape[:-2]
+    left_copies = right_copies = 1
+    if left_batch != right_batch:
+        total = math.prod(torch.broadcast_shapes(left_batch, right_batch))
+        left_copies = total // (math.prod(left_batch) or 1)
+        right_copies = total // (math.prod(right_batch) or 1)
     return tie(
         constraint,
-        output=inverse(left.shape[-1], 0.5),
-        left=inverse(columns * left_copies, 0.5),
-        right=inverse(rows * right_copies, 0.5),
+        output=inverse(left.shape[-1]),
+        left=inverse(columns * left_copies),
+        right=inverse(rows * right_copies),
     )
 
 
@@ -181,14 +183,19 @@ def addmm_scales(
     "output" is the factor of the product, "input" that of the gradient of the added term.
     """
     a, b = abs(alpha) or 1.0, abs(beta) or 1.0
-    product = matmul_scales(mat1, mat2, None)
-    mat1_scale, mat2_scale = product["left"] / a, product["right"] / a
     if _is_bias(input, mat2):
         grad = row_scale(math.prod(mat1.shape[:-1]))
-        tied = tie(constraint, output=product["output"] / a, mat1=mat1_scale)
+        fan_in, fan_out = mat2.shape
+        tied = tie(constraint, output=inverse(fan_in) / a, mat1=inverse(fan_out) / a)
         return {**tied, "mat2": grad / a, "input": grad / b}
+    product = matmul_scales(mat1, mat2, None)
     norm = math.hypot(alpha, beta) or 1.0
-    tied = tie(constraint, output=product["output"] / norm, mat1=mat1_scale, mat2=mat2_scale)
+    tied = tie(
+        constraint,
+        output=product["output"] / norm,
+        mat1=product["left"] / a,
+        mat2=product["right"] / a,
+    )
     # As many gradients as the product has elements for each of input's.
     size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.dim() > 1 else 1)
     own = ((input.numel() or 1) / (size or 1)) ** 0.5 / b

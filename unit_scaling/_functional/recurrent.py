@@ -24,7 +24,16 @@ from ..ops import Scales, row
 from .activations import dropout as unit_dropout
 from .products import linear
 
-__all__ = ["gru", "lstm", "rnn_relu", "rnn_tanh"]
+__all__ = [
+    "gru",
+    "gru_cell",
+    "lstm",
+    "lstm_cell",
+    "rnn_relu",
+    "rnn_relu_cell",
+    "rnn_tanh",
+    "rnn_tanh_cell",
+]
 
 States = list[Tensor]
 """The hidden state (batch, hidden), then the cell state where there is one."""
@@ -71,6 +80,19 @@ def _tanh_step(x: Tensor, h: Tensor, states: States) -> States:
 
 def _relu_step(x: Tensor, h: Tensor, states: States) -> States:
     return [_gates(x, h, 1).relu() * RELU_FACTOR]
+
+
+def _cell(
+    step: Step,
+    input: Tensor,
+    states: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+) -> States:
+    h = linear(states[0], w_hh, b_hh, "to_grad_input_scale")
+    return step(linear(input, w_ih, b_ih), h, list(states))
 
 
 def _direction(
@@ -125,7 +147,7 @@ def _recurrent(
 
 
 def _weight_scale(input: Tensor) -> float:
-    return row_scale(math.prod(input.shape[:2]))
+    return row_scale(math.prod(input.shape[:-1]))
 
 
 def lstm_scales(input: Tensor) -> Scales:
@@ -221,3 +243,82 @@ def rnn_relu(
     """(output, hidden state) of `torch.nn.RNN` with relu, unit-scaled. Arguments as in `gru`."""
     settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
     return _recurrent(_relu_step, input, [hx], params, *settings)
+
+
+def lstm_cell_scales(input: Tensor) -> Scales:
+    """As `lstm_scales`. A loop over n calls makes the gradients of the weights sqrt(n) as large."""
+    grad = _weight_scale(input)
+    return {"output": LSTM_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+
+
+@row(lstm_cell_scales, replaces=(torch.lstm_cell,))
+def lstm_cell(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """A step of `lstm`: the next hidden and cell state.
+
+    input: (batch, in). hx: both states, each (batch, hidden).
+    """
+    return tuple(_cell(_lstm_step, input, hx, w_ih, w_hh, b_ih, b_hh))
+
+
+def gru_cell_scales(input: Tensor) -> Scales:
+    """As `gru_scales`, and as `lstm_cell_scales` for the weights."""
+    grad = _weight_scale(input)
+    return {"output": GRU_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+
+
+@row(gru_cell_scales, replaces=(torch.gru_cell,))
+def gru_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """A step of `gru`: the next hidden state (batch, hidden). input: (batch, in)."""
+    return _cell(_gru_step, input, [hx], w_ih, w_hh, b_ih, b_hh)[0]
+
+
+def rnn_tanh_cell_scales(input: Tensor) -> Scales:
+    """As `rnn_tanh_scales`, and as `lstm_cell_scales` for the weights."""
+    grad = _weight_scale(input)
+    return {"output": TANH_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+
+
+@row(rnn_tanh_cell_scales, replaces=(torch.rnn_tanh_cell,))
+def rnn_tanh_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """A step of `rnn_tanh`: the next hidden state (batch, hidden). input: (batch, in)."""
+    return _cell(_tanh_step, input, [hx], w_ih, w_hh, b_ih, b_hh)[0]
+
+
+def rnn_relu_cell_scales(input: Tensor) -> Scales:
+    """As `rnn_relu_scales`, and as `lstm_cell_scales` for the weights."""
+    grad = _weight_scale(input)
+    return {"output": RELU_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+
+
+@row(rnn_relu_cell_scales, replaces=(torch.rnn_relu_cell,))
+def rnn_relu_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """A step of `rnn_relu`: the next hidden state (batch, hidden). input: (batch, in)."""
+    return _cell(_relu_step, input, [hx], w_ih, w_hh, b_ih, b_hh)[0]

@@ -129,8 +129,8 @@ class RMSNorm(TaggedModule, nn.RMSNorm):
         super().reset_parameters()
         self.restore_tags()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return U.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        return U.rms_norm(input, self.normalized_shape, self.weight, self.eps)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

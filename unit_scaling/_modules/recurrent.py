@@ -11,7 +11,7 @@ from .._functional.recurrent import PACKED
 from ..parameter import MupType
 from .tagged import TaggedModule
 
-__all__ = ["GRU", "LSTM", "RNN"]
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell"]
 
 
 class _Recurrent(TaggedModule):
@@ -177,3 +177,78 @@ class RNN(_Recurrent, nn.RNN):
         function = U.rnn_tanh if self.nonlinearity == "tanh" else U.rnn_relu
         output, (hidden,) = _run(self, function, input, None if hx is None else (hx,))
         return output, hidden
+
+
+def _step(module: Any, function: Any, input: Tensor, states: Any) -> tuple[Tensor, ...]:
+    """The next states of a cell, for a batch or a single example."""
+    if input.dim() not in (1, 2):
+        raise ValueError(f"input must have 1 or 2 dimensions, got shape {tuple(input.shape)}")
+    alone = input.dim() == 1
+    input = input.unsqueeze(0) if alone else input
+    if states is None:
+        zeros = input.new_zeros(input.shape[0], module.hidden_size)
+        states = (zeros, zeros)
+    elif alone:
+        states = tuple(s.unsqueeze(0) for s in states)
+    weights = (module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh)
+    if function is U.lstm_cell:
+        last = function(input, states, *weights)
+    else:
+        last = (function(input, states[0], *weights),)
+    return tuple(s.squeeze(0) for s in last) if alone else last
+
+
+class LSTMCell(_Recurrent, nn.LSTMCell):
+    """`unit_scaling.functional.lstm_cell` as a module, as `LSTM` is torch's LSTM."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, device, dtype)
+
+    def forward(
+        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        hidden, cell = _step(self, U.lstm_cell, input, hx)
+        return hidden, cell
+
+
+class GRUCell(_Recurrent, nn.GRUCell):
+    """`unit_scaling.functional.gru_cell` as a module, as `LSTM` is torch's LSTM."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, device, dtype)
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        return _step(self, U.gru_cell, input, None if hx is None else (hx,))[0]
+
+
+class RNNCell(_Recurrent, nn.RNNCell):
+    """`torch.nn.RNNCell` with weights at unit scale. nonlinearity: "tanh" or "relu"."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        nonlinearity: str = "tanh",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, nonlinearity, device, dtype)
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        function = U.rnn_tanh_cell if self.nonlinearity == "tanh" else U.rnn_relu_cell
+        return _step(self, function, input, None if hx is None else (hx,))[0]

@@ -1,5 +1,6 @@
 """Transforms of whole models: each returns a copy, in any order and combination."""
 
+from . import utils
 from .compile import compile
 from .metrics import InFormat, Metrics
 from .prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
@@ -24,5 +25,6 @@ __all__ = [
     "simulate_fp8",
     "track_scales",
     "unit_scale",
+    "utils",
     "verify",
 ]

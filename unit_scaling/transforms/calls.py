@@ -18,12 +18,14 @@ from ..ops import OPS
 
 __all__ = [
     "ATTENTION",
+    "AVERAGES",
     "CASTS",
     "ELEMENTWISE",
     "KINDS",
     "LINEAR",
     "MOVES",
     "NEUTRAL",
+    "POSITIVE",
     "PRODUCTS",
     "SELECTIONS",
     "TRANSPARENT",
@@ -77,6 +79,17 @@ ELEMENTWISE = LINEAR | frozenset(
     ).split()
 )
 """Kinds that act on each element by itself, where their other arguments are numbers."""
+
+POSITIVE = frozenset("relu relu6 sigmoid hardsigmoid softplus exp abs square softmax".split())
+"""Kinds whose results are all of one sign: their mean is not near 0."""
+
+AVERAGES = frozenset(
+    (
+        "mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+        "adaptive_avg_pool3d"
+    ).split()
+)
+"""Kinds that average over positions."""
 
 MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
 """Kinds that move elements about and change none."""

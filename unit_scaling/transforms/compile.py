@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from .install import Call, find_scope, install, unwrapped
+from .observe import unseen
 
-__all__ = ["Compile", "compile", "copied"]
+__all__ = ["Backend", "Compile", "compile", "copied", "with_scope"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
+Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
+"""What `torch.compile` calls a backend: a graph and example inputs in, what computes it out."""
+
+
 class Compile:
-    """Marks a model as compiled, so that copies of it (those of transforms too) are as well."""
+    """Marks a model as compiled, so that copies of it (those of transforms too) are as well.
+
+    backends: what its graphs go through, one after the other. inductor: whether torch's own
+    compiler comes last.
+    """
 
     order = 2
 
-    def __init__(self) -> None:
+    def __init__(self, backends: tuple[Backend, ...] = (), inductor: bool = True) -> None:
         self.path: list[str] = []
+        self.backends = backends
+        self.inductor = inductor
+
+    def start(self, model: nn.Module) -> None:
+        """Compiles ``model`` in place."""
+        if self.backends:
+            model.compile(backend=self._compiled)
+        else:
+            model.compile()
+
+    def _compiled(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        result: Any = graph
+        for backend in self.backends:
+            if not isinstance(result, GraphModule):
+                raise TypeError(f"a backend before {backend} returned no GraphModule for it")
+            result = backend(result, inputs)
+        result = torch.compile(result) if self.inductor else result
+
+        def run(*args: Any) -> Any:
+            with unseen():  # the modes of the transforms are in the graph already
+                return result(*args)
+
+        return run
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
@@ -38,10 +73,15 @@ def compile(module: M) -> M:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"compile needs an nn.Module, got {type(module).__name__}")
+    scope = find_scope(module, Compile)
+    return with_scope(module, Compile(() if scope is None else scope.backends))
+
+
+def with_scope(module: M, scope: Compile) -> M:
+    """A copy of ``module`` that is compiled as ``scope`` says."""
     result = copied(module)
-    if find_scope(result, Compile) is None:
-        install(result, Compile())
-        result.compile()
+    install(result, scope)
+    scope.start(unwrapped(result))
     return result
 
 
@@ -51,6 +91,7 @@ def copied(module: M) -> M:
     `copy.deepcopy` alone drops what `nn.Module.compile` did.
     """
     result = copy.deepcopy(module)
-    if find_scope(result, Compile) is not None and unwrapped(result) is result:
-        result.compile()
+    scope = find_scope(result, Compile)
+    if scope is not None and unwrapped(result) is result:
+        scope.start(result)
     return result

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..ops import OPS, find_op
-from .calls import NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
+from .calls import AVERAGES, NEUTRAL, POSITIVE, PRODUCTS, SELECTIONS, TRANSPARENT
 from .flow import Flow
 from .record import MASKING, Graph, Node
 from .residuals import Residuals, find_residuals
@@ -77,12 +77,12 @@ class _Planner:
         self.averages: dict[int, int] = {}  # product of attention weights and values -> keys
 
     def _inner_readouts(self) -> frozenset[str]:
-        """The readout weights with products or residual adds after them."""
+        """The readout weights with products, residual adds or a second path to the loss around."""
         after = [False] * len(self.nodes)
         inner: set[str | None] = set()
         for index in reversed(range(len(self.nodes))):
             mixes = self.flow.is_product(index) or index in self.residuals.adds
-            if self.flow.is_product(index) and after[index]:
+            if self.flow.is_product(index) and (after[index] or not self.bridges[index]):
                 inner |= {self.flow.parameters[i.node] for i in self.nodes[index].inputs}
             for source in self.flow.sources[index]:
                 after[source] = after[source] or after[index] or mixes
@@ -121,6 +121,8 @@ class _Planner:
         if index in self.residuals.adds:
             slots, why = self.residuals.adds[index]
             return Step(slots=slots), "scaled", why
+        if kind in AVERAGES | {"relu"} and self._leans(self.flow.sources[index]):
+            return self._positive(index, node)
         special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
         decision = special(index, node) if special is not None else None
         return decision or self._by_rule(index, node, kind)
@@ -146,6 +148,24 @@ class _Planner:
         input = unit.input if bridge else unit.output
         why = f"{unit.name} of {calls}, factor {unit.output:.3g}"
         return replace(step or Step(), output=(unit.output, input)), "scaled", why
+
+    def _leans(self, sources: list[int]) -> bool:
+        """Whether values are positive, or the sum of positive ones and the branch beside them."""
+        while len(sources) == 1:
+            kind = self.nodes[sources[0]].kind
+            if kind in POSITIVE:
+                return True
+            skip = self.residuals.skips.get(sources[0])
+            if skip is None and kind not in TRANSPARENT and not kind.startswith("max_pool"):
+                return False
+            sources = self.flow.sources[sources[0]] if skip is None else [skip]
+        return False
+
+    def _positive(self, index: int, node: Node) -> Decision:
+        """A relu of values that are mostly positive, or their average, has their RMS as it is."""
+        count = node.inputs[0].numel / (node.numel or 1)
+        backward = count if self.bridges[index] else 1.0
+        return Step(output=(1.0, backward)), "scaled", "its input is mostly positive: factor 1"
 
     def _add(self, index: int, node: Node) -> Decision | None:
         sources = [self.nodes[i.node] for i in node.inputs]

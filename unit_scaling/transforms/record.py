@@ -129,7 +129,7 @@ class Recorder(TorchFunctionMode):
     kinds: the table of `transforms.calls`. parameters: names by id. factors: what the parameters
     were divided by, by name; what is computed from parameters alone is computed from their
     original values. inputs: the ids of the tensors that the model is called with. path: gives the
-    module that is running.
+    module that is running. parametrizations: the paths of modules that compute a weight.
     The outputs of matrix products are brought to RMS 1, as they will be, so that what follows
     them sees values of the size that it will see.
     """
@@ -141,6 +141,7 @@ class Recorder(TorchFunctionMode):
         factors: dict[str, float],
         inputs: set[int],
         path: Callable[[], str],
+        parametrizations: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.graph = Graph()
@@ -149,6 +150,7 @@ class Recorder(TorchFunctionMode):
         self._factors = factors
         self._inputs = inputs
         self._path = path
+        self._parametrizations = parametrizations
         self._counts: Counter[tuple[str, str]] = Counter()
         self._node_of: dict[int, tuple[int, int]] = {}
         self._kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
@@ -198,6 +200,8 @@ class Recorder(TorchFunctionMode):
         node.where, node.inside = _site()
         sources = [self.graph.nodes[i.node] for i in inputs]
         node.computed = _computed(node.kind, sources)
+        if path in self._parametrizations:
+            node.computed = any(s.computed for s in sources)
         call_args, call_kwargs = args, kwargs
         if node.computed and kind not in TRANSPARENT:
             call_args, call_kwargs = self._original((args, kwargs), inputs)

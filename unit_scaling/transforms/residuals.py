@@ -48,13 +48,14 @@ class _Branch:
 
 @dataclass
 class Residuals:
-    """adds: node of a weighted add -> (its weights, what to say about it).
+    """adds: node of a weighted add -> (its weights, what to say about it). skips: -> its skip term.
 
     splits: (node, slot) -> factor. The gradient of a branch is scaled where the branch leaves, so
     that inside it has unit scale whatever its weight.
     """
 
     adds: dict[int, tuple[Weights, str]] = field(default_factory=dict)
+    skips: dict[int, int] = field(default_factory=dict)
     splits: dict[tuple[int, Slot], float] = field(default_factory=dict)
 
 
@@ -77,6 +78,7 @@ def find_residuals(flow: Flow, rule: str) -> Residuals:
         branch.tau = sum(part.tau**2 for part in parts or [branch]) ** 0.5
         norm = (1 + branch.tau**2) ** 0.5
         weights = ((branch.slot, 1 / norm, 1 / norm), (branch.end_slot, branch.tau / norm, 1.0))
+        found.skips[index] = branch.skip
         found.adds[index] = weights, f"residual add, tau {branch.tau:.3g}"
         for part in parts or [branch]:
             part.factor = part.tau / norm

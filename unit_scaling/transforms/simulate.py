@@ -52,8 +52,8 @@ class Simulate:
             self._active = False
 
 
-def simulate_format(model: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
-    """A copy of ``model`` whose products have operands in one format and gradients in another.
+def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
+    """A copy of ``module`` whose products have operands in one format and gradients in another.
 
     Both are honoured in full: exponent and mantissa bits, rounding, random bits.
     Raises TypeError for what is not a module or not an FPFormat.
@@ -63,22 +63,22 @@ def simulate_format(model: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
             raise TypeError(f"simulate_format needs an FPFormat, got {type(got).__name__}")
     forward, backward = _cast(fwd_format), _cast(bwd_format)
     name = f"simulate({fwd_format}, {bwd_format})"
-    return _simulate(model, Recipe(name=name, input=forward, weight=forward, grad=backward))
+    return _simulate(module, Recipe(name=name, input=forward, weight=forward, grad=backward))
 
 
 def _cast(format: FPFormat) -> Cast:
     return Cast(format=format.format, rounding=format.rounding, random_bits=format.random_bits)
 
 
-def simulate_fp8(model: M) -> M:
-    """A copy of ``model`` whose products run in FP8: e4m3 forward, e5m2 for gradients.
+def simulate_fp8(module: M) -> M:
+    """A copy of ``module`` whose products run in FP8: e4m3 forward, e5m2 for gradients.
 
     The formats of the OCP 8-bit floating point specification, with scale 1, saturating, rounded to
     nearest even: what an H100 computes from tensors cast without a scale.
     """
     forward = Cast(format="e4m3")
     recipe = Recipe(name="simulate_fp8", input=forward, weight=forward, grad=Cast(format="e5m2"))
-    return _simulate(model, recipe)
+    return _simulate(module, recipe)
 
 
 def _simulate(model: M, recipe: Recipe) -> M:

@@ -47,6 +47,9 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 """Methods of a tensor that Python's operators call: ``x + y`` cannot be told from ``x.add(y)``."""
 
 
+_REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
 class Tap(Observer):
     """Writes the graph of one call of a model, with a `Metrics` for each floating-point tensor.
 
@@ -128,6 +131,8 @@ class Tap(Observer):
     def observe(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if function == _REQUIRE_GRAD and args[0].requires_grad:
+            return None  # it need not be set, and cannot be of what is computed from an input
         with unseen():
             written = self._written(args), self._written(kwargs)
         output = function(*args, **kwargs)
@@ -164,27 +169,28 @@ class Tap(Observer):
         return self.graph.call_method(name, args, kwargs)
 
     def _record(self, node: Node, value: Any) -> None:
-        """Measures what a node returns. The tensors in a tuple have nodes of their own."""
+        """Measures what a node returns. The tensors in a tuple or dict have nodes of their own."""
         floating = isinstance(value, Tensor) and value.is_floating_point()
         node.meta.update(
             clean_name=node.name,
             outputs_float_tensor=floating,
-            requires_grad=isinstance(value, nn.Parameter) and value.requires_grad,
+            requires_grad=node.op == "placeholder" and isinstance(value, nn.Parameter),
             path=self.path[-1] if self.path else "",
         )
         if isinstance(value, Tensor):
             self._nodes[id(value)] = node
             self._kept.append(value)
-        elif isinstance(value, list | tuple):
-            for i, item in enumerate(value):
+        elif isinstance(value, list | tuple | dict):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if next(tensors_in(item), None) is not None:
-                    self._record(self.graph.call_function(operator.getitem, (node, i)), item)
+                    self._record(self.graph.call_function(operator.getitem, (node, key)), item)
         if floating:
             metrics = Metrics(value, self.formats)
             node.meta["metrics"] = metrics
             if value.requires_grad and torch.is_grad_enabled():
                 handle = value.register_hook(partial(_note, metrics))
-                self._handles += [handle] if node.op == "placeholder" else []
+                if value.is_leaf or node.op == "placeholder":
+                    self._handles.append(handle)
 
 
 def _note(metrics: Metrics, grad: Tensor | None) -> None:
@@ -342,9 +348,9 @@ def track_scales(
     that the model computed, transforms and all. ``scales_history()`` returns a `History` of the
     measured calls.
 
-    every: the 1st, (every + 1)th, ... call of the model is measured, in eager mode; the others cost
-    nothing and run compiled if the model is. What compiles a tracked model with fullgraph=True gets
-    an error: the choice is not part of a graph.
+    every: the 1st, (every + 1)th, ... call of the model is measured, in eager mode; the others run
+    as they would, compiled if the model is. Compiling a tracked model with fullgraph=True is an
+    error: the choice is not part of a graph.
     formats: what to tell losses in, names of `fp8.FORMATS` or formats. history: how many measured
     calls are kept.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
 from .steps import Plan, Row, Settings, Settled
-from .weights import Weights, prepare
+from .weights import Weights, parametrizations, prepare, refuse_hooks
 
 __all__ = ["UnitScale", "unit_scale"]
 
@@ -198,9 +199,11 @@ class UnitScale:
         names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
         given = {id(t) for _, t in tensors_in((args, kwargs))}
         factors = {n: f for n, f in self.weights.factors.items() if f != 1.0}
-        recorder = Recorder(self.kinds, names, factors, given, lambda: self.path[-1])
+        computing = parametrizations(twin, prefix)
+        recorder = Recorder(self.kinds, names, factors, given, lambda: self.path[-1], computing)
         devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
-        with torch.random.fork_rng(devices), torch.no_grad(), recorder:
+        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings(), recorder:
+            warnings.simplefilter("ignore")  # they come when the model runs
             _RUNNING.append(self)
             try:
                 self.within(path, lambda: twin(*args, **kwargs))
@@ -236,7 +239,16 @@ def _form(value: Any) -> Any:
 
 
 def _twin(module: nn.Module, scope: UnitScale) -> nn.Module:
-    """A copy that shares parameters and scopes, with buffers of its own and without hooks."""
+    """A copy that shares parameters and scopes, with buffers of its own and without hooks.
+
+    Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
+    """
+    if any(hasattr(child, "unshard") for child in module.modules()):  # a method of FSDPModule
+        raise RuntimeError(
+            f"unit_scale has not seen this form of call of {type(module).__name__} yet, and cannot "
+            "look at a sharded model: call the model once before fully_shard, with arguments of "
+            "the same form"
+        )
     shared: dict[int, Any] = {id(p): p for p in module.parameters()}
     shared[id(scope)] = scope
     for child in module.modules():
@@ -251,7 +263,7 @@ def _detached(value: Any, scope: UnitScale) -> Any:
 
 
 def unit_scale(
-    model: M,
+    module: M,
     replace: Replacements | None = None,
     *,
     init: str = "unit",
@@ -259,7 +271,7 @@ def unit_scale(
     strict: bool = False,
     context_length: int | None = None,
 ) -> M:
-    """A unit-scaled copy of ``model``.
+    """A unit-scaled copy of ``module``.
 
     What each call needs is worked out at the first call, from the model's data flow, and shown by
     `unit_scaling.report`. The copy is the same model in every other way.
@@ -275,11 +287,13 @@ def unit_scale(
     configuration (``max_position_embeddings``, ``n_positions``, ``block_size``), or else the
     number of keys of each attention call when it is first made.
 
-    Raises TypeError for what is not a module or is TorchScript, ValueError for an unknown option
-    or a replacement for what is not a torch function.
+    Raises TypeError for what is not a module or is TorchScript, ValueError for an unknown option,
+    a replacement for what is not a torch function, and a weight that a hook computes
+    (`torch.nn.utils.weight_norm`). The first call raises ValueError for a function, not a module,
+    under `torch.utils.checkpoint`: it would be computed again without its scales.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"unit_scale needs an nn.Module, got {type(model).__name__}")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"unit_scale needs an nn.Module, got {type(module).__name__}")
     for name, got, allowed in (("init", init, INITS), ("residual", residual, RESIDUALS)):
         if got not in allowed:
             names = ", ".join(map(repr, allowed))
@@ -287,7 +301,8 @@ def unit_scale(
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
-    result = copied(model)
+    refuse_hooks(module)
+    result = copied(module)
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
         return result

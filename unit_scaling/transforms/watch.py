@@ -26,6 +26,9 @@ from .replay import Replay
 __all__ = ["Watch"]
 
 _EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
+_UNCAST = frozenset(["_grouped_mm", "chain_matmul", "multi_dot"])
+"""Products that no recipe is for: these can be seen all the same."""
+
 _ATTENTION = "scaled_dot_product_attention"
 _WEIGHTED = _EMBEDDINGS | {kind for kind in PRODUCTS if kind.startswith(("linear", "conv"))}
 """Products whose second operand is a weight, whatever tensor it is."""
@@ -68,8 +71,9 @@ class _Product:
     biases: frozenset[int] = frozenset()
 
     @property
-    def weighted(self) -> bool:
-        return any(t.kind == "weight" for t in self.tensors)
+    def mixes(self) -> bool:
+        """Whether it multiplies activations with each other, as queries are with keys."""
+        return self.call != _ATTENTION and all(t.kind == "activation" for t in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -112,12 +116,13 @@ class Watch(Observer):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kind = KINDS.get(function, getattr(function, "__name__", ""))
-        if function in OPAQUE:
+        product = function in FP8_PRODUCTS or kind in PRODUCTS | _EMBEDDINGS | _UNCAST
+        if function in OPAQUE and not product:
             place = self.path[-1] or "the model itself"
             self.notes.append(f"{kind} in {place} is not measured: {OPAQUE[function]}")
         origins = [self._origin(t) for _, t in tensors_in((args, kwargs))]
         origin = self._joined(kind, origins)
-        if function in FP8_PRODUCTS or kind in PRODUCTS or kind in _EMBEDDINGS:
+        if product:
             output = self._product(function, kind, args, kwargs)
             origin = _Origin(frozenset([len(self._products) - 1]))
         else:
@@ -135,7 +140,7 @@ class Watch(Observer):
         """The origin of what a call returns that is not a product."""
         sources = frozenset[int]().union(*(o.sources for o in origins))
         if kind == "softmax":
-            scores = {s for s in sources if not self._products[s].weighted}
+            scores = {s for s in sources if self._products[s].mixes}
             for index in scores:
                 self._products[index].scores = True
                 self._products[index].biases |= sources - scores
@@ -243,7 +248,7 @@ def _named(product: _Product, t: _Operand, small: bool) -> tuple[str, str, str]:
     if product.scores:
         if t.label == "output":
             return "logits", "attention", "attention"
-        return {"input": "query", "other": "key"}[t.label], t.kind, "query-key gradient"
+        return "query" if t.label == "input" else "key", t.kind, "query-key gradient"
     if t.probabilities:
         return "probabilities", "attention", "attention"
     if t.label in ("input", "other") and any(each.probabilities for each in product.tensors):

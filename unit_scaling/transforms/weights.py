@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..parameter import remember_tags, tag
 from .steps import Row
 
-__all__ = ["Weights", "prepare"]
-
-_KERNELS = (nn.RNNCellBase,)
-"""Modules computed by one opaque kernel, whose weights nothing can compensate for."""
+__all__ = ["Weights", "parametrizations", "prepare", "refuse_hooks"]
 
 
 @dataclass
@@ -45,16 +43,17 @@ def prepare(model: nn.Module, init: str) -> Weights:
     for name, parameter in model.named_parameters():
         module, path = owners[id(parameter)]
         leaf = name.rpartition(".")[2]
-        if isinstance(module, _KERNELS):
-            weights.rows.append(Row(path, leaf, "left alone", "inside a kernel without a rule"))
-            tag(parameter, "weight" if parameter.dim() > 1 else "bias")
+        if isinstance(module, ParametrizationList):
+            why = "parametrized: the weight is scaled where it is used"
+            weights.rows.append(Row(path, leaf, "unchanged", why))
+            tag(parameter, "weight" if parameter.dim() > 1 else "norm")
         elif parameter.dim() > 1:
             factor, why = _rescale(parameter, init)
             done = "left alone" if why else "unit scale"
             weights.rows.append(Row(path, leaf, done, why or f"divided by {factor:.4g}"))
             weights.factors[name] = factor
             tag(parameter, "output" if name in weights.readouts else "weight")
-        elif leaf.endswith("bias"):
+        elif leaf.endswith("bias") or leaf.startswith("bias_"):  # of recurrent layers: bias_ih_l0
             _zero_bias(parameter, init, path, leaf, weights.rows)
             tag(parameter, "bias")
         else:
@@ -62,6 +61,24 @@ def prepare(model: nn.Module, init: str) -> Weights:
             tag(parameter, "norm")
     remember_tags(model)
     return weights
+
+
+def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
+    """The paths of the modules that compute a weight of another module."""
+    lists = [m for m in model.modules() if isinstance(m, ParametrizationList)]
+    inside = {id(part) for many in lists for part in many.modules()}
+    return frozenset(prefix + path for path, m in model.named_modules() if id(m) in inside)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Weights that a hook sets before each call are neither parameters nor seen to be computed."""
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__module__.startswith("torch.nn.utils."):
+                raise ValueError(
+                    f"{path or 'the model'} has its weight computed by a hook "
+                    f"({type(hook).__name__}): use torch.nn.utils.parametrizations instead"
+                )
 
 
 def _readout(model: nn.Module) -> str | None:

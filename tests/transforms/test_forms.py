@@ -1,0 +1,302 @@
+"""Models in the forms that people write them: what they are called with, return and share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import unit_scaling as uu
+from tests.transforms.test_unit_scale import Net
+from unit_scaling.transforms import unit_scale
+
+WIDTH = 32
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def rms(x: Tensor) -> float:
+    return x.detach().double().square().mean().sqrt().item()
+
+
+def loud(model: nn.Module) -> nn.Module:
+    """Makes every weight large, so that a call that is left out is seen."""
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=10)
+    return model
+
+
+def layer(kind: type[nn.Module]) -> nn.Module:
+    return kind(WIDTH, 4, 2 * WIDTH, batch_first=True, dropout=0.0)
+
+
+TORCH: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "Linear": (linear, 1),
+    "Sequential": (lambda: nn.Sequential(linear(), nn.ReLU(), linear()), 1),
+    "TransformerEncoderLayer": (lambda: layer(nn.TransformerEncoderLayer), 1),
+    "TransformerEncoder": (
+        lambda: nn.TransformerEncoder(layer(nn.TransformerEncoderLayer), 2, nn.LayerNorm(WIDTH)),
+        1,
+    ),
+    "TransformerDecoder": (lambda: nn.TransformerDecoder(layer(nn.TransformerDecoderLayer), 2), 2),
+    "Transformer": (
+        lambda: nn.Transformer(WIDTH, 4, 1, 1, 2 * WIDTH, dropout=0.0, batch_first=True),
+        2,
+    ),
+    "MultiheadAttention": (lambda: nn.MultiheadAttention(WIDTH, 4, batch_first=True), 3),
+    "LSTM": (lambda: nn.LSTM(WIDTH, WIDTH), 1),
+    "GRU": (lambda: nn.GRU(WIDTH, WIDTH), 1),
+}
+"""torch.nn's own models, and how many inputs they take."""
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_models_of_torch(name: str) -> None:
+    build, inputs = TORCH[name]
+    torch.manual_seed(0)
+    model = unit_scale(loud(build()))
+    xs = [torch.randn(4, 16, WIDTH, requires_grad=True) for _ in range(inputs)]
+    found = model(*xs)
+    y = found[0] if isinstance(found, tuple) else found
+    assert 1 / 8 < rms(y) < 4  # a readout is small
+    y.backward(torch.randn(y.shape))
+    assert 1 / 16 < rms(xs[0].grad) < 4  # what attention passes to its queries is small
+    assert not uu.report(model).left_alone
+    assert y.shape == (model.eval()(*xs)[0] if isinstance(found, tuple) else model(*xs)).shape
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    hidden: dict[str, Tensor]
+
+
+class Structured(nn.Module):
+    """Several inputs, keywords, a dict in, a dataclass out, a layer used twice, a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(16, WIDTH), linear()
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, extra: dict[str, Tensor], *, flip: bool = False) -> Output:
+        x = self.embed(ids)
+        x += torch.matmul(extra["a"], other=extra["b"].transpose(0, 1))
+        x = x.add(self.layer(input=F.gelu(self.layer(x)))).flip(0) if flip else self.layer(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, -2), target=ids.flatten())
+        return Output(loss, {"last": x, "logits": logits})
+
+
+def structured() -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    extra = {"a": torch.randn(8, WIDTH), "b": torch.randn(WIDTH, WIDTH)}
+    return unit_scale(loud(Structured())), torch.randint(16, (4, 8)), extra
+
+
+def test_structured_arguments_and_results() -> None:
+    model, ids, extra = structured()
+    for flip in (True, False, True):
+        out = model(ids, extra, flip=flip)
+        assert isinstance(out, Output)
+        assert 1 / 4 < rms(out.hidden["last"]) < 4
+        assert 1 / 4 < rms(out.hidden["logits"]) < 4
+        out.loss.backward()
+    assert model.head.weight is model.embed.weight
+    assert not uu.report(model).left_alone
+
+
+def test_shapes_may_change() -> None:
+    model, ids, extra = structured()
+    for batch in (4, 2, 1, 5):
+        out = model(ids[:1].repeat(batch, 1), extra)
+        assert out.hidden["last"].shape == (batch, 8, WIDTH)
+        assert 1 / 4 < rms(out.hidden["last"]) < 4
+
+
+# Gradient checkpointing
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer(nn.TransformerEncoderLayer) for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.layers:
+            if self.reentrant is None:
+                x = part(x)
+            else:
+                x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_modules_are_scaled_when_they_are_computed_again(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    plain = Checkpointed(None)
+    models = [unit_scale(plain), unit_scale(plain)]
+    models[1].reentrant = reentrant
+    x = torch.randn(4, 8, WIDTH, requires_grad=True)
+    cotangent = torch.randn(4, 8, WIDTH)
+    found = []
+    for model in models:
+        y = model(x)
+        found.append([y, *torch.autograd.grad(y, [x], cotangent)] if not reentrant else [y])
+        model(x).backward(cotangent)
+        found[-1] += [p.grad for p in model.parameters()]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_checkpointed_functions_are_refused_by_line() -> None:
+    model = unit_scale(
+        Net(
+            lambda m, x: checkpoint(lambda y: m.a(x).tanh() * y, x, use_reentrant=False), a=linear()
+        )
+    )
+    with pytest.raises(ValueError, match=r"test_forms.py:\d+ runs under torch.utils.checkpoint"):
+        model(torch.randn(4, WIDTH))
+
+
+# Weights that are computed
+
+
+def test_parametrized_weights_are_scaled_where_they_are_used() -> None:
+    torch.manual_seed(0)
+    parts = parametrizations.weight_norm(linear()), parametrizations.spectral_norm(linear())
+    plain = nn.Sequential(*parts, linear(), linear())
+    before = {n: p.clone() for n, p in plain.named_parameters() if "parametrizations" in n}
+    model = unit_scale(plain)
+    x = torch.randn(256, WIDTH, requires_grad=True)
+    y = model[1](model[0](x))
+    assert 0.8 < rms(y) < 1.25
+    model(x).backward(torch.randn(256, WIDTH))
+    assert 1 / 4 < rms(x.grad) < 4
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert parametrize.is_parametrized(model[0])
+    assert not uu.report(model).left_alone
+
+
+def test_weights_computed_from_parameters_by_hand() -> None:
+    """A weight that is standardised in the forward pass, and one that is exponentiated."""
+    torch.manual_seed(0)
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        weight = m.a.weight - m.a.weight.mean(1, keepdim=True)
+        return F.linear(x, 100 * weight) @ (m.b.weight.exp() - 1)
+
+    net = Net(forward, a=linear(), b=linear())
+    weight = net.b.weight.detach().clone()
+    model = unit_scale(net)
+    y = model(torch.randn(256, WIDTH))
+    assert 0.8 < rms(y) < 1.25
+    x = torch.eye(WIDTH)
+    expected = F.linear(x, model.a.weight - model.a.weight.mean(1, keepdim=True)) @ (
+        weight.exp() - 1
+    )
+    y = model(x)
+    torch.testing.assert_close(y / rms(y), expected / rms(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_hooks_compute_are_refused() -> None:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        model = nn.Sequential(nn.utils.weight_norm(linear()))
+    with pytest.raises(ValueError, match=r"0 has its weight computed by a hook \(WeightNorm\)"):
+        unit_scale(model)
+
+
+# What nothing is known about
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+def test_autograd_functions_are_left_alone_by_name_and_line() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(Net(lambda m, x: m.b(Square.apply(m.a(x))), a=linear(), b=linear()))
+    x = torch.randn(8, WIDTH, dtype=torch.float64, requires_grad=True)
+    model.double()
+    model(x).sum().backward()
+    (row,) = uu.report(model).left_alone
+    assert "inside the autograd function Square" in row.why
+    assert "test_forms.py:" in row.why
+    h = model.a(x)
+    torch.testing.assert_close(model(x), model.b(h * h))
+
+
+def test_frozen_models_are_scaled_too() -> None:
+    torch.manual_seed(0)
+    plain = loud(nn.Sequential(linear(), nn.Tanh(), linear())).requires_grad_(False)
+    model = unit_scale(plain)
+    x = torch.randn(256, WIDTH)
+    assert rms(model[1](model[0](x))) == pytest.approx(1, rel=0.1)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+# Context length
+
+
+class Attention(nn.Module):
+    """Causal attention with a cache, by one call or written out."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), linear()
+        self.written = written
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
+        q, k, v = self.qkv(x).split(WIDTH, -1)
+        if cache is not None:
+            k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
+        if self.written:
+            mask = torch.full((x.shape[1], k.shape[1]), -torch.inf).triu(
+                1 + k.shape[1] - x.shape[1]
+            )
+            y = (q @ k.transpose(-1, -2) / WIDTH**0.5 + mask).softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
+        return x + self.out(y), [k, v]
+
+
+@pytest.mark.parametrize("length", [None, 64])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_cache_computes_what_the_whole_sequence_does(written: bool, length: int | None) -> None:
+    torch.manual_seed(0)
+    model = unit_scale(Attention(written).double(), context_length=length)
+    x = torch.randn(2, 12, WIDTH, dtype=torch.float64)
+    whole, _ = model(x)
+    prefix, cache = model(x[:, :7])
+    torch.testing.assert_close(prefix, whole[:, :7])
+    for t in range(7, 12):
+        y, cache = model(x[:, t : t + 1], cache)
+        torch.testing.assert_close(y, whole[:, t : t + 1])
+    said = [row.why for row in uu.report(model) if "keys" in row.why]
+    assert said
+    assert all(f" {length or 12} keys" in why for why in said)
+
+
+@pytest.mark.parametrize("length", [0, 2.5, "long"])
+def test_bad_context_length(length: object) -> None:
+    with pytest.raises(ValueError, match="context_length is a positive number of keys"):
+        unit_scale(linear(), context_length=length)

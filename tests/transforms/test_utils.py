@@ -1,0 +1,156 @@
+"""Rewriting the graphs of a model, alone and with the other transforms."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule, symbolic_trace
+from torch.nn import functional as F
+
+from unit_scaling.transforms import compile, simulate_fp8, unit_scale
+from unit_scaling.transforms.utils import (
+    apply_transform,
+    patch_to_expand_modules,
+    replace_node_with_function,
+    torch_nn_modules_to_user_modules,
+)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def replacing(old: Any, new: Any, seen: list[Any] | None = None) -> Any:
+    def backend(graph: GraphModule, inputs: Any) -> GraphModule:
+        for node in list(graph.graph.nodes):
+            if seen is not None:
+                seen.append(node.target)
+            if node.target is old:
+                replace_node_with_function(graph.graph, node, new, args=node.args[:1], kwargs={})
+        graph.recompile()
+        return graph
+
+    return backend
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def expected(model: nn.Module, x: torch.Tensor, function: Any) -> torch.Tensor:
+    return model[2](function(model[0](x)))
+
+
+def test_apply_transform():
+    torch._dynamo.reset()
+    x, model = torch.randn(3, 4), net()
+    seen: list[Any] = []
+    once = apply_transform(model, replacing(F.relu, F.silu, seen))
+    torch.testing.assert_close(once(x), expected(model, x, F.silu))
+    assert F.linear in [getattr(F, getattr(t, "__name__", ""), None) for t in seen]
+    torch.testing.assert_close(model(x), expected(model, x, F.relu))  # it is a copy
+    twice = apply_transform(once, replacing(F.silu, double))
+    torch.testing.assert_close(twice(x), expected(model, x, double))
+    torch.testing.assert_close(copy.deepcopy(once)(x), expected(model, x, F.relu))
+    torch.testing.assert_close(
+        apply_transform(once, replacing(1, 1))(x), expected(model, x, F.silu)
+    )
+    y = twice(x)
+    y.sum().backward()
+    assert twice[0].weight.grad is not None
+
+
+def test_with_the_other_transforms():
+    """In any order, and each of them once: a mode must not see its own graph run."""
+    torch._dynamo.reset()
+    x, model = torch.randn(64, 4), net()
+    for transform in (simulate_fp8, unit_scale):
+        plain = transform(model)
+        plain(x)
+        seen: list[Any] = []
+        for both in (
+            apply_transform(plain, replacing(None, None, seen)),
+            transform(apply_transform(model, replacing(None, None, seen))),
+        ):
+            both(x)
+            torch.testing.assert_close(both(x), plain(x))
+            assert seen
+            seen.clear()
+
+
+def test_compile_comes_last():
+    torch._dynamo.reset()
+    x, model = torch.randn(3, 4), net()
+    for both in (
+        compile(apply_transform(model, replacing(F.relu, F.silu))),
+        apply_transform(compile(model), replacing(F.relu, F.silu)),
+    ):
+        torch.testing.assert_close(both(x), expected(model, x, F.silu))
+
+
+def test_a_backend_in_between_must_return_a_graph():
+    torch._dynamo.reset()
+    model = apply_transform(net(), lambda graph, inputs: graph.forward)
+    with pytest.raises(Exception, match="returned no GraphModule"):
+        apply_transform(model, replacing(F.relu, F.silu))(torch.randn(3, 4))
+    with pytest.raises(TypeError, match=r"needs an nn\.Module, got function"):
+        apply_transform(F.relu, replacing(F.relu, F.silu))
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x) + 1
+
+
+def test_functions_that_stay_one_call():
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return helper(x)
+
+    torch._dynamo.reset()
+    seen: list[Any] = []
+    apply_transform(Calls(), replacing(None, None, seen), [helper])(torch.ones(2))
+    assert helper in seen
+    assert F.relu not in seen
+
+
+def test_replace_node_with_function():
+    graph = symbolic_trace(lambda x, y: F.relu(x) + y)
+    (relu,) = [n for n in graph.graph.nodes if n.target is F.relu]
+    relu.type = torch.Tensor
+    replace_node_with_function(graph.graph, relu, torch.mul, (relu.args[0], 3), {})
+    graph.graph.lint()
+    graph.recompile()
+    assert graph(torch.ones(1), torch.ones(1)).item() == 4
+    (mul,) = [n for n in graph.graph.nodes if n.target is torch.mul]
+    assert mul.type is torch.Tensor
+    args = mul.args
+    replace_node_with_function(graph.graph, mul, torch.sub, keep_type_expr=False)
+    (sub,) = [n for n in graph.graph.nodes if n.target is torch.sub]
+    assert sub.type is None
+    assert sub.args == args
+
+
+def test_modules_of_torch_become_user_modules():
+    model, x = net(), torch.randn(3, 4)
+    before, children = model(x), list(model)
+    torch_nn_modules_to_user_modules(model)
+    assert type(model) is nn.Sequential
+    assert list(model) == children
+    assert type(model[0]).__name__ == "trivial_subclass_modules_linear_Linear"
+    assert isinstance(model[0], nn.Linear)
+    assert torch.equal(model(x), before)
+    assert torch.equal(copy.deepcopy(model)(x), before)
+
+
+def test_modules_of_torch_are_expanded():
+    """What patch_to_expand_modules is there for."""
+    torch._dynamo.reset()
+    seen: list[Any] = []
+    compiled = torch.compile(net(), backend=replacing(None, None, seen))
+    patch_to_expand_modules(compiled.forward)(torch.ones(3, 4))
+    assert F.relu in seen

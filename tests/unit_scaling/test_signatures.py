@@ -1,0 +1,110 @@
+"""Every public name of unit-scaling 0.3.5 is here, and can be called as it is called there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unit_scaling
+from tests.unit_scaling.signatures import _plain, describe, parameters
+
+TABLE: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("signatures_0.3.5.json").read_text(encoding="utf-8")
+)
+
+#: Name -> difference -> why.
+DELIBERATE: dict[str, dict[str, str]] = {
+    "unit_scaling.transforms.unit_scale": {
+        "replace is None, there '<dict>'": "a default that can be changed is shared by all calls",
+    },
+}
+
+NAMES = [f"{module}.{name}" for module, names in TABLE.items() for name in names]
+
+
+def ours(name: str) -> Any:
+    module, _, leaf = name.rpartition(".")
+    return getattr(importlib.import_module(module), leaf)
+
+
+def differences(theirs: list[list[Any]], mine: list[inspect.Parameter]) -> list[str]:
+    """What stops a call that is right there from meaning the same here."""
+    named = {p.name: p for p in mine if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    positional = [p.name for p in mine if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    found = []
+    for i, (name, kind, *default) in enumerate(theirs):
+        if kind in ("VAR_POSITIONAL", "VAR_KEYWORD"):
+            continue
+        if name not in named:
+            found.append(f"no parameter {name}")
+        elif kind == "POSITIONAL_OR_KEYWORD" and positional[i : i + 1] != [name]:
+            found.append(f"{name} is not parameter {i}")
+        elif default and _plain(named[name].default) != default[0]:
+            found.append(f"{name} is {named[name].default!r}, there {default[0]!r}")
+    known = {name for name, *_ in theirs}
+    more = [p for n, p in named.items() if n not in known and p.default is p.empty]
+    return found + [f"{p.name} has no default" for p in more]
+
+
+def compare(name: str, theirs: dict[str, Any], value: Any) -> list[str]:
+    if theirs["kind"] == "value":
+        return []
+    if theirs["kind"] == "module":
+        return [] if inspect.ismodule(value) else ["is not a module"]
+    if theirs["kind"] == "class" and not inspect.isclass(value) and not callable(value):
+        return ["is not a class"]
+    try:
+        mine = list(inspect.signature(value).parameters.values())
+    except (TypeError, ValueError):
+        mine = []
+    found = differences(theirs["parameters"], mine)
+    for member, theirs_of in theirs.get("members", {}).items():
+        if not hasattr(value, member):
+            found.append(f"no {member}")
+        elif theirs_of["kind"] == "function":
+            inner = list(inspect.signature(getattr(value, member)).parameters.values())
+            found += [f"{member}: {d}" for d in differences(theirs_of["parameters"], inner)]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signature(name: str):
+    module, _, leaf = name.rpartition(".")
+    assert compare(name, TABLE[module][leaf], ours(name)) == list(DELIBERATE.get(name, {}))
+
+
+def test_the_table_is_whole():
+    assert len(NAMES) > 90
+    assert set(NAMES) >= set(DELIBERATE)
+    conv1d = TABLE["unit_scaling.functional"]["conv1d"]["parameters"]
+    assert ["padding", "POSITIONAL_OR_KEYWORD", 0] in conv1d
+    assert TABLE["unit_scaling.formats"]["FPFormat"]["members"]["quantise"]["kind"] == "function"
+
+
+def test_the_comparison_sees_differences():
+    def theirs(a, b=1, *, c=None):
+        pass
+
+    def check(function: Any) -> list[str]:
+        mine = list(inspect.signature(function).parameters.values())
+        return differences(parameters(theirs), mine)
+
+    assert check(lambda a, b=1, *, c=None: 0) == []
+    assert check(lambda a, b=1, c=None, d=2, *, e=3: 0) == []
+    assert check(lambda a=0, b=1, *, c=None: 0) == []
+    assert check(lambda b=1, a=0, *, c=None: 0) == ["a is not parameter 0", "b is not parameter 1"]
+    assert check(lambda a, b=2, *, c=None: 0) == ["b is 2, there 1"]
+    assert check(lambda a, b=1: 0) == ["no parameter c"]
+    assert check(lambda a, b=1, *, c=None, d: 0) == ["d has no default"]
+    assert describe("unit_scaling.scale")["scale_fwd"]["kind"] == "function"
+
+
+def test_version():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r'^version = "(.*)"$', project, re.MULTILINE) == [unit_scaling.__version__]

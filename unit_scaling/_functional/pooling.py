@@ -1,0 +1,256 @@
+"""Pooling over windows, for 1, 2 and 3 dimensions, and interpolation.
+
+The rules count a window's numbers as independent, and leave padding aside. Of the gradient they
+use that a window hands on a share of its square: the RMS is then that share, times the number of
+outputs for each input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..constant import constant
+from ..ops import Scales, row, tie
+from ..quadrature import largest_square
+from ..scale import scale_output
+
+__all__ = [
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "lp_pool1d",
+    "lp_pool2d",
+    "lp_pool3d",
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+]
+
+Sizes = int | Sequence[int]
+Constraint = str | None
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    """A setting for each dimension: one number is for all of them."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dims if len(values) == 1 else values
+
+
+def _outputs_per_input(
+    dims: int,
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+) -> float:
+    kernel = _each(kernel_size, dims)
+    steps = kernel if stride is None or stride == [] else _each(stride, dims)
+    pads, dilations = _each(padding, dims), _each(dilation, dims)
+    ratio = 1.0
+    for size, k, step, pad, d in zip(
+        input.shape[-dims:], kernel, steps, pads, dilations, strict=True
+    ):
+        room = size + 2 * pad - d * (k - 1) - 1
+        count = (room + step - 1 if ceil_mode else room) // step + 1
+        if ceil_mode and (count - 1) * step >= size + pad:
+            count -= 1  # torch leaves out a window that starts in the padding on the right
+        ratio *= max(1, count) / max(1, size)
+    return ratio
+
+
+def _window(dims: int, kernel_size: Sizes) -> int:
+    return math.prod(_each(kernel_size, dims))
+
+
+def _averaged(window: float, ratio: float, divisor: float, constraint: Constraint) -> Scales:
+    """A sum of ``window`` numbers over ``divisor``, ``ratio`` times for each input."""
+    output = divisor / math.sqrt(window)
+    return tie(constraint, output=output, input=output / math.sqrt(ratio))
+
+
+def _largest(window: int, ratio: float, constraint: Constraint) -> Scales:
+    """The largest of ``window`` numbers, which gets all of the gradient."""
+    output = constant(largest_square, window) ** -0.5
+    return tie(constraint, output=output, input=ratio**-0.5)
+
+
+def avg_pool_scales(
+    dims: int,
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    ceil_mode: bool = False,
+    divisor_override: int | None = None,
+    constraint: Constraint = "to_output_scale",
+) -> Scales:
+    """The mean of n numbers has RMS 1/sqrt(n), and so has the gradient of a window."""
+    window = _window(dims, kernel_size)
+    ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, 1, ceil_mode)
+    return _averaged(window, ratio, divisor_override or window, constraint)
+
+
+def max_pool_scales(
+    dims: int,
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+    constraint: Constraint = "to_output_scale",
+) -> Scales:
+    """The RMS of the largest of n standard normal numbers; it gets all of a window's gradient."""
+    ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, dilation, ceil_mode)
+    return _largest(_window(dims, kernel_size), ratio, constraint)
+
+
+def lp_pool_scales(
+    dims: int,
+    input: Tensor,
+    norm_type: float,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    ceil_mode: bool = False,
+    constraint: Constraint = "to_output_scale",
+) -> Scales:
+    """(n E|x|^p)^(1/p) for the p-norm of n numbers, sqrt(n) for p = 2.
+
+    With E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi). A window's gradient is
+    (|x| / norm)^(p - 1), of norm 1 for p = 2.
+    """
+
+    def moment(p: float) -> float:
+        return float(2 ** (p / 2) * math.gamma((p + 1) / 2) / math.sqrt(math.pi))
+
+    window, p = _window(dims, kernel_size), float(norm_type)
+    norm = (window * moment(p)) ** (1 / p)
+    share = window * moment(2 * p - 2) / norm ** (2 * p - 2)
+    ratio = _outputs_per_input(dims, input, kernel_size, stride, 0, 1, ceil_mode)
+    return tie(constraint, output=1 / norm, input=(share * ratio) ** -0.5)
+
+
+def _adaptive_window(dims: int, input: Tensor, output_size: Any) -> tuple[float, float]:
+    """(how many inputs an output is made of, outputs for each input)."""
+    sizes = [output_size] * dims if output_size is None else _each(output_size, dims)
+    window, ratio = 1.0, 1.0
+    for size, wanted in zip(input.shape[-dims:], sizes, strict=True):
+        share = 1.0 if wanted is None else max(1, size) / max(1, wanted)
+        window *= max(1.0, share)
+        ratio /= share
+    return window, ratio
+
+
+def adaptive_avg_pool_scales(
+    dims: int,
+    input: Tensor,
+    output_size: Any,
+    constraint: Constraint = "to_output_scale",
+) -> Scales:
+    """As `avg_pool_scales`, with windows of the size of the input over that of the output."""
+    window, ratio = _adaptive_window(dims, input, output_size)
+    return _averaged(window, ratio, window, constraint)
+
+
+def adaptive_max_pool_scales(
+    dims: int,
+    input: Tensor,
+    output_size: Any,
+    constraint: Constraint = "to_output_scale",
+) -> Scales:
+    """As `max_pool_scales`, with windows of the size of the input over that of the output."""
+    window, ratio = _adaptive_window(dims, input, output_size)
+    return _largest(math.ceil(window), ratio, constraint)
+
+
+#: Kind of pooling -> its rule and torch's arguments after the first, those of the rule's first.
+_REQUIRED = Parameter.empty
+_WINDOW = {"kernel_size": _REQUIRED, "stride": None, "padding": 0}
+_KINDS: dict[str, tuple[Callable[..., Scales], dict[str, Any]]] = {
+    "avg_pool": (avg_pool_scales, {**_WINDOW, "ceil_mode": False, "count_include_pad": True}),
+    "max_pool": (
+        max_pool_scales,
+        {**_WINDOW, "dilation": 1, "ceil_mode": False, "return_indices": False},
+    ),
+    "lp_pool": (
+        lp_pool_scales,
+        {"norm_type": _REQUIRED, "kernel_size": _REQUIRED, "stride": None, "ceil_mode": False},
+    ),
+    "adaptive_avg_pool": (adaptive_avg_pool_scales, {"output_size": _REQUIRED}),
+    "adaptive_max_pool": (
+        adaptive_max_pool_scales,
+        {"output_size": _REQUIRED, "return_indices": False},
+    ),
+}
+
+
+def _signature(settings: dict[str, Any]) -> Signature:
+    defaults = {"input": _REQUIRED, **settings, "constraint": "to_output_scale"}
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    return Signature([Parameter(n, kind, default=value) for n, value in defaults.items()])
+
+
+def _pool(kind: str, dims: int) -> Callable[..., Any]:
+    """Adds the row of one kind of pooling in this number of dimensions, and returns the op."""
+    name = f"{kind}{dims}d"
+    fn = getattr(F, name)
+    rule_of, settings = _KINDS[kind]
+    if kind == "avg_pool" and dims > 1:
+        settings = {**settings, "divisor_override": None}
+    unread = ("return_indices", "count_include_pad")  # the rule's, by not being in its signature
+
+    def rule(input: Tensor, **given: Any) -> Scales:
+        return rule_of(dims, input, **{k: v for k, v in given.items() if k not in unread})
+
+    def op(input: Tensor, *args: Any, **named: Any) -> Any:
+        names = (*settings, "constraint")
+        if len(args) > len(names):
+            raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
+        given = {**dict(zip(names, args, strict=False)), **named}
+        s = rule(input, **given)
+        given.pop("constraint", None)
+        output = fn(input, **given)
+        if isinstance(output, tuple):
+            values, indices = output
+            return scale_output(values, s["output"], s["input"], fresh=False), indices
+        return scale_output(output, s["output"], s["input"], fresh=kind != "lp_pool")
+
+    rule.__doc__ = rule_of.__doc__
+    op.__doc__ = (
+        f"``s * {name}(input)``, with torch's arguments.\n\n"
+        f"input: (batch, channels, ...) or (channels, ...) with {dims} more, floating point. "
+        "Indices that are asked for are torch's.\n"
+    )
+    rule.__name__, op.__name__ = f"{name}_scales", name
+    rule.__qualname__, op.__qualname__ = rule.__name__, op.__name__
+    read = {k: v for k, v in settings.items() if k not in unread}
+    rule.__signature__ = _signature(read)  # type: ignore[attr-defined]
+    op.__signature__ = _signature(settings)  # type: ignore[attr-defined]
+    same = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
+    return row(rule, replaces=same)(op)
+
+
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (
+    _pool("adaptive_avg_pool", dims) for dims in (1, 2, 3)
+)
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
+    _pool("adaptive_max_pool", dims) for dims in (1, 2, 3)
+)
+avg_pool1d, avg_pool2d, avg_pool3d = (_pool("avg_pool", dims) for dims in (1, 2, 3))
+lp_pool1d, lp_pool2d, lp_pool3d = (_pool("lp_pool", dims) for dims in (1, 2, 3))
+max_pool1d, max_pool2d, max_pool3d = (_pool("max_pool", dims) for dims in (1, 2, 3))
