@@ -111,7 +111,14 @@ class _Planner:
         if kind in self.settings.replaced:
             return Step(op="replace"), "replaced", "as asked"
         if node.inside:
-            return self._restored(node), "left alone", f"inside the autograd function {node.inside}"
+            before = self.nodes[index - 1]
+            again = (before.inside, before.path, before.where) == (
+                node.inside,
+                node.path,
+                node.where,
+            )
+            why = f"inside the autograd function {node.inside}, as all its calls"
+            return self._restored(node), "" if again else "left alone", why
         if self.settings.preserve:
             return self._preserve(node, kind)
         if node.computed:

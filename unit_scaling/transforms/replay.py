@@ -31,7 +31,10 @@ class PlanMissError(RuntimeError):
 def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The value that a call multiplies by a number, times the factor instead."""
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    return max(tensors, key=Tensor.dim) * step.factor
+    value = tensors[0]
+    for other in tensors[1:]:  # a number may be a tensor of one element
+        value = other if other.dim() > value.dim() else value
+    return value * step.factor
 
 
 def _average(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
