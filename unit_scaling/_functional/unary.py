@@ -97,7 +97,7 @@ def _activation(
     saves_output: autograd keeps the output of ``fn``, which must then not be changed in place.
     fused_kernel: fused.py has it too, for a function that costs no more than its memory traffic.
     """
-    settings = settings or {}
+    settings, spelled = settings or {}, (name,) if spelled is None else spelled
 
     def rule(mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any) -> Scales:
         return elementwise_scales(fn, (), named, mult, constraint)
@@ -120,8 +120,9 @@ def _activation(
             z = x if mult == 1.0 else x * mult
             output = fused.activation(z, name, s["output"] / mult, s["input"] / mult)
         else:
-            fresh = not saves_output
-            output = scaled_elementwise(fn, x, args, named, mult, constraint, fresh=fresh)
+            output = scaled_elementwise(
+                fn, x, args, named, mult, constraint, new=True, saved=saves_output
+            )
         return input.copy_(output) if inplace else output
 
     ours = {"mult": 1.0, "constraint": "to_output_scale"}
@@ -129,8 +130,7 @@ def _activation(
     described(rule, f"{name}_scales", about, {**ours, **settings})
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
     described(op, name, about, {"input": REQUIRED, **ours, **settings, "inplace": False})
-    names = (name,) if spelled is None else spelled
-    return row(rule, adapters=_spellings(names, ("input", *settings, "inplace")))(op)
+    return row(rule, adapters=_spellings(spelled, ("input", *settings, "inplace")))(op)
 
 
 def _relu_squared(input: Tensor) -> Tensor:
