@@ -20,10 +20,10 @@ demo: $(STAMP)  ## train a small GPT in fp32, FP8, unit-scaled and unit-scaled F
 	$(BIN)/python -m notebooks.nanogpt --preset small
 
 test: $(STAMP)  ## the tests (minutes, no GPU)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: $(STAMP)  ## the tests and the exhaustive checks (every fp32 bit pattern)
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest -n auto --dist worksteal -m ''
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

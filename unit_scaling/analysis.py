@@ -152,7 +152,7 @@ def plot(
     metric = _short_name(metric)
     g = prune_non_float_tensors(g)
     g = prune_same_scale_tensors(g) if prune_same_scale else g
-    nodes = _tensors(g)
+    nodes = [node for node in _tensors(g) if node.meta["metrics"].fwd.numel]
     if not nodes:
         raise ValueError("the graph has no tensors: run the model first")
     _, axes = pyplot.subplots(figsize=(10, 2 + len(nodes) / 4), layout="constrained")
@@ -225,6 +225,8 @@ class _Drawing:
             self.axes.plot([low, data.abs_max], [y, y], marker="|", markersize=4, **style)
 
     def arrow(self, source: Node, node: Node, direction: str) -> None:
+        if source not in self.rows:
+            return
         start, end = (source, node) if direction == "fwd" else (node, source)
         ends = self.x(start, direction), self.x(end, direction)
         if None not in ends:

@@ -64,6 +64,19 @@ class GPT(nn.Module):
         return ids
 
 
+class Net(nn.Module):
+    """A module from a function of (self, x)."""
+
+    def __init__(self, fn, **modules: nn.Module) -> None:
+        super().__init__()
+        self.fn = fn
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(self, x)
+
+
 def gpt(seed: int = 0) -> GPT:
     torch.manual_seed(seed)
     return GPT()

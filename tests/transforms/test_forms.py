@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import unit_scaling as uu
-from tests.transforms.test_unit_scale import Net
+from tests.transforms.models import Net
 from unit_scaling.transforms import unit_scale
 
 WIDTH = 32

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import unit_scaling as uu
+from benchmarks import zoo
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 with warnings.catch_warnings():
@@ -109,3 +110,50 @@ def test_generate(name: str) -> None:
         prompt = ids[:1] if name == "T5" else ids[:1, :1]
         out = ours.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         assert out.shape[1] >= 5
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "T5", "ViT", "ConvNeXt", "ResNet"])
+def test_verified(name: str) -> None:
+    """Of the inputs and outputs of products, of weights and of gradients, 95 % are at scale."""
+    model, batch = zoo.build(name)
+    ours = unit_scale(model)
+    found = uu.verify(ours, batch)
+    for kind in ("activation", "weight", "gradient"):
+        assert found.share(kind) >= 0.95, found.outside
+    assert not uu.report(ours).left_alone
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5", "GPT-J", "BLOOM"])
+def test_a_cache_generates_what_the_whole_sequence_does(name: str) -> None:
+    """Factors depend on the context length, never on how many tokens a call sees."""
+    model, batch = zoo.build(name)
+    ours = unit_scale(model).eval()
+    given = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    given |= {"output_logits": True, "return_dict_in_generate": True}
+    prompt = batch["input_ids"][:1, :5]
+    cached, whole = (ours.generate(prompt, use_cache=c, **given) for c in (True, False))
+    for a, b in zip(cached.logits, whole.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    model, batch = zoo.build("Llama")
+    ours = unit_scale(model).train()
+    gradients = []
+    for _ in range(2):
+        ours.zero_grad()
+        ours(**batch).loss.backward()
+        gradients.append([p.grad.clone() for p in ours.parameters()])
+        ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_zoo_says_what_became_of_a_model() -> None:
+    found = zoo.examine("OPT")
+    assert (found.result, found.left_alone, found.residuals) == ("converted", 0, 4)
+    assert found.verified
+    broken = zoo.Result("x", "X", "language", "refused: because")
+    assert not broken.verified
+    assert zoo.line(broken)[-1] == "refused: because"

@@ -19,7 +19,13 @@ import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from tests.transforms.models import batch, gpt
-from unit_scaling.transforms import Verification, simulate_fp8, unit_scale
+from unit_scaling.transforms import (
+    Verification,
+    compile,
+    simulate_fp8,
+    track_scales,
+    unit_scale,
+)
 from unit_scaling.transforms.verify import RANGES
 
 
@@ -244,6 +250,16 @@ def test_other_transforms_stay_in_force():
     assert [row.rms for row in simulated] != plain
     assert [row.rms for row in simulated] == pytest.approx(plain, rel=0.2)
     assert len(simulated) == len(plain)
+
+
+def test_compiled_and_tracked_models_are_measured_as_they_are():
+    model = unit_scale(gpt())
+    expected = uu.verify(model, batch()).rows
+    for each in (compile(model), torch.compile(model), track_scales(model)):
+        assert uu.verify(each, batch()).rows == expected
+    with fp8.autocast("unit"):
+        inside = uu.verify(model, batch()).rows
+    assert inside == uu.verify(simulate_fp8(model), batch()).rows != expected
 
 
 def test_a_transformed_part_of_a_plain_model():

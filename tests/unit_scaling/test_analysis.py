@@ -205,6 +205,17 @@ def test_what_is_refused(graph, monkeypatch: pytest.MonkeyPatch):
             call(graph)
 
 
+def test_empty_tensors_have_no_line():
+    class Cache(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x[:0], x])
+
+    model = track_scales(Cache())
+    model(torch.ones(4)).sum().backward()
+    axes = plot(model.scales_graph(), prune_same_scale=False)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["x", "cat"]
+
+
 def test_infinite_and_nan_values_do_not_break_the_axis():
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

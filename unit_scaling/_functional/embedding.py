@@ -46,12 +46,13 @@ def _scale_gradient(output: Tensor, scale: float) -> Tensor:
     """``output``, with its gradient multiplied by ``scale``: a tensor that may be written to.
 
     What an autograd function returns may not (``x = embedding(ids); x += positions``): eagerly a
-    hook does it, and writes after it do not change what the hook sees.
+    hook does it, and writes after it do not change what the hook sees. The view keeps it from
+    other hooks, which see the gradient as it arrives.
     """
     if torch.compiler.is_compiling() or not output.requires_grad:
         return scale_each(output, 1.0, scale)
     output.register_hook(lambda grad: grad * scale)
-    return output
+    return output.view_as(output)
 
 
 def _bag_size(input: Tensor, offsets: Tensor | None, include_last_offset: bool = False) -> float:

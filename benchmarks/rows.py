@@ -1,0 +1,164 @@
+"""What each row of OPS costs: forward and backward against the torch op that it stands for.
+
+python -m benchmarks.rows [NAME ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.common import Row, compare, fix_allocator, report
+from benchmarks.ops import COMPILERS, leaf, step
+from unit_scaling.ops import OPS, Op
+
+QUESTION = "what does a forward and backward pass of each op cost, relative to plain torch?"
+
+#: Modules of rows that are products: their target in eager mode is 1.2, of all others 2.
+PRODUCTS = ("products", "convolution", "contraction", "attention")
+COMPILED_TARGET = 1.03
+
+ROWS, WIDTH = 2048, 1024
+
+#: Rows that torch has no function for -> the plain formula.
+PLAIN: dict[str, Callable[..., Tensor]] = {
+    "silu_glu": lambda x, gate: x * F.silu(gate),
+    "geglu": lambda x, gate: x * F.gelu(gate),
+    "reglu": lambda x, gate: x * F.relu(gate),
+    "relu_squared": lambda x: F.relu(x).square(),
+    "logsigmoid": F.logsigmoid,
+    "linear_readout": F.linear,
+    "layer_norm2d": lambda x, w, b: F.layer_norm(x.movedim(1, -1), w.shape, w, b).movedim(-1, 1),
+}
+
+
+def image(*size: int) -> Tensor:
+    return leaf(8, 64, *size)
+
+
+def classes(rows: int = ROWS) -> Tensor:
+    return torch.randint(WIDTH, (rows,))
+
+
+def kernel(dims: int) -> Tensor:
+    return leaf(64, 64, *[3] * dims)
+
+
+SIZES = {1: (4096,), 2: (64, 64), 3: (16, 16, 16)}
+
+#: Row -> the arguments of the torch function; others take one matrix.
+ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    **dict.fromkeys(
+        ["add", "sub", "mul", "silu_glu", "geglu", "reglu"],
+        lambda: (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH)),
+    ),
+    **dict.fromkeys(
+        ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"],
+        lambda: (leaf(ROWS, WIDTH), torch.randn(ROWS, WIDTH)),
+    ),
+    **dict.fromkeys(
+        ["softmax", "softmin", "log_softmax", "cumsum"], lambda: (leaf(ROWS, WIDTH), -1)
+    ),
+    **dict.fromkeys(["sum", "mean"], lambda: (leaf(ROWS, WIDTH), -1)),
+    "addcmul": lambda: tuple(leaf(ROWS, WIDTH) for _ in range(3)),
+    "lerp": lambda: (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH), 0.5),
+    "prelu": lambda: (leaf(ROWS, WIDTH), torch.full((1,), 0.25, requires_grad=True)),
+    "layer_norm": lambda: (leaf(ROWS, WIDTH), (WIDTH,), leaf(WIDTH), leaf(WIDTH)),
+    "rms_norm": lambda: (leaf(ROWS, WIDTH), (WIDTH,), leaf(WIDTH), 1e-5),
+    "group_norm": lambda: (image(64, 64), 8, leaf(64), leaf(64)),
+    "batch_norm": lambda: (image(64, 64), None, None, leaf(64), leaf(64), True),
+    "instance_norm": lambda: (image(64, 64), None, None, leaf(64), leaf(64)),
+    "layer_norm2d": lambda: (image(64, 64), leaf(64), leaf(64)),
+    "local_response_norm": lambda: (image(64, 64), 5),
+    "linear": lambda: (leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH)),
+    "linear_readout": lambda: (leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH)),
+    "matmul": lambda: (leaf(8, 256, 256), leaf(8, 256, 256)),
+    "addmm": lambda: (leaf(WIDTH), leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH)),
+    "bilinear": lambda: (leaf(256, 64), leaf(256, 64), leaf(64, 64, 64)),
+    "einsum": lambda: ("bij,bjk->bik", leaf(8, 256, 256), leaf(8, 256, 256)),
+    **{f"conv{d}d": lambda d=d: (image(*SIZES[d]), kernel(d)) for d in SIZES},
+    **{f"conv_transpose{d}d": lambda d=d: (image(*SIZES[d]), kernel(d)) for d in SIZES},
+    **{
+        f"{how}_pool{d}d": lambda d=d: (image(*SIZES[d]), 2)
+        for how in ("avg", "max")
+        for d in SIZES
+    },
+    **{f"lp_pool{d}d": lambda d=d: (image(*SIZES[d]), 2.0, 2) for d in SIZES},
+    **{
+        f"adaptive_{how}_pool{d}d": lambda d=d: (image(*SIZES[d]), 4)
+        for how in ("avg", "max")
+        for d in SIZES
+    },
+    **{f"dropout{d}d": lambda d=d: (image(*SIZES[d]), 0.5) for d in SIZES},
+    "feature_alpha_dropout": lambda: (image(64, 64), 0.5),
+    "interpolate": lambda: (image(32, 32), None, 2),
+    "embedding": lambda: (classes(), leaf(WIDTH, WIDTH)),
+    "embedding_bag": lambda: (torch.randint(WIDTH, (ROWS, 4)), leaf(WIDTH, 64)),
+    "scaled_dot_product_attention": lambda: tuple(leaf(4, 8, 256, 64) for _ in range(3)),
+    "cross_entropy": lambda: (leaf(ROWS, WIDTH), classes()),
+    "nll_loss": lambda: (leaf(ROWS, WIDTH), classes()),
+    "binary_cross_entropy_with_logits": lambda: (leaf(ROWS, WIDTH), torch.rand(ROWS, WIDTH)),
+    "binary_cross_entropy": lambda: (
+        torch.rand(ROWS, WIDTH).clamp(0.01, 0.99).requires_grad_(),
+        torch.rand(ROWS, WIDTH),
+    ),
+    "kl_div": lambda: (leaf(ROWS, WIDTH), torch.rand(ROWS, WIDTH)),
+    "cosine_embedding_loss": lambda: (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH), torch.ones(ROWS)),
+}
+
+#: Rows that are not timed -> why.
+LEFT_OUT = {
+    "rotary": "torch has no twin; it has no factor either",
+    **dict.fromkeys(
+        [op.name for op in OPS.values() if op.fn.__module__.endswith("recurrent")],
+        "a loop over the steps against one kernel: another question",
+    ),
+}
+
+
+def functions(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The torch function and the unit-scaled one, of the tensors among ``args`` alone."""
+    tensors = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
+    plain = PLAIN.get(op.name) or op.replaces[0]
+
+    def filled(given: tuple[Tensor, ...]) -> list[Any]:
+        values = list(args)
+        for i, tensor in zip(tensors, given, strict=True):
+            values[i] = tensor
+        return values
+
+    def scaled(*given: Tensor) -> Any:
+        if op.name in PLAIN:
+            return op.fn(*filled(given))
+        return op.call(filled(given), {})
+
+    return lambda *given: plain(*filled(given)), scaled
+
+
+def measure(names: list[str]) -> list[Row]:
+    rows = []
+    for op in OPS.values():
+        if op.name in LEFT_OUT or (names and op.name not in names):
+            continue
+        torch.manual_seed(0)
+        args = ARGUMENTS.get(op.name, lambda: (leaf(ROWS, WIDTH),))()
+        leaves = [value for value in args if isinstance(value, Tensor)]
+        product = op.fn.__module__.rpartition(".")[2] in PRODUCTS
+        for mode, compiler in COMPILERS.items():
+            torch.compiler.reset()
+            plain, scaled = (step(compiler(f), *leaves) for f in functions(op, args))
+            (row,) = compare(plain, {f"{op.name}, {mode}": scaled}, rounds=20)
+            target = COMPILED_TARGET if mode == "compiled" else 1.2 if product else 2.0
+            rows.append({**row, "target": target, "met": row["ratio"] <= target})
+            print(rows[-1], flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    fix_allocator("benchmarks.rows")
+    report("rows", QUESTION, measure(sys.argv[1:]))
