@@ -54,7 +54,8 @@ SIZES = {1: (4096,), 2: (64, 64), 3: (16, 16, 16)}
 #: Row -> the arguments of the torch function; others take one matrix.
 ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **dict.fromkeys(
-        ["add", "sub", "mul", "silu_glu", "geglu", "reglu"], lambda: (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH))
+        ["add", "sub", "mul", "silu_glu", "geglu", "reglu"],
+        lambda: (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH)),
     ),
     **dict.fromkeys(
         ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"],

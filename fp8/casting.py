@@ -43,7 +43,7 @@ _CAST_FIELDS = tuple(field.name for field in fields(Cast))
 
 
 def spec_of(cast: Cast | None) -> Spec:
-    """``cast`` as plain values: a Format object becomes the tuple of its fields. The last value is
+    """``cast`` as plain values. A Format object becomes the tuple of its fields; the last value is
     a label for `fp8.stats`, "" for none."""
     if cast is None:
         return ()

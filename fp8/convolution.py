@@ -66,9 +66,9 @@ class _Convolution(Function):
 
     A scale multiplies the smaller tensor (the weight, or the weight's gradient) rather than the
     feature maps; `aten.convolution_backward` is itself differentiable. Arguments: input and
-    weight, cast; what backward casts instead of them, or None; bias or None; the three scales;
-    (stride, padding, dilation, transposed, output_padding, groups); the history of the
-    gradient or None; the last four of `Casts`.
+    weight, cast; what backward casts instead of them, or None; bias or None; the history of the
+    gradient or None; the three scales; (stride, padding, dilation, transposed, output_padding,
+    groups); the last four of `Casts`.
     """
 
     generate_vmap_rule = True

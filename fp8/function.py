@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-__all__ = ["apply"]
+__all__ = ["apply", "is_inference_graph"]
 
 
 def apply(function: type[Function], *args: Any) -> Any:
@@ -19,10 +19,10 @@ def apply(function: type[Function], *args: Any) -> Any:
     Eager code calls an equal function in the older form ``forward(ctx, *args)``, which torch
     refuses with a RuntimeError, before anything is computed, under a torch.func transform. A
     RuntimeError of ``forward`` itself is raised a second time by the same arguments.
-    Where no gradient is recorded ``forward`` is all there is: what only ``backward`` needs is not
-    looked at, so that a compiled graph does not depend on it.
+    Where a graph is compiled that records no gradient, ``forward`` is all there is: what only
+    ``backward`` needs is not looked at, so that the graph does not depend on it.
     """
-    if not torch.is_grad_enabled():
+    if is_inference_graph():
         return function.forward(*args)
     if torch.compiler.is_compiling():
         return function.apply(*args)
@@ -30,6 +30,11 @@ def apply(function: type[Function], *args: Any) -> Any:
         return _without_binding(function).apply(*args)
     except RuntimeError:
         return function.apply(*args)
+
+
+def is_inference_graph() -> bool:
+    """Whether what runs now is being compiled or exported, without a backward pass."""
+    return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
 @cache

@@ -84,7 +84,7 @@ class Stats:
     __repr__ = __str__
 
 
-def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 16) -> Stats:
+def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
     """Counts what the casts of ``model`` lose, in one of ``every`` passes.
 
     model: names the layers; it is left as it is, and may be under `fp8.autocast`, converted or

@@ -85,6 +85,8 @@ def observe(label: str, x: Tensor, y: Tensor, scale: Tensor | None, format: Form
         return
     step = -(-x.numel() // recorder.sample) | 1  # odd, so that it meets all columns
     xs, ys = (t.detach().flatten()[::step].double() for t in (x, y))
+    low, high = torch.ops.aten.aminmax.default(x.detach())
+    clean = bool((low.isfinite() & high.isfinite()).item())  # as a rule, and quickly
     finite = xs.isfinite()
     xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
     unit: Any = 1.0
@@ -96,7 +98,7 @@ def observe(label: str, x: Tensor, y: Tensor, scale: Tensor | None, format: Form
         ((ys == 0) & (xs != 0)).sum(),
         ((ys != 0) & (ys.abs() < unit * format.min_normal)).sum(),
         (xs.abs() > unit * format.max).sum(),
-        x.numel() - x.isfinite().sum(),
+        xs.new_zeros(()) if clean else x.numel() - x.isfinite().sum(),
         xs.square().sum(),
         (xs - ys).square().sum(),
     )

@@ -34,7 +34,7 @@ fp8.subclass <- unit_scaling.transforms
 fp8.recipe <- fp8.__main__
 
 fp8.function <- unit_scaling.scale
-unit_scaling.batch <- unit_scaling._functional
+unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
 unit_scaling.quadrature, unit_scaling.constant, unit_scaling.ops <- unit_scaling.elementwise
 unit_scaling.traced <- unit_scaling.constant

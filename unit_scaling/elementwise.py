@@ -64,15 +64,16 @@ def scaled_elementwise(
     mult: float,
     constraint: str | None,
     *,
-    fresh: bool = False,
+    new: bool = False,
+    saved: bool = True,
 ) -> Tensor:
     """``s * fn(mult * input, *settings, **named) / mult``.
 
-    fresh: the output of ``fn`` is a new tensor that autograd does not save.
+    new: the output of ``fn`` is a new tensor, at no time its input. saved: autograd saves it.
     """
     s = elementwise_scales(fn, settings, named, mult, constraint)
     output = fn(input if mult == 1.0 else input * mult, *settings, **named)
-    fresh = fresh or not (output.requires_grad or torch.compiler.is_compiling())
+    fresh = new and not (saved and (output.requires_grad or torch.compiler.is_compiling()))
     return scale_output(output, s["output"] / mult, s["input"] / mult, fresh=fresh)
 
 
@@ -108,8 +109,7 @@ def elementwise_rms(
     named = dict(zip(names, values[len(positional) :], strict=True))
 
     def f(x: Tensor) -> Tensor:
-        result = fn(mult * x, *positional, **named)
-        return result
+        return fn(mult * x, *positional, **named)
 
     _check_elementwise(f, name)
 

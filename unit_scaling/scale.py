@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fp8.function import apply
+from fp8.function import apply, is_inference_graph
 
 __all__ = ["scale_bwd", "scale_fwd"]
 
@@ -73,9 +73,9 @@ def _check(scale: float) -> None:
 def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     """``fwd * input`` with ``bwd`` times the gradient. ``input`` itself where both are 1.
 
-    Where no gradient is recorded bwd is not looked at: a compiled graph does not depend on it.
+    A graph that is compiled without a backward pass does not depend on bwd.
     """
-    if _is_one(fwd) and (not torch.is_grad_enabled() or _is_one(bwd)):
+    if _is_one(fwd) and (is_inference_graph() or _is_one(bwd)):
         return input
     function = _Scale if torch.compiler.is_compiling() else _EagerScale
     return apply(function, input, fwd, bwd)
@@ -92,7 +92,7 @@ def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tens
     Scaling the gradient of the output scales the gradient of every input.
     fresh: no one else holds ``output``, autograd has not saved it: it may be changed in place.
     """
-    if torch.is_grad_enabled() and not (fwd is bwd or fwd == bwd):
+    if not (fwd is bwd or is_inference_graph() or fwd == bwd):
         return scale_each(output, fwd, bwd)
     if _is_one(fwd):
         return output

@@ -9,6 +9,7 @@ import fp8
 from tests.fp8.calls import COARSE
 from tests.fp8.test_autocast import Counting
 from tests.fp8.test_matmul import randn
+from tests.reference import nearest
 
 
 class Model(nn.Module):
@@ -70,6 +71,26 @@ def test_inductor():
 
     compiled = torch.compile(block, fullgraph=True)
     assert_close(results(compiled, model, x), results(block, model, x))
+
+
+@pytest.mark.parametrize(
+    ("backend", "names"), [("aot_eager", ("row", "nvfp4")), ("inductor", ("mxfp8",))]
+)
+def test_scales_along_an_axis(backend, names):
+    """Tiles that do not divide the sizes, and a rotation, in one graph."""
+    x, w = randn(20, 40), randn(36, 40)
+    recipes = [nearest(fp8.RECIPES[name]) for name in names]
+
+    def run(x):
+        y = 0.0
+        for recipe in recipes:
+            with fp8.autocast(recipe):
+                y = y + F.linear(x, w).square()
+        return y
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    expected, got = (torch.autograd.grad(f(x).sum(), (x, w)) for f in (run, compiled))
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

@@ -87,6 +87,31 @@ def test_matmul(left, right, dtype, recipe):
     check(matmul, torch.matmul, operands, recipe, layer=False)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("shape", [(37, 131, 66), (129, 33, 20), (16, 128, 32)], ids=str)
+def test_operands_of_more_than_one_tile(shape, name):
+    """Tokens, inputs and outputs that tiles of 16, 32 and 128 divide, and that they do not."""
+    tokens, inputs, outputs = shape
+    check(linear, F.linear, (randn(tokens, inputs), randn(outputs, inputs)), RECIPES[name])
+
+
+def test_stochastic_gradients_are_unbiased():
+    """Where they do not saturate: the e4m3 scale of a tile may be rounded down."""
+    recipe = fp8.RECIPES["nvfp4"]
+    g, eye = randn(8, 32).detach(), torch.eye(32)
+    keep = Recipe(name="only the gradient", grad=recipe.grad)
+    x = randn(8, 32)
+    torch.manual_seed(0)
+    draws = [torch.autograd.grad(linear(x, eye, recipe=keep), x, g)[0] for _ in range(500)]
+    tiles = g.unflatten(-1, (2, 16))
+    scale = fp8.scaling.scale_of(tiles, (-1,), fp8.get_format("e2m1"), "e4m3")
+    expected = tiles.clamp(-6 * scale, 6 * scale).flatten(-2)
+    # A draw is one of two neighbours, at most two units apart: its deviation is at most one unit.
+    error = (torch.stack(draws).mean(0) - expected).unflatten(-1, (2, 16)).abs()
+    assert (error < 5 * scale / 500**0.5).all()
+    assert not torch.equal(draws[0], draws[1])
+
+
 def test_strided_operands():
     wide, tall = randn(5, 14)[:, ::2], randn(7, 6).mT
     check(linear, F.linear, (wide, tall), NONE)

@@ -105,6 +105,16 @@ def test_decorator_settings_and_mult():
     torch.testing.assert_close(x.grad, plain.grad * s)
 
 
+def test_the_input_is_not_written_to():
+    """Not even where the function returns it: here where it is scaled by 1/0.5."""
+    x = X.clone()
+    scaled = uu.unit_scaled(lambda x: x if x.dtype == torch.float32 else x / 2)
+    torch.testing.assert_close(scaled(x.float()), 2 * X.float())
+    y = x.float()
+    scaled(y)
+    assert torch.equal(y, X.float())
+
+
 def test_worked_out_once_for_each_setting():
     seen = []
 

@@ -128,6 +128,29 @@ def test_tags_survive_copies_and_new_parameters(plain: type[nn.Module]):
     assert all(p.isfinite().all() for p in empty.parameters())
 
 
+def gradients(module: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Of the sum of the first output, whatever else there is."""
+    module.zero_grad()
+    torch.manual_seed(0)  # for dropout and the like
+    output = module(*inputs)
+    (output if isinstance(output, Tensor) else output[0]).sum().backward()
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [cls for cls in MODULES if list(example(cls)[0].parameters())],
+    ids=lambda c: c.__name__,
+)
+def test_gradients_of_parameters_follow_the_batch(plain: type[nn.Module]):
+    """Over nine times the rows, the sum is divided by three times as much."""
+    _, ours, inputs = example(plain)
+    before = gradients(ours, inputs)
+    with uu.batch_multiplier(9):
+        after = gradients(ours, inputs)
+    torch.testing.assert_close(after, {name: g / 3 for name, g in before.items()})
+
+
 def test_every_module_with_a_counterpart_is_in_the_table():
     named = {name: getattr(uu.modules, name) for name in uu.modules.__all__ if name != "MODULES"}
     pairs = ((getattr(nn, name, None), ours) for name, ours in named.items())

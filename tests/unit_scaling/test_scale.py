@@ -95,3 +95,11 @@ def test_scale_elementwise():
     y.sum().backward()
     assert torch.equal(y, 3 * X**2)
     assert torch.equal(x.grad, 5 * 2 * X)
+
+
+def test_forward_mode_derivatives_do_not_depend_on_the_grad_mode():
+    """The tangent is scaled as the gradient is, recorded or not."""
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            _, tangent = torch.func.jvp(lambda x: scale_bwd(x, 3.0), (X,), (torch.ones_like(X),))
+        assert torch.equal(tangent, torch.full_like(X, 3.0))

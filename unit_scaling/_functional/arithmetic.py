@@ -2,8 +2,8 @@
 
 What needs no factor has no row: cat and stack, which put tensors of one scale side by side,
 reshaping and indexing, neg, abs, clamp. A product with a number or of integers is left as it is:
-a number that a model multiplies by is a part of its function, such as a temperature. A quotient has
-no rule: 1/x of a normal x has no finite second moment.
+whoever multiplies by a number here means it, as a temperature. A quotient has no rule: 1/x of a
+normal x has no finite second moment.
 """
 
 from __future__ import annotations

@@ -29,6 +29,11 @@ def _silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 # Name -> (function, its gradient, its gradient as a differentiable function).
 _KERNELS: dict[str, tuple[Any, Any, Any]] = {
+    "relu": (
+        torch.relu,
+        lambda g, x: aten.threshold_backward.default(g, x, 0),
+        lambda g, x: aten.threshold_backward.default(g, x, 0),
+    ),
     "silu": (F.silu, aten.silu_backward.default, _silu_gradient),
     **{
         f"gelu_{approximate}": (
@@ -127,7 +132,7 @@ class _SiluGlu(Function):
 
 
 def activation(input: Tensor, name: str, fwd: float, bwd: float) -> Tensor:
-    """``fwd * f(input)``; ``bwd`` times the gradient. name: "silu", "gelu_none", "gelu_tanh"."""
+    """``fwd * f(input)``; ``bwd`` times the gradient. name: a key of the table."""
     return apply(_Activation, input, name, fwd, bwd)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from ..constant import constant
 from ..ops import Scales, row, tie
 from ..quadrature import largest_square
 from ..scale import scale_output
+from .generated import REQUIRED, described
 
 __all__ = [
     "adaptive_avg_pool1d",
@@ -179,8 +179,7 @@ def adaptive_max_pool_scales(
 
 
 #: Kind of pooling -> its rule and torch's arguments after the first, those of the rule's first.
-_REQUIRED = Parameter.empty
-_WINDOW = {"kernel_size": _REQUIRED, "stride": None, "padding": 0}
+_WINDOW = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
 _KINDS: dict[str, tuple[Callable[..., Scales], dict[str, Any]]] = {
     "avg_pool": (avg_pool_scales, {**_WINDOW, "ceil_mode": False, "count_include_pad": True}),
     "max_pool": (
@@ -189,20 +188,14 @@ _KINDS: dict[str, tuple[Callable[..., Scales], dict[str, Any]]] = {
     ),
     "lp_pool": (
         lp_pool_scales,
-        {"norm_type": _REQUIRED, "kernel_size": _REQUIRED, "stride": None, "ceil_mode": False},
+        {"norm_type": REQUIRED, "kernel_size": REQUIRED, "stride": None, "ceil_mode": False},
     ),
-    "adaptive_avg_pool": (adaptive_avg_pool_scales, {"output_size": _REQUIRED}),
+    "adaptive_avg_pool": (adaptive_avg_pool_scales, {"output_size": REQUIRED}),
     "adaptive_max_pool": (
         adaptive_max_pool_scales,
-        {"output_size": _REQUIRED, "return_indices": False},
+        {"output_size": REQUIRED, "return_indices": False},
     ),
 }
-
-
-def _signature(settings: dict[str, Any]) -> Signature:
-    defaults = {"input": _REQUIRED, **settings, "constraint": "to_output_scale"}
-    kind = Parameter.POSITIONAL_OR_KEYWORD
-    return Signature([Parameter(n, kind, default=value) for n, value in defaults.items()])
 
 
 def _pool(kind: str, dims: int) -> Callable[..., Any]:
@@ -230,17 +223,15 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
             return scale_output(values, s["output"], s["input"], fresh=False), indices
         return scale_output(output, s["output"], s["input"], fresh=kind != "lp_pool")
 
-    rule.__doc__ = rule_of.__doc__
-    op.__doc__ = (
+    read = {k: v for k, v in settings.items() if k not in unread}
+    ours = {"constraint": "to_output_scale"}
+    described(rule, f"{name}_scales", rule_of.__doc__, {"input": REQUIRED, **read, **ours})
+    about = (
         f"``s * {name}(input)``, with torch's arguments.\n\n"
         f"input: (batch, channels, ...) or (channels, ...) with {dims} more, floating point. "
         "Indices that are asked for are torch's.\n"
     )
-    rule.__name__, op.__name__ = f"{name}_scales", name
-    rule.__qualname__, op.__qualname__ = rule.__name__, op.__name__
-    read = {k: v for k, v in settings.items() if k not in unread}
-    rule.__signature__ = _signature(read)  # type: ignore[attr-defined]
-    op.__signature__ = _signature(settings)  # type: ignore[attr-defined]
+    described(op, name, about, {"input": REQUIRED, **settings, **ours})
     same = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
     return row(rule, replaces=same)(op)
 

@@ -12,7 +12,6 @@ those, and any other function, there is `unit_scaling.unit_scaled`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from torch.nn import functional as F
 
 from ..elementwise import elementwise_scales, scaled_elementwise
 from ..ops import Adapter, Scales, row
+from . import fused
+from .generated import REQUIRED, described
 
 __all__ = [
     "atan",
@@ -46,6 +47,9 @@ __all__ = [
     "tanh",
     "tanhshrink",
 ]
+
+# Below this many numbers, calling a custom autograd function costs more than a pass over them.
+_LARGE = 2**14
 
 _DOCUMENTATION = """``s * {name}({arguments}) / mult``.
 
@@ -77,20 +81,6 @@ def _spellings(names: Sequence[str], arguments: Sequence[str]) -> dict[Callable[
     }
 
 
-def _signature(first: Sequence[str], settings: dict[str, Any], last: Sequence[str]) -> Signature:
-    defaults = {"mult": 1.0, "constraint": "to_output_scale", "inplace": False, **settings}
-    return Signature(
-        [
-            Parameter(
-                name,
-                Parameter.KEYWORD_ONLY if name == "inplace" else Parameter.POSITIONAL_OR_KEYWORD,
-                default=defaults.get(name, Parameter.empty),
-            )
-            for name in (*first, "mult", "constraint", *settings, *last)
-        ]
-    )
-
-
 def _activation(
     name: str,
     fn: Callable[..., Tensor],
@@ -98,14 +88,16 @@ def _activation(
     *,
     spelled: Sequence[str] | None = None,
     saves_output: bool = False,
+    fused_kernel: bool = False,
 ) -> Callable[..., Tensor]:
     """Adds a row for an elementwise function, and returns its unit-scaled version.
 
     settings: the arguments of ``fn`` after the first, and their defaults. spelled: what torch
     calls it, by default as it is named here; () where a transform must not replace it.
     saves_output: autograd keeps the output of ``fn``, which must then not be changed in place.
+    fused_kernel: fused.py has it too, for a function that costs no more than its memory traffic.
     """
-    settings = settings or {}
+    settings, spelled = settings or {}, (name,) if spelled is None else spelled
 
     def rule(mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any) -> Scales:
         return elementwise_scales(fn, (), named, mult, constraint)
@@ -123,20 +115,22 @@ def _activation(
         if not input.is_floating_point():
             return fn(input, *args, **named)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
-        fresh = not saves_output
-        output = scaled_elementwise(fn, x, args, named, mult, constraint, fresh=fresh)
+        if fused_kernel and x.numel() >= _LARGE and fused.applies(x):
+            s = rule(mult, constraint)
+            z = x if mult == 1.0 else x * mult
+            output = fused.activation(z, name, s["output"] / mult, s["input"] / mult)
+        else:
+            output = scaled_elementwise(
+                fn, x, args, named, mult, constraint, new=True, saved=saves_output
+            )
         return input.copy_(output) if inplace else output
 
-    rule.__doc__ = f"1/RMS of {name} and of its derivative for a standard normal, by quadrature."
-    arguments = ", ".join(["mult * input", *settings])
-    op.__doc__ = _DOCUMENTATION.format(name=name, arguments=arguments)
-    rule.__name__, op.__name__ = f"{name}_scales", name
-    rule.__qualname__, op.__qualname__ = rule.__name__, op.__name__
-    rule.__signature__ = _signature((), settings, ())  # type: ignore[attr-defined]
-    op.__signature__ = _signature(("input",), settings, ("inplace",))  # type: ignore[attr-defined]
-    spelled = (name,) if spelled is None else spelled
-    forms = _spellings(spelled, ("input", *settings, "inplace"))
-    return row(rule, adapters=forms)(op)
+    ours = {"mult": 1.0, "constraint": "to_output_scale"}
+    about = f"1/RMS of {name} and of its derivative for a standard normal, by quadrature."
+    described(rule, f"{name}_scales", about, {**ours, **settings})
+    about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
+    described(op, name, about, {"input": REQUIRED, **ours, **settings, "inplace": False})
+    return row(rule, adapters=_spellings(spelled, ("input", *settings, "inplace")))(op)
 
 
 def _relu_squared(input: Tensor) -> Tensor:
@@ -156,7 +150,7 @@ leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
 # A log-probability: losses want its value, so the transform leaves it alone.
 logsigmoid = _activation("logsigmoid", F.logsigmoid, spelled=())
 mish = _activation("mish", F.mish)
-relu = _activation("relu", torch.relu, saves_output=True)
+relu = _activation("relu", torch.relu, saves_output=True, fused_kernel=True)
 relu6 = _activation("relu6", F.relu6)
 relu_squared = _activation("relu_squared", _relu_squared, spelled=())
 selu = _activation("selu", F.selu)

@@ -12,7 +12,9 @@ from fp8.multi_head import check_masks, merge_masks
 
 from .. import functional as U
 from .._functional.attention import attention_with_weights
+from ..batch import row_scale
 from ..parameter import MupType
+from ..scale import scale_bwd
 from .linear import Linear
 from .tagged import TaggedModule
 
@@ -245,7 +247,9 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         extra = []
         if self.bias_k is not None:
             assert self.bias_v is not None
-            extra.append((self.bias_k.expand(size), self.bias_v.expand(size)))
+            grad = row_scale(k.shape[0])  # each is added to every example
+            last = (scale_bwd(bias, grad) for bias in (self.bias_k, self.bias_v))
+            extra.append(tuple(bias.expand(size) for bias in last))
         if self.add_zero_attn:
             extra.append((k.new_zeros(size), v.new_zeros(size)))
         for pair in extra:
