@@ -4,6 +4,7 @@ Each trains on its half of a batch, and compares with the whole batch in one pro
 """
 
 import copy
+import os
 import sys
 from collections.abc import Callable
 
@@ -103,8 +104,10 @@ def main(rank: int, store: str) -> None:
         sharded(copy.deepcopy(scaled), [])(torch.zeros(2, 2, dtype=torch.int64))
     scaled(torch.zeros(2, 2, dtype=torch.int64))  # is recorded before it is sharded
     check(copy.deepcopy(scaled), lambda m: sharded(m, [m[2]]), 1)
-    print("rank", rank, "done")
+    dist.barrier()
     dist.destroy_process_group()
+    print("rank", rank, "done", flush=True)
+    os._exit(0)  # a thread of gloo that is not joined yet aborts a regular exit
 
 
 if __name__ == "__main__":
