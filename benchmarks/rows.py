@@ -1,6 +1,6 @@
 """What each row of OPS costs: forward and backward against the torch op that it stands for.
 
-python -m benchmarks.rows [NAME ...]
+python -m benchmarks.rows [eager|compiled] [NAME ...]
 """
 
 from __future__ import annotations
@@ -142,16 +142,18 @@ def functions(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., Any], Callab
 
 def measure(names: list[str]) -> list[Row]:
     rows = []
+    chosen = [name for name in names if name not in COMPILERS]
+    modes = [name for name in names if name in COMPILERS] or list(COMPILERS)
     for op in OPS.values():
-        if op.name in LEFT_OUT or (names and op.name not in names):
+        if op.name in LEFT_OUT or (chosen and op.name not in chosen):
             continue
         torch.manual_seed(0)
         args = ARGUMENTS.get(op.name, lambda: (leaf(ROWS, WIDTH),))()
         leaves = [value for value in args if isinstance(value, Tensor)]
         product = op.fn.__module__.rpartition(".")[2] in PRODUCTS
-        for mode, compiler in COMPILERS.items():
+        for mode in modes:
             torch.compiler.reset()
-            plain, scaled = (step(compiler(f), *leaves) for f in functions(op, args))
+            plain, scaled = (step(COMPILERS[mode](f), *leaves) for f in functions(op, args))
             (row,) = compare(plain, {f"{op.name}, {mode}": scaled}, rounds=20)
             target = COMPILED_TARGET if mode == "compiled" else 1.2 if product else 2.0
             rows.append({**row, "target": target, "met": row["ratio"] <= target})
