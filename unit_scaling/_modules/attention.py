@@ -13,10 +13,9 @@ from fp8.multi_head import check_masks, merge_masks
 from .. import functional as U
 from .._functional.attention import attention_with_weights
 from ..batch import row_scale
-from ..parameter import MupType
+from ..parameter import MupType, TaggedModule
 from ..scale import scale_bwd
 from .linear import Linear
-from .tagged import TaggedModule
 
 __all__ = ["MHSA", "KeyValueCache", "MultiheadAttention"]
 

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..parameter import MupType, has_parameter_data, tag
-from .tagged import TaggedModule
+from ..parameter import MupType, TaggedModule, has_parameter_data, tag
 
 __all__ = ["DepthModuleList", "DepthSequential"]
 

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import functional as U
-from ..parameter import MupType
+from ..parameter import MupType, TaggedModule
 from .linear import reset_weight_and_bias
-from .tagged import TaggedModule
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
 

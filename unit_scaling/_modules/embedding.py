@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional as U
-from .tagged import TaggedModule
+from ..parameter import TaggedModule
 
 __all__ = ["Embedding", "EmbeddingBag"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as U
-from .tagged import TaggedModule
+from ..parameter import TaggedModule
 
 __all__ = [
     "GELU",

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional as U
-from ..parameter import MupType
-from .tagged import TaggedModule
+from ..parameter import MupType, TaggedModule
 
 __all__ = ["Bilinear", "Linear", "LinearReadout"]
 

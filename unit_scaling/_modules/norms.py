@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as U
+from ..parameter import TaggedModule
 from .scaled import Scaled
-from .tagged import TaggedModule
 
 __all__ = [
     "BatchNorm1d",

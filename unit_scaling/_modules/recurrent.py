@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from .. import functional as U
 from .._functional.recurrent import PACKED
-from ..parameter import MupType
-from .tagged import TaggedModule
+from ..parameter import MupType, TaggedModule
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell"]
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional as U
+from ..parameter import TaggedModule
 from .scaled import Constrained, Scaled
-from .tagged import TaggedModule
 
 __all__ = [
     "GLU",

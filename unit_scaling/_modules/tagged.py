@@ -1,5 +1,0 @@
-"""Modules that know the tags of their parameters."""
-
-from ..parameter import TaggedModule
-
-__all__ = ["TaggedModule"]
