@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp8.report import as_table
+
 RESULTS = Path(__file__).parent / "results"
 
 THREADS = 2
@@ -127,11 +129,7 @@ def report(name: str, question: str, rows: Sequence[Row]) -> Path:
     print(f"\n{name}: {question}")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([str(row.get(key, "")) for key in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    for line in cells:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
+    print(as_table(cells))
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     record = {"question": question, "machine": machine(), "rows": list(rows)}

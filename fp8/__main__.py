@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from .formats import FORMATS, Format
 from .recipe import RECIPES, Cast, Recipe
+from .report import as_table
 
 __all__ = ["main"]
 
@@ -47,18 +48,12 @@ TABLES = {
 """Command -> the heads of its columns, and its rows."""
 
 
-def _aligned(rows: list[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; arguments default to those of the process."""
     parser = argparse.ArgumentParser(prog="fp8", description="Tables of the fp8 package.")
     parser.add_argument("table", choices=TABLES, help="what to print")
     heads, rows = TABLES[parser.parse_args(arguments).table]
-    print(_aligned([heads, *rows()]))
+    print(as_table([heads, *rows()]))
 
 
 if __name__ == "__main__":

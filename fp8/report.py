@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import overload
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, TypeVar, overload
 
-__all__ = ["LEFT_ALONE", "Report", "Row"]
+__all__ = ["LEFT_ALONE", "Report", "Row", "Rows", "as_table"]
+
+T = TypeVar("T")
 
 LEFT_ALONE = "left alone"
 
@@ -26,36 +28,54 @@ class Row:
         return self.done == LEFT_ALONE
 
 
-class Report(Sequence[Row]):
-    """The rows; printed, a table with a line of counts."""
+class Rows(Sequence[T]):
+    """Rows and notes on them, as a sequence of the rows."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Iterable[T], notes: Iterable[str] = ()) -> None:
         self.rows = list(rows)
+        self.notes = list(notes)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
         return self.rows[index]
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
+
+class Report(Rows[Any]):
+    """Rows that begin with path, what it is about, what was done, and why; printed, a table.
+
+    heading: what the second column holds.
+    """
+
+    def __init__(
+        self, rows: Iterable[Any], notes: Iterable[str] = (), *, heading: str = "type"
+    ) -> None:
+        super().__init__(rows, notes)
+        self.heading = heading
 
     @property
-    def left_alone(self) -> list[Row]:
+    def left_alone(self) -> list[Any]:
         """The rows of what was left alone."""
         return [row for row in self.rows if row.left_alone]
 
     def __str__(self) -> str:
-        cells = [("module", "type", "done", "why")]
-        cells += [(row.path or "(model)", row.what, row.done, row.why) for row in self.rows]
-        widths = [max(len(line[i]) for line in cells) for i in range(3)]
-        lines = ["  ".join([*map(str.ljust, line, widths), line[3]]).rstrip() for line in cells]
+        cells = [("module", self.heading, "done", "why")]
+        for row in self.rows:
+            path, *others = astuple(row)[:4]
+            cells.append((path or "(model)", *others))
         counts = Counter(row.done for row in self.rows).most_common()
-        return "\n".join([*lines, "", ", ".join(f"{n} {done}" for done, n in counts)])
+        total = ", ".join(f"{count} {done}" for done, count in counts)
+        return "\n".join([as_table(cells), "", *self.notes, *([total] if total else [])])
 
     __repr__ = __str__
+
+
+def as_table(cells: Sequence[Sequence[str]]) -> str:
+    """Lines of equally many cells, in columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from .autocast import STANCE
+from .report import as_table
 from .tally import COUNTS, OPEN, Recorder
 
 __all__ = ["Stats", "StatsRow", "stats"]
@@ -77,9 +78,7 @@ class Stats:
 
     def __str__(self) -> str:
         cells = [[field.name for field in fields(StatsRow)], *map(_cells, self.rows())]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
-        return "\n".join(lines)
+        return as_table(cells)
 
     __repr__ = __str__
 

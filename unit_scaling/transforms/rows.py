@@ -1,4 +1,4 @@
-"""Rows of a report as a table, as JSON and as CSV."""
+"""Rows of a report as JSON and as CSV."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["as_csv", "as_json", "as_table"]
-
-
-def as_table(cells: Sequence[Sequence[str]]) -> str:
-    """Lines of equally many cells, in columns as wide as their widest cell."""
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+__all__ = ["as_csv", "as_json"]
 
 
 def as_json(rows: Sequence[Any], path: str | Path | None = None) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fp8.report import LEFT_ALONE
+
 from .record import Key, Slot
 
 __all__ = ["Plan", "Row", "Scaling", "Settings", "Settled", "Step", "with_slots"]
@@ -42,7 +44,7 @@ class Row:
 
     @property
     def left_alone(self) -> bool:
-        return self.done == "left alone"
+        return self.done == LEFT_ALONE
 
 
 @dataclass

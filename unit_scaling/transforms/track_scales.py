@@ -17,13 +17,14 @@ from torch.fx import Graph, Node
 
 from fp8.autocast import outside_compiler
 from fp8.formats import Format, get_format
+from fp8.report import as_table
 
 from .compile import copied
 from .install import Call, install, unwrapped
 from .metrics import Metrics
 from .observe import Observer, mapped, plain, unseen
 from .record import Slot, tensors_in
-from .rows import as_csv, as_json, as_table
+from .rows import as_csv, as_json
 
 __all__ = ["History", "Tap", "Track", "track_scales"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
+from fp8.report import Rows, as_table
 
 from .install import install, unwrapped
 from .observe import find_loss, plain
 from .record import tensors_in
-from .rows import as_csv, as_json, as_table
+from .rows import as_csv, as_json
 from .watch import Watch
 
 __all__ = ["RANGES", "Measurement", "Verification", "verify"]
@@ -65,24 +66,11 @@ class Measurement:
     inside: bool | None
 
 
-class Verification(Sequence[Measurement]):
+class Verification(Rows[Measurement]):
     """The rows of `verify`; printed, a table of them.
 
     notes: what could not be measured, and why.
     """
-
-    def __init__(self, rows: Sequence[Measurement], notes: Sequence[str] = ()) -> None:
-        self.rows = list(rows)
-        self.notes = list(notes)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self.rows[index]
-
-    def __iter__(self) -> Iterator[Measurement]:
-        return iter(self.rows)
 
     @property
     def outside(self) -> list[Measurement]:
