@@ -13,18 +13,92 @@ from .linear import reset_weight_and_bias
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
 
+_Sizes = int | tuple[int, ...]
+"""One number for every dimension, or one for each."""
 
-class _Convolution(TaggedModule):
+
+class _Weighted(TaggedModule):
     """What convolutions share. ``self`` is also the torch module of the same name."""
 
-    def __init__(self, *args: Any, constraint: str | None, weight_mup_type: MupType) -> None:
-        super().__init__(*args)
+    def _keep(self, constraint: str | None, weight_mup_type: MupType) -> None:
         self.constraint = constraint
         self.tag_parameters(weight=weight_mup_type, bias="bias")
 
     def reset_parameters(self) -> None:
         """Draws the weight from the standard normal distribution and sets the bias to zero."""
         reset_weight_and_bias(self)
+
+
+class _Convolution(_Weighted):
+    """The constructor of the convolutions: torch's arguments, then ours."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: _Sizes,
+        stride: _Sizes = 1,
+        padding: str | _Sizes = 0,
+        dilation: _Sizes = 1,
+        groups: int = 1,
+        bias: bool = False,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        constraint: str | None = "to_output_scale",
+        weight_mup_type: MupType = "weight",
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            padding_mode,
+            device,
+            dtype,
+        )
+        self._keep(constraint, weight_mup_type)
+
+
+class _Transposed(_Weighted):
+    """The constructor of the transposed ones: torch's arguments, then ours."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: _Sizes,
+        stride: _Sizes = 1,
+        padding: _Sizes = 0,
+        output_padding: _Sizes = 0,
+        groups: int = 1,
+        bias: bool = False,
+        dilation: _Sizes = 1,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        constraint: str | None = "to_output_scale",
+        weight_mup_type: MupType = "weight",
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            output_padding,
+            groups,
+            bias,
+            dilation,
+            padding_mode,
+            device,
+            dtype,
+        )
+        self._keep(constraint, weight_mup_type)
 
 
 def _convolve(module: Any, function: Any, input: Tensor) -> Tensor:
@@ -100,38 +174,6 @@ class Conv1d(_Convolution, nn.Conv1d):
     are those of `torch.nn.Conv1d`; constraint and weight_mup_type those of `Linear`.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int],
-        stride: int | tuple[int] = 1,
-        padding: str | int | tuple[int] = 0,
-        dilation: int | tuple[int] = 1,
-        groups: int = 1,
-        bias: bool = False,
-        padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        constraint: str | None = "to_output_scale",
-        weight_mup_type: MupType = "weight",
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            padding_mode,
-            device,
-            dtype,
-            constraint=constraint,
-            weight_mup_type=weight_mup_type,
-        )
-
     def forward(self, input: Tensor) -> Tensor:
         return _convolve(self, U.conv1d, input)
 
@@ -141,38 +183,6 @@ class Conv2d(_Convolution, nn.Conv2d):
 
     Input (batch, in_channels, height, width), or without batch.
     """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = False,
-        padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        constraint: str | None = "to_output_scale",
-        weight_mup_type: MupType = "weight",
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            padding_mode,
-            device,
-            dtype,
-            constraint=constraint,
-            weight_mup_type=weight_mup_type,
-        )
 
     def forward(self, input: Tensor) -> Tensor:
         return _convolve(self, U.conv2d, input)
@@ -184,172 +194,38 @@ class Conv3d(_Convolution, nn.Conv3d):
     Input (batch, in_channels, depth, height, width), or without batch.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int, int],
-        stride: int | tuple[int, int, int] = 1,
-        padding: str | int | tuple[int, int, int] = 0,
-        dilation: int | tuple[int, int, int] = 1,
-        groups: int = 1,
-        bias: bool = False,
-        padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        constraint: str | None = "to_output_scale",
-        weight_mup_type: MupType = "weight",
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            padding_mode,
-            device,
-            dtype,
-            constraint=constraint,
-            weight_mup_type=weight_mup_type,
-        )
-
     def forward(self, input: Tensor) -> Tensor:
         return _convolve(self, U.conv3d, input)
 
 
-class ConvTranspose1d(_Convolution, nn.ConvTranspose1d):
+class ConvTranspose1d(_Transposed, nn.ConvTranspose1d):
     """`unit_scaling.functional.conv_transpose1d` as a module.
 
     Input (batch, in_channels, length), or without batch. The other arguments are
     those of `torch.nn.ConvTranspose1d`, then those of `Linear`.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int],
-        stride: int | tuple[int] = 1,
-        padding: int | tuple[int] = 0,
-        output_padding: int | tuple[int] = 0,
-        groups: int = 1,
-        bias: bool = False,
-        dilation: int | tuple[int] = 1,
-        padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        constraint: str | None = "to_output_scale",
-        weight_mup_type: MupType = "weight",
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            output_padding,
-            groups,
-            bias,
-            dilation,
-            padding_mode,
-            device,
-            dtype,
-            constraint=constraint,
-            weight_mup_type=weight_mup_type,
-        )
-
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         return _transpose(self, U.conv_transpose1d, input, output_size)
 
 
-class ConvTranspose2d(_Convolution, nn.ConvTranspose2d):
+class ConvTranspose2d(_Transposed, nn.ConvTranspose2d):
     """`unit_scaling.functional.conv_transpose2d` as a module.
 
     Input (batch, in_channels, height, width), or without batch. Arguments: see
     `ConvTranspose1d`.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        output_padding: int | tuple[int, int] = 0,
-        groups: int = 1,
-        bias: bool = False,
-        dilation: int | tuple[int, int] = 1,
-        padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        constraint: str | None = "to_output_scale",
-        weight_mup_type: MupType = "weight",
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            output_padding,
-            groups,
-            bias,
-            dilation,
-            padding_mode,
-            device,
-            dtype,
-            constraint=constraint,
-            weight_mup_type=weight_mup_type,
-        )
-
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         return _transpose(self, U.conv_transpose2d, input, output_size)
 
 
-class ConvTranspose3d(_Convolution, nn.ConvTranspose3d):
+class ConvTranspose3d(_Transposed, nn.ConvTranspose3d):
     """`unit_scaling.functional.conv_transpose3d` as a module.
 
     Input (batch, in_channels, depth, height, width), or without batch. Arguments: see
     `ConvTranspose1d`.
     """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int, int],
-        stride: int | tuple[int, int, int] = 1,
-        padding: int | tuple[int, int, int] = 0,
-        output_padding: int | tuple[int, int, int] = 0,
-        groups: int = 1,
-        bias: bool = False,
-        dilation: int | tuple[int, int, int] = 1,
-        padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-        constraint: str | None = "to_output_scale",
-        weight_mup_type: MupType = "weight",
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            output_padding,
-            groups,
-            bias,
-            dilation,
-            padding_mode,
-            device,
-            dtype,
-            constraint=constraint,
-            weight_mup_type=weight_mup_type,
-        )
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         return _transpose(self, U.conv_transpose3d, input, output_size)
