@@ -47,7 +47,7 @@ def _cast_maps(
 ) -> Tensor:
     """Feature maps (batch, channels, *size) under a spec; axis: -1 sums over channels, -2 over
     positions."""
-    if not spec or spec[3] == (0, 0):
+    if not spec or spec[2] == (0, 0):
         return round_straight(x, spec, axis, history, record)
     last = x.movedim(1, -1)
     return round_straight(last.flatten(0, -2), spec, axis).reshape(last.shape).movedim(-1, 1)
@@ -55,7 +55,7 @@ def _cast_maps(
 
 def _cast_weight(x: Tensor, spec: Spec, axis: int, history: Tensor | None = None) -> Tensor:
     """A weight (first, second, *kernel) under a spec; axis: -1 sums over second, -2 over first."""
-    if not spec or spec[3] == (0, 0):
+    if not spec or spec[2] == (0, 0):
         return round_straight(x, spec, axis, history)
     last = x.movedim(1, -1)
     return round_straight(last.flatten(1), spec, axis).reshape(last.shape).movedim(-1, 1)

@@ -114,7 +114,7 @@ class Stored(NamedTuple):
 def store(x: Tensor, spec: Spec, axis: int = -1) -> Stored:
     """``x`` under a spec, in bytes. axis: the one that the product sums over."""
     format = format_of(spec)
-    _, _, rule, tile, margin, _, rounding, overflow, random_bits, *_ = spec
+    _, rule, tile, margin, rounding, overflow, random_bits, *_ = spec
     assert format.dtype is not None
     scale = torch.ones((), dtype=torch.float32, device=x.device)
     x = x.float()
