@@ -34,6 +34,8 @@ fp8.subclass, fp8.report <- fp8.convert
 fp8.report <- fp8.stats, fp8.__main__
 fp8.subclass, fp8.report <- unit_scaling.transforms
 fp8.recipe <- fp8.__main__
+fp8.scaling <- fp8.distributed
+fp8.files
 
 fp8.function <- unit_scaling.scale
 unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
