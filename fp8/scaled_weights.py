@@ -66,7 +66,7 @@ def _attributes(parameter: Tensor) -> dict[str, Any]:
     return {k: v for k, v in vars(parameter).items() if k not in own}
 
 
-def replacement(old: Any, format: str, grad_format: str) -> Any:
+def _replacement(old: Any, format: str, grad_format: str) -> Any:
     """A parameter with the numbers of ``old`` in ``format``, and all else that ``old`` has."""
     new: Any = scaled_parameter(scaled(old, format), None, old.requires_grad)
     vars(new).update(_attributes(old))
@@ -85,7 +85,7 @@ def scale_weights(
 
     Returns parameter -> the one in its place, which has its gradient, hooks and attributes.
     """
-    new = {parameter: replacement(parameter, format, grad_format) for parameter in weights}
+    new = {parameter: _replacement(parameter, format, grad_format) for parameter in weights}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in new:
