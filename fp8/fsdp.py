@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 from .convert import LAYERS
 from .formats import get_format
@@ -183,6 +182,17 @@ _COPIES = {
 }
 
 
+def _each(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with every ``kind`` in its lists, tuples and dicts changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_each(kind, change, part) for part in value)
+    if isinstance(value, dict):
+        return {name: _each(kind, change, part) for name, part in value.items()}
+    return value
+
+
 class _Weight(Tensor):
     """A weight, or a shard of one, that is rounded when it is sent; otherwise as ``plain`` is.
 
@@ -224,7 +234,7 @@ class _Weight(Tensor):
             weights.append(weight)
             return weight.plain
 
-        args, kwargs = tree_map_only(_Weight, unwrap, (args, kwargs or {}))
+        args, kwargs = _each(_Weight, unwrap, (args, kwargs or {}))
         result = function(*args, **kwargs)
         if function._schema.is_mutable:
             for weight in weights:
@@ -232,7 +242,7 @@ class _Weight(Tensor):
         if function not in _VIEWS | _COPIES or not isinstance(first, _Weight):
             return result
         known = first.known if function in _VIEWS else None
-        return tree_map_only(Tensor, lambda t: _Weight(t, first.cast, known), result)
+        return _each(Tensor, lambda t: _Weight(t, first.cast, known), result)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled, it is a plain tensor."""

@@ -4,8 +4,6 @@ FSDP2 that gathers weights in FP8 against one process whose products round them 
 """
 
 import copy
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ import fp8
 import unit_scaling as uu
 from fp8.fsdp import gather_in_fp8, update_scales
 from tests.fp8.checkpoints import make, step
+from tests.launch import as_rank
 from tests.unit_scaling import distributed_worker as unit_scaled
 from unit_scaling.transforms import unit_scale
 
@@ -157,23 +156,18 @@ def check_checkpoint(folder: Path) -> None:
         assert torch.equal(tensor, shards[name])
 
 
-def main(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def main(rank: int, store: Path) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for recipe in ("unit", "tensor"):
         check_equal(recipe, MixedPrecisionPolicy(), None)
         check_equal(recipe, bf16, torch.bfloat16)
     check_bytes()
     check_unit_scaled()
-    check_checkpoint(Path(store).parent)
+    check_checkpoint(store.parent)
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="the model is sharded; call it before"):
         gather_in_fp8(model)
-    dist.barrier()
-    dist.destroy_process_group()
-    print("rank", rank, "done", flush=True)
-    os._exit(0)  # a thread of gloo that is not joined yet aborts a regular exit
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    as_rank(main, 2)
