@@ -37,6 +37,7 @@ fp8.scaled_tensor, fp8.subclass <- fp8.scaled_weights
 fp8.report <- fp8.stats, fp8.__main__
 fp8.subclass, fp8.report <- unit_scaling.transforms
 fp8.scaling <- fp8.distributed
+fp8.convert <- fp8.fsdp
 fp8.files
 fp8.recipe, fp8.doctor <- fp8.__main__
 
@@ -78,6 +79,9 @@ LONG_FILES = {
 PRIVATE = {
     "fp8/autocast.py": {
         "torch._dynamo": "asks sys.modules whether the compiler is loaded, without loading it",
+    },
+    "fp8/fsdp.py": {
+        "torch.Tensor._make_wrapper_subclass": "FSDP2's extension asks for a tensor subclass",
     },
     "fp8/products.py": {
         "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
