@@ -32,6 +32,10 @@ fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.
 fp8.products, fp8.checkpoint <- fp8.autocast <- fp8.convert
 fp8.subclass, fp8.report <- fp8.convert
 fp8.report <- fp8.stats, fp8.__main__
+fp8.scaled_tensor <- fp8.native
+fp8.function <- fp8.layer_norm2d_kernels <- fp8.layer_norm2d <- fp8.norm <- fp8.low_precision
+fp8.matmul <- fp8.norm
+fp8.subclass, fp8.report <- fp8.low_precision <- fp8.adapters
 fp8.subclass, fp8.report <- unit_scaling.transforms
 fp8.recipe <- fp8.__main__
 
