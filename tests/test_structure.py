@@ -37,7 +37,15 @@ fp8.function <- fp8.layer_norm2d_kernels <- fp8.layer_norm2d <- fp8.norm <- fp8.
 fp8.matmul <- fp8.norm
 fp8.subclass, fp8.report <- fp8.low_precision <- fp8.adapters
 fp8.subclass, fp8.report <- unit_scaling.transforms
-fp8.recipe <- fp8.__main__
+fp8.recipe, fp8.doctor <- fp8.__main__
+
+fp8.subclass, fp8.report <- fp8.swap
+fp8.adapters <- fp8.adapters.te_recipe <- fp8.adapters.transformer_engine
+fp8.adapters, fp8.native, fp8.swap <- fp8.adapters.torchao
+fp8.subclass <- fp8.adapters.padding <- fp8.adapters.transformer_engine, fp8.adapters.torchao
+fp8.recipe <- fp8.adapters.te_recipe
+fp8.swap <- fp8.adapters.transformer_engine, fp8.adapters.torchao <- fp8.convert
+fp8.adapters, fp8.native, fp8.report <- fp8.doctor
 
 fp8.function <- unit_scaling.scale
 unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
@@ -162,7 +170,7 @@ def layer_of(module: str, names: dict[str, set[str]]) -> str | None:
         return None
     found = [name for name in names if module == name or module.startswith(f"{name}.")]
     assert found, f"{module} has no place in LAYERS: add it to tests/test_structure.py"
-    return found[0]
+    return max(found, key=len)
 
 
 @each_file
