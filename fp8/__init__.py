@@ -6,6 +6,7 @@ from .formats import FORMATS, Format, get_format
 from .history import AmaxHistory
 from .quantize import quantize, quantize_backward, quantize_forward
 from .recipe import RECIPES, Cast, Recipe, get_recipe
+from .scaled_tensor import ScaledTensor, scaled
 from .stats import stats
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Cast",
     "Format",
     "Recipe",
+    "ScaledTensor",
     "autocast",
     "checkpoint_contexts",
     "convert",
@@ -25,5 +27,6 @@ __all__ = [
     "quantize_forward",
     "report",
     "revert",
+    "scaled",
     "stats",
 ]

@@ -27,12 +27,15 @@ fp8.casting <- fp8.native <- fp8.matmul
 fp8.formats <- fp8.tally <- fp8.casting
 fp8.history <- fp8.autocast <- fp8.stats
 fp8.function <- fp8.quantize
+fp8.scaling <- fp8.scaled_tensor
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
 fp8.products, fp8.checkpoint <- fp8.autocast <- fp8.convert
 fp8.subclass, fp8.report <- fp8.convert
 fp8.report <- fp8.stats, fp8.__main__
 fp8.subclass, fp8.report <- unit_scaling.transforms
 fp8.recipe, fp8.doctor <- fp8.__main__
+fp8.scaling <- fp8.distributed
+fp8.files
 
 fp8.subclass, fp8.report <- fp8.swap
 fp8.adapters <- fp8.adapters.te_recipe <- fp8.adapters.transformer_engine
@@ -41,6 +44,7 @@ fp8.subclass <- fp8.adapters.padding <- fp8.adapters.transformer_engine, fp8.ada
 fp8.recipe <- fp8.adapters.te_recipe
 fp8.swap <- fp8.adapters.transformer_engine, fp8.adapters.torchao <- fp8.convert
 fp8.adapters, fp8.native, fp8.report <- fp8.doctor
+fp8.convert <- fp8.adapters.accelerate
 
 fp8.function <- unit_scaling.scale
 unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
@@ -75,6 +79,12 @@ PRIVATE = {
     },
     "fp8/products.py": {
         "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
+    },
+    "fp8/scaled_tensor.py": {
+        "torch.Tensor._make_wrapper_subclass": "how a tensor of other tensors is made",
+        "torch._C": "_disabled_torch_function_impl: what it computes is no ScaledTensor by itself",
+        "torch.utils._python_dispatch": "return_and_correct_aliasing: compiled views share memory",
+        "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
     "unit_scaling/transforms/observe.py": {
         "torch._C": "DisableTorchFunction: calls that no mode sees; there is no other way",
