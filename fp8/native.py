@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .casting import Spec, format_of
 from .function import apply
+from .kept import once
 from .quantize import quantize
 from .recipe import Cast, Recipe
 from .scaling import scale_of, scaled_tiles
@@ -193,6 +194,7 @@ class _Native(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        once(ctx)
         a, a_scale, b, b_scale = ctx.saved_tensors
         for_a, for_b = ctx.specs
         da = db = dbias = g = None

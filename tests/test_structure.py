@@ -23,7 +23,7 @@ PACKAGES = ("fp8", "unit_scaling")
 #: `unit_scaling`; the modules of one name may import each other where that makes no circle.
 LAYERS = """
 fp8.formats <- fp8.rounding <- fp8.quantize <- fp8.scaling <- fp8.recipe <- fp8.casting
-fp8.casting <- fp8.native <- fp8.matmul
+fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
 fp8.formats <- fp8.tally <- fp8.casting
 fp8.history <- fp8.autocast <- fp8.stats
 fp8.function <- fp8.quantize
@@ -33,6 +33,8 @@ fp8.products, fp8.checkpoint <- fp8.autocast <- fp8.convert
 fp8.subclass, fp8.report <- fp8.convert
 fp8.report <- fp8.stats, fp8.__main__
 fp8.subclass, fp8.report <- unit_scaling.transforms
+fp8.scaling <- fp8.distributed
+fp8.files
 fp8.recipe, fp8.doctor <- fp8.__main__
 fp8.scaling <- fp8.distributed
 fp8.files
