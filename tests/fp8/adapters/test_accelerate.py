@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     pytest.importorskip("accelerate", reason="the library that is adapted")
     import accelerate as library
     from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from accelerate.utils import AORecipeKwargs, TERecipeKwargs
     from accelerate.utils import dataclasses as kwargs_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
@@ -30,7 +30,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 @pytest.fixture(autouse=True)
 def _fresh() -> Any:
     torch.manual_seed(0)
+    reset()
     yield
+    reset()
+
+
+def reset() -> None:
+    """Accelerate keeps the settings of the first Accelerator of a process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
