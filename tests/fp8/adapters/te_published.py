@@ -55,7 +55,7 @@ def members(file: Path, kind: str) -> enum.EnumMeta:
 
 
 def load(wheel: Path, patch: Any) -> Any:
-    """``transformer_engine.pytorch`` with its layers and contexts, on a device of capability 9.0."""
+    """``transformer_engine.pytorch``, its layers and contexts, on a device of capability 9.0."""
     patch.setenv("NVTE_PROJECT_BUILDING", "1")  # no shared libraries are looked for
     patch.setenv("NVTE_TORCH_COMPILE", "0")
     patch.syspath_prepend(str(wheel))
