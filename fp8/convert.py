@@ -66,7 +66,7 @@ class _Converted(Gained):
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
         # it may be compiled inside of a checkpoint.
-        if self._original is nn.Linear and self._gained == (_Converted,) and not FIRST_LOOK:
+        if self._original is nn.Linear and self._active == (_Converted,) and not FIRST_LOOK:
             return _linear(self, *args, **kwargs)
         with autocast(self.fp8_recipe, backend=self.fp8_backend):
             return forward(*args, **kwargs)

@@ -19,6 +19,7 @@ from .function import apply
 from .kept import once
 from .quantize import quantize
 from .recipe import Cast, Recipe
+from .scaled_tensor import plain
 from .scaling import scale_of, scaled_tiles
 
 __all__ = [
@@ -118,7 +119,7 @@ def store(x: Tensor, spec: Spec, axis: int = -1) -> Stored:
     _, _, rule, tile, margin, _, rounding, overflow, random_bits, *_ = spec
     assert format.dtype is not None
     scale = torch.ones((), dtype=torch.float32, device=x.device)
-    x = x.float()
+    x = plain(x, torch.float32)
     if rule is not None:
         tiles, dims = scaled_tiles(x, tile, axis)
         scale = scale_of(tiles, dims, format, rule) * 2.0**margin
