@@ -43,6 +43,8 @@ fp8.scaling <- fp8.distributed
 fp8.convert <- fp8.fsdp
 fp8.files
 fp8.recipe, fp8.doctor <- fp8.__main__
+fp8.scaling <- fp8.distributed
+fp8.files
 
 fp8.subclass, fp8.report <- fp8.swap
 fp8.adapters <- fp8.adapters.te_recipe <- fp8.adapters.transformer_engine
@@ -51,6 +53,7 @@ fp8.subclass <- fp8.adapters.padding <- fp8.adapters.transformer_engine, fp8.ada
 fp8.recipe <- fp8.adapters.te_recipe
 fp8.swap <- fp8.adapters.transformer_engine, fp8.adapters.torchao <- fp8.convert
 fp8.adapters, fp8.native, fp8.report <- fp8.doctor
+fp8.convert <- fp8.adapters.accelerate
 
 fp8.function <- unit_scaling.scale
 unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
