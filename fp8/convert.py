@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from .adapters import torchao, transformer_engine
 from .autocast import FIRST_LOOK, autocast
 from .casting import is_whole
 from .matmul import checked_backend, linear
@@ -14,12 +15,11 @@ from .native import ALIGNMENT
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row
 from .subclass import Gained, bare_class, gain, lose
+from .swap import Where, adapted, inside_attention, is_replacement
 
 __all__ = ["LAYERS", "convert", "report", "revert"]
 
 M = TypeVar("M", bound=nn.Module)
-
-Where = Callable[[str, nn.Module], bool]
 
 LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear,
@@ -51,6 +51,10 @@ _NOT_CHOSEN = {"Bilinear": "not chosen, or the recipe scales along one axis: it 
 # layers, which then do not run. Under a mode they do not; a recipe without casts is one.
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 _PLAIN = Recipe(name="plain")
+
+
+ADAPTERS: dict[str, Any] = {"transformer_engine": transformer_engine, "torchao": torchao}
+"""Backends that are other libraries, which put layers of their own into the model."""
 
 
 class _Converted(Gained):
@@ -102,7 +106,9 @@ def convert(
 
     recipe: a name in `fp8.RECIPES` or a `Recipe`.
     backend: as in `fp8.autocast`. Convolutions and weights whose sizes the kernels do not take are
-    simulated, which the report says, on whatever device the model is.
+    simulated, which the report says, on whatever device the model is. Or "transformer_engine" or
+    "torchao", whose layers take the place of those of the model (`fp8.adapters`); a model that is
+    itself a layer is replaced by what is returned.
     where: (name, layer) -> whether to convert it; None converts every layer.
 
     Products that are no layer's (attention, `@`) stay in high precision: `fp8.autocast` around
@@ -121,27 +127,45 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert needs an nn.Module, got {type(model).__name__}")
     chosen = get_recipe(recipe)
+    if backend in ADAPTERS:
+        ADAPTERS[backend].its_recipe(chosen)  # raises, before anything is changed
+        model = ADAPTERS[backend].convert(revert(model), chosen, where=where)
+        return _expand(model)
     if chosen.keeps_history:
         raise ValueError(
             f"recipe {chosen.name!r} keeps a history, which no layer has: run the model under "
             "fp8.autocast(recipe, history=fp8.AmaxHistory())"
         )
     backend = checked_backend(backend, chosen)
-    revert(model)
+    model = revert(model)
     for name, module, why_not in _layers(model):
         if why_not is None and _fits(module, chosen) and (where is None or where(name, module)):
             gain(module, _Converted)
             module.fp8_recipe = chosen  # type: ignore[assignment]
             module.fp8_backend = backend  # type: ignore[assignment]
+    return _expand(model)
+
+
+def _expand(model: M) -> M:
     for module in model.modules():
         inner = module.modules()
-        if isinstance(module, _FAST_PATHS) and any(isinstance(m, _Converted) for m in inner):
+        if isinstance(module, _FAST_PATHS) and any(map(_runs_in_fp8, inner)):
             gain(module, _Expanded)
     return model
 
 
+def _runs_in_fp8(module: nn.Module) -> bool:
+    return isinstance(module, _Converted) or is_replacement(module)
+
+
 def revert(model: M) -> M:
-    """Takes back what `convert` did, in place; returns ``model``. Weights and state stay."""
+    """Takes back what `convert` did, in place; returns ``model``. Weights and state stay.
+
+    Of a single layer that an adapter replaced, the layer in its place is returned.
+    """
+    notes = [note for module in model.modules() if (note := adapted(module))]
+    for adapter in {note.adapter for note in notes}:
+        model = ADAPTERS[adapter].revert(model)
     for module in model.modules():
         lose(module, _Expanded)
         if isinstance(module, _Converted):
@@ -155,6 +179,9 @@ def report(model: nn.Module) -> Report:
 
     Of a layer that several names share, the first counts.
     """
+    note = adapted(model)
+    if note is not None:
+        return note.report
     rows = []
     for name, module, why_not in _layers(model):
         kind = bare_class(module).__name__
@@ -182,12 +209,7 @@ def _how(module: Any) -> str:
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     """(name, module, why it cannot be converted, or None) for all that have a weight."""
-    inside = {
-        id(part): path or type(module).__name__
-        for path, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for part in module.children()
-    }
+    inside = inside_attention(model)
     for name, module in model.named_modules():
         if any(p.dim() > 1 for p in module.parameters(recurse=False)):
             yield name, module, _why_not(module, inside.get(id(module)))

@@ -34,9 +34,17 @@ fp8.products, fp8.checkpoint <- fp8.autocast <- fp8.convert
 fp8.subclass, fp8.report <- fp8.convert
 fp8.report <- fp8.stats, fp8.__main__
 fp8.subclass, fp8.report <- unit_scaling.transforms
-fp8.recipe <- fp8.__main__
 fp8.scaling <- fp8.distributed
 fp8.files
+fp8.recipe, fp8.doctor <- fp8.__main__
+
+fp8.subclass, fp8.report <- fp8.swap
+fp8.adapters <- fp8.adapters.te_recipe <- fp8.adapters.transformer_engine
+fp8.adapters, fp8.native, fp8.swap <- fp8.adapters.torchao
+fp8.subclass <- fp8.adapters.padding <- fp8.adapters.transformer_engine, fp8.adapters.torchao
+fp8.recipe <- fp8.adapters.te_recipe
+fp8.swap <- fp8.adapters.transformer_engine, fp8.adapters.torchao <- fp8.convert
+fp8.adapters, fp8.native, fp8.report <- fp8.doctor
 
 fp8.function <- unit_scaling.scale
 unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
@@ -161,7 +169,7 @@ def layer_of(module: str, names: dict[str, set[str]]) -> str | None:
         return None
     found = [name for name in names if module == name or module.startswith(f"{name}.")]
     assert found, f"{module} has no place in LAYERS: add it to tests/test_structure.py"
-    return found[0]
+    return max(found, key=len)
 
 
 @each_file

@@ -21,6 +21,7 @@ __all__ = [
     "AVERAGES",
     "CASTS",
     "ELEMENTWISE",
+    "KEPT",
     "KINDS",
     "LINEAR",
     "MOVES",
@@ -52,6 +53,9 @@ NEUTRAL = TRANSPARENT | frozenset(
     ).split()
 )
 """Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
+
+KEPT = frozenset("abs cat stack".split())
+"""Neutral kinds with a rule, which gives a factor of 1: the call stays as it is."""
 
 PRODUCTS = frozenset(
     (

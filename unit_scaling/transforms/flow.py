@@ -43,6 +43,13 @@ class Flow:
         kind = self.nodes[index].kind
         return kind in ATTENTION or (kind == "softmax" and self.weighs(index) is not None)
 
+    def inverts(self, index: int) -> bool:
+        """Whether the call is a quotient with a value for its divisor."""
+        node = self.nodes[index]
+        divisor = (0,) if node.name.startswith("__r") else (1,)
+        divisors = [i.node for i in node.inputs if i.slot in (divisor, ("other",))]
+        return node.kind == "div" and not set(divisors).isdisjoint(self.sources[index])
+
     def weighs(self, index: int) -> int | None:
         """The product that has the result of a call for an operand, moved or dropped out at most.
 
