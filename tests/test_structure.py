@@ -24,6 +24,7 @@ PACKAGES = ("fp8", "unit_scaling")
 LAYERS = """
 fp8.formats <- fp8.rounding <- fp8.quantize <- fp8.scaling <- fp8.recipe <- fp8.casting
 fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
+fp8.kept <- fp8.activations <- fp8.autocast
 fp8.formats <- fp8.tally <- fp8.casting
 fp8.history <- fp8.autocast <- fp8.stats
 fp8.function <- fp8.quantize
