@@ -16,7 +16,7 @@ from .formats import Format, get_format
 from .quantize import quantize
 from .rounding import LAYOUTS
 
-__all__ = ["RULES", "SCALINGS", "Scaling", "delayed_scale", "scale_of", "scaled_tiles"]
+__all__ = ["RULES", "SCALINGS", "Scaling", "delayed_scale", "in_format", "scale_of", "scaled_tiles"]
 
 aten = torch.ops.aten
 
@@ -168,15 +168,33 @@ def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str)
     return _defined(RULES[rule](amax, format), amax)
 
 
+def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """``x`` in units of its scale, in the format's torch dtype; and the scale, by the rule "up".
+
+    x: float32, any shape; rounded once, to the nearest, ties to even. Inf becomes NaN where the
+    format has none. Beside Inf or NaN, where the scale is 1, what exceeds the format becomes what
+    Inf does.
+    """
+    assert format.dtype is not None
+    scale = scale_of(x, None, format, "up") if x.numel() else x.new_ones(())
+    units = x / scale
+    # torch's own casts do not agree on what overflows.
+    units = torch.where(units.abs() <= format.max, units, units * torch.inf)
+    if not format.infinity:
+        units = torch.where(units.isinf(), torch.nan, units)
+    return units.to(format.dtype), scale
+
+
 def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
     """The scale of the largest entry of ``history``; of ``x`` itself while there is none.
 
     record: put the largest magnitude of x in front, for the passes to come, and let the oldest
     entry go; 0 where it is Inf or NaN. Limits as in `scale_of`; what is beyond the scale's range
-    overflows as the cast says. history: float32 (length,), changed in place.
+    overflows as the cast says. history: (length,), float32 or, if a model was cast, rounded to
+    what it was cast to; changed in place.
     """
-    now = _largest(x.detach(), None).to(history.dtype) if x.numel() else history.new_zeros(())
-    known = history.amax()
+    now = _largest(x.detach(), None).float() if x.numel() else history.new_zeros(()).float()
+    known = history.amax().float()
     used = torch.where(known > 0, known, now)
     scale = _defined(RULES[rule](used, format), used)
     if record:
