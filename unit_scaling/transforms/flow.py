@@ -83,6 +83,17 @@ class Flow:
                 reached.add(index)
         return sorted(reached - {start})
 
+    def weights(self, index: int) -> set[str]:
+        """The parameters among the arguments of a call, and those that compute one of them."""
+        found, todo = set(), [i.node for i in self.nodes[index].inputs]
+        while todo:
+            node = self.nodes[todo.pop()]
+            if node.parameter is not None:
+                found.add(node.parameter)
+            elif node.computed:
+                todo += [i.node for i in node.inputs]
+        return found
+
     def is_waist(self, index: int) -> bool:
         """Whether all that the node depends on goes on through it alone."""
         seen, todo = {index}, [index]
