@@ -30,6 +30,10 @@ def residuals(model: nn.Module, x: Tensor) -> list[str]:
     return [row.why for row in uu.report(model) if row.why.startswith("residual add")]
 
 
+def layers() -> dict[str, nn.Module]:
+    return {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "rnn": nn.GRU(16, 16)}
+
+
 RESIDUAL = {
     "pre-norm": (lambda m, x: x + m.a(F.layer_norm(x, (16,))), ["0.5"]),
     "post-norm": (lambda m, x: F.layer_norm(x + m.a(x), (16,)), ["0.5"]),
@@ -54,6 +58,7 @@ RESIDUAL = {
     "after the last": (lambda m, x: m.a(y := x + m.b(x)) + F.layer_norm(m.b(y), (16,)), ["0.5"]),
     "position": (lambda m, x: m.a(x) + m.b.weight[:8], []),
     "mask": (lambda m, x: m.a(x) + torch.zeros(16).fill_(-1e9) * (x.detach() > 9), []),
+    "recurrent": (lambda m, x: x + m.rnn(x)[0], ["0.5"]),
     "routed": (lambda m, x: x + m.a(x) * m.b(x).softmax(-1)[:, :1], ["0.5"]),
 }
 
@@ -62,7 +67,7 @@ RESIDUAL = {
 def test_residual_adds_are_found(name: str) -> None:
     fn, taus = RESIDUAL[name]
     torch.manual_seed(0)
-    model = unit_scale(Net(fn, a=nn.Linear(16, 16), b=nn.Linear(16, 16)))
+    model = unit_scale(Net(fn, **layers()))
     found = residuals(model, torch.randn(8, 16))
     assert [f.split()[-1] for f in found] == taus
 
@@ -71,7 +76,7 @@ def test_residual_adds_are_found(name: str) -> None:
 def test_the_gradient_is_that_of_what_is_computed(name: str) -> None:
     """However branches are nested and share what they read: no factor is missed on any path."""
     torch.manual_seed(0)
-    net = Net(RESIDUAL[name][0], a=nn.Linear(16, 16), b=nn.Linear(16, 16)).double()
+    net = Net(RESIDUAL[name][0], **layers()).double()
     model = unit_scale(
         Net(lambda m, x: (y := m.net(x).view(8, 16)) + torch.tanh(x * y.mean()), net=net)
     )
@@ -157,9 +162,9 @@ def test_depth_of_what_a_branch_reads_from_elsewhere() -> None:
         return x + m.computed(x)
 
     names = ("a", "query", "key", "value", "out")
-    layers = {name: nn.Linear(16, 16, bias=False) for name in names}
+    modules = {name: nn.Linear(16, 16, bias=False) for name in names}
     computed = parametrizations.weight_norm(nn.Linear(16, 16, bias=False))
-    model = unit_scale(Net(cross, computed=computed, **layers), residual="umup")
+    model = unit_scale(Net(cross, computed=computed, **modules), residual="umup")
     model((torch.randn(8, 16), torch.randn(8, 16)))
     expected = {name: None if name.startswith("a.") else 3 for name in depths(model)}
     assert depths(model) == expected

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .calls import ATTENTION, PRODUCTS, TRANSPARENT
+from .calls import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
 from .record import Graph, Node
 
 __all__ = ["Flow"]
@@ -36,7 +36,7 @@ class Flow:
 
     def is_product(self, index: int) -> bool:
         """Whether the call mixes features: what makes a branch of a network more than a formula."""
-        return self.nodes[index].kind in PRODUCTS and self.nodes[index].live
+        return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].live
 
     def is_attention(self, index: int) -> bool:
         """Whether the call is attention: as one call, or the softmax in front of a product."""

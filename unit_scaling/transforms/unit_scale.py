@@ -16,7 +16,7 @@ from fp8.autocast import outside_compiler
 from ..parameter import remember_tags, tag
 from .calls import KINDS
 from .compile import copied
-from .install import Call, find_scope, install, unwrapped
+from .install import Call, find_scope, install, is_sharded, unwrapped
 from .plan import make_plan
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
@@ -257,7 +257,7 @@ def _twin(module: nn.Module, scope: UnitScale) -> nn.Module:
 
     Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
     """
-    if any(hasattr(child, "unshard") for child in module.modules()):  # a method of FSDPModule
+    if is_sharded(module):
         raise RuntimeError(
             f"unit_scale has not seen this form of call of {type(module).__name__} yet, and cannot "
             "look at a sharded model: call the model once before fully_shard, with arguments of "
