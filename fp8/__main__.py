@@ -1,10 +1,13 @@
-"""``python -m fp8 formats`` and ``python -m fp8 recipes``: the tables, printed."""
+"""``python -m fp8``: the tables (formats, recipes) and what this machine can run (doctor)."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from typing import Any
 
+from . import doctor
 from .formats import FORMATS, Format
 from .recipe import RECIPES, Cast, Recipe
 from .report import as_table
@@ -12,16 +15,13 @@ from .report import as_table
 __all__ = ["main"]
 
 
-def _format_row(format: Format) -> tuple[str, ...]:
-    has = (format.infinity, format.nan, format.negative_zero)
-    numbers = (format.max, format.min_normal, format.min_subnormal)
-    widths = f"{int(format.signed)}/{format.exponent_bits}/{format.mantissa_bits}"
+def _format_row(format: Format) -> tuple[Any, ...]:
     return (
         format.name,
-        widths,
-        str(format.bias),
-        *(f"{number:.6g}" for number in numbers),
-        *("yes" if yes else "no" for yes in has),
+        f"{int(format.signed)}/{format.exponent_bits}/{format.mantissa_bits}",
+        format.bias,
+        *(float(number) for number in (format.max, format.min_normal, format.min_subnormal)),
+        *(format.infinity, format.nan, format.negative_zero),
     )
 
 
@@ -48,13 +48,36 @@ TABLES = {
 """Command -> the heads of its columns, and its rows."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; arguments default to those of the process."""
-    parser = argparse.ArgumentParser(prog="fp8", description="Tables of the fp8 package.")
-    parser.add_argument("table", choices=TABLES, help="what to print")
-    heads, rows = TABLES[parser.parse_args(arguments).table]
-    print(as_table([heads, *rows()]))
+def _text(cell: Any) -> str:
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; arguments default to those of the process.
+
+    Returns the exit code: 0, or 1 where the doctor found something broken. Bad usage exits with 2.
+    """
+    parser = argparse.ArgumentParser(
+        prog="fp8",
+        description="The tables of the fp8 package, and what this machine can run (doctor).",
+        epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken.",
+    )
+    parser.add_argument("what", choices=[*TABLES, "doctor"], help="what to print")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    given = parser.parse_args(arguments)
+    if given.what == "doctor":
+        findings = doctor.examine()
+        print(json.dumps(findings, indent=2) if given.json else doctor.as_text(findings))
+        return 0 if doctor.is_well(findings) else 1
+    heads, rows = TABLES[given.what]
+    if given.json:
+        print(json.dumps([dict(zip(heads, row, strict=True)) for row in rows()], indent=2))
+    else:
+        print(as_table([heads, *(list(map(_text, row)) for row in rows())]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -38,3 +39,18 @@ def test_as_a_module():
     run = [sys.executable, "-m", "fp8", "recipes"]
     result = subprocess.run(run, capture_output=True, text=True, check=True)
     assert result.stdout.startswith("recipe")
+
+
+@pytest.mark.parametrize("command", TABLES)
+def test_as_json(command, capsys):
+    assert main([command, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    heads, cells = TABLES[command]
+    assert [list(row.values()) for row in rows] == [list(row) for row in cells()]
+    assert all(list(row) == heads for row in rows)
+
+
+def test_numbers_are_numbers_in_json(capsys):
+    main(["formats", "--json"])
+    row = next(r for r in json.loads(capsys.readouterr().out) if r["format"] == "e5m2")
+    assert (row["max"], row["bias"], row["Inf"]) == (57344.0, 15, True)

@@ -1,0 +1,217 @@
+"""torchao: its Float8Linear and MXFP8Linear in a model, under our recipes, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..formats import get_format
+from ..native import ALIGNMENT, why_not_device
+from ..recipe import RECIPES, Cast, Recipe, get_recipe
+from ..subclass import bare_class, gain
+from ..swap import Where, forget, inside_attention, swap
+from . import need
+from .padding import Padded
+
+__all__ = ["ao_config", "convert", "revert"]
+
+_GRANULARITIES = {"tensor": "TENSORWISE", "row": "AXISWISE"}
+_MX_BLOCK = 32
+_MX_CAPABILITY = (10, 0)
+"""CUDA devices before this have no product of MX operands."""
+
+
+def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
+    """torchao's configuration for one of our recipes.
+
+    "tensor", "row", "row_gw_hp" and others of their scalings become a Float8LinearConfig, "mxfp8"
+    an MXFP8TrainingOpConfig. Scales are powers of two where the rule is "up", else exact. Token
+    counts are padded.
+    emulate: compute from dequantized operands, on any device.
+    Raises ValueError for what torchao has no configuration for, and for "mxfp8" in versions that
+    do not have it.
+    """
+    chosen = get_recipe(recipe)
+    if dataclasses.replace(chosen, name="mxfp8") == RECIPES["mxfp8"]:
+        return _mx_config(emulate)
+    lib = need("torchao")
+    rules = {cast.rule for cast in _casts(chosen) if cast is not None}
+    config = importlib.import_module("torchao.float8.config")
+    if not rules or not rules <= {"up", "exact"} or len(rules) > 1:
+        raise ValueError(_unknown(chosen))
+    weight, weight_again = chosen.weight, chosen.grad_input[1]
+    grad_again, input_again = chosen.grad_weight
+    return lib.Float8LinearConfig(
+        cast_config_input=_cast(config, chosen, chosen.input, input_again),
+        cast_config_input_for_grad_weight=_cast(config, chosen, input_again, chosen.input),
+        cast_config_weight=_cast(config, chosen, weight, weight_again),
+        cast_config_weight_for_grad_input=_cast(config, chosen, weight_again, weight),
+        cast_config_grad_output=_cast(config, chosen, chosen.grad, grad_again),
+        cast_config_grad_output_for_grad_weight=_cast(config, chosen, grad_again, chosen.grad),
+        round_scales_to_power_of_2="up" in rules,
+        pad_inner_dim=True,
+        emulate=emulate,
+    )
+
+
+def _casts(recipe: Recipe) -> tuple[Cast | None, ...]:
+    return (*recipe.forward, *recipe.grad_input, *recipe.grad_weight)
+
+
+def _unknown(recipe: Recipe) -> str:
+    return (
+        f"torchao has no configuration for recipe {recipe.name!r}; it has 'tensor', 'row', "
+        "'row_gw_hp' and 'mxfp8'"
+    )
+
+
+def _cast(config: Any, recipe: Recipe, cast: Cast | None, other: Cast | None) -> Any:
+    """torchao's cast of an operand in one product; ``other``: in its other one."""
+    known = cast or other
+    if known is None or known.format not in ("e4m3", "e5m2"):
+        raise ValueError(_unknown(recipe))
+    dtype = get_format(known.format).dtype
+    if cast is None:
+        return config.CastConfig(scaling_type=config.ScalingType.DISABLED, target_dtype=dtype)
+    plain = Cast(format=cast.format, scaling=cast.scaling, rule=cast.rule)
+    if cast != plain or cast.scaling not in _GRANULARITIES:
+        raise ValueError(_unknown(recipe))
+    granularity = config.ScalingGranularity[_GRANULARITIES[cast.scaling]]
+    return config.CastConfig(scaling_granularity=granularity, target_dtype=dtype)
+
+
+def _mx_config(emulate: bool) -> Any:
+    need("torchao")
+    try:
+        moe = importlib.import_module("torchao.prototype.moe_training.config")
+        importlib.import_module("torchao.prototype.moe_training.mxfp8_linear")
+    except ImportError as error:
+        raise ValueError("this version of torchao has no MXFP8Linear") from error
+    preference = moe.KernelPreference
+    return moe.MXFP8TrainingOpConfig(
+        kernel_preference=preference.EMULATED if emulate else preference.AUTO,
+        scale_calculation_mode=moe.ScaleCalculationMode.RCEIL,
+        wgrad_with_hp=False,
+    )
+
+
+def convert(
+    model: nn.Module,
+    recipe: Any = "tensor",
+    *,
+    where: Where | None = None,
+    emulate: bool | None = None,
+) -> nn.Module:
+    """``model`` with torchao's layers in place of nn.Linear; `fp8.convert` with backend="torchao".
+
+    By torchao's ``convert_to_float8_training``, layer by layer: what that loses of a model (hooks,
+    the train flag, layers with two names, attributes) is kept, and `fp8.report` has a row for each
+    layer. Sizes that are no multiple of 16 (32 for "mxfp8") are left alone, since the kernels do
+    not take them, unless emulated.
+
+    recipe: a name, a `Recipe`, or a configuration of torchao's; see `ao_config`.
+    where: (name, layer) -> whether to convert it; None converts every layer.
+    emulate: for recipes of ours; None: only where the model's device has no kernels.
+    Returns the model; of one that is a single layer, the layer in its place. Raises ImportError
+    without torchao, and ValueError for ``enable_fsdp_float8_all_gather``, which puts each weight
+    into another parameter: ties and optimizers would keep the old one.
+    """
+    config = its_recipe(recipe)
+    if isinstance(recipe, str | Recipe):
+        missing = _why_no_kernels(model, _is_mx(config))
+        config = ao_config(recipe, emulate=bool(missing) if emulate is None else emulate)
+    elif getattr(config, "enable_fsdp_float8_all_gather", False):
+        raise ValueError(
+            "enable_fsdp_float8_all_gather must be False: it replaces parameters, which neither "
+            "ties nor optimizers follow; fp8.distributed has an all-gather in FP8"
+        )
+    emulated = config.kernel_preference == "emulated" if _is_mx(config) else config.emulate
+    multiple = _MX_BLOCK if _is_mx(config) else 1 if emulated else ALIGNMENT
+    owners = inside_attention(model)
+
+    def make(name: str, module: nn.Module) -> nn.Module | str | None:
+        if not isinstance(module, nn.Linear):
+            return _other(module)
+        if id(module) in owners:
+            return f"computed by {owners[id(module)]}"
+        if where is not None and not where(name, module):
+            return "not chosen"
+        return _why_not(module, multiple) or _layer(module, config)
+
+    how = "torchao, " + ("MXFP8Linear" if _is_mx(config) else "Float8Linear")
+    how += ", emulated" if emulated else ""
+    return swap(model, make, adapter="torchao", how=how)
+
+
+def its_recipe(recipe: Any) -> Any:
+    """torchao's configuration for a name or a `Recipe`; one of its own as it is."""
+    return ao_config(recipe) if isinstance(recipe, str | Recipe) else recipe
+
+
+def _is_mx(config: Any) -> bool:
+    return type(config).__name__ == "MXFP8TrainingOpConfig"
+
+
+def _why_no_kernels(model: nn.Module, mx: bool) -> str:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if not mx:
+        return why_not_device(device)
+    if device.type != "cuda":
+        return f"no product of MX operands on {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    return "" if capability >= _MX_CAPABILITY else f"compute capability {capability}"
+
+
+def _other(module: nn.Module) -> str | None:
+    has_matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
+    return "torchao replaces linear layers" if has_matrix else None
+
+
+def _why_not(module: nn.Linear, multiple: int) -> str:
+    if type(module) is not nn.Linear:
+        return "a subclass: its forward may be its own"
+    if "weight" not in dict(module.named_parameters(recurse=False)):
+        return "its weight is computed, not a parameter"
+    odd = [size for size in module.weight.shape if size % multiple]
+    return f"{odd[0]} is no multiple of {multiple}" if odd else ""
+
+
+def _layer(module: nn.Linear, config: Any) -> nn.Module:
+    if not _is_mx(config):
+        return need("torchao").convert_to_float8_training(module, config=config)
+    library = importlib.import_module("torchao.prototype.moe_training.mxfp8_linear")
+    layer = library.MXFP8Linear(
+        module.in_features,
+        module.out_features,
+        bias=module.bias is not None,
+        device="meta",
+        kernel_preference=config.kernel_preference,
+        scale_calculation_mode=config.scale_calculation_mode,
+        wgrad_with_hp=config.wgrad_with_hp,
+    )
+    gain(layer, Padded)
+    layer.fp8_multiple = _MX_BLOCK
+    return layer
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """``model`` with nn.Linear in place of torchao's layers, with the same parameters, whoever put
+    them there. Returns the model; of one that is a single layer, the layer in its place."""
+    need("torchao")
+
+    def make(name: str, module: nn.Module) -> nn.Module | None:
+        kind = bare_class(module)
+        if not kind.__module__.startswith("torchao.") or not isinstance(module, nn.Linear):
+            return None
+        if "weight" not in dict(module.named_parameters(recurse=False)):
+            return None
+        bias = module.bias is not None
+        return nn.Linear(module.in_features, module.out_features, bias=bias, device="meta")
+
+    model = swap(model, make)
+    forget(model)
+    return model

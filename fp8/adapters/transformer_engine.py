@@ -1,0 +1,215 @@
+"""TransformerEngine: its Linear, LayerNorm and RMSNorm in a model, under its recipes, and back.
+
+Nothing of this has run on a GPU yet. What was checked without one, with the Python of the published
+package: its recipes, its layers put into models and taken out, its contexts and update of scales;
+and training, with layers generated from its signatures.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..recipe import Recipe
+from ..subclass import Gained, bare_class, gain, lose
+from ..swap import Where, forget, inside_attention, shared, swap
+from . import need
+from .padding import Padded
+from .te_recipe import delayed_scaling, te_recipe
+
+__all__ = ["autocast", "convert", "delayed_scaling", "revert", "te_recipe", "weights"]
+
+_TYPES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MULTIPLES = {"MXFP8BlockScaling": 32, "Float8BlockScaling": 128}
+"""Recipe -> what the sizes of a weight and the number of tokens must be multiples of; others: 16.
+In the products of the backward pass each of the three is summed over, and is the last dimension of
+an operand (utils.assert_dim_for_fp8_exec and the quantizers' is_quantizable, 2.20)."""
+_EXTRA_STATE = "_extra_state"
+_EPS = "fp8_eps"
+
+
+def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
+    """TransformerEngine's context in which its layers compute in FP8.
+
+    recipe: a name, a `Recipe`, or one of TransformerEngine's own. Its ``autocast``, or
+    ``fp8_autocast`` of versions before 2.8, with the names that each has for its arguments. Maxima
+    are reduced over all ranks.
+    """
+    te = need("transformer_engine")
+    context = getattr(te, "autocast", None) or te.fp8_autocast
+    name = "recipe" if "recipe" in inspect.signature(context).parameters else "fp8_recipe"
+    return context(enabled=enabled, **{name: its_recipe(recipe)})
+
+
+def its_recipe(recipe: Any) -> Any:
+    """TransformerEngine's recipe for a name or a `Recipe`; one of its own as it is."""
+    return te_recipe(recipe) if isinstance(recipe, str | Recipe) else recipe
+
+
+class _Autocast(Gained):
+    """A model that runs under TransformerEngine's autocast: while it trains, unless told more."""
+
+    fp8_te_recipe: Any
+    fp8_in_eval: bool
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        training = self.training  # type: ignore[attr-defined]
+        with autocast(self.fp8_te_recipe, enabled=training or self.fp8_in_eval):
+            return forward(*args, **kwargs)
+
+
+class _Layer(Gained):
+    """A layer of TransformerEngine with nothing but its weights in checkpoints."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+
+class _Linear(Padded, _Layer):
+    """A linear layer, for any number of tokens."""
+
+
+def convert(
+    model: nn.Module,
+    recipe: Any = "tensor",
+    *,
+    where: Where | None = None,
+    in_eval: bool = False,
+) -> nn.Module:
+    """``model`` with the layers of TransformerEngine in place of nn.Linear, nn.LayerNorm and
+    nn.RMSNorm, run under its autocast; `fp8.convert` with backend="transformer_engine".
+
+    The parameters stay the same objects, so ties, frozen weights, dtype, device and optimizers are
+    as before; so are hooks, the train flag, and the keys of the state_dict (`_extra_state` is not
+    among them: the history of "delayed" begins anew after a checkpoint is loaded). `fp8.report`
+    has a row for each layer: subclasses, odd sizes, norms that TransformerEngine does not have
+    (without weight, LayerNorm without bias), and what nn.MultiheadAttention holds are left alone;
+    so are, under "delayed", layers with two names, since its histories take one call a pass.
+
+    recipe: a name, a `Recipe`, or one of TransformerEngine's own; see `te_recipe`.
+    where: (name, layer) -> whether to convert it; None converts every layer.
+    in_eval: FP8 in evaluation too.
+    Returns the model; of one that is a single layer, the layer in its place. FP8 is on in the calls
+    of what is returned, not in calls of its parts. Raises ImportError without TransformerEngine.
+    """
+    te, chosen = need("transformer_engine"), its_recipe(recipe)
+    kind = type(chosen).__name__
+    multiple = _MULTIPLES.get(kind, 16)
+    owners = inside_attention(model)
+    once = shared(model) if kind == "DelayedScaling" and chosen.reduce_amax else set()
+
+    def make(name: str, module: nn.Module) -> nn.Module | str | None:
+        if not isinstance(module, _TYPES):
+            return _other(module)
+        why_not = _why_not(module, multiple)
+        if id(module) in owners:
+            why_not = f"computed by {owners[id(module)]}"
+        elif id(module) in once:
+            why_not = "has two names, and DelayedScaling takes one call a pass"
+        elif where is not None and not where(name, module):
+            why_not = "not chosen"
+        return why_not or _te_layer(te, module, multiple)
+
+    how = f"TransformerEngine, {kind}"
+    model = swap(model, make, adapter="transformer_engine", how=how)
+    gain(model, _Autocast)
+    model.fp8_te_recipe = chosen
+    model.fp8_in_eval = in_eval  # type: ignore[assignment]
+    return model
+
+
+def _other(module: nn.Module) -> str | None:
+    """Why a layer of another kind stays, for those with a matrix."""
+    has_matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
+    return "TransformerEngine has no such layer" if has_matrix else None
+
+
+def _why_not(module: nn.Module, multiple: int) -> str:
+    own = dict(module.named_parameters(recurse=False))
+    if type(module) not in _TYPES:
+        return "a subclass: its forward may be its own"
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and not module.elementwise_affine:
+        return f"te.{type(module).__name__} has no form without weight"
+    if isinstance(module, nn.LayerNorm) and module.bias is None:
+        return "te.LayerNorm has no form without bias"
+    if "weight" not in own:
+        return "its weight is computed, not a parameter"
+    if own["weight"].dtype not in _DTYPES:
+        return f"TransformerEngine has no {own['weight'].dtype}"
+    if isinstance(module, nn.Linear):
+        odd = [size for size in own["weight"].shape if size % multiple]
+        if odd:
+            return f"{odd[0]} is no multiple of {multiple}"
+    return ""
+
+
+def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
+    """The layer, on no device: it gets the parameters of ``module``."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if isinstance(module, nn.Linear):
+        bias = module.bias is not None
+        sizes = (module.in_features, module.out_features)
+        layer = te.Linear(*sizes, bias=bias, params_dtype=weight.dtype, device="meta")
+        if not bias:  # an empty tensor, which is no parameter
+            layer.bias = weight.detach().new_empty(0)
+        gain(layer, _Linear)
+        layer.fp8_multiple = multiple
+        return layer
+    eps = torch.finfo(weight.dtype).eps if module.eps is None else module.eps
+    norm = getattr(te, type(module).__name__)
+    shape = tuple(weight.shape)
+    layer = norm(shape, eps=eps, device="meta", dtype=weight.dtype)
+    vars(layer)[_EPS] = module.eps
+    gain(layer, _Layer)
+    return layer
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """``model`` with torch's layers in place of TransformerEngine's, with the same parameters.
+
+    Also for layers that were not put there by `convert`, such as Accelerate's. Layers of
+    TransformerEngine that are none of torch's (LayerNormLinear, split parameters, norms that are
+    centred at zero) stay. Returns the model; of one that is a single layer, the layer in its place.
+    Raises ImportError without TransformerEngine.
+    """
+    te = need("transformer_engine")
+    for module in model.modules():
+        if isinstance(module, _Autocast):
+            lose(module, _Autocast)
+            del module.fp8_te_recipe, module.fp8_in_eval
+    model = swap(model, lambda name, module: _torch_layer(te, module))
+    forget(model)
+    return model
+
+
+def _torch_layer(te: Any, module: nn.Module) -> nn.Module | None:
+    kind = bare_class(module)
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None or getattr(module, "zero_centered_gamma", False):
+        return None
+    given: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
+    if kind is te.Linear:
+        bias = any(name == "bias" for name, _ in module.named_parameters(recurse=False))
+        return nn.Linear(weight.shape[1], weight.shape[0], bias=bias, **given)
+    norm = {te.LayerNorm: nn.LayerNorm, te.RMSNorm: nn.RMSNorm}.get(kind)
+    if norm is None:
+        return None
+    eps = vars(module).get(_EPS, module.eps)
+    return norm(tuple(weight.shape), eps=eps, **given)
+
+
+def weights(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state_dict of any model with TransformerEngine's layers without their `_extra_state`: what
+    a model without them, or one of `convert`, loads."""
+    return {
+        key: value for key, value in state_dict.items() if key.rpartition(".")[2] != _EXTRA_STATE
+    }

@@ -1,0 +1,82 @@
+"""What this machine can run: torch, devices, recipes and the libraries that adapters use."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from .adapters import LIBRARIES, probe
+from .native import why_not_device, why_not_recipe
+from .recipe import RECIPES
+from .report import as_table
+
+__all__ = ["as_text", "examine", "is_well"]
+
+Section = list[dict[str, str]]
+
+
+def examine() -> dict[str, Section]:
+    """Rows on "system", "devices", "recipes" and "libraries".
+
+    recipes: for each device "native", by torch's FP8 kernels, or "simulated", and why. Native needs
+    backend="native" on a CPU, where simulation is what "auto" takes.
+    libraries: "found", "missing", or "broken" where the import fails, and what installs it. All of
+    `fp8.adapters.LIBRARIES` are imported to know.
+    """
+    devices = _devices()
+    return {
+        "system": [
+            {"what": "python", "version": platform.python_version()},
+            {"what": "torch", "version": torch.__version__},
+        ],
+        "devices": [_device(device) for device in devices],
+        "recipes": [_recipe(name, device) for device in devices for name in RECIPES],
+        "libraries": [_library(name) for name in LIBRARIES],
+    }
+
+
+def _devices() -> list[torch.device]:
+    cuda = range(torch.cuda.device_count())
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in cuda)]
+
+
+def _device(device: torch.device) -> dict[str, str]:
+    name, capability = platform.machine(), ""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    why_not = why_not_device(device)
+    fp8 = f"no: {why_not}" if why_not else "yes"
+    return {"device": str(device), "name": name, "capability": capability, "FP8 product": fp8}
+
+
+def _recipe(name: str, device: torch.device) -> dict[str, str]:
+    why_not = why_not_device(device) or why_not_recipe(RECIPES[name])
+    runs = "simulated" if why_not else "native"
+    return {"recipe": name, "device": str(device), "runs": runs, "why": why_not}
+
+
+def _library(name: str) -> dict[str, str]:
+    found = probe(name)
+    return {
+        "library": name,
+        "status": found.status,
+        "version": found.version,
+        "why": found.why,
+        "to get it": LIBRARIES[name].get if found.error else "",
+    }
+
+
+def is_well(findings: dict[str, Section]) -> bool:
+    """Whether nothing that is installed is broken."""
+    return all(row["status"] != "broken" for row in findings["libraries"])
+
+
+def as_text(findings: dict[str, Section]) -> str:
+    """A table for each section."""
+    tables = (
+        as_table([list(rows[0]), *(list(row.values()) for row in rows)])
+        for rows in findings.values()
+    )
+    return "\n\n".join(tables)

@@ -1,0 +1,97 @@
+"""bitsandbytes' 8-bit optimizers, run for real on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unit_scaling as uu
+from fp8.adapters import bitsandbytes
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("bitsandbytes", reason="the library that is adapted")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    x, target = (torch.randn(256, size, generator=generator) for size in (64, 32))
+    losses = []
+    for _ in range(steps):
+        loss = F.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
+
+
+@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit", "PagedAdamW8bit"])
+def test_it_follows_torch(name):
+    """An 8-bit state moves a weight by 2 % more or less than torch's (measured over 50 steps). All
+    of them, Adam8bit too, decay weights as AdamW does."""
+    model = mlp()
+    decay = {"weight_decay": 0.1}
+    want = copy.deepcopy(model)
+    expected = train(want, torch.optim.AdamW(want.parameters(), lr=1e-3, **decay), 30)
+    got = train(model, bitsandbytes.optimizer(name, model.parameters(), lr=1e-3, **decay), 30)
+    assert expected[-1] < 0.95 * expected[0]
+    assert got == pytest.approx(expected, rel=0.01)
+
+
+def test_states_have_8_bits():
+    model = mlp()
+    optimizer = bitsandbytes.optimizer("AdamW8bit", model.parameters())
+    train(model, optimizer, 1)
+    assert optimizer.state[model[0].weight]["state1"].dtype == torch.uint8
+    assert optimizer.state[model[0].bias]["state1"].dtype == torch.float32
+
+
+def test_learning_rates_follow_the_tags():
+    """In the first step of Adam every element moves by its learning rate: u-muP's, of a hidden
+    weight and of a bias."""
+    model = uu.Linear(64, 64, bias=True)
+    before = copy.deepcopy(model)
+    groups = uu.optim.scaled_parameters(model.parameters(), "adam", lr=0.125)
+    optimizer = bitsandbytes.optimizer("Adam8bit", groups)
+    model(torch.randn(64, 64)).square().mean().backward()
+    optimizer.step()
+
+    def moved(name: str) -> Tensor:
+        return (getattr(model, name) - getattr(before, name)).abs().median()
+
+    assert moved("weight").item() == pytest.approx(0.125 / 64**0.5, rel=1e-3)
+    assert moved("bias").item() == pytest.approx(0.125, rel=1e-3)
+
+
+def test_resumed_as_if_it_had_not_stopped():
+    model = mlp()
+    optimizer = bitsandbytes.optimizer("AdamW8bit", model.parameters(), lr=1e-2)
+    train(model, optimizer, 3)
+    other = copy.deepcopy(model)
+    resumed = bitsandbytes.optimizer("AdamW8bit", other.parameters(), lr=1e-2)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(other, resumed, 3) == train(model, optimizer, 3)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"unknown 8-bit optimizer 'AdamW'; .* 'AdamW8bit'"):
+        bitsandbytes.optimizer("AdamW", mlp().parameters())
+    with pytest.raises(TypeError, match="percentile_clipping"):
+        bitsandbytes.optimizer("AdamW8bit", mlp().parameters(), percentile_clipping=5)

@@ -1,0 +1,85 @@
+"""The door to other libraries: found, missing or broken, and how to get them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8.adapters import LIBRARIES, need, probe
+
+BREAKS = {
+    "raise RuntimeError('Found empty meta package')": "RuntimeError: Found empty meta package",
+    "raise OSError('libcudart.so: cannot open')": "OSError: libcudart.so: cannot open",
+    "import nothing_of_that_name": "ModuleNotFoundError: No module named 'nothing_of_that_name'",
+    "raise AssertionError": "AssertionError: ",
+}
+
+
+def pretend(name: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name, with that body."""
+    top = LIBRARIES[name].module.partition(".")[0]
+    for loaded in [module for module in sys.modules if module.partition(".")[0] == top]:
+        monkeypatch.delitem(sys.modules, loaded)
+    (folder / top).mkdir()
+    (folder / top / "__init__.py").write_text(body)
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize("body", BREAKS)
+@pytest.mark.parametrize("name", ["transformer_engine", "msamp"])
+def test_a_broken_library_is_told_from_a_missing_one(name, body, tmp_path, monkeypatch):
+    pretend(name, body, tmp_path, monkeypatch)
+    found = probe(name)
+    assert (found.status, found.why) == ("broken", BREAKS[body])
+    with pytest.raises(ImportError, match="is broken") as raised:
+        need(name)
+    assert BREAKS[body] in str(raised.value)
+    assert LIBRARIES[name].get in str(raised.value)
+    assert type(raised.value.__cause__).__name__ in BREAKS[body]
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_missing_library_is_told_how_to_get(name, monkeypatch):
+    top = LIBRARIES[name].module.partition(".")[0]
+    for loaded in [module for module in sys.modules if module.partition(".")[0] == top]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setattr(sys, "meta_path", [Without(top), *sys.meta_path])
+    assert probe(name).status == "missing"
+    with pytest.raises(ImportError, match=rf"{name} is not installed: ") as raised:
+        need(name)
+    assert LIBRARIES[name].get in str(raised.value)
+
+
+class Without:
+    """A finder that finds no package of that name."""
+
+    def __init__(self, top: str) -> None:
+        self.top = top
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == self.top:
+            raise ModuleNotFoundError(f"No module named {self.top!r}", name=self.top)
+
+
+def test_a_part_that_is_missing_is_broken(tmp_path, monkeypatch):
+    """transformer_engine without the part for torch."""
+    pretend("transformer_engine", "", tmp_path, monkeypatch)
+    found = probe("transformer_engine")
+    assert found.status == "broken"
+    assert "transformer_engine.pytorch" in found.why
+
+
+def test_a_library_that_is_there():
+    found = probe("safetensors")
+    assert (found.status, found.why, found.error) == ("found", "", None)
+    assert found.version[0].isdigit()
+    assert need("safetensors").save_file
+
+
+def test_extras_are_those_of_the_project():
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    for library in LIBRARIES.values():
+        extra = library.get.partition("unit-scaling-fp8[")[2].partition("]")[0]
+        assert not extra or f"\n{extra} = [" in text

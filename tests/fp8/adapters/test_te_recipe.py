@@ -1,0 +1,157 @@
+"""Recipes in TransformerEngine's terms: every field given, none ignored, none from elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+from fp8 import RECIPES, Cast, Recipe
+from fp8.adapters import te_recipe
+from fp8.adapters.te_recipe import delayed_scaling
+from tests.fp8.adapters import te_signatures, te_standin
+
+KINDS = {
+    "unit": "DelayedScaling",
+    "unit_e4m3": "DelayedScaling",
+    "delayed": "DelayedScaling",
+    "tensor": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+ENVIRONMENT = {
+    "NVTE_BACKWARD_OVERRIDE": "dequantized",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
+    "NVTE_NVFP4_DISABLE_RHT": "1",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1",
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "1",
+    "NVTE_NVFP4_4OVER6": "all",
+    "NVTE_NVFP4_4OVER6_E4M3_USE_256": "none",
+    "NVTE_NVFP4_4OVER6_ERR_MODE": "MSE",
+}
+"""Everything that the defaults of the package read from the environment, turned around."""
+
+
+@pytest.fixture(params=["generated", "published"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The recipes generated from the signatures that are kept, and those of the package itself,
+    whose file needs nothing but pydantic."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    te_standin.install(monkeypatch)
+    name = "transformer_engine.common.recipe"
+    if request.param == "generated":
+        return sys.modules[name]
+    pytest.importorskip("pydantic", reason="the package's recipes are pydantic dataclasses")
+    file = request.getfixturevalue("wheel") / "transformer_engine/common/recipe/__init__.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_signatures_kept_are_those_of_the_package(wheel):
+    assert te_signatures.read(wheel) == te_signatures.kept()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_field_is_given(library, name, monkeypatch):
+    made = getattr(library, KINDS[name])
+    given: dict[str, Any] = {}
+
+    def record(**fields: Any) -> Any:
+        given.update(fields)
+        return made(**fields)
+
+    record.__dataclass_fields__ = made.__dataclass_fields__
+    monkeypatch.setattr(library, KINDS[name], record)
+    recipe = te_recipe.te_recipe(name)
+    assert set(given) == {field.name for field in dataclasses.fields(made)}
+    assert all(getattr(recipe, field) == value for field, value in given.items())
+    assert recipe.backward_override is None
+
+
+def test_what_the_recipes_say(library):
+    recipe = te_recipe.te_recipe("delayed")
+    hybrid = library.Format.HYBRID
+    assert (recipe.margin, recipe.fp8_format, recipe.reduce_amax) == (0, hybrid, True)
+    assert (recipe.amax_history_len, recipe.amax_compute_algo) == (16, "max")
+    assert te_recipe.te_recipe("unit_e4m3").fp8_format == library.Format.E4M3
+    assert not te_recipe.te_recipe("block").use_f32_scales
+    assert not te_recipe.te_recipe("nvfp4").disable_rht
+    cast = Cast(format="e4m3", scaling="delayed", history=1, margin=3)
+    own = te_recipe.te_recipe(Recipe(name="own", input=cast, weight=cast, grad=cast))
+    assert (own.margin, own.amax_history_len, own.amax_compute_algo) == (3, 1, "most_recent")
+
+
+@pytest.mark.parametrize(("rule", "powers"), [("up", True), ("exact", False)])
+@pytest.mark.parametrize("scaling", ["tensor", "block"])
+def test_powers_of_two_are_set_where_they_are_read(library, scaling, rule, powers):
+    """The class has made its quantization parameters before a recipe's own field is known."""
+    cast = Cast(format="e4m3", scaling=scaling, rule=rule)
+    tile = (128, 128) if scaling == "block" else cast.tile
+    weight = dataclasses.replace(cast, tile=tile)
+    recipe = te_recipe.te_recipe(Recipe(name="own", input=cast, weight=weight, grad=cast))
+    operands = ("fwd_inp", "fwd_weight", "bwd_grad")
+    params = [getattr(recipe, f"fp8_quant_{operand}") for operand in operands]
+    assert [param.power_2_scale for param in params] == [powers] * 3
+
+
+def test_scales_of_unit_are_one(library):
+    import torch
+
+    algorithm = te_recipe.te_recipe("unit").scaling_factor_compute_algo
+    scale = torch.tensor([3.0, 0.5])
+    assert algorithm(torch.tensor([100.0, 0.0]), scale, 448.0, None).tolist() == [1.0, 1.0]
+    assert not te_recipe.te_recipe("unit").reduce_amax
+
+
+def test_documented_options_are_honoured_or_refused(library):
+    """None is dropped for being some default, and none ignored for being unknown."""
+    made = delayed_scaling(
+        margin=2, fp8_format="E4M3", amax_history_len=32, amax_compute_algo="most_recent"
+    )
+    assert (made.margin, made.fp8_format) == (2, library.Format.E4M3)
+    assert (made.amax_history_len, made.amax_compute_algo) == (32, "most_recent")
+    delayed_scaling(interval=1, override_linear_precision=(False, False, False))
+    with pytest.raises(ValueError, match=r"interval must be 1, got 4: .* at each step"):
+        delayed_scaling(interval=4)
+    with pytest.raises(ValueError, match=r"override_linear_precision .* got \(False, False, True"):
+        delayed_scaling(override_linear_precision=(False, False, True))
+    with pytest.raises(ValueError, match="must be 'HYBRID' or 'E4M3', got 'E5M2'"):
+        delayed_scaling(fp8_format="E5M2")
+    with pytest.raises(ValueError, match="'max' or 'most_recent', got 'mean'"):
+        delayed_scaling(amax_compute_algo="mean")
+
+
+def test_an_unknown_field_is_refused_here(library, monkeypatch):
+    """The package ignores it without a word."""
+    monkeypatch.delenv("NVTE_BACKWARD_OVERRIDE")
+    assert not hasattr(library.DelayedScaling(interval=7, backward_override=None), "interval")
+    with pytest.raises(ValueError, match=r"DelayedScaling .* has no 'interval'"):
+        te_recipe._make("DelayedScaling", interval=7)
+    monkeypatch.delattr(library, "NVFP4BlockScaling")
+    with pytest.raises(ValueError, match="has no recipe NVFP4BlockScaling"):
+        te_recipe.te_recipe("nvfp4")
+
+
+def test_recipes_that_it_does_not_have(library):
+    for name in RECIPES.keys() - KINDS.keys():
+        with pytest.raises(ValueError, match=rf"no recipe for '{name}'; it has 'unit'"):
+            te_recipe.te_recipe(name)
+    odd = [
+        Cast(format="e4m3", scaling="tensor", rule="floor"),
+        Cast(format="e4m3", scaling="tensor", margin=1),
+        Cast(format="e4m3", scaling="tensor", rounding="stochastic"),
+        Cast(format="e5m2", scaling="tensor"),
+    ]
+    for cast in odd:
+        with pytest.raises(ValueError, match="no recipe for 'odd'"):
+            te_recipe.te_recipe(Recipe(name="odd", input=cast, weight=cast, grad=cast))

@@ -1,0 +1,183 @@
+"""torchao's layers in a model and out of it, run for real: emulated, and by its CPU products."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8
+from fp8 import RECIPES, Cast, Recipe
+from fp8.adapters import torchao
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("torchao", reason="the library that is adapted")
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+
+EXACT = {
+    field: Cast(format=format, scaling="tensor", rule="exact")
+    for field, format in (("input", "e4m3"), ("weight", "e4m3"), ("grad", "e5m2"))
+}
+THEIRS = {
+    "tensorwise": Recipe(name="tensorwise", **EXACT),
+    "rowwise": RECIPES["row"],
+    "rowwise_with_gw_hp": RECIPES["row_gw_hp"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_configurations_are_those_of_its_recipes(name):
+    want = Float8LinearConfig.from_recipe_name(name)
+    got = torchao.ao_config(THEIRS[name])
+    for field in vars(want).keys() - {"pad_inner_dim"}:
+        assert getattr(got, field) == getattr(want, field), field
+    assert got.pad_inner_dim
+
+
+def results(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y, tuple(model.parameters()), g)]
+
+
+def sqnr(got: Tensor, exact: Tensor) -> float:
+    return 20 * math.log10(float(exact.norm() / (got - exact).norm()))
+
+
+RUNS = [(recipe, way) for recipe in ("tensor", "row", "row_gw_hp") for way in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "emulate"),
+    [*RUNS, (THEIRS["tensorwise"], True), (THEIRS["tensorwise"], False), ("mxfp8", True)],
+)
+def test_as_accurate_as_our_own(recipe, emulate):
+    """Outputs and gradients, against float64, within 0.1 dB of what our products give. What both
+    compute in high precision is equal to 1e-5 instead."""
+    model = mlp()
+    x, g = torch.randn(256, 64), torch.randn(256, 32)
+    exact = results(copy.deepcopy(model).double(), x.double(), g.double())
+    ours = results(fp8.convert(copy.deepcopy(model), recipe, backend="simulate"), x, g)
+    theirs = results(torchao.convert(model, recipe, emulate=emulate), x, g)
+    for one, other, value in zip(ours, theirs, exact, strict=True):
+        if not torch.allclose(one, other, rtol=1e-5, atol=1e-5):
+            assert abs(sqnr(one, value) - sqnr(other, value)) < 0.1
+
+
+def test_a_report_and_the_way_back():
+    model = (
+        mlp()
+        .append(nn.LayerNorm(32))
+        .append(nn.Linear(32, 10))
+        .append(nn.MultiheadAttention(16, 2))
+    )
+    before = [(name, id(p)) for name, p in model.named_parameters()]
+    fp8.convert(model, "tensor", backend="torchao", where=lambda name, layer: name != "2")
+    rows = {row.path: (row.done, row.why) for row in fp8.report(model)}
+    assert rows == {
+        "0": ("converted", "torchao, Float8Linear"),
+        "2": ("left alone", "not chosen"),
+        "4": ("left alone", "10 is no multiple of 16"),
+        "5": ("left alone", "torchao replaces linear layers"),
+        "5.out_proj": ("left alone", "computed by 5"),
+    }
+    assert type(model[0]) is Float8Linear
+    assert [(name, id(p)) for name, p in model.named_parameters()] == before
+    fp8.revert(model)
+    assert type(model[0]) is nn.Linear
+    assert [(name, id(p)) for name, p in model.named_parameters()] == before
+    assert {name for name in vars(model[0]) if name.startswith("fp8")} == set()
+    layer = nn.Linear(32, 16)
+    converted = fp8.convert(layer, "row", backend="torchao")
+    assert type(converted) is Float8Linear
+    assert type(fp8.revert(converted)) is nn.Linear
+
+
+def test_what_its_own_walk_loses_is_kept():
+    """convert_to_float8_training tears layers with two names in two and drops hooks, the train flag
+    and attributes."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1] = model[0]
+    model[0].comment = "mine"
+    model[0].eval()
+    calls: list[int] = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    fp8.convert(model, "tensor", backend="torchao")
+    assert model[0] is model[1]
+    assert (model[0].comment, model[0].training) == ("mine", False)
+    model(torch.randn(16, 32))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row", "mxfp8"])
+def test_any_number_of_tokens(recipe):
+    model = torchao.convert(mlp(), recipe)
+    for shape in ((5, 64), (3, 7, 64), (1, 64)):
+        y = model(torch.randn(shape))
+        assert y.shape == (*shape[:-1], 32)
+        y.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_odd_sizes_only_where_they_are_emulated():
+    rows = fp8.report(torchao.convert(nn.Sequential(nn.Linear(10, 6)), "tensor", emulate=True))
+    assert (rows[0].done, rows[0].why) == ("converted", "torchao, Float8Linear, emulated")
+    rows = fp8.report(torchao.convert(nn.Sequential(nn.Linear(48, 32)), "mxfp8"))
+    assert rows[0].why == "48 is no multiple of 32"
+    rows = fp8.report(torchao.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"))
+    assert rows[0].why == "torchao, MXFP8Linear, emulated"
+
+
+def test_what_it_does_not_have():
+    known = {"tensor", "row", "row_gw_hp", "mxfp8"}
+    for name in RECIPES.keys() - known:
+        with pytest.raises(ValueError, match=rf"torchao has no .* for recipe '{name}'; it has"):
+            torchao.ao_config(name)
+    stochastic = Cast(format="e4m3", scaling="tensor", rounding="stochastic")
+    own = Recipe(name="own", input=stochastic, weight=stochastic, grad=stochastic)
+    with pytest.raises(ValueError, match="no configuration for recipe 'own'"):
+        torchao.ao_config(own)
+
+
+def test_a_configuration_that_replaces_parameters_is_refused():
+    """An optimizer made before it holds weights that are no longer the model's."""
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather must be False"):
+        torchao.convert(mlp(), config)
+
+
+def test_a_few_steps_follow_our_own():
+    x, target = torch.randn(64, 64), torch.randn(64, 32)
+
+    def train(model: nn.Module) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses: list[Any] = []
+        for _ in range(10):
+            losses.append(torch.nn.functional.mse_loss(model(x), target))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        return [loss.item() for loss in losses]
+
+    model = mlp()
+    ours = train(fp8.convert(copy.deepcopy(model), "tensor", backend="simulate"))
+    theirs = train(fp8.convert(model, "tensor", backend="torchao"))
+    assert theirs[-1] < 0.8 * theirs[0]
+    assert theirs == pytest.approx(ours, rel=0.01)
