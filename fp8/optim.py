@@ -222,8 +222,8 @@ def _check(group: dict[str, Any]) -> None:
         raise ValueError(f"betas must be at least 0 and less than 1, got {group['betas']}")
     for parameter in group["params"]:
         if parameter.dtype not in PLAIN:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in PLAIN)
-            raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {allowed}")
+            listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in PLAIN)
+            raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {listed}")
 
 
 def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
