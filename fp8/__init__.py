@@ -1,32 +1,42 @@
 """Numbers: low-precision formats, casts, and matrix products computed from them."""
 
+from . import optim
 from .autocast import autocast, checkpoint_contexts
 from .convert import convert, report, revert
 from .formats import FORMATS, Format, get_format
 from .history import AmaxHistory
+from .level_state import state
+from .levels import LEVELS, Level, initialize
 from .quantize import quantize, quantize_backward, quantize_forward
 from .recipe import RECIPES, Cast, Recipe, get_recipe
 from .scaled_tensor import ScaledTensor, scaled
+from .scaled_weights import export_weights
 from .stats import stats
 
 __all__ = [
     "FORMATS",
+    "LEVELS",
     "RECIPES",
     "AmaxHistory",
     "Cast",
     "Format",
+    "Level",
     "Recipe",
     "ScaledTensor",
     "autocast",
     "checkpoint_contexts",
     "convert",
+    "export_weights",
     "get_format",
     "get_recipe",
+    "initialize",
+    "optim",
     "quantize",
     "quantize_backward",
     "quantize_forward",
     "report",
     "revert",
     "scaled",
+    "state",
     "stats",
 ]
