@@ -69,11 +69,10 @@ def keep(
     here = local(parameter)
     stored = zeros(here.numel(), encoding, here.device)
     if numbers is not None and len(numbers):
-        (scale,) = scales_for(numbers.abs().amax()[None], encoding)
-        amax = write(numbers, stored, encoding, scale, away=name == SECOND)
-        if scale is not None:
-            assert stored.scale is not None
-            assert stored.amax is not None
+        amax = numbers.abs().amax()
+        (scale,) = scales_for(amax[None], encoding)
+        write(numbers, stored, encoding, scale, away=name == SECOND)
+        if stored.scale is not None and stored.amax is not None and scale is not None:
             stored.scale.copy_(scale)
             stored.amax.copy_(amax)
     _put(state, name, stored, here.shape)
