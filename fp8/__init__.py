@@ -7,6 +7,14 @@ from .formats import FORMATS, Format, get_format
 from .history import AmaxHistory
 from .level_state import state
 from .levels import LEVELS, Level, initialize
+from .low_precision import (
+    NoEffectWarning,
+    apply_low_precision_layernorm,
+    low_precision_norms,
+    norm_report,
+    revert_norms,
+)
+from .norm import LayerNorm2d, is_fast_norm, set_fast_norm
 from .quantize import quantize, quantize_backward, quantize_forward
 from .recipe import RECIPES, Cast, Recipe, get_recipe
 from .scaled_tensor import ScaledTensor, scaled
@@ -20,9 +28,12 @@ __all__ = [
     "AmaxHistory",
     "Cast",
     "Format",
+    "LayerNorm2d",
     "Level",
+    "NoEffectWarning",
     "Recipe",
     "ScaledTensor",
+    "apply_low_precision_layernorm",
     "autocast",
     "checkpoint_contexts",
     "convert",
@@ -30,13 +41,18 @@ __all__ = [
     "get_format",
     "get_recipe",
     "initialize",
+    "is_fast_norm",
+    "low_precision_norms",
+    "norm_report",
     "optim",
     "quantize",
     "quantize_backward",
     "quantize_forward",
     "report",
     "revert",
+    "revert_norms",
     "scaled",
+    "set_fast_norm",
     "state",
     "stats",
 ]
