@@ -6,7 +6,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("quantize", "ops", "optim", "transforms", "training", "transfer", "residual", "zoo")
+BENCHMARKS = (
+    "quantize",
+    "ops",
+    "optim",
+    "transforms",
+    "training",
+    "transfer",
+    "residual",
+    "recipe_loss",
+    "zoo",
+)
 """Scripts of this package; `python -m benchmarks.NAME` runs one and writes results/NAME.json."""
 
 

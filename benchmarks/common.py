@@ -124,6 +124,30 @@ def _row(name: str, baseline: np.ndarray, candidate: np.ndarray) -> Row:
     }
 
 
+class Finished:
+    """Runs that are finished, in a file of one JSON object a line, so that a benchmark that was
+    interrupted goes on."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._losses = {self._key(run): run.pop("loss") for run in map(json.loads, lines)}
+
+    @staticmethod
+    def _key(run: Mapping[str, Any]) -> str:
+        return json.dumps({k: v for k, v in run.items() if k != "loss"}, sort_keys=True)
+
+    def loss(self, run: Mapping[str, Any], train: Callable[[], float]) -> float:
+        """That of a run with these settings, plain values: ``train()``, once."""
+        key = self._key(run)
+        if key not in self._losses:
+            self._losses[key] = train()
+            with self._path.open("a") as file:
+                file.write(json.dumps({**run, "loss": self._losses[key]}) + "\n")
+        return self._losses[key]
+
+
 def report(name: str, question: str, rows: Sequence[Row]) -> Path:
     """Print the rows and write them with the question and the machine to results/NAME.json."""
     print(f"\n{name}: {question}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import report
+from benchmarks.common import Finished, report
 from notebooks.nanogpt.data import Corpus, load_corpus
 from notebooks.transfer import (
     PARAMETRISATIONS,
@@ -38,17 +37,11 @@ Losses = dict[int, list[float]]
 
 
 class Runs:
-    """Finished runs, in a file of one JSON object a line; others are run when asked for."""
+    """The runs of one experiment: those that are not finished are run when asked for."""
 
     def __init__(self, path: Path, corpus: Corpus, experiment: Experiment) -> None:
-        self.path, self.corpus, self.experiment = path, corpus, experiment
+        self.finished, self.corpus, self.experiment = Finished(path), corpus, experiment
         self.shared = dataclasses.asdict(experiment) | {"sha256": corpus.sha256}
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.done = {self._key(run): run["loss"] for run in map(json.loads, lines)}
-
-    @staticmethod
-    def _key(run: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(sorted((k, v) for k, v in run.items() if k != "loss"))
 
     def losses(self, name: str, width: int, layers: int, log_rate: int) -> list[float]:
         """The held-out loss of each seed."""
@@ -56,17 +49,15 @@ class Runs:
 
     def _loss(self, name: str, width: int, layers: int, log_rate: int, seed: int) -> float:
         settings = {"width": width, "layers": layers, "seed": seed}
-        run = {**self.shared, "name": name, "log_rate": log_rate, **settings}
-        key = self._key(run)
-        if key not in self.done:
-            data = self.corpus.train, self.corpus.val
-            lr = 2.0**log_rate
+
+        def run() -> float:
+            data, lr = (self.corpus.train, self.corpus.val), 2.0**log_rate
             loss = train(name, lr=lr, experiment=self.experiment, data=data, **settings)
-            self.done[key] = loss
-            with self.path.open("a") as file:
-                file.write(json.dumps(run | {"loss": loss}) + "\n")
             print(f"{name:9} {width:4} wide {layers} deep 2^{log_rate:<4} {loss:.4f}", flush=True)
-        return self.done[key]
+            return loss
+
+        about = {**self.shared, "name": name, "log_rate": log_rate, **settings}
+        return self.finished.loss(about, run)
 
 
 def sweep(runs: Runs, name: str, width: int, layers: int, start: int) -> Losses:
@@ -134,7 +125,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/benchmark-transfer.jsonl"))
     args = parser.parse_args()
     torch.set_num_threads(1)  # the products are small; runs do not depend on the machine's cores
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(args.data, context=Experiment(vocab=1).context)
     experiment = Experiment(vocab=len(corpus.symbols), steps=args.steps)
     found = sweeps(Runs(args.out, corpus, experiment))

@@ -20,6 +20,7 @@ from .function import apply
 from .quantize import quantize
 from .recipe import Cast, Recipe
 from .rounding import KEY_START
+from .scaled_tensor import plain
 from .scaling import delayed_scale, scale_of, scaled_tiles
 from .tally import labelled, observe
 
@@ -30,6 +31,7 @@ __all__ = [
     "is_symmetric",
     "is_whole",
     "round_straight",
+    "rounded",
     "spec_of",
 ]
 
@@ -107,18 +109,44 @@ def round_straight(
     history: that of the operand, where the scaling is "delayed"; record: whether x enters it (None:
     where gradients are recorded).
     """
+    return rounded(x, spec, axis, history, record)[0]
+
+
+def rounded(
+    x: Tensor,
+    spec: Spec,
+    axis: int = -1,
+    history: Tensor | None = None,
+    record: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`round_straight`, and the scale of all of ``x``; None where that is 1 or each tile has its
+    own."""
     if not spec:
-        return x
-    scale = None
+        return x, None
+    x = plain(x)
     *_, hadamard, _ = spec
     if hadamard:
         x = _rotated(x, hadamard, axis)
+    scale = _whole_scale(x, spec, history, record)
+    if not torch.is_grad_enabled():
+        return _rounded(x, scale, spec, axis), scale
+    return apply(_Round, x, scale, spec, axis), scale
+
+
+def _whole_scale(
+    x: Tensor, spec: Spec, history: Tensor | None, record: bool | None
+) -> Tensor | None:
+    _, _, rule, tile, margin, *_ = spec
+    if rule is None or tile != (0, 0):
+        return None
     if history is not None:
         record = torch.is_grad_enabled() if record is None else record
-        scale = delayed_scale(x, history, format_of(spec), spec[2], record)
-    if not torch.is_grad_enabled():
-        return _rounded(x, scale, spec, axis)
-    return apply(_Round, x, scale, spec, axis)
+        scale = delayed_scale(x, history, format_of(spec), rule, record)
+    elif x.numel():
+        scale = scale_of(x, None, format_of(spec), rule)
+    else:
+        return None
+    return scale * 2.0**margin if margin else scale
 
 
 def format_of(spec: Spec) -> Format:
@@ -129,8 +157,8 @@ def format_of(spec: Spec) -> Format:
 
 
 def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
-    """``x`` in the spec's format, with its scales multiplied in again; ``scale`` is that of delayed
-    scaling. No gradient."""
+    """``x`` in the spec's format, with its scales multiplied in again; ``scale`` is that of all of
+    x, None where there is one for each tile. No gradient."""
     _, _, rule, tile, margin, _, rounding, overflow, random_bits, _, label = spec
     format = format_of(spec)
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
@@ -138,8 +166,8 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
         y, whole = quantize(x, format, **how), None
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
-        scale = scale_of(tiles, dims, format, rule) if scale is None else scale
-        scale = scale * 2.0**margin if margin else scale
+        if scale is None:
+            scale = scale_of(tiles, dims, format, rule) * 2.0**margin
         y = _untiled(quantize(tiles, format, scale=scale, **how), x, tile, axis)
         whole = _untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
     if label:
@@ -160,8 +188,8 @@ def _untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
 
 
 class _Round(Function):
-    """Saves its output, which the product saves anyway: activation checkpointing counts what is
-    saved, and so notices when it recomputes outside of the block what was cast inside."""
+    """Saves nothing, as a tensor: activation checkpointing counts what is saved, and so notices
+    when it recomputes outside of the block what was cast inside."""
 
     generate_vmap_rule = True
 
@@ -171,7 +199,7 @@ class _Round(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(output)
+        ctx.save_for_backward(output.new_empty(0))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .casting import Spec, round_straight
+from .casting import Spec, round_straight, rounded
 from .function import apply
+from .kept import kept
 from .matmul import (
     ONES,
     Casts,
@@ -27,6 +28,7 @@ from .matmul import (
     active_recipe,
     casts_of,
     check_scales,
+    keep_operands,
     layer_histories,
     one_copy,
     to_autocast_dtype,
@@ -44,21 +46,25 @@ Ints = int | Sequence[int]
 
 def _cast_maps(
     x: Tensor, spec: Spec, axis: int, history: Tensor | None = None, record: bool | None = None
-) -> Tensor:
-    """Feature maps (batch, channels, *size) under a spec; axis: -1 sums over channels, -2 over
-    positions."""
+) -> tuple[Tensor, Tensor | None]:
+    """Feature maps (batch, channels, *size) under a spec, and the scale as `rounded` has it; axis:
+    -1 sums over channels, -2 over positions."""
     if not spec or spec[3] == (0, 0):
-        return round_straight(x, spec, axis, history, record)
+        return rounded(x, spec, axis, history, record)
     last = x.movedim(1, -1)
-    return round_straight(last.flatten(0, -2), spec, axis).reshape(last.shape).movedim(-1, 1)
+    y = round_straight(last.flatten(0, -2), spec, axis)
+    return y.reshape(last.shape).movedim(-1, 1), None
 
 
-def _cast_weight(x: Tensor, spec: Spec, axis: int, history: Tensor | None = None) -> Tensor:
+def _cast_weight(
+    x: Tensor, spec: Spec, axis: int, history: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """A weight (first, second, *kernel) under a spec; axis: -1 sums over second, -2 over first."""
     if not spec or spec[3] == (0, 0):
-        return round_straight(x, spec, axis, history)
+        return rounded(x, spec, axis, history)
     last = x.movedim(1, -1)
-    return round_straight(last.flatten(1), spec, axis).reshape(last.shape).movedim(-1, 1)
+    y = round_straight(last.flatten(1), spec, axis)
+    return y.reshape(last.shape).movedim(-1, 1), None
 
 
 class _Convolution(Function):
@@ -66,9 +72,9 @@ class _Convolution(Function):
 
     A scale multiplies the smaller tensor (the weight, or the weight's gradient) rather than the
     feature maps; `aten.convolution_backward` is itself differentiable. Arguments: input and
-    weight, cast; what backward casts instead of them, or None; bias or None; the history of the
-    gradient or None; the three scales; (stride, padding, dilation, transposed, output_padding,
-    groups); the last four of `Casts`.
+    weight, cast, and the scales of all of them; what backward casts instead of them, or None; bias
+    or None; the history of the gradient or None; the three scales; (stride, padding, dilation,
+    transposed, output_padding, groups); `Casts`.
     """
 
     generate_vmap_rule = True
@@ -77,6 +83,8 @@ class _Convolution(Function):
     def forward(
         input: Tensor,
         weight: Tensor,
+        scale_x: Tensor | None,
+        scale_w: Tensor | None,
         other_input: Tensor | None,
         other_weight: Tensor | None,
         bias: Tensor | None,
@@ -91,33 +99,33 @@ class _Convolution(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, other_x, other_w, _, ctx.history, _, ctx.s_dx, ctx.s_dw, *rest = inputs
-        ctx.geometry, ctx.casts = rest
-        ctx.save_for_backward(x if other_x is None else other_x, w if other_w is None else other_w)
+        x, w, scale_x, scale_w, other_x, other_w, _, ctx.history, *rest = inputs
+        _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.casts = rest
+        keep_operands(ctx, (x, scale_x, other_x), (w, scale_w, other_w), ctx.casts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        needs_x, needs_w, _, _, needs_bias, *_ = ctx.needs_input_grad
-        for_x, again_w, for_w, again_x = ctx.casts
+        x, w = kept(ctx, grad.dtype)
+        needs_x, needs_w, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
+        _, _, for_x, again_w, for_w, again_x = ctx.casts
         gradient = aten.convolution_backward.default
         dx = dw = db = g = None
         if needs_x:
-            g = _cast_maps(grad, for_x, -1, ctx.history, record=True)
-            w_axis = -1 if ctx.geometry[3] else -2
-            scaled = _times(_cast_weight(w, again_w, w_axis).to(grad.dtype), ctx.s_dx)
+            g, _ = _cast_maps(grad, for_x, -1, ctx.history, record=True)
+            w_again, _ = _cast_weight(w, again_w, -1 if ctx.geometry[3] else -2)
+            scaled = _times(w_again.to(grad.dtype), ctx.s_dx)
             dx, *_ = gradient(
                 g, x.to(grad.dtype), scaled, None, *ctx.geometry, [True, False, False]
             )
         if needs_w:
             if g is None or not one_copy(for_x, for_w):
-                g = _cast_maps(grad, for_w, -2, ctx.history, record=True)
-            x = _cast_maps(x, again_x, -2).to(grad.dtype)
+                g, _ = _cast_maps(grad, for_w, -2, ctx.history, record=True)
+            x = _cast_maps(x, again_x, -2)[0].to(grad.dtype)
             _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *ctx.geometry, [False, True, False])
             dw = _times(dw, ctx.s_dw)
         if needs_bias:  # of the gradient that no cast has touched, as in fp8.matmul.linear
             db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
-        return (dx, dw, None, None, db, *[None] * 6)
+        return (dx, dw, *[None] * 4, db, *[None] * 6)
 
 
 def _convolve(
@@ -132,14 +140,12 @@ def _convolve(
     casts = casts_of(recipe, name=product_name("conv", weight))
     casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
-    first, second, *rest = with_copies(x, weight, casts)
-    axis = -2 if geometry[3] else -1
-    x, weight, bias = to_autocast_dtype(
-        _cast_maps(x, casts.a, -1, of_x), _cast_weight(weight, casts.b, axis, of_w), bias
-    )
-    return apply(
-        _Convolution, x, weight, first, second, bias, of_grad, *scales, geometry, tuple(rest)
-    )
+    first, second, casts = with_copies(x, weight, casts)
+    x, scale_x = _cast_maps(x, casts.a, -1, of_x)
+    weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
+    x, weight, bias = to_autocast_dtype(x, weight, bias)
+    operands = (x, weight, scale_x, scale_w, first, second)
+    return apply(_Convolution, *operands, bias, of_grad, *scales, geometry, tuple(casts))
 
 
 def _times(x: Tensor, scale: float) -> Tensor:

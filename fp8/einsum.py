@@ -29,7 +29,7 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
     computed on the way stays in high precision. Where a scale belongs to a row or block that is not
     defined: returns a string that says so.
     """
-    y = as_matmul(equation, operands, recipe=recipe)
+    y = as_matmul(equation, operands)
     if y is not None:
         return y
     if not is_whole(recipe):

@@ -37,9 +37,16 @@ def is_inference_graph() -> bool:
     return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
+def is_plain(ctx: Any) -> bool:
+    """Whether the call of an autograd function with this context came from `apply` and is neither
+    compiled nor under a torch.func transform."""
+    return getattr(ctx, "is_plain", False)
+
+
 @cache
 def _without_binding(function: type[Function]) -> type[Function]:
     def forward(ctx: Any, *args: Any) -> Any:
+        ctx.is_plain = True
         output = function.forward(*args)
         function.setup_context(ctx, args, output)
         return output

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import native
-from .casting import Spec, is_symmetric, round_straight, spec_of
+from .casting import Spec, is_symmetric, round_straight, rounded, spec_of
 from .function import apply
+from .kept import keep, kept
 from .recipe import Cast, Recipe
 from .tally import labelled, product_name
 
@@ -159,14 +160,14 @@ def gradients(
 ) -> list[Any]:
     """The output's gradient (rows, columns) as the products for a and for b use it; differentiable.
 
-    casts: the last four of `Casts`.
+    casts: `Casts`.
     """
-    for_a = round_straight(grad, casts[0], -1, history, record=True) if needs_a else None
-    if for_a is not None and one_copy(casts[0], casts[2]):
+    for_a = round_straight(grad, casts[2], -1, history, record=True) if needs_a else None
+    if for_a is not None and one_copy(casts[2], casts[4]):
         return [for_a, for_a]
     if not needs_b:
         return [for_a, None]
-    return [for_a, round_straight(grad, casts[2], -2, history, record=True)]
+    return [for_a, round_straight(grad, casts[4], -2, history, record=True)]
 
 
 def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
@@ -185,9 +186,9 @@ class _Product(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k).
 
     Every product has this one form: it is the layout of the FP8 GEMM, and the gradient of a
-    weight (n, k) comes out in the weight's own layout. Arguments: a and b, cast; what backward
-    casts instead of them, or None; bias (n,) of two matrices or None; the history of the
-    gradient or None; the three scales; the last four of `Casts`.
+    weight (n, k) comes out in the weight's own layout. Arguments: a and b, cast, and the scales of
+    all of them; what backward casts instead of them, or None; bias (n,) of two matrices or None;
+    the history of the gradient or None; the three scales; `Casts`.
     """
 
     generate_vmap_rule = True
@@ -196,6 +197,8 @@ class _Product(Function):
     def forward(
         a: Tensor,
         b: Tensor,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
         other_a: Tensor | None,
         other_b: Tensor | None,
         bias: Tensor | None,
@@ -210,24 +213,33 @@ class _Product(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved: it changes, and is meant to, before it is used.
-        a, b, other_a, other_b, _, ctx.history, _, ctx.s_a, ctx.s_b, ctx.casts = inputs
-        ctx.save_for_backward(a if other_a is None else other_a, b if other_b is None else other_b)
+        a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
+        ctx.s_a, ctx.s_b, ctx.casts = rest
+        keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        needs_a, needs_b, _, _, needs_bias, *_ = ctx.needs_input_grad
+        a, b = kept(ctx, grad.dtype)
+        needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
         for_a, for_b = gradients(grad, ctx.casts, ctx.history, needs_a, needs_b)
         da = db = dbias = None
         if needs_a:
-            b = round_straight(b, ctx.casts[1], -2).to(grad.dtype)
+            b = round_straight(b, ctx.casts[3], -2).to(grad.dtype)
             da = _gemm(for_a, b, ctx.s_a)
         if needs_b:
-            a = round_straight(a, ctx.casts[3], -2).to(grad.dtype)
+            a = round_straight(a, ctx.casts[5], -2).to(grad.dtype)
             db = _gemm(for_b.mT, a, ctx.s_b)
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
-        return da, db, None, None, dbias, *[None] * 5
+        return da, db, *[None] * 4, dbias, *[None] * 5
+
+
+def keep_operands(ctx: Any, a: Any, b: Any, casts: Any) -> None:
+    """`keep` of two operands, each (cast, its scale, what backward casts instead or None)."""
+    operands = []
+    for (x, scale, other), spec in zip((a, b), casts, strict=False):
+        operands.append((x, spec, scale) if other is None else (other, (), None))
+    keep(ctx, *operands)
 
 
 def _multiply(
@@ -252,25 +264,22 @@ def _multiply(
         (like,) = to_autocast_dtype(a[:0])
         return native.product(a, b, bias, scales, casts, like.dtype)
     of_a, of_b, of_grad = layer_histories(recipe, kind, a, layer)
-    first, second, *rest = with_copies(a, b, casts)
-    x, w, bias = to_autocast_dtype(
-        round_straight(a, casts.a, -1, of_a), round_straight(b, casts.b, -1, of_b), bias
-    )
-    return apply(_Product, x, w, first, second, bias, of_grad, *scales, tuple(rest))
+    first, second, casts = with_copies(a, b, casts)
+    x, scale_x = rounded(a, casts.a, -1, of_a)
+    w, scale_w = rounded(b, casts.b, -1, of_b)
+    x, w, bias = to_autocast_dtype(x, w, bias)
+    operands = (x, w, scale_x, scale_w, first, second)
+    return apply(_Product, *operands, bias, of_grad, *scales, tuple(casts))
 
 
-def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Any, ...]:
-    """What backward casts instead of the cast a and b, None where it uses those; then the last four
-    of ``casts``, () for a copy that needs none."""
+def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
+    """What backward casts instead of the cast a and b, None where it uses those; and ``casts``, ()
+    for a copy that needs none."""
     keep_a, keep_b = one_copy(casts.a, casts.a_again), one_copy(casts.b, casts.b_again)
-    return (
-        None if keep_a else a,
-        None if keep_b else b,
-        casts.grad_for_a,
-        () if keep_b else casts.b_again,
-        casts.grad_for_b,
-        () if keep_a else casts.a_again,
+    needed = casts._replace(
+        a_again=() if keep_a else casts.a_again, b_again=() if keep_b else casts.b_again
     )
+    return None if keep_a else a, None if keep_b else b, needed
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from .casting import Spec, format_of
 from .function import apply
+from .kept import once
 from .quantize import quantize
 from .recipe import Cast, Recipe
-from .scaled_tensor import ScaledTensor
+from .scaled_tensor import ScaledTensor, plain
 from .scaling import scale_of, scaled_tiles
 
 __all__ = [
@@ -118,7 +119,7 @@ def store(x: Tensor, spec: Spec, axis: int = -1) -> Stored:
     _, _, rule, tile, margin, _, rounding, overflow, random_bits, *_ = spec
     assert format.dtype is not None
     scale = torch.ones((), dtype=torch.float32, device=x.device)
-    x = x.float()
+    x = plain(x, torch.float32)
     if rule is not None:
         tiles, dims = scaled_tiles(x, tile, axis)
         scale = scale_of(tiles, dims, format, rule) * 2.0**margin
@@ -203,6 +204,7 @@ class _Native(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        once(ctx)
         a, a_scale, b, b_scale = ctx.saved_tensors
         for_a, for_b = ctx.specs
         da = db = dbias = g = None

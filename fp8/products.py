@@ -51,13 +51,13 @@ def _floating(*values: object) -> bool:
 
 
 def _layer(function: Callable[..., Tensor]) -> Handler:
-    """For functions with torch's own signature that take a recipe."""
+    """For functions with torch's own signature that find the open block themselves."""
 
     def handler(recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if not _floating(*tensors[:2]):
             return NotImplemented
-        return function(*args, **kwargs, recipe=recipe)
+        return function(*args, **kwargs)
 
     return handler
 
@@ -91,7 +91,7 @@ def _two(ranks: tuple[int, int] | None = None) -> Handler:
         if not _is_product(input, right, ranks):
             return NotImplemented
         assert right is not None
-        return matmul.matmul(input, right, recipe=recipe)
+        return matmul.matmul(input, right)
 
     return handler
 
@@ -105,7 +105,7 @@ def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None =
     if not _is_product(input, other, None) or other.dim() == 0:
         return NotImplemented
     right = other if other.dim() == 1 else other.flatten(0, -2).mT
-    y = matmul.matmul(input, right, recipe=recipe)
+    y = matmul.matmul(input, right)
     return y.reshape(*input.shape[:-1], *other.shape[:-1])
 
 
@@ -116,7 +116,7 @@ def _vecdot(
     if not _floating(x, y):
         return NotImplemented
     rows, columns = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
-    y = matmul.matmul(rows, columns, recipe=recipe)
+    y = matmul.matmul(rows, columns)
     return y.squeeze(-1).squeeze(-1)
 
 
@@ -150,7 +150,7 @@ def _added(
             return NotImplemented
         if prepare is not None:
             left, right = prepare(left, right)
-        product = matmul.matmul(left, right, scales=(alpha, alpha, alpha), recipe=recipe)
+        product = matmul.matmul(left, right, scales=(alpha, alpha, alpha))
         return product if beta == 0 else _add(product, input, beta)
 
     return handler
@@ -194,7 +194,7 @@ def _tensordot(
     rows, columns = math.prod([a.shape[d] for d in free_a]), math.prod([b.shape[d] for d in free_b])
     left = a.permute(*free_a, *over_a).reshape(rows, terms)
     right = b.permute(*over_b, *free_b).reshape(terms, columns)
-    return matmul.matmul(left, right, recipe=recipe).reshape(shape)
+    return matmul.matmul(left, right).reshape(shape)
 
 
 def _einsum(recipe: Recipe, *args: Any) -> Any:

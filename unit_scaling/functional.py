@@ -15,12 +15,12 @@ from ._functional.activations import (
 )
 from ._functional.arithmetic import (
     addcmul,
-    cumsum,
+    cat,
+    div,
     lerp,
-    mean,
     mul,
+    stack,
     sub,
-    sum,
 )
 from ._functional.attention import (
     rotary,
@@ -66,6 +66,7 @@ from ._functional.gated import (
 )
 from ._functional.losses import (
     cross_entropy,
+    ctc_loss,
     nll_loss,
 )
 from ._functional.norms import (
@@ -100,6 +101,14 @@ from ._functional.recurrent import (
     rnn_tanh,
     rnn_tanh_cell,
 )
+from ._functional.reductions import (
+    cosine_similarity,
+    cumsum,
+    mean,
+    std,
+    sum,
+    var,
+)
 from ._functional.regression import (
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
@@ -119,10 +128,14 @@ from ._functional.resizing import (
     interpolate,
 )
 from ._functional.unary import (
+    abs,
     atan,
     celu,
+    clamp,
     cos,
     elu,
+    erf,
+    exp,
     hardshrink,
     hardsigmoid,
     hardswish,
@@ -130,6 +143,7 @@ from ._functional.unary import (
     leaky_relu,
     logsigmoid,
     mish,
+    pow,
     relu,
     relu6,
     relu_squared,
@@ -139,11 +153,13 @@ from ._functional.unary import (
     softplus,
     softshrink,
     softsign,
+    square,
     tanh,
     tanhshrink,
 )
 
 __all__ = [
+    "abs",
     "adaptive_avg_pool1d",
     "adaptive_avg_pool2d",
     "adaptive_avg_pool3d",
@@ -162,7 +178,9 @@ __all__ = [
     "bilinear",
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
+    "cat",
     "celu",
+    "clamp",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -171,8 +189,11 @@ __all__ = [
     "conv_transpose3d",
     "cos",
     "cosine_embedding_loss",
+    "cosine_similarity",
     "cross_entropy",
+    "ctc_loss",
     "cumsum",
+    "div",
     "dropout",
     "dropout1d",
     "dropout2d",
@@ -181,6 +202,8 @@ __all__ = [
     "elu",
     "embedding",
     "embedding_bag",
+    "erf",
+    "exp",
     "feature_alpha_dropout",
     "geglu",
     "gelu",
@@ -221,6 +244,7 @@ __all__ = [
     "mul",
     "nll_loss",
     "normalize",
+    "pow",
     "prelu",
     "reglu",
     "relu",
@@ -247,8 +271,12 @@ __all__ = [
     "softplus",
     "softshrink",
     "softsign",
+    "square",
+    "stack",
+    "std",
     "sub",
     "sum",
     "tanh",
     "tanhshrink",
+    "var",
 ]

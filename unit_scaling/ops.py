@@ -4,13 +4,13 @@ An op is a rule and a body, side by side. The rule reads shapes and settings and
 factors by name: ``"output"`` for the output, the name of an argument for its gradient. The body is
 the torch operation with those factors applied. `row` adds a row to `OPS`:
 
-    def square_scales(input, constraint="to_output_scale"):
-        return tie(constraint, output=3**-0.5, input=0.5)
+    def cube_scales(input, constraint="to_output_scale"):
+        return tie(constraint, output=15**-0.5, input=27**-0.5)
 
-    @row(square_scales, replaces=(torch.square,))
-    def square(input, constraint="to_output_scale"):
-        s = square_scales(input, constraint)
-        return scale_output(torch.square(input), s["output"], s["input"], fresh=True)
+    @row(cube_scales)
+    def cube(input, constraint="to_output_scale"):
+        s = cube_scales(input, constraint)
+        return scale_output(input**3, s["output"], s["input"], fresh=True)
 
 Everything that goes over all operations (transforms, reports, documentation, tests) goes over
 `OPS`.

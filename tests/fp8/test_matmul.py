@@ -1,5 +1,6 @@
 import itertools
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -214,12 +215,16 @@ def test_stochastic_rounding_draws_anew_and_repeats_under_a_seed():
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 def test_double_backward(recipe):
     """The gradient of a gradient: all casts pass it unchanged, so it is that of the products."""
-    x, w, b = (t.double().detach().requires_grad_() for t in (randn(5, 7), randn(6, 7), randn(6)))
-    g = randn(5, 6, seed=6).double().detach().requires_grad_()
-    y = linear(x, w, b, scales=SCALES, recipe=recipe)
-    dx, dw = torch.autograd.grad(y, (x, w), g, create_graph=True)
+    x, w, b = (t.double().detach() for t in (randn(5, 7), randn(6, 7), randn(6)))
+    g = randn(5, 6, seed=6).double().detach()
     u, v = randn(5, 7, seed=7).double().detach(), randn(6, 7, seed=8).double().detach()
-    gx, gw, gg = torch.autograd.grad((dx * u).sum() + (dw * v).sum(), (x, w, g))
+
+    def of_gradients(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        product = partial(linear, bias=b, scales=SCALES, recipe=recipe)
+        dx, dw = torch.func.vjp(product, x, w)[1](g)
+        return (dx * u).sum() + (dw * v).sum()
+
+    gx, gw, gg = torch.func.grad(of_gradients, (0, 1, 2))(x, w, g)
 
     turn = torch.eye(5, dtype=torch.float64)  # what rotates the tokens of both operands
     if recipe.grad_weight[0] and recipe.grad_weight[0].hadamard:
@@ -230,6 +235,14 @@ def test_double_backward(recipe):
     torch.testing.assert_close(gx, SCALES[2] * qg_for_w @ v)
     torch.testing.assert_close(gw, SCALES[1] * qg.mT @ u)
     torch.testing.assert_close(gg, SCALES[1] * u @ qw.mT + SCALES[2] * qx @ v.mT)
+
+
+@pytest.mark.parametrize("backend", ["simulate", "native"])
+def test_double_backward_of_bytes_is_refused(backend):
+    x, w = randn(16, 16), randn(16, 16)
+    y = linear(x, w, recipe=RECIPES["unit"], backend=backend)
+    with pytest.raises(RuntimeError, match=r"create_graph=True: .* torch\.func\.grad"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 def test_gradcheck_where_the_scales_agree():

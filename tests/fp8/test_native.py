@@ -120,6 +120,21 @@ def test_in_a_block_and_in_a_converted_model():
     assert "simulated" in rows["2"]
 
 
+def test_the_backend_of_a_block_is_that_of_its_products(monkeypatch):
+    computed = []
+    product = native.product
+    monkeypatch.setattr(native, "product", lambda *args: computed.append(args) or product(*args))
+    x, w, b = tensors(32, 48, 64)
+    with fp8.autocast("unit", backend="native"):
+        nn.functional.linear(x, w, b)
+        x @ w.mT
+        torch.einsum("mk,nk->mn", x, w)
+        assert len(computed) == 3
+        with fp8.autocast("unit"):
+            x @ w.mT
+    assert len(computed) == 3
+
+
 def test_compiled_in_one_piece():
     given = tensors(32, 48, 64)
     layer = fp8.convert(nn.Linear(48, 64), "unit", backend="native")

@@ -143,10 +143,31 @@ def test_a_formula_on_the_only_path_has_a_factor_for_the_gradient() -> None:
 
 def test_values_that_leave_a_formula_are_scaled_themselves() -> None:
     """A chain whose middle is used elsewhere is no unit."""
-    ours = model(lambda m, x: (y := torch.tanh(x)).softmax(-1) + torch.exp(y))
+    ours = model(lambda m, x: (y := torch.tanh(x)).softmax(-1) + torch.expm1(y))
     ours(torch.randn(2, 8, WIDTH))
     rows = [row for row in uu.report(ours) if row.path == "1" and "formula" in row.why]
-    assert [row.call for row in rows] == ["exp"]
+    assert [row.call for row in rows] == ["expm1"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "call"),
+    [(lambda m, x: 2 / x, "__rdiv__"), (lambda m, x: x.reciprocal(), "reciprocal")],
+)
+def test_an_inverse_has_no_factor(fn, call: str) -> None:
+    """It has no second moment. It is no number that multiplies a value, either."""
+    ours = model(fn)
+    x = torch.randn(8, WIDTH)
+    torch.testing.assert_close(ours(x), fn(None, ours[0](x)))
+    assert [row.call for row in uu.report(ours).left_alone] == [call]
+
+
+def test_inverses_within_formulas() -> None:
+    """One curve, a quotient, makes a formula; a quotient of two values is not linear."""
+    ours = model(lambda m, x: 1 / (5 + 0.1 * x.clamp(-3, 3)) + 1)
+    assert rms(ours(torch.randn(512, WIDTH))) == pytest.approx(1, rel=0.06)
+    ratio = model(lambda m, x: x[..., ::2] / (3 + x[..., 1::2].sigmoid()))
+    ratio(torch.randn(8, WIDTH))
+    assert not [row for row in uu.report(ratio) if "linear form" in row.why]
 
 
 def test_two_values_are_no_formula() -> None:

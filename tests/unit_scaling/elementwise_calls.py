@@ -47,12 +47,21 @@ CALLS = {
         "input": normal(SIZE, 16) * 1e-2,
         "target": torch.randint(2, (SIZE, 16)).double(),
     },
+    "clamp": lambda: {"input": normal(SIZE, SIZE), "min": -0.3, "max": 1.0},
     "cosine_embedding_loss": lambda: {
         "input1": normal(SIZE, SIZE),
         "input2": normal(SIZE, SIZE),
         "target": torch.ones(SIZE).long(),
     },
+    "cosine_similarity": lambda: {"x1": normal(SIZE, SIZE), "x2": normal(SIZE, SIZE)},
+    "ctc_loss": lambda: {  # the rule is for uniform probabilities
+        "log_probs": (normal(32, 16, 24) * 1e-2).log_softmax(-1),
+        "targets": torch.randint(1, 24, (16, 8)),
+        "input_lengths": (32,) * 16,
+        "target_lengths": (8,) * 16,
+    },
     "cumsum": lambda: {"input": normal(SIZE, 64), "dim": -1},
+    "div": lambda: {"input": normal(64, SIZE), "other": normal(SIZE).sign() + normal(SIZE) / 50},
     "dropout1d": lambda: {"input": normal(SIZE, 64, 4)},
     "dropout2d": lambda: {"input": normal(SIZE, 64, 2, 2)},
     "dropout3d": lambda: {"input": normal(SIZE, 64, 2, 2, 2)},
@@ -78,10 +87,13 @@ CALLS = {
     "mean": lambda: {"input": normal(64, 32, 64), "dim": 1},
     "mul": lambda: {"input": normal(64, SIZE), "other": normal(SIZE)},
     "nll_loss": lambda: {"input": normal(SIZE, 32), "target": torch.randint(32, (SIZE,))},
+    "pow": lambda: {"input": normal(SIZE, SIZE), "exponent": 3},
     "prelu": lambda: {"input": normal(SIZE, 64, 16), "weight": normal(64) * 0 + 0.25},
     "softmin": lambda: {"input": normal(SIZE, SIZE), "dim": -1},
+    "std": lambda: {"input": normal(SIZE, 64, 16), "dim": 1, "correction": 3},
     "sub": lambda: {"input": normal(SIZE, 64), "other": normal(SIZE, 64), "alpha": 2.0},
     "sum": lambda: {"input": normal(64, 32, 64), "dim": (0, 1)},
+    "var": lambda: {"input": normal(SIZE, 64, 16), "dim": 1},
 }
 
 #: What is not meant to have RMS 1, and why.
@@ -91,6 +103,7 @@ UNCHECKED = {
     "binary_cross_entropy": {"output", "target"},
     "binary_cross_entropy_with_logits": {"output", "target"},
     "cosine_embedding_loss": {"output"},
+    "ctc_loss": {"output"},
     "huber_loss": {"output"},
     "kl_div": {"output", "target"},
     "l1_loss": {"output"},
@@ -101,14 +114,16 @@ UNCHECKED = {
     "reglu": {"gate"},
 }
 
-FITTED = {"kl_div": 1.3, "softmin": 1.6}
+FITTED = {"ctc_loss": 1.3, "kl_div": 1.3, "softmin": 1.6}
 
 PLAIN = {
+    "clamp": torch.clamp,
     "geglu": lambda input, gate: input * F.gelu(gate),
     "layer_norm2d": lambda input, weight, bias: (
         F.layer_norm(input.mT.transpose(1, 3), (input.shape[1],), weight, bias).transpose(1, 3).mT
     ),
     "logsigmoid": F.logsigmoid,
+    "pow": torch.pow,
     "reglu": lambda input, gate: input * F.relu(gate),
     "relu_squared": lambda input: F.relu(input).square(),
 }
@@ -116,6 +131,7 @@ PLAIN = {
 TORCH_LACKS = {  # on a CPU
     "avg_pool3d": {"half precision"},
     "binary_cross_entropy": {"vmap"},  # twice a probability is none
+    "ctc_loss": {"half precision", "double backward", "vmap", "a whole graph"},
     "hardsigmoid": {"double backward"},
     "local_response_norm": {"half precision"},
     "lp_pool1d": {"symbolic sizes"},  # of the kernel
@@ -148,6 +164,8 @@ def _pairs() -> dict[type[nn.Module], tuple[tuple[Any, ...], dict[str, Any], tup
         nn.BCELoss: ((), {}, (half, half)),
         nn.BCEWithLogitsLoss: ((), {"reduction": "sum"}, (x, half)),
         nn.CosineEmbeddingLoss: ((), {"margin": 0.1}, (x, y, ones)),
+        nn.CosineSimilarity: ((0,), {"eps": 1e-3}, (x, y)),
+        nn.CTCLoss: ((), {"blank": 1}, (x[:, None], 2 * ones[:1, None], (3,), (1,))),
         nn.GroupNorm: ((2, 6), {}, (x,)),
         nn.HuberLoss: ((), {"delta": 2.0}, (x, y)),
         nn.KLDivLoss: ((), {"reduction": "batchmean"}, (x, half)),

@@ -199,13 +199,13 @@ def rms(x: Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
-#: Their arguments and results are tuples: see test_recurrent.py.
-RECURRENT = {
+#: Their arguments or results are tuples: see test_recurrent.py and test_arithmetic.py.
+TUPLES = {"cat", "stack"} | {
     name + cell for name in ("gru", "lstm", "rnn_relu", "rnn_tanh") for cell in ("", "_cell")
 }
 
 each_op = pytest.mark.parametrize(
-    "op", [op for op in OPS.values() if op.name not in RECURRENT], ids=lambda op: op.name
+    "op", [op for op in OPS.values() if op.name not in TUPLES], ids=lambda op: op.name
 )
 each_torch_function = pytest.mark.parametrize(
     ("op", "func"),

@@ -1,9 +1,7 @@
-"""Arithmetic between tensors, and sums over dimensions.
+"""Arithmetic between tensors, and tensors put together.
 
-What needs no factor has no row: cat and stack, which put tensors of one scale side by side,
-reshaping and indexing, neg, abs, clamp. A product with a number or of integers is left as it is:
-whoever multiplies by a number here means it, as a temperature. A quotient has no rule: 1/x of a
-normal x has no finite second moment.
+A product or quotient with a number or of integers is left as it is: whoever multiplies by a number
+here means it, as a temperature.
 """
 
 from __future__ import annotations
@@ -17,13 +15,12 @@ import torch
 from torch import Tensor
 
 from ..ops import Scales, row, tie
-from ..scale import scale_bwd, scale_each, scale_output
+from ..scale import scale_bwd, scale_each
 from .activations import add, add_scales
 
-__all__ = ["addcmul", "cumsum", "lerp", "mean", "mul", "sub", "sum"]
+__all__ = ["addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
 
 Number = Tensor | float
-Dims = int | Sequence[int] | None
 
 
 def _copies(size: int, tensor: Tensor) -> float:
@@ -137,12 +134,71 @@ def mul(
     input, other: tensors of shapes that broadcast together, or one of them a number.
     out: a tensor to copy the result into, returned in its place; it may carry gradients.
     """
-    s = mul_scales(input, other, constraint)
+    input, other = _collected(input, other, mul_scales(input, other, constraint))
+    output = torch.mul(input, other)
+    return output if out is None else out.copy_(output)
+
+
+def _collected(input: Number, other: Number, s: Scales) -> tuple[Number, Number]:
+    """Both operands, with the factors of what a broadcast one collects on the way back."""
     if s["input"] != 1.0:
         input = scale_bwd(input, s["input"])  # type: ignore[arg-type]
     if s["other"] != 1.0:
         other = scale_bwd(other, s["other"])  # type: ignore[arg-type]
-    output = torch.mul(input, other)
+    return input, other
+
+
+def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output_scale") -> Scales:
+    """As `mul_scales`, for a divisor of magnitude about 1, as norms and averages are.
+
+    The inverse of a standard normal has no finite second moment, and so no factor.
+    """
+    return mul_scales(input, other, constraint)
+
+
+def _torch_div(
+    input: Tensor, other: Number, *, rounding_mode: str | None = None, out: Tensor | None = None
+) -> dict[str, Any]:
+    return {"input": input, "other": other, "rounding_mode": rounding_mode, "out": out}
+
+
+def _torch_div_(
+    input: Tensor, other: Number, *, rounding_mode: str | None = None
+) -> dict[str, Any]:
+    return {**_torch_mul_(input, other), "rounding_mode": rounding_mode}
+
+
+@row(
+    div_scales,
+    adapters={
+        torch.div: _torch_div,
+        torch.divide: _torch_div,
+        torch.true_divide: _torch_div,
+        torch.Tensor.div: _torch_div,
+        torch.Tensor.divide: _torch_div,
+        torch.Tensor.true_divide: _torch_div,
+        torch.Tensor.__truediv__: _torch_div,
+        operator.truediv: _torch_div,
+        torch.Tensor.div_: _torch_div_,
+        torch.Tensor.divide_: _torch_div_,
+        torch.Tensor.true_divide_: _torch_div_,
+        torch.Tensor.__itruediv__: _torch_div_,
+        operator.itruediv: _torch_div_,
+    },
+)
+def div(
+    input: Tensor,
+    other: Number,
+    constraint: str | None = "to_output_scale",
+    rounding_mode: str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``input / other``, for a divisor of magnitude about 1; other arguments as in `mul`.
+
+    rounding_mode: as in `torch.div`. Division by 0 gives Inf or NaN, as there.
+    """
+    dividend, divisor = _collected(input, other, div_scales(input, other, constraint))
+    output = torch.div(dividend, divisor, rounding_mode=rounding_mode)
     return output if out is None else out.copy_(output)
 
 
@@ -217,116 +273,36 @@ def lerp(
     return scale_each(output, s["output"], 1.0)
 
 
-# Sums over dimensions
+# Tensors side by side
 
 
-def _summed(input: Tensor, dim: Dims) -> int:
-    """How many numbers each sum is of."""
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
-        return input.numel() or 1
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    return math.prod([input.shape[d] for d in dims]) or 1 if input.dim() else 1
+def cat_scales() -> Scales:
+    """Tensors of one scale side by side have that scale; each gets its own part of the gradient."""
+    return {"output": 1.0, "tensors": 1.0}
 
 
-def _is_value(input: Tensor, dim: Dims, keepdim: bool) -> bool:
-    """Whether a sum or mean is a value to be kept: of all numbers (a loss), or a statistic."""
-    return keepdim or dim is None or not input.is_floating_point()
-
-
-def sum_scales(
-    input: Tensor,
-    dim: Dims = None,
-    keepdim: bool = False,
-    constraint: str | None = "to_output_scale",
-) -> Scales:
-    """1/sqrt(n) for independent numbers; each gets the gradient of the sum.
-
-    The value is kept where it is of all numbers, which makes a loss, or where keepdim is set,
-    which makes a statistic that meets the input again.
-    """
-    if _is_value(input, dim, keepdim):
-        return tie(constraint, output=1.0, input=1.0)
-    return tie(constraint, output=_summed(input, dim) ** -0.5, input=1.0)
-
-
-def mean_scales(
-    input: Tensor,
-    dim: Dims = None,
-    keepdim: bool = False,
-    constraint: str | None = "to_output_scale",
-) -> Scales:
-    """sqrt(n) for independent numbers, and n for the gradient, of which each gets 1/n.
-
-    The value is kept where `sum_scales` keeps it; the gradient of a loss is then that of the sum.
-    """
-    count = _summed(input, dim)
-    if _is_value(input, dim, keepdim):
-        return tie(constraint, output=1.0, input=float(count) if dim is None else 1.0)
-    return tie(constraint, output=count**0.5, input=float(count))
-
-
-def _torch_reduce(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, **named: Any
+def _torch_cat(
+    tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None, out: Tensor | None = None
 ) -> dict[str, Any]:
-    given = {"axis": dim, **named}
-    return {"input": input, "dim": given.pop("axis"), "keepdim": keepdim, **given}
+    return {"tensors": tensors, "dim": dim if axis is None else axis, "out": out}
 
 
-def _settings(dtype: torch.dtype | None) -> dict[str, Any]:
-    return {} if dtype is None else {"dtype": dtype}
+@row(cat_scales, adapters=dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _torch_cat))
+def cat(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
+    """`torch.cat`: no factor is needed.
 
-
-@row(sum_scales, adapters={torch.sum: _torch_reduce, torch.Tensor.sum: _torch_reduce})
-def sum(
-    input: Tensor,
-    dim: Dims = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
-    """``s * input.sum(dim)``; not scaled where the rule keeps the value, and for integers.
-
-    input: any shape. dim: one or several dimensions, None for all. dtype: of the result.
+    tensors: of shapes that agree but for ``dim``; two dtypes are promoted to a common one. out: a
+    tensor to write the result into. Errors are torch's.
     """
-    s = sum_scales(input, dim, keepdim, constraint)
-    output = torch.sum(input, dim, keepdim, **_settings(dtype))  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"], fresh=True)
+    return torch.cat(tuple(tensors), dim, out=out)
 
 
-@row(mean_scales, adapters={torch.mean: _torch_reduce, torch.Tensor.mean: _torch_reduce})
-def mean(
-    input: Tensor,
-    dim: Dims = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
-    """``s * input.mean(dim)``; not scaled where the rule keeps the value.
-
-    Arguments as in `sum`.
-    """
-    s = mean_scales(input, dim, keepdim, constraint)
-    output = torch.mean(input, dim, keepdim, **_settings(dtype))  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"], fresh=True)
+def stack_scales() -> Scales:
+    """As `cat_scales`."""
+    return cat_scales()
 
 
-def cumsum_scales(input: Tensor, dim: int, constraint: str | None = "to_output_scale") -> Scales:
-    """The k-th sum is of k numbers: (n + 1)/2 on average, in both directions."""
-    if not input.is_floating_point():
-        return {"output": 1.0, "input": 1.0}
-    count = input.shape[dim] if input.dim() else 1
-    scale = (2 / (count + 1)) ** 0.5
-    return tie(constraint, output=scale, input=scale)
-
-
-@row(cumsum_scales, replaces=(torch.cumsum, torch.Tensor.cumsum))
-def cumsum(
-    input: Tensor,
-    dim: int,
-    dtype: torch.dtype | None = None,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
-    """``s * input.cumsum(dim)``; of integers, not scaled. The factor depends on the length."""
-    s = cumsum_scales(input, dim, constraint)
-    output = torch.cumsum(input, dim, **_settings(dtype))
-    return scale_output(output, s["output"], s["input"], fresh=True)
+@row(stack_scales, replaces=(torch.stack,))
+def stack(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
+    """`torch.stack`: no factor is needed. tensors: of one shape. Otherwise as `cat`."""
+    return torch.stack(tuple(tensors), dim, out=out)

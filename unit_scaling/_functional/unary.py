@@ -4,9 +4,9 @@ Their output has RMS 1 for a standard normal input, the mean included: the next 
 second moments. (gelu and silu, in activations.py, have the fitted constants of u-muP instead, which
 tend to a standard deviation.) The transform scales them wherever a model calls them, as gates too.
 
-Not here, though elementwise: abs, neg and clamp, which keep the scale; exp, log, pow, square, sqrt
-and erf, whose values are meant (rates, norms, probabilities) or which are parts of a formula. For
-those, and any other function, there is `unit_scaling.unit_scaled`.
+A model's clamp keeps its values: it guards against extremes. Its log and roots, which a normal
+number does not have, and powers that have no second moment are left alone. For other functions
+there is `unit_scaling.unit_scaled`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from . import fused
 from .generated import REQUIRED, described
 
 __all__ = [
+    "abs",
     "atan",
     "celu",
+    "clamp",
     "cos",
     "elu",
+    "erf",
+    "exp",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
@@ -35,6 +39,7 @@ __all__ = [
     "leaky_relu",
     "logsigmoid",
     "mish",
+    "pow",
     "relu",
     "relu6",
     "relu_squared",
@@ -44,6 +49,7 @@ __all__ = [
     "softplus",
     "softshrink",
     "softsign",
+    "square",
     "tanh",
     "tanhshrink",
 ]
@@ -138,10 +144,14 @@ def _relu_squared(input: Tensor) -> Tensor:
     return torch.relu(input).square()
 
 
+abs = _activation("abs", torch.abs, spelled=("abs", "absolute"))
 atan = _activation("atan", torch.atan, spelled=("atan", "arctan"))
 celu = _activation("celu", F.celu, {"alpha": 1.0})
+clamp = _activation("clamp", torch.clamp, {"min": None, "max": None}, spelled=())
 cos = _activation("cos", torch.cos)
 elu = _activation("elu", F.elu, {"alpha": 1.0})
+erf = _activation("erf", torch.erf)
+exp = _activation("exp", torch.exp, saves_output=True)
 hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5})
 hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
 hardswish = _activation("hardswish", F.hardswish)
@@ -159,5 +169,24 @@ sin = _activation("sin", torch.sin)
 softplus = _activation("softplus", F.softplus, {"beta": 1.0, "threshold": 20.0})
 softshrink = _activation("softshrink", F.softshrink, {"lambd": 0.5})
 softsign = _activation("softsign", F.softsign)
+square = _activation("square", torch.square)
 tanh = _activation("tanh", torch.tanh, saves_output=True)
 tanhshrink = _activation("tanhshrink", F.tanhshrink)
+
+
+def pow_scales(exponent: float, constraint: str | None = "to_output_scale") -> Scales:
+    """1/RMS of the power and of its derivative for a standard normal, by quadrature."""
+    return elementwise_scales(torch.pow, (exponent,), constraint=constraint)
+
+
+@row(pow_scales)
+def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scale") -> Tensor:
+    """``s * input ** exponent``.
+
+    input: any shape, floating point. exponent: a positive whole number. Returns the shape and dtype
+    of input. Raises ValueError for other exponents: a normal number has no root, and no inverse
+    with a finite second moment.
+    """
+    return scaled_elementwise(
+        torch.pow, input, (exponent,), {}, 1.0, constraint, new=True, saved=False
+    )

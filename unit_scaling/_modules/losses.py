@@ -10,6 +10,7 @@ from .scaled import Scaled
 __all__ = [
     "BCELoss",
     "BCEWithLogitsLoss",
+    "CTCLoss",
     "CosineEmbeddingLoss",
     "HuberLoss",
     "KLDivLoss",
@@ -30,6 +31,12 @@ class BCEWithLogitsLoss(Scaled, nn.BCEWithLogitsLoss):
     """`unit_scaling.functional.binary_cross_entropy_with_logits` as a module."""
 
     op = staticmethod(U.binary_cross_entropy_with_logits)
+
+
+class CTCLoss(Scaled, nn.CTCLoss):
+    """`unit_scaling.functional.ctc_loss` as a module."""
+
+    op = staticmethod(U.ctc_loss)
 
 
 class CosineEmbeddingLoss(Scaled, nn.CosineEmbeddingLoss):

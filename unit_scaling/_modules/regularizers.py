@@ -13,6 +13,7 @@ from .scaled import Constrained, Scaled
 __all__ = [
     "GLU",
     "AlphaDropout",
+    "CosineSimilarity",
     "Dropout1d",
     "Dropout2d",
     "Dropout3d",
@@ -28,6 +29,12 @@ class AlphaDropout(Constrained, nn.AlphaDropout):
     """`unit_scaling.functional.alpha_dropout` as a module: the identity under ``eval()``."""
 
     op = staticmethod(U.alpha_dropout)
+
+
+class CosineSimilarity(Constrained, nn.CosineSimilarity):
+    """`unit_scaling.functional.cosine_similarity` as a module."""
+
+    op = staticmethod(U.cosine_similarity)
 
 
 class Dropout1d(Scaled, nn.Dropout1d):

@@ -43,6 +43,13 @@ class Flow:
         kind = self.nodes[index].kind
         return kind in ATTENTION or (kind == "softmax" and self.weighs(index) is not None)
 
+    def inverts(self, index: int) -> bool:
+        """Whether the call is a quotient with a value for its divisor."""
+        node = self.nodes[index]
+        divisor = (0,) if node.name.startswith("__r") else (1,)
+        divisors = [i.node for i in node.inputs if i.slot in (divisor, ("other",))]
+        return node.kind == "div" and not set(divisors).isdisjoint(self.sources[index])
+
     def weighs(self, index: int) -> int | None:
         """The product that has the result of a call for an operand, moved or dropped out at most.
 
@@ -75,6 +82,15 @@ class Flow:
             if any(source in reached for source in self.sources[index]):
                 reached.add(index)
         return sorted(reached - {start})
+
+    def is_waist(self, index: int) -> bool:
+        """Whether all that the node depends on goes on through it alone."""
+        seen, todo = {index}, [index]
+        while todo:
+            new = set(self.sources[todo.pop()]) - seen
+            seen |= new
+            todo += new
+        return all(seen.issuperset(self.readers[i]) for i in seen - {index})
 
     def up(self, index: int, kinds: Iterable[str]) -> int | None:
         """The source of a call of one of these kinds; None for another, or with more sources."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..ops import OPS, find_op
-from .calls import AVERAGES, NEUTRAL, POSITIVE, PRODUCTS, SELECTIONS, TRANSPARENT
+from .calls import AVERAGES, KEPT, NEUTRAL, POSITIVE, PRODUCTS, SELECTIONS, TRANSPARENT
 from .flow import Flow
 from .record import MASKING, Graph, Node
 from .residuals import Residuals, find_residuals
@@ -197,12 +197,12 @@ class _Planner:
     _sub = _add
 
     def _mul(self, index: int, node: Node) -> Decision | None:
+        if self.flow.inverts(index):
+            return None
         values = self.flow.sources[index]
         numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
         others = [self.nodes[i.node] for i in node.inputs if i.node not in values]
         if len(values) == 1 and node.numel > 1 and not any(o.live or o.numel > 1 for o in others):
-            if node.kind == "div" and node.inputs[0].node not in values:
-                return None
             sign = math.copysign(1.0, numbers[0]) if numbers else 1.0
             return Step(op="times", factor=sign), "scaled", "a number, taken out"
         if len(values) == 1 and any(o.computed for o in others):
@@ -271,6 +271,8 @@ class _Planner:
         op = find_op(node.function)
         if op is None:
             return self._without_rule(index, node, kind)
+        if kind in KEPT:
+            return None, "unchanged", "keeps the scale"
         weights = {self.flow.parameters[i.node] for i in node.inputs}
         slots = (*self._computed_weights(node), *self._shared_weights(node))
         if kind == "linear" and weights & (self.settings.readouts - self.inner):
@@ -294,11 +296,12 @@ class _Planner:
         )
 
     def _selection(self, index: int, node: Node) -> Decision:
-        """A part of a value that nothing else reads: the rest of it gets no gradient."""
+        """A part of a value of which only parts are read: the rest of it gets no gradient."""
         whole = node.inputs[0]
-        share = node.numel / (whole.numel or 1)
-        alone = self.bridges[index] and len(self.flow.readers[whole.node]) == 1
-        if not (alone and 0 < share <= 0.5 and node.kind in SELECTIONS):
+        readers = [self.nodes[reader] for reader in self.flow.readers[whole.node]]
+        share = sum(reader.numel for reader in readers) / (whole.numel or 1)
+        parts = all(reader.kind in SELECTIONS for reader in readers)
+        if not (parts and 0 < share <= 0.5 and self.flow.is_waist(whole.node)):
             return _NOTHING
         step = Step(slots=((whole.slot, 1.0, share**-0.5),))
         return step, "scaled", f"gradient only: takes 1 in {1 / share:.3g}"

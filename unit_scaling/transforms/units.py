@@ -148,8 +148,8 @@ def _match(flow: Flow, calls: tuple[int, ...]) -> str | None:
     if all(_acts_on_elements(flow, c) for c in calls):
         return None
     kinds = [flow.nodes[c].kind for c in calls]
-    # a product of two values is not linear, whatever else it is
-    kinds += ["square" for c in calls if flow.nodes[c].kind == "mul" and _curved(flow, c)]
+    # a product or quotient of two values is not linear, whatever else it is
+    kinds += ["square" for c in calls if flow.nodes[c].kind in ("mul", "div") and _curved(flow, c)]
     for name, pattern in UNITS.items():
         if pattern.only.issuperset(kinds) and all(n.intersection(kinds) for n in pattern.needs):
             return name
@@ -160,7 +160,7 @@ def _curved(flow: Flow, index: int) -> bool:
     """Whether an elementwise call is more than a multiple of its input."""
     node = flow.nodes[index]
     live = [i for i in node.inputs if i.node in flow.sources[index]]
-    return node.kind not in LINEAR or len(live) > 1
+    return node.kind not in LINEAR or len(live) > 1 or flow.inverts(index)
 
 
 # Formulas
