@@ -42,7 +42,8 @@ fp8.subclass, fp8.report <- fp8.convert
 fp8.report <- fp8.stats, fp8.__main__
 fp8.function <- fp8.layer_norm2d_kernels <- fp8.layer_norm2d <- fp8.norm <- fp8.low_precision
 fp8.matmul <- fp8.norm
-fp8.subclass, fp8.report <- fp8.low_precision <- fp8.adapters
+fp8.subclass, fp8.report <- fp8.low_precision
+fp8.adapters, fp8.low_precision <- fp8.adapters.composer
 fp8.subclass, fp8.report <- unit_scaling.transforms
 fp8.scaling <- fp8.distributed
 fp8.convert <- fp8.fsdp, fp8.adapters.accelerate
