@@ -34,7 +34,16 @@ MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda model: model,
     "unit_scaled": unit_scale,
 }
-RUNS: dict[str, fp8.Recipe | None] = {"fp32": None, **fp8.RECIPES}
+
+
+def _saved(name: str) -> fp8.Recipe:
+    """The recipe with e4m3 for what activations keep."""
+    recipe = fp8.RECIPES[name]
+    return dataclasses.replace(recipe, saved_activations=recipe.input)
+
+
+SAVED = {f"{name}, activations kept so": _saved(name) for name in ("unit", "tensor")}
+RUNS: dict[str, fp8.Recipe | None] = {"fp32": None, **fp8.RECIPES, **SAVED}
 """Name -> the recipe of all products; the first is what the others are compared with."""
 
 Losses = dict[tuple[str, str, int], float]

@@ -34,6 +34,9 @@ LAYERS: tuple[type[nn.Module], ...] = (
 )
 """What is converted, with its subclasses: layers whose work is a product with a weight."""
 
+ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.GLU, nn.ReLU)
+"""What is converted besides, with its subclasses, where the recipe has `saved_activations`."""
+
 _NOT_A_PRODUCT = "a lookup, not a product"
 _KERNEL = "one kernel computes all its products"
 
@@ -111,6 +114,8 @@ def convert(
     itself a layer is replaced by what is returned.
     where: (name, layer) -> whether to convert it; None converts every layer.
 
+    With a recipe that has `saved_activations` the modules of activations (`ACTIVATIONS`) are
+    converted as well; a gate that is no module keeps its factors as torch does.
     Products that are no layer's (attention, `@`) stay in high precision: `fp8.autocast` around
     the call of the model is for those.
     Raises TypeError for what is not a module, ValueError for an unknown recipe or backend, for
@@ -138,7 +143,7 @@ def convert(
         )
     backend = checked_backend(backend, chosen)
     model = revert(model)
-    for name, module, why_not in _layers(model):
+    for name, module, why_not in _layers(model, chosen.saved_activations is not None):
         if why_not is None and _fits(module, chosen) and (where is None or where(name, module)):
             gain(module, _Converted)
             module.fp8_recipe = chosen  # type: ignore[assignment]
@@ -194,7 +199,12 @@ def report(model: nn.Module) -> Report:
 
 def _how(module: Any) -> str:
     """The recipe and, unless all is simulated, what computes the products of a converted layer."""
-    name, backend = module.fp8_recipe.name, module.fp8_backend
+    recipe, backend = module.fp8_recipe, module.fp8_backend
+    name = recipe.name
+    if isinstance(module, ACTIVATIONS):
+        return (
+            f"{name}, keeps {'bits' if isinstance(module, nn.ReLU) else recipe.saved_activations}"
+        )
     if backend == "simulate":
         return str(name)
     if not isinstance(module, nn.Linear):
@@ -207,11 +217,16 @@ def _how(module: Any) -> str:
     return f"{name}, {where[backend]}"
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """(name, module, why it cannot be converted, or None) for all that have a weight."""
+def _layers(
+    model: nn.Module, activations: bool = False
+) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """(name, module, why it cannot be converted, or None) for all that have a weight, for what is
+    converted and, if asked for, for activations."""
+    kinds: tuple[type[nn.Module], ...] = (_Converted, *(ACTIVATIONS if activations else ()))
     inside = inside_attention(model)
     for name, module in model.named_modules():
-        if any(p.dim() > 1 for p in module.parameters(recurse=False)):
+        weights = any(p.dim() > 1 for p in module.parameters(recurse=False))
+        if weights or isinstance(module, kinds):
             yield name, module, _why_not(module, inside.get(id(module)))
 
 
@@ -222,7 +237,7 @@ def _fits(module: nn.Module, recipe: Recipe) -> bool:
 def _why_not(module: nn.Module, owner: str | None) -> str | None:
     if owner is not None:
         return f"computed by {owner}"
-    if isinstance(module, LAYERS):
+    if isinstance(module, (*LAYERS, *ACTIVATIONS)):
         return None
     known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
     return next(known, "its products are its own: run the model under fp8.autocast")

@@ -176,19 +176,23 @@ class Recipe:
     weight: the second operand of a linear layer or convolution.
     grad: the gradient of the output.
     None leaves an operand as it is.
+    saved_activations: how activations (GELU, SiLU, GLU, and the two factors of a gate) keep their
+    input for the backward pass, which then computes the derivative there; ReLU keeps a bit for each
+    element. It takes no scaling by tiles and no history. None keeps what torch keeps.
     grad_input_weight, grad_weight_grad, grad_weight_input: another Cast (or None) of the weight,
     the gradient and the input for the product named first; "same" casts as above. Where a scale
     belongs to a row or block, each product casts anew, along the axis that it sums over, from the
     operand in high precision.
-    Raises TypeError for what is not a Cast, ValueError for a second cast with scaling "delayed" and
-    where only one operand of a product is
-    rotated, or one of the forward product.
+    Raises TypeError for what is not a Cast, ValueError for a second cast with scaling "delayed",
+    where only one operand of a product is rotated, or one of the forward product, and for saved
+    activations with a scale for each tile, a history or a rotation.
     """
 
     name: str
     input: Cast | None = None
     weight: Cast | None = None
     grad: Cast | None = None
+    saved_activations: Cast | None = None
     grad_input_weight: Cast | str | None = SAME
     grad_weight_grad: Cast | str | None = SAME
     grad_weight_input: Cast | str | None = SAME
@@ -196,7 +200,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"Recipe.name must be a name, not {self.name!r}")
-        for field in (*_OPERANDS, *_OVERRIDES):
+        for field in (*_OPERANDS, "saved_activations", *_OVERRIDES):
             cast = getattr(self, field)
             if not (
                 cast is None or isinstance(cast, Cast) or (field in _OVERRIDES and cast == SAME)
@@ -205,6 +209,11 @@ class Recipe:
                 raise TypeError(f"Recipe.{field} must be a Cast{same}, not {cast!r}")
             if field in _OVERRIDES and isinstance(cast, Cast) and cast.history:
                 raise ValueError(f'{field} cannot have scaling "delayed": one history, one cast')
+        saved = self.saved_activations
+        if saved is not None and (saved.tile != (0, 0) or saved.history or saved.hadamard):
+            raise ValueError(
+                f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
+            )
         for product in ("forward", "grad_input", "grad_weight"):
             sizes = [cast.hadamard if cast else 0 for cast in getattr(self, product)]
             if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):

@@ -24,17 +24,21 @@ PACKAGES = ("fp8", "unit_scaling")
 LAYERS = """
 fp8.formats <- fp8.rounding <- fp8.quantize <- fp8.scaling <- fp8.recipe <- fp8.casting
 fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
+fp8.kept <- fp8.activations <- fp8.autocast
 fp8.formats <- fp8.tally <- fp8.casting
 fp8.history <- fp8.autocast <- fp8.stats
 fp8.function <- fp8.quantize
 fp8.scaling <- fp8.scaled_tensor <- fp8.casting
-fp8.scaling <- fp8.scaled_tensor
 fp8.scaling <- fp8.moments <- fp8.optim_state <- fp8.adam <- fp8.optim
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
 fp8.products, fp8.checkpoint <- fp8.autocast <- fp8.convert
 fp8.subclass, fp8.report <- fp8.convert
 fp8.scaled_tensor, fp8.subclass <- fp8.scaled_weights
 fp8.report <- fp8.stats, fp8.__main__
+fp8.scaled_tensor <- fp8.native
+fp8.function <- fp8.layer_norm2d_kernels <- fp8.layer_norm2d <- fp8.norm <- fp8.low_precision
+fp8.matmul <- fp8.norm
+fp8.subclass, fp8.report <- fp8.low_precision <- fp8.adapters
 fp8.subclass, fp8.report <- unit_scaling.transforms
 fp8.scaling <- fp8.distributed
 fp8.convert <- fp8.fsdp
