@@ -182,21 +182,36 @@ Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _scales(units: list[Unit], largest: Tensor) -> list[Scales]:
-    """New scales for units of one group and of the same encodings; largest: of their gradients."""
+    """New scales for units of one group and of the same encodings; largest: of their gradients.
+
+    A moment has no magnitude beyond the same moment of the largest magnitudes, which is kept for it
+    as ``amax``: one pass over the gradient is all that a scale costs.
+    """
     b1, b2 = units[0].group["betas"]
-    grows = {
-        MASTER: lambda amax: HEADROOM * amax,
-        FIRST: lambda amax: b1 * amax + (1 - b1) * largest,
-        SECOND: lambda amax: b2 * amax + (1 - b2) * largest * largest,
-    }
+    encodings = units[0].encodings
     found: dict[str, list[Tensor | None]] = {}
-    for name, encoding in units[0].encodings.items():
-        if encoding.scale != "tensor":
+    for name, encoding in encodings.items():
+        kept = (
+            [read(unit.states[0], name).amax for unit in units]
+            if encoding.scale == "tensor"
+            else []
+        )
+        amaxes = [x for x in kept if x is not None]
+        if not amaxes:
             found[name] = [None] * len(units)
             continue
-        kept = [read(unit.states[0], name).amax for unit in units]
-        amax = torch.stack([x for x in kept if x is not None])
-        found[name] = scales_for(grows[name](amax), encoding)
+        new = torch.stack(amaxes)
+        if name == MASTER:
+            new = HEADROOM * new
+        else:
+            new = (
+                b1 * new + (1 - b1) * largest
+                if name == FIRST
+                else b2 * new + (1 - b2) * largest.square()
+            )
+            for amax, x in zip(amaxes, new.unbind(), strict=True):
+                amax.copy_(x)
+        found[name] = scales_for(new, encoding)
     return [*zip(found[MASTER], found[FIRST], found[SECOND], strict=True)]
 
 
@@ -223,7 +238,7 @@ def _step(unit: Unit, scales: Scales) -> None:
     keys: list[Key] = [random_key((*seed, stream)) for stream in range(2)]
     if unit.group["compile"] and len(unit.states) == 1:
         keys = [torch.tensor(key, device=grad.device) for key in keys]
-        amaxes = _compiled()(kept, grad, numbers, how, scales, keys, 0)
+        largest = _compiled()(kept, grad, numbers, how, scales, keys, 0)
     else:
         size = CHUNK * torch.get_num_threads() if grad.device.type == "cpu" else len(grad)
         pieces = []
@@ -231,11 +246,12 @@ def _step(unit: Unit, scales: Scales) -> None:
             end = min(begin + size, len(grad))
             parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
             pieces.append(_adam(parts, grad[begin:end], numbers, how, scales, keys, begin))
-        amaxes = torch.stack(pieces).amax(0)
-    for stored, scale, amax in zip(kept, scales, amaxes.unbind(), strict=True):
-        if scale is not None and stored.scale is not None and stored.amax is not None:
+        largest = torch.stack(pieces).amax()
+    if kept[0].amax is not None:
+        kept[0].amax.copy_(largest)
+    for stored, scale in zip(kept, scales, strict=True):
+        if stored.scale is not None and scale is not None:
             stored.scale.copy_(scale)
-            stored.amax.copy_(amax)
     unit.finish(*kept)
 
 
@@ -254,8 +270,8 @@ def _adam(
         w = decay w - size m / (root sqrt(v) + eps)
 
     In float32, from the new moments before they are rounded. grad: (n,), the elements from
-    ``begin``. numbers: see `Unit.numbers`. Returns the largest magnitudes of the three, (3,), 0 for
-    what has no scale for the whole tensor.
+    ``begin``. numbers: see `Unit.numbers`. Returns the largest magnitude of a weight that has a
+    scale, else 0.
     """
     weight, first, second = kept
     decay, b1, c1, b2, c2, size, root, eps = numbers.unbind()
@@ -271,13 +287,10 @@ def _adam(
         low = fewer_bits(word << 16, HALF) if of_second else None
     if of_weight:
         bits = bits_from_key(g.shape, keys[1], device=g.device, start=begin)
-    return torch.stack(
-        [
-            write(w, weight, how.weight, scales[0], bits=bits),
-            write(m, first, how.first, scales[1], bits=high),
-            write(v, second, how.second, scales[2], away=True, bits=low),
-        ]
-    )
+    write(w, weight, how.weight, scales[0], bits=bits)
+    write(m, first, how.first, scales[1], bits=high)
+    write(v, second, how.second, scales[2], away=True, bits=low)
+    return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
 
 
 @functools.cache
