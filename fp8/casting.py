@@ -20,6 +20,7 @@ from .function import apply
 from .quantize import quantize
 from .recipe import Cast, Recipe
 from .rounding import KEY_START
+from .scaled_tensor import plain
 from .scaling import delayed_scale, scale_of, scaled_tiles
 from .tally import labelled, observe
 
@@ -122,6 +123,7 @@ def rounded(
     own."""
     if not spec:
         return x, None
+    x = plain(x)
     *_, hadamard, _ = spec
     if hadamard:
         x = _rotated(x, hadamard, axis)

@@ -13,7 +13,7 @@ from .casting import is_whole
 from .matmul import checked_backend, linear
 from .native import ALIGNMENT
 from .recipe import Recipe, get_recipe
-from .report import LEFT_ALONE, Report, Row
+from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, gain, lose
 from .swap import Where, adapted, inside_attention, is_replacement
 
@@ -69,7 +69,7 @@ class _Converted(Gained):
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
         # it may be compiled inside of a checkpoint.
-        if self._original is nn.Linear and self._gained == (_Converted,) and not FIRST_LOOK:
+        if self._original is nn.Linear and self._active == (_Converted,) and not FIRST_LOOK:
             return _linear(self, *args, **kwargs)
         with autocast(self.fp8_recipe, backend=self.fp8_backend):
             return forward(*args, **kwargs)
@@ -186,7 +186,7 @@ def report(model: nn.Module) -> Report:
     """
     note = adapted(model)
     if note is not None:
-        return note.report
+        return Report(note.report.rows, notes_on(model))
     rows = []
     for name, module, why_not in _layers(model):
         kind = bare_class(module).__name__
@@ -194,7 +194,7 @@ def report(model: nn.Module) -> Report:
             rows.append(Row(name, kind, "converted", _how(module)))
         else:
             rows.append(Row(name, kind, LEFT_ALONE, why_not or _NOT_CHOSEN.get(kind, "not chosen")))
-    return Report(rows)
+    return Report(rows, notes_on(model))
 
 
 def _how(module: Any) -> str:

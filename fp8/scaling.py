@@ -16,7 +16,7 @@ from .formats import FORMATS, Format
 from .quantize import quantize
 from .rounding import LAYOUTS
 
-__all__ = ["RULES", "SCALINGS", "Scaling", "delayed_scale", "scale_of", "scaled_tiles"]
+__all__ = ["RULES", "SCALINGS", "Scaling", "delayed_scale", "in_format", "scale_of", "scaled_tiles"]
 
 aten = torch.ops.aten
 
@@ -166,6 +166,23 @@ def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     amax = _largest(x.detach(), dims).to(dtype)
     return _defined(RULES[rule](amax, format), amax)
+
+
+def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """``x`` in units of its scale, in the format's torch dtype; and the scale, by the rule "up".
+
+    x: float32, any shape; rounded once, to the nearest, ties to even. Inf becomes NaN where the
+    format has none. Beside Inf or NaN, where the scale is 1, what exceeds the format becomes what
+    Inf does.
+    """
+    assert format.dtype is not None
+    scale = scale_of(x, None, format, "up") if x.numel() else x.new_ones(())
+    units = x / scale
+    # torch's own casts do not agree on what overflows.
+    units = torch.where(units.abs() <= format.max, units, units * torch.inf)
+    if not format.infinity:
+        units = torch.where(units.isinf(), torch.nan, units)
+    return units.to(format.dtype), scale
 
 
 def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,3 +40,14 @@ def run_ranks(worker: Path, world: int, store: Path, timeout: float = 200) -> li
         assert rank.returncode == 0, output
         assert f"rank {i} done" in output
     return outputs
+
+
+def as_rank(check: Callable[[int, Path], None], world: int) -> None:
+    """The main program of a worker: ``check(rank, store)`` in a process group of gloo."""
+    rank, store = int(sys.argv[1]), Path(sys.argv[2])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    check(rank, store)
+    dist.barrier()
+    dist.destroy_process_group()
+    print("rank", rank, "done", flush=True)
+    os._exit(0)  # a thread of gloo that is not joined yet aborts a regular exit

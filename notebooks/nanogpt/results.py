@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -12,9 +13,17 @@ from typing import Any
 
 import torch
 
+from fp8.files import write_atomically
+
 from .train import Training
 
 BASELINE = "fp32"  # the variant that gaps and ratios refer to
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Standard JSON: raises ValueError for NaN and infinity, so turn those into None first."""
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def machine(device: torch.device, threads: int) -> dict[str, Any]:

@@ -18,18 +18,14 @@ from typing import Any
 
 import torch
 
-from .checkpoint import (
-    CheckpointError,
-    load_checkpoint,
-    save_checkpoint,
-    write_atomically,
-    write_json,
-)
+from fp8.files import CheckpointError, load_checkpoint, save_checkpoint, write_atomically
+
 from .data import Corpus
 from .gradients import flushed_share
+from .parallel import ALONE, Ranks
 from .plot import plot_runs
 from .progress import Progress
-from .results import machine, run_result, summary
+from .results import machine, run_result, summary, write_json
 from .settings import Settings
 from .train import Training, deterministic, train
 from .variants import VARIANTS, build_model
@@ -51,6 +47,7 @@ class Session:
     threads: int
     compile: bool = False
     sample: int = 160  # characters to sample from each model at the end
+    ranks: Ranks = ALONE
 
     def checkpoints(self) -> dict[tuple[str, int], Path]:
         """The file of each variant and seed, in the order of training."""
@@ -77,6 +74,18 @@ class Session:
             "compile": self.compile,
             "sample": self.sample,
             "torch": torch.__version__,
+            **self._parallel(),
+        }
+
+    def _parallel(self) -> dict[str, Any]:
+        """Nothing for a single process."""
+        if self.ranks.kind is None:
+            return {}
+        communication = "fp8" if self.ranks.fp8 else "fp32"
+        return {
+            "parallel": self.ranks.kind,
+            "processes": self.ranks.world,
+            "communication": communication,
         }
 
 
@@ -112,7 +121,8 @@ def run(session: Session) -> list[dict[str, Any]]:
     with deterministic(session.threads):
         for (variant, seed), path in session.checkpoints().items():
             runs.append(_train_one(session, variant, seed, path))
-            _write_results(session, runs)
+            if session.ranks.first:
+                _write_results(session, runs)
     return runs
 
 
@@ -124,11 +134,13 @@ def _train_one(session: Session, variant: str, seed: int, path: Path) -> dict[st
     training = _start(session, variant, seed)
     flushed = _restore(training, state, path) if state else {"start": flushed_share(training)}
     name = variant if len(session.seeds) == 1 else f"{variant} seed {seed}"
-    with Progress(name, start=training.step, total=session.settings.iters) as progress:
+    quiet = not session.ranks.first
+    total = session.settings.iters
+    with Progress(name, start=training.step, total=total, quiet=quiet) as progress:
         train(
             training,
             progress,
-            save=lambda: save_checkpoint(path, {**training.state_dict(), "flushed": flushed}),
+            save=lambda: _save(session, path, {**training.state_dict(), "flushed": flushed}),
         )
     flushed["end"] = flushed_share(training)
     result = run_result(
@@ -138,8 +150,14 @@ def _train_one(session: Session, variant: str, seed: int, path: Path) -> dict[st
         flushed=flushed,
         sample=_sample(training, session),
     )
-    save_checkpoint(path, {**training.state_dict(), "result": json.dumps(result)})
+    _save(session, path, {**training.state_dict(), "result": json.dumps(result)})
     return result
+
+
+def _save(session: Session, path: Path, state: dict[str, Any]) -> None:
+    """Every process has the whole state; the first one writes it."""
+    if session.ranks.first:
+        save_checkpoint(state, path)
 
 
 def _start(session: Session, variant: str, seed: int) -> Training:
@@ -153,6 +171,7 @@ def _start(session: Session, variant: str, seed: int) -> Training:
         seed=seed,
         autocast=VARIANTS[variant].autocast,
         compile=session.compile,
+        ranks=session.ranks,
     )
 
 
@@ -162,7 +181,7 @@ def _restore(training: Training, state: dict[str, Any], path: Path) -> dict[str,
         training.load_state_dict(state)
         return dict(state["flushed"])
     except (ValueError, KeyError) as error:
-        raise CheckpointError(f"corrupt checkpoint {path}: {error}") from error
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _sample(training: Training, session: Session) -> str:

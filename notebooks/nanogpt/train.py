@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unit_scaling import batch_multiplier
+
 from .data import Corpus, window_starts, windows
+from .parallel import ALONE, Ranks, distribute, load, whole
 from .progress import Progress
 from .settings import Settings
 
@@ -78,20 +81,24 @@ class Training:
         seed: int = 0,
         autocast: torch.dtype | None = None,
         compile: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`model` is trained where it is; `autocast` is the dtype of torch.autocast, if any."""
         self.model, self.settings, self.seed, self.autocast = model, settings, seed, autocast
         self.device = next(model.parameters()).device
-        self._call = torch.compile(model) if compile else model
-        self.optimizer = make_optimizer(model, lr, settings)
-        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self.ranks = ranks
         self._train, self._val = corpus.train.to(self.device), corpus.val.to(self.device)
         self._starts = self._draw(self._train, settings.iters, seed)
+        call, self._hook = distribute(model, ranks, self._rehearse)
+        self._call = torch.compile(call) if compile else call
+        self.optimizer = make_optimizer(model, lr, settings)
+        self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0
         self.batch_loss = torch.full((settings.iters,), math.nan, device=self.device)
         self.curves: dict[str, list[float]] = {"step": [], "train": [], "val": []}
         self.seconds_per_step: list[float] = []
-        torch.manual_seed(seed)  # dropout's numbers do not depend on what building the model drew
+        # Dropout's numbers do not depend on what building the model drew.
+        torch.manual_seed((seed + ranks.rank) % 2**63)
 
     def _draw(self, tokens: Tensor, batches: int, seed: int) -> Tensor:
         shape = (batches, self.settings.batch_size)
@@ -104,6 +111,16 @@ class Training:
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             _, loss = call(idx, targets)
         return loss
+
+    def _rehearse(self, model: nn.Module) -> None:
+        """Calls the model in every way in which it will be called."""
+        for training in (True, False):
+            model.train(training)
+            for starts in (self._starts[0], self.ranks.share(self._starts[0])):
+                self._loss(model, self._train, starts)
+        for length in (1, 2):  # as it samples
+            model(self._train[None, :length])
+        model.train()
 
     def example_loss(self) -> Tensor:
         """The loss of the first training batch, never compiled: its gradients can be hooked."""
@@ -121,6 +138,7 @@ class Training:
         started = time.perf_counter()
         for step in range(first, stop):
             self._train_step(step)
+        self.ranks.average_(self.batch_loss[first:stop])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds_per_step.append((time.perf_counter() - started) / (stop - first))
@@ -132,7 +150,9 @@ class Training:
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._loss(self._call, self._train, self._starts[step])
+        # What a unit-scaled model scales by the batch sees the batch of all processes.
+        with batch_multiplier(self.ranks.world, averaged_over=self.ranks.world):
+            loss = self._loss(self._call, self._train, self.ranks.share(self._starts[step]))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimizer.step()
@@ -163,14 +183,18 @@ class Training:
         return due and (not self.curves["step"] or self.curves["step"][-1] != self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rest of the run depends on, and what it has measured so far."""
-        cuda = self.device.type == "cuda"
+        """All that the rest of the run depends on, and what it has measured so far.
+
+        The same on all processes, which call it together; rng has a row for each.
+        """
+        ranks, cuda = self.ranks, self.device.type == "cuda"
         return {
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None,
+            "model": whole(self.model.state_dict()),
+            "optimizer": whole(self.optimizer.state_dict()),
+            "hook": None if self._hook is None else self._hook.state_dict(),
+            "rng": ranks.of_all(torch.get_rng_state()),
+            "cuda_rng": ranks.of_all(torch.cuda.get_rng_state(self.device)) if cuda else None,
             "batch_loss": self.batch_loss,
             "curves": self.curves,
             "seconds_per_step": self.seconds_per_step,
@@ -179,14 +203,15 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`. Raises ValueError if it is not that of such a run."""
         try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            load(self.model, self.optimizer, state["model"], state["optimizer"])
+            if self._hook is not None:
+                self._hook.load_state_dict(state["hook"])
             self.batch_loss.copy_(state["batch_loss"])
             self.step, self.curves = state["step"], state["curves"]
             self.seconds_per_step = state["seconds_per_step"]
-            torch.set_rng_state(state["rng"])
+            torch.set_rng_state(state["rng"][self.ranks.rank])
             if self.device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+                torch.cuda.set_rng_state(state["cuda_rng"][self.ranks.rank], self.device)
         except (KeyError, RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"state does not fit the model: {reason}") from error

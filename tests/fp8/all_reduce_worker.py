@@ -3,11 +3,10 @@
 Gradients averaged in FP8 by groups of two and of four, compared with the float64 mean.
 """
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf, nan
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8
 from fp8.distributed import BLOCK, GROWTH, HookState, all_reduce_hook
+from tests.launch import as_rank
 
 WORLD = 4
 SIZES = (5000, 64, 7)  # no multiple of anything; fewer elements than blocks
@@ -198,8 +198,7 @@ def check_model(group: dist.ProcessGroup) -> None:
             assert not torch.equal(a, b)
 
 
-def main(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+def main(rank: int, store: Path) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     alone = [dist.new_group([r]) for r in range(WORLD)][rank]
     for group in (pairs[rank // 2], dist.group.WORLD):
@@ -213,11 +212,7 @@ def main(rank: int, store: str) -> None:
         print(f"{dist.get_world_size(group)} ranks: {check_bytes(group):.4f} of the bytes")
     x = torch.randn(100)
     assert torch.equal(reduced(x, HookState(alone)), x)
-    dist.barrier()
-    dist.destroy_process_group()
-    print("rank", rank, "done", flush=True)
-    os._exit(0)  # a thread of gloo that is not joined yet aborts a regular exit
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    as_rank(main, WORLD)

@@ -35,11 +35,11 @@ def test_every_flipped_bit_and_every_cut_is_refused(saved: Path):
         damaged = bytearray(content)
         damaged[position] ^= 1 << position % 8
         saved.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="model.pt: (damaged|cut short)"):
+        with pytest.raises(CheckpointError, match=r"model.pt: (damaged|cut short)"):
             load_checkpoint(saved)
     for size in (0, 1, 70, 71, len(content) // 2, len(content) - 1):
         saved.write_bytes(content[:size])
-        with pytest.raises(CheckpointError, match="model.pt: (damaged|cut short)"):
+        with pytest.raises(CheckpointError, match=r"model.pt: (damaged|cut short)"):
             load_checkpoint(saved)
     saved.write_bytes(content)
     load_checkpoint(saved)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8.files import save_checkpoint
 from notebooks.nanogpt.cli import main
 
 MANY = {"variants": "fp32,unit_scaled_fp8", "seeds": "0,1", "dropout": 0.2, "iters": 40}
@@ -79,10 +80,14 @@ def test_a_corrupt_checkpoint_is_refused(prepared: Path, argv, refused) -> None:
     path = prepared / "checkpoints" / "fp32-seed0.pt"
     path.write_bytes(b"PK\x03\x04 not a checkpoint")
     message = refused(argv("--resume", out=prepared), unchanged=prepared)
-    assert f"corrupt checkpoint {path}" in message
-    torch.save([1, 2], path)
+    assert f"{path}: cut short, or no checkpoint" in message
+    save_checkpoint([1, 2], path)
     assert "holds a list" in refused(argv("--resume", out=prepared), unchanged=prepared)
-    torch.save({"variant": "fp32", "seed": 0}, path)
+    save_checkpoint({"variant": "fp32", "seed": 0}, path)
+    content = path.read_bytes()
+    path.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])
+    assert f"{path}: damaged" in refused(argv("--resume", out=prepared), unchanged=prepared)
+    path.write_bytes(content)
     assert "state does not fit" in refused(argv("--resume", out=prepared), unchanged=prepared)
 
 

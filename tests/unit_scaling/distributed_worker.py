@@ -4,9 +4,8 @@ Each trains on its half of a batch, and compares with the whole batch in one pro
 """
 
 import copy
-import os
-import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import unit_scaling as uu
+from tests.launch import as_rank
 from unit_scaling import functional as U
 from unit_scaling.transforms import unit_scale
 
@@ -90,8 +90,7 @@ def check(model: nn.Module, distribute: Callable[[nn.Module], nn.Module], calls:
     torch.testing.assert_close(result, expected)
 
 
-def main(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+def main(rank: int, store: Path) -> None:
     torch.manual_seed(0)
     model = Model().double()
     for calls in (1, CALLS):
@@ -104,11 +103,7 @@ def main(rank: int, store: str) -> None:
         sharded(copy.deepcopy(scaled), [])(torch.zeros(2, 2, dtype=torch.int64))
     scaled(torch.zeros(2, 2, dtype=torch.int64))  # is recorded before it is sharded
     check(copy.deepcopy(scaled), lambda m: sharded(m, [m[2]]), 1)
-    dist.barrier()
-    dist.destroy_process_group()
-    print("rank", rank, "done", flush=True)
-    os._exit(0)  # a thread of gloo that is not joined yet aborts a regular exit
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    as_rank(main, WORLD)

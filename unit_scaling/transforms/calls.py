@@ -34,9 +34,10 @@ __all__ = [
 
 TRANSPARENT = frozenset(
     (
-        "bfloat16 clone contiguous double dropout expand expand_as flatten float half movedim "
-        "permute repeat reshape select squeeze swapaxes t to transpose type type_as unflatten "
-        "unsqueeze view view_as __getitem__ narrow index_select chunk split unbind flip roll"
+        "bfloat16 broadcast_to clone contiguous double dropout expand expand_as flatten float half "
+        "moveaxis movedim permute ravel repeat repeat_interleave reshape select squeeze swapaxes "
+        "swapdims t tile to transpose type type_as unflatten unsqueeze view view_as __getitem__ "
+        "narrow index_select chunk split unbind flip roll"
     ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""

@@ -83,6 +83,15 @@ class Flow:
                 reached.add(index)
         return sorted(reached - {start})
 
+    def is_waist(self, index: int) -> bool:
+        """Whether all that the node depends on goes on through it alone."""
+        seen, todo = {index}, [index]
+        while todo:
+            new = set(self.sources[todo.pop()]) - seen
+            seen |= new
+            todo += new
+        return all(seen.issuperset(self.readers[i]) for i in seen - {index})
+
     def up(self, index: int, kinds: Iterable[str]) -> int | None:
         """The source of a call of one of these kinds; None for another, or with more sources."""
         sources = self.sources[index]
