@@ -1,4 +1,4 @@
-"""``python -m fp8``: the tables (formats, recipes, levels) and what this machine can run (doctor)."""
+"""``python -m fp8``: tables (formats, recipes, levels) and what this machine can run (doctor)."""
 
 from __future__ import annotations
 
