@@ -3,20 +3,18 @@
 python -m benchmarks.zoo [NAME ...] [--residual RULE]
 
 Small configurations of the architectures in the transformers library, with random weights: each is
-transformed, makes one training step, and is measured by `uu.verify`. Writes docs/models.md and
-benchmarks/results/zoo.json; with names, only prints what it finds out about those models.
+transformed, makes one training step, and is measured by `uu.verify`. With names or a rule, only
+prints what it finds out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +22,7 @@ from torch import nn
 
 import unit_scaling as uu
 from benchmarks.architectures import ZOO
-
-ROOT = Path(__file__).parents[1]
+from benchmarks.common import Row, report
 
 
 @dataclass
@@ -86,65 +83,41 @@ def examine(name: str, verbose: bool = False, **options: Any) -> Result:
     except (ValueError, TypeError, NotImplementedError) as error:
         result.result = f"refused: {str(error).splitlines()[0]}"
         return result
-    report = uu.report(model)
+    rows = uu.report(model)
     weights = {name for name, _ in model.named_parameters()}
-    calls = [row for row in report if f"{row.path}.{row.call}".lstrip(".") not in weights]
+    calls = [row for row in rows if f"{row.path}.{row.call}".lstrip(".") not in weights]
     counts = Counter(row.done for row in calls)
     result.scaled, result.unchanged = counts["scaled"], counts["unchanged"]
     result.left_alone = counts["left alone"]
-    result.residuals = sum(row.why.startswith("residual") for row in report)
+    result.residuals = sum(row.why.startswith("residual") for row in rows)
     result.activations = found.share("activation")
     result.weights = found.share("weight")
     result.gradients = found.share("gradient")
     if verbose:
-        print(report, "\n\n", found, sep="")
+        print(rows, "\n\n", found, sep="")
     return result
 
 
-def percent(share: float) -> str:
-    return "" if math.isnan(share) else f"{100 * share:.0f} %"
+def row(r: Result) -> Row:
+    """The line of a model: "verified" or what became of it."""
+    shares = {name: getattr(r, name) for name in ("activations", "weights", "gradients")}
+    return {
+        "name": r.name,
+        "kind": r.kind,
+        "scaled": r.scaled,
+        "unchanged": r.unchanged,
+        "left_alone": r.left_alone,
+        **{n: None if math.isnan(share) else round(share, 3) for n, share in shares.items()},
+        "result": "verified" if r.verified else r.result,
+    }
 
 
-def line(r: Result) -> list[str]:
-    counts = [str(n) for n in (r.scaled, r.unchanged, r.left_alone)]
-    shares = [percent(s) for s in (r.activations, r.weights, r.gradients)]
-    result = "verified" if r.verified else r.result
-    return [r.name, r.kind, *counts, *shares, result]
-
-
-HEADER = [
-    "model",
-    "kind",
-    "scaled",
-    "unchanged",
-    "left alone",
-    "activations",
-    "weights",
-    "gradients",
-    "result",
-]
-
-PREAMBLE = """\
-# Models
-
-Written by `python -m benchmarks.zoo`: architectures of the transformers library in small
-configurations with random weights, transformed by `unit_scale` and measured by `uu.verify` in
-one training step. Scaled, unchanged and left alone are calls of torch functions: scaled by a
-rule, in no need of a factor, and without a rule. Then the shares of tensors whose RMS is in
-[1/4, 4]: inputs and outputs of matrix products, convolutions, embeddings and attention; their
-weights; the gradients of all these but those of queries and keys. A model is verified if each
-share is 95 % or more."""
-
-
-def write(results: list[Result]) -> None:
-    lines = [HEADER, ["---"] * len(HEADER), *map(line, results)]
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    verified = sum(r.verified for r in results)
-    text = f"{PREAMBLE}\n\n{verified} of {len(results)} are verified.\n\n{table}\n"
-    (ROOT / "docs" / "models.md").write_text(text)
-    rows = [asdict(r) | {"verified": r.verified} for r in results]
-    text = json.dumps(rows, indent=1).replace("NaN", "null")
-    (ROOT / "benchmarks" / "results" / "zoo.json").write_text(text + "\n")
+QUESTION = """\
+what `unit_scale` makes of architectures of the transformers library, in small configurations with
+random weights, measured by `uu.verify` in one training step: calls of torch functions that are
+scaled by a rule, in no need of a factor, and without a rule; the shares of tensors with an RMS in
+[1/4, 4] among inputs and outputs of matrix products, convolutions, embeddings and attention, their
+weights, and the gradients of these but for queries and keys; verified where each is 0.95 or more"""
 
 
 def main() -> None:
@@ -155,12 +128,14 @@ def main() -> None:
     options = {"residual": given.residual} if given.residual else {}
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    results = []
+    rows = []
     for name in given.names or ZOO:
-        results.append(examine(name, verbose=len(given.names) == 1, **options))
-        print("  ".join(line(results[-1])), flush=True)
+        rows.append(row(examine(name, verbose=len(given.names) == 1, **options)))
+        print(*rows[-1].values(), sep="  ", flush=True)
     if not (given.names or options):
-        write(results)
+        verified = sum(r["result"] == "verified" for r in rows)
+        question = " ".join(QUESTION.split())
+        report("zoo", f"{question}: {verified} of {len(rows)}", rows)
 
 
 if __name__ == "__main__":

@@ -223,8 +223,6 @@ Written by `make docs` from benchmarks/results; `python -m benchmarks NAME` meas
 is the median of paired runs, candidate over baseline, with a 95 % confidence interval. What a
 target is missed by is said, with the reason as far as it is known."""
 
-_OWN_PAGE = ("zoo",)  # docs/models.md, which the benchmark writes
-
 # Keys of a row that are not shown: what the others are made of.
 _NOT_SHOWN = ("ms", "baseline_ms", "rounds", "ratio_low", "ratio_high", "losses")
 
@@ -254,8 +252,7 @@ def benchmark(path: Path) -> str:
 
 def render_benchmarks() -> str:
     """The text of docs/benchmarks.md."""
-    paths = [path for path in sorted(RESULTS.glob("*.json")) if path.stem not in _OWN_PAGE]
-    sections = [benchmark(path) for path in paths]
+    sections = [benchmark(path) for path in sorted(RESULTS.glob("*.json"))]
     return "\n\n".join([BENCHMARKS_PREAMBLE, *sections]) + "\n"
 
 

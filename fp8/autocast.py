@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from .activations import ACTIVATIONS
 from .checkpoint import checkpointed, in_reentrant
 from .history import AmaxHistory
 from .matmul import ACTIVE, Block, active_recipe, checked_backend
@@ -196,7 +197,19 @@ class autocast(TorchFunctionMode):
                 return EXPANDED[function](*args, **kwargs)
         elif function in OPAQUE:
             _leave(function, OPAQUE[function])
+        elif function in ACTIVATIONS:
+            result = _activation(function, args, kwargs)
+            if result is not NotImplemented:
+                return result
         return function(*args, **kwargs)
+
+
+def _activation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call in ACTIVATIONS; NotImplemented where the recipe leaves it as it is."""
+    recipe = active_recipe()
+    if recipe is None or recipe.saved_activations is None:
+        return NotImplemented
+    return ACTIVATIONS[function](recipe.saved_activations, *args, **kwargs)
 
 
 _REENTRANT = (

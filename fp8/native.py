@@ -19,6 +19,7 @@ from .function import apply
 from .kept import once
 from .quantize import quantize
 from .recipe import Cast, Recipe
+from .scaled_tensor import ScaledTensor, plain
 from .scaling import scale_of, scaled_tiles
 
 __all__ = [
@@ -115,16 +116,25 @@ class Stored(NamedTuple):
 def store(x: Tensor, spec: Spec, axis: int = -1) -> Stored:
     """``x`` under a spec, in bytes. axis: the one that the product sums over."""
     format = format_of(spec)
-    _, _, rule, tile, margin, _, rounding, overflow, random_bits, *_ = spec
+    _, rule, tile, margin, rounding, overflow, random_bits, *_ = spec
     assert format.dtype is not None
     scale = torch.ones((), dtype=torch.float32, device=x.device)
-    x = x.float()
+    x = plain(x, torch.float32)
     if rule is not None:
         tiles, dims = scaled_tiles(x, tile, axis)
         scale = scale_of(tiles, dims, format, rule) * 2.0**margin
         x = x / scale
     y = quantize(x, format, rounding=rounding, overflow=overflow, random_bits=random_bits)
     return Stored(y.to(format.dtype), scale)
+
+
+def _handed_on(x: Tensor, spec: Spec) -> Stored | None:
+    """The bytes and scale of a ScaledTensor in the format of a cast without scales; None of all
+    else."""
+    if not isinstance(x, ScaledTensor) or spec[1] is not None:
+        return None
+    same = x.stored.dtype == format_of(spec).dtype
+    return Stored(x.stored, x.scale) if same else None
 
 
 def multiply(a: Stored, b: Stored, factor: float, dtype: torch.dtype) -> Tensor:
@@ -228,10 +238,13 @@ def product(
     """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k) that the kernels take.
 
     casts: as in `fp8.matmul.Casts`. The gradient of the bias is s_b times the sum of the output's.
+    An a that was handed on in the format of its cast (`fp8.norm`) is not cast again: its bytes are
+    the operand.
     """
     for_a, for_b, grad_for_a, b_again, grad_for_b, a_again = casts
     with torch.no_grad():
-        left, right = store(a, for_a), store(b, for_b)
+        left = _handed_on(a, for_a) or store(a, for_a)
+        right = store(b, for_b)
         left_again = _again(a, left, for_a, a_again)
         right_again = _again(b, right, for_b, b_again)
     specs, name = (grad_for_a, grad_for_b), str(dtype).removeprefix("torch.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -70,6 +70,9 @@ class Cast:
     random_bits: int = 31
     hadamard: int = 0
 
+    text: ClassVar[str]
+    """Of an instance: its fields in one string, for the reason that `Format.text` has."""
+
     def __post_init__(self) -> None:
         format = get_format(self.format)
         _check("scaling", self.scaling, SCALINGS)
@@ -84,6 +87,10 @@ class Cast:
             raise ValueError(
                 f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
             )
+        inner = self.format.text if isinstance(self.format, Format) else self.format
+        numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits, self.hadamard)
+        names = (self.scaling, self.rule or "", self.rounding, self.overflow)
+        object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
 
     def _complete(self) -> None:
         """Puts in what the scaling usually has for a rule or tile that is None."""
@@ -176,19 +183,23 @@ class Recipe:
     weight: the second operand of a linear layer or convolution.
     grad: the gradient of the output.
     None leaves an operand as it is.
+    saved_activations: how activations (GELU, SiLU, GLU, and the two factors of a gate) keep their
+    input for the backward pass, which then computes the derivative there; ReLU keeps a bit for each
+    element. It takes no scaling by tiles and no history. None keeps what torch keeps.
     grad_input_weight, grad_weight_grad, grad_weight_input: another Cast (or None) of the weight,
     the gradient and the input for the product named first; "same" casts as above. Where a scale
     belongs to a row or block, each product casts anew, along the axis that it sums over, from the
     operand in high precision.
-    Raises TypeError for what is not a Cast, ValueError for a second cast with scaling "delayed" and
-    where only one operand of a product is
-    rotated, or one of the forward product.
+    Raises TypeError for what is not a Cast, ValueError for a second cast with scaling "delayed",
+    where only one operand of a product is rotated, or one of the forward product, and for saved
+    activations with a scale for each tile, a history or a rotation.
     """
 
     name: str
     input: Cast | None = None
     weight: Cast | None = None
     grad: Cast | None = None
+    saved_activations: Cast | None = None
     grad_input_weight: Cast | str | None = SAME
     grad_weight_grad: Cast | str | None = SAME
     grad_weight_input: Cast | str | None = SAME
@@ -196,7 +207,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"Recipe.name must be a name, not {self.name!r}")
-        for field in (*_OPERANDS, *_OVERRIDES):
+        for field in (*_OPERANDS, "saved_activations", *_OVERRIDES):
             cast = getattr(self, field)
             if not (
                 cast is None or isinstance(cast, Cast) or (field in _OVERRIDES and cast == SAME)
@@ -205,6 +216,11 @@ class Recipe:
                 raise TypeError(f"Recipe.{field} must be a Cast{same}, not {cast!r}")
             if field in _OVERRIDES and isinstance(cast, Cast) and cast.history:
                 raise ValueError(f'{field} cannot have scaling "delayed": one history, one cast')
+        saved = self.saved_activations
+        if saved is not None and (saved.tile != (0, 0) or saved.history or saved.hadamard):
+            raise ValueError(
+                f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
+            )
         for product in ("forward", "grad_input", "grad_weight"):
             sizes = [cast.hadamard if cast else 0 for cast in getattr(self, product)]
             if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, TypeVar, overload
 
-__all__ = ["LEFT_ALONE", "Report", "Row", "Rows", "as_table"]
+__all__ = ["LEFT_ALONE", "Report", "Row", "Rows", "as_table", "note", "notes_on"]
 
 T = TypeVar("T")
 
 LEFT_ALONE = "left alone"
+_NOTES = "fp8_notes"
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,13 @@ def as_table(cells: Sequence[Sequence[str]]) -> str:
     """Lines of equally many cells, in columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+
+
+def note(about: object, line: str) -> None:
+    """Keeps ``line`` for the reports on ``about``, a model."""
+    vars(about)[_NOTES] = (*notes_on(about), line)
+
+
+def notes_on(about: object) -> tuple[str, ...]:
+    """The lines kept by `note`."""
+    return vars(about).get(_NOTES, ())

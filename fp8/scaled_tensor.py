@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .formats import FORMATS, Format, get_format
 from .function import apply
-from .scaling import scale_of
+from .scaling import in_format
 
 __all__ = ["ScaledTensor", "keep_gradients_in", "plain", "scaled", "scaled_parameter"]
 
@@ -168,14 +168,8 @@ def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) ->
     if dtype not in DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise TypeError(f"a ScaledTensor stands for {allowed}, not {dtype}")
-    x = plain(x.detach(), torch.float32)
-    scale = scale_of(x, None, spec, "up") if x.numel() else x.new_ones(())
-    units = x / scale
-    # torch's own casts do not agree on what overflows.
-    units = torch.where(units.abs() <= spec.max, units, units * torch.inf)
-    if not spec.infinity:
-        units = torch.where(units.isinf(), torch.nan, units)
-    return ScaledTensor(units.to(spec.dtype), scale, dtype)
+    stored, scale = in_format(plain(x.detach(), torch.float32), spec)
+    return ScaledTensor(stored, scale, dtype)
 
 
 def plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -323,6 +317,13 @@ def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Ten
     return x._write(plain(source, torch.float32).to(x.device).expand_as(x))
 
 
+def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """How autograd begins a copy of a gradient in the layout of its parameter."""
+    if kwargs.pop("dtype", None) not in (None, x.dtype):
+        return NotImplemented
+    return ScaledTensor(func(x.stored, *args, **kwargs), torch.ones_like(x.scale), x.dtype)
+
+
 def _zero_(func: Any, x: ScaledTensor) -> ScaledTensor:
     if not x.whole:
         return x._write(x)
@@ -381,6 +382,7 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,
+    aten.new_empty_strided.default: _new_empty_strided,
     aten.zero_.default: _zero_,
     aten.mul.Tensor: _times,
     aten.mul.Scalar: _times,

@@ -17,11 +17,14 @@ __all__ = ["Gained", "bare_class", "gain", "lose"]
 
 
 class Gained:
-    """The base of every behaviour: a class with ``around``, mixed in before the module's own."""
+    """The base of every behaviour: a class that is mixed in before the module's own, with
+    ``around`` where it is about the forward."""
 
     #: The class that the module had, and what it has gained, in that order. Set by `gain`.
     _original: ClassVar[type[nn.Module]]
     _gained: ClassVar[tuple[type[Gained], ...]]
+    #: Those of them that have an ``around``.
+    _active: ClassVar[tuple[type[Gained], ...]]
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """The module's forward: what calls ``forward(*args, **kwargs)``, which is bound."""
@@ -59,13 +62,15 @@ def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return behaviour.around(self, functools.partial(inner, self), args, kwargs)
 
+    active = tuple(b for b in gained if b.around is not Gained.around)
     names = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "forward": forward,
         "_original": original,
         "_gained": gained,
+        "_active": active,
+        **({"forward": forward} if behaviour in active else {}),
     }
     return type(base.__name__, (behaviour, base), names)
 
@@ -79,11 +84,14 @@ def _become(module: nn.Module, gained: tuple[type[Gained], ...]) -> None:
     module.__class__ = _subclass(bare_class(module), gained)
 
 
-def gain(module: nn.Module, behaviour: type[Gained]) -> None:
-    """Gives ``module`` a behaviour, around those it has; nothing if it has it already."""
+def gain(module: nn.Module, behaviour: type[Gained], *, inside: bool = False) -> None:
+    """Gives ``module`` a behaviour, around those it has; nothing if it has it already.
+
+    inside: within those it has, for one that computes the forward itself.
+    """
     has = module._gained if isinstance(module, Gained) else ()
     if behaviour not in has:
-        _become(module, (*has, behaviour))
+        _become(module, (behaviour, *has) if inside else (*has, behaviour))
 
 
 def lose(module: nn.Module, behaviour: type[Gained]) -> None:

@@ -1,8 +1,8 @@
 """TransformerEngine: its Linear, LayerNorm and RMSNorm in a model, under its recipes, and back.
 
-Nothing of this has run on a GPU yet. What was checked without one: every call against the
-signatures of the published package, its recipe classes, and the walk with layers generated from
-those signatures.
+Nothing of this has run on a GPU yet. What was checked without one, with the Python of the published
+package: its recipes, its layers put into models and taken out, its contexts and update of scales;
+and training, with layers generated from its signatures.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def gelu(
     fwd, bwd = s["output"] / mult, s["input"] / mult
     input = input if mult == 1.0 else input * mult
     if fused.applies(input) and approximate in ("none", "tanh"):
-        return fused.activation(input, f"gelu_{approximate}", fwd, bwd)
+        return fused.activation(input, "gelu", fwd, bwd, approximate)
     return scale_output(F.gelu(input, approximate=approximate), fwd, bwd, fresh=True)
 
 

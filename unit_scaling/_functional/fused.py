@@ -14,42 +14,24 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from fp8.activations import KERNELS
 from fp8.function import apply
+from fp8.matmul import active_recipe
 
 __all__ = ["activation", "applies", "silu_glu"]
 
 aten = torch.ops.aten
 
 
-def _silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """``grad`` times the derivative of silu; torch's own kernel has no derivative."""
-    gate = torch.sigmoid(x)
-    return grad * gate * (1 + x * (1 - gate))
-
-
-# Name -> (function, its gradient, its gradient as a differentiable function).
-_KERNELS: dict[str, tuple[Any, Any, Any]] = {
-    "relu": (
-        torch.relu,
-        lambda g, x: aten.threshold_backward.default(g, x, 0),
-        lambda g, x: aten.threshold_backward.default(g, x, 0),
-    ),
-    "silu": (F.silu, aten.silu_backward.default, _silu_gradient),
-    **{
-        f"gelu_{approximate}": (
-            lambda x, a=approximate: F.gelu(x, approximate=a),
-            lambda g, x, a=approximate: aten.gelu_backward.default(g, x, approximate=a),
-            lambda g, x, a=approximate: aten.gelu_backward.default(g, x, approximate=a),
-        )
-        for approximate in ("none", "tanh")
-    },
-}
-
-
 def applies(*tensors: Tensor) -> bool:
-    """Whether the functions of this file are for these tensors: eager, plain, and of one shape."""
-    first = tensors[0]
-    return not torch.compiler.is_compiling() and all(
+    """Whether the functions of this file are for these tensors: eager, plain, and of one shape.
+
+    They keep their input as it is; a recipe that says otherwise sees to torch's functions.
+    """
+    first, recipe = tensors[0], active_recipe()
+    if torch.compiler.is_compiling() or (recipe is not None and recipe.saved_activations):
+        return False
+    return all(
         type(t) in (Tensor, nn.Parameter)
         and t.is_floating_point()
         and t.dtype == first.dtype
@@ -65,29 +47,29 @@ class _Activation(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, name: str, fwd: float, bwd: float) -> Tensor:
-        result: Tensor = _KERNELS[name][0](x)
+    def forward(x: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
+        result = KERNELS[name].function(x, *settings)
         return result.mul_(fwd)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, ctx.name, _, ctx.bwd = inputs
+        x, name, _, ctx.bwd, *ctx.settings = inputs
+        ctx.kernel = KERNELS[name]
         ctx.save_for_backward(x)
         ctx.save_for_forward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        _, kernel, derivative = _KERNELS[ctx.name]
+        none = [None] * (3 + len(ctx.settings))
         if torch.is_grad_enabled():
-            return derivative(grad, x) * ctx.bwd, None, None, None
-        return kernel(grad, x).mul_(ctx.bwd), None, None, None
+            return ctx.kernel.differentiable(grad, x, *ctx.settings) * ctx.bwd, *none
+        return ctx.kernel.gradient(grad, x, *ctx.settings).mul_(ctx.bwd), *none
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         (x,) = ctx.saved_tensors
-        _, _, derivative = _KERNELS[ctx.name]
-        return derivative(tangent, x) * ctx.bwd
+        return ctx.kernel.differentiable(tangent, x, *ctx.settings) * ctx.bwd
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -115,7 +97,12 @@ class _SiluGlu(Function):
         x, gate, activated = ctx.saved_tensors
         if torch.is_grad_enabled():
             scaled = grad * ctx.scale
-            return scaled * F.silu(gate), _silu_gradient(scaled * x, gate), None, None
+            return (
+                scaled * F.silu(gate),
+                KERNELS["silu"].differentiable(scaled * x, gate),
+                None,
+                None,
+            )
         dx = _scaled_product(grad, activated, ctx.scale)
         dactivated = _scaled_product(grad, x, ctx.scale)
         return dx, aten.silu_backward.default(dactivated, gate), None, None
@@ -127,13 +114,13 @@ class _SiluGlu(Function):
         if dx is not None:
             result = result + dx * activated
         if dgate is not None:
-            result = result + _silu_gradient(dgate * x, gate)
+            result = result + KERNELS["silu"].differentiable(dgate * x, gate)
         return result * ctx.scale
 
 
-def activation(input: Tensor, name: str, fwd: float, bwd: float) -> Tensor:
-    """``fwd * f(input)``; ``bwd`` times the gradient. name: a key of the table."""
-    return apply(_Activation, input, name, fwd, bwd)
+def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
+    """``fwd * f(input)``; ``bwd`` times the gradient. name: a key of `fp8.activations.KERNELS`."""
+    return apply(_Activation, input, name, fwd, bwd, *settings)
 
 
 def silu_glu(input: Tensor, gate: Tensor, scale: float) -> Tensor:

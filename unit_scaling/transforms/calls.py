@@ -28,15 +28,17 @@ __all__ = [
     "NEUTRAL",
     "POSITIVE",
     "PRODUCTS",
+    "RECURRENT",
     "SELECTIONS",
     "TRANSPARENT",
 ]
 
 TRANSPARENT = frozenset(
     (
-        "bfloat16 clone contiguous double dropout expand expand_as flatten float half movedim "
-        "permute repeat reshape select squeeze swapaxes t to transpose type type_as unflatten "
-        "unsqueeze view view_as __getitem__ narrow index_select chunk split unbind flip roll"
+        "bfloat16 broadcast_to clone contiguous double dropout expand expand_as flatten float half "
+        "moveaxis movedim permute ravel repeat repeat_interleave reshape select squeeze swapaxes "
+        "swapdims t tile to transpose type type_as unflatten unsqueeze view view_as __getitem__ "
+        "narrow index_select chunk split unbind flip roll"
     ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""
@@ -65,6 +67,11 @@ PRODUCTS = frozenset(
     ).split()
 )
 """Kinds that mix features: what makes a branch of a network more than a formula."""
+
+RECURRENT = frozenset(
+    name + cell for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")
+)
+"""Kinds that are whole layers, with products inside."""
 
 ATTENTION = frozenset(["scaled_dot_product_attention"])
 """Kinds that are attention in one call."""

@@ -41,7 +41,8 @@ _NOTHING: Decision = (None, "", "")
 def make_plan(graph: Graph, settings: Settings) -> Plan:
     """The plan for a recorded graph."""
     planner = _Planner(graph, settings)
-    plan = Plan(inner=planner.inner)
+    depths = planner.residuals.depths if settings.residual == "umup" else {}
+    plan = Plan(inner=planner.inner, depths=depths)
     for index, node in enumerate(graph.nodes):
         if node.function is None:
             continue
@@ -296,11 +297,12 @@ class _Planner:
         )
 
     def _selection(self, index: int, node: Node) -> Decision:
-        """A part of a value that nothing else reads: the rest of it gets no gradient."""
+        """A part of a value of which only parts are read: the rest of it gets no gradient."""
         whole = node.inputs[0]
-        share = node.numel / (whole.numel or 1)
-        alone = self.bridges[index] and len(self.flow.readers[whole.node]) == 1
-        if not (alone and 0 < share <= 0.5 and node.kind in SELECTIONS):
+        readers = [self.nodes[reader] for reader in self.flow.readers[whole.node]]
+        share = sum(reader.numel for reader in readers) / (whole.numel or 1)
+        parts = all(reader.kind in SELECTIONS for reader in readers)
+        if not (parts and 0 < share <= 0.5 and self.flow.is_waist(whole.node)):
             return _NOTHING
         step = Step(slots=((whole.slot, 1.0, share**-0.5),))
         return step, "scaled", f"gradient only: takes 1 in {1 / share:.3g}"

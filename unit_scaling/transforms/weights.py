@@ -47,6 +47,12 @@ def prepare(model: nn.Module, init: str) -> Weights:
             why = "parametrized: the weight is scaled where it is used"
             weights.rows.append(Row(path, leaf, "unchanged", why))
             tag(parameter, "weight" if parameter.dim() > 1 else "norm")
+        elif init == "unit" and _is_empty_token(parameter):
+            nn.init.normal_(parameter)
+            why = "a token of zeros, drawn from a standard normal"
+            weights.rows.append(Row(path, leaf, "unit scale", why))
+            weights.factors[name] = 1.0
+            tag(parameter, "weight")
         elif parameter.dim() > 1:
             factor, why = _rescale(parameter, init)
             done = "left alone" if why else "unit scale"
@@ -91,6 +97,17 @@ def _readout(model: nn.Module) -> str | None:
     if uses > 1 or len(linears) == 1:
         return None
     return f"{name}.weight" if name else "weight"
+
+
+@torch.no_grad()
+def _is_empty_token(parameter: nn.Parameter) -> bool:
+    """Whether it is one row of zeros, (1, 1, n), as class tokens are.
+
+    A norm of the row has no bound on its gradient, which is the only one where the model is read
+    off at this token.
+    """
+    row = parameter.dim() > 2 and parameter.numel() == parameter.shape[-1] > 1
+    return row and not parameter.is_meta and not bool(parameter.any())
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from fp8 import RECIPES, Cast, Recipe
 from fp8.adapters import te_recipe
 from fp8.adapters.te_recipe import delayed_scaling
 from tests.fp8.adapters import te_signatures, te_standin
-from tests.wheels import unpacked
 
 KINDS = {
     "unit": "DelayedScaling",
@@ -37,12 +36,6 @@ ENVIRONMENT = {
     "NVTE_NVFP4_4OVER6_ERR_MODE": "MSE",
 }
 """Everything that the defaults of the package read from the environment, turned around."""
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    requirement = f"transformer_engine=={te_signatures.VERSION}"
-    return unpacked(requirement, tmp_path_factory.mktemp("transformer_engine"))
 
 
 @pytest.fixture(params=["generated", "published"])

@@ -9,6 +9,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,8 @@ import fp8
 from fp8 import Cast, Recipe
 from fp8.adapters import transformer_engine
 from tests.fp8.adapters import te_standin
+
+ROOT = Path(__file__).parents[3]
 
 EXACT = {
     field: Cast(format=format, scaling="tensor", rule="exact")
@@ -355,9 +360,17 @@ def test_the_fast_path_of_the_encoder_does_not_skip_its_layers():
         assert torch.allclose(got, model(x), rtol=1e-5, atol=1e-5)
 
 
+def test_with_the_packages_own_python(wheel):
+    """Its real classes, contexts and update of scales, with mocks for what is compiled."""
+    pytest.importorskip("pydantic", reason="the package's recipes are pydantic dataclasses")
+    script = "tests.fp8.adapters.te_published"
+    run = [sys.executable, "-W", "ignore", "-m", script, str(wheel)]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "ok\n", done.stderr
+
+
 def test_without_the_library(monkeypatch):
     monkeypatch.undo()
-    pytest.importorskip("torch")
     try:
         import transformer_engine.pytorch  # noqa: F401
     except Exception:

@@ -1,0 +1,189 @@
+"""Accelerate: a model and an optimizer prepared for its `Accelerator`, in FP8 and at a level.
+
+In the place of ``Accelerator(mixed_precision="fp8")``, with Accelerate's own recipe objects or our
+recipes. What is documented of those objects is what is done: nothing is dropped for being some
+default, and what the library behind cannot do is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..convert import ADAPTERS, convert, revert
+from ..levels import initialize
+from ..recipe import Recipe
+from ..swap import Where
+from . import msamp, need
+from .te_recipe import delayed_scaling, format_of, te_recipe
+
+__all__ = ["prepare"]
+
+_TE_DEFAULTS = {"amax_history_len": 1024, "amax_compute_algo": "most_recent"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is to be done. recipe: ours, or one of the library of ``backend``."""
+
+    recipe: Any
+    backend: str
+    opt_level: str | None
+    where: Where | None
+    options: dict[str, Any]
+
+
+def prepare(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    recipe: Any = "unit",
+    backend: str = "auto",
+    opt_level: str | None = None,
+    where: Where | None = None,
+) -> tuple[Any, Any]:
+    """``accelerator.prepare(model, optimizer)``, of a model converted first: (model, optimizer).
+
+    Parameters stay the objects that they are, so optimizer, schedulers and ties need nothing done.
+    Data loaders and schedulers are prepared as ever, by ``accelerator.prepare``; so is the
+    optimizer where None is given. Checkpoints are those of Accelerate (``save_state``).
+
+    recipe: of ours, by name or not; or one of Accelerate's: TERecipeKwargs ("transformer_engine"),
+    AORecipeKwargs ("torchao"), MSAMPRecipeKwargs ("msamp"), each for the backend that it names.
+    backend: as in `fp8.convert`, or "msamp", which is `fp8.adapters.msamp.initialize`.
+    opt_level: one of `fp8.levels.LEVELS`; None: none of them ("O2" for "msamp"). With the layers of
+    TransformerEngine, "O1" and "O2" are about the states of the optimizer: weights and gradients
+    stay as these layers have them.
+    where: as in `fp8.convert`.
+
+    Raises ValueError for an Accelerator with mixed_precision="fp8", which would convert the model
+    once more ("no" and "bf16" are right), for a recipe object of another backend, and for settings
+    that nothing computes: an interval other than 1, override_linear_precision, the format E5M2.
+    """
+    need("accelerate")
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "Accelerator(mixed_precision='fp8') converts the model itself: make it with 'no' or "
+            "'bf16', and give its recipe object to this function"
+        )
+    plan = _plan(accelerator, model, recipe, backend, opt_level, where)
+    if plan.opt_level == "O3" and plan.backend in ADAPTERS:
+        raise ValueError(
+            f"opt_level 'O3' keeps weights in FP8, which the layers of {plan.backend!r} do not "
+            "take; they have 'O1' and 'O2'"
+        )
+    model = _converted(model, plan)
+    if plan.opt_level is not None:
+        model, optimizer = _leveled(model, optimizer, plan, plan.opt_level)
+    if optimizer is None:
+        return accelerator.prepare(model), None
+    return accelerator.prepare(model, optimizer)
+
+
+def _converted(model: nn.Module, plan: _Plan) -> nn.Module:
+    if plan.backend in ADAPTERS:
+        adapter = ADAPTERS[plan.backend]
+        adapter.its_recipe(plan.recipe)  # raises, before anything is changed
+        return adapter.convert(revert(model), plan.recipe, where=plan.where, **plan.options)
+    if plan.backend == "msamp":
+        return model
+    return convert(model, plan.recipe, backend=plan.backend, where=plan.where)
+
+
+def _leveled(
+    model: nn.Module, optimizer: Optimizer | None, plan: _Plan, opt_level: str
+) -> tuple[nn.Module, Optimizer]:
+    if plan.backend == "msamp":
+        return msamp.initialize(model, optimizer, opt_level, recipe=plan.recipe)
+    return initialize(model, optimizer, opt_level=opt_level, recipe=None)
+
+
+def _plan(
+    accelerator: Any,
+    model: nn.Module,
+    recipe: Any,
+    backend: str,
+    opt_level: str | None,
+    where: Where | None,
+) -> _Plan:
+    if isinstance(recipe, str | Recipe):
+        level = opt_level or ("O2" if backend == "msamp" else None)
+        return _Plan(recipe=recipe, backend=backend, opt_level=level, where=where, options={})
+    wanted = _backend_of(recipe)
+    if backend not in ("auto", wanted):
+        kind = type(recipe).__name__
+        raise ValueError(f"{kind} is for backend {wanted!r}, got {backend!r}")
+    if wanted == "msamp":
+        level = opt_level or recipe.opt_level or "O2"
+        return _Plan(recipe="unit", backend=wanted, opt_level=level, where=where, options={})
+    options: dict[str, Any] = {}
+    if wanted == "transformer_engine":
+        chosen = _te(recipe)
+        options["in_eval"] = bool(recipe.use_autocast_during_eval)
+    else:
+        chosen = _ao(accelerator, recipe)
+        where = where or _ao_where(model, recipe.module_filter_func)
+    return _Plan(recipe=chosen, backend=wanted, opt_level=opt_level, where=where, options=options)
+
+
+def _backend_of(recipe: Any) -> str:
+    kinds = {kind.__name__ for kind in type(recipe).__mro__}
+    if "FP8RecipeKwargs" in kinds:  # both of the others, and says which
+        return {"TE": "transformer_engine", "MSAMP": "msamp"}[recipe.backend]
+    for name, backend in _KINDS.items():
+        if name in kinds:
+            return backend
+    raise TypeError(
+        f"recipe must be a name, a Recipe or one of {', '.join(_KINDS)}, not "
+        f"{type(recipe).__name__}"
+    )
+
+
+_KINDS = {
+    "TERecipeKwargs": "transformer_engine",
+    "AORecipeKwargs": "torchao",
+    "MSAMPRecipeKwargs": "msamp",
+}
+"""Accelerate's recipe objects -> the backend that each is for."""
+
+
+def _te(given: Any) -> Any:
+    """TransformerEngine's recipe for a TERecipeKwargs, each option as it stands there."""
+    if not given.use_mxfp8_block_scaling:
+        return delayed_scaling(
+            margin=given.margin,
+            fp8_format=given.fp8_format,
+            amax_history_len=given.amax_history_len,
+            amax_compute_algo=given.amax_compute_algo,
+            interval=given.interval,
+            override_linear_precision=given.override_linear_precision,
+        )
+    for name, default in {**_TE_DEFAULTS, "margin": 0, "interval": 1}.items():
+        if getattr(given, name) != default:
+            raise ValueError(
+                f"{name}={getattr(given, name)!r} is no option of MXFP8 block scaling: its scales "
+                "have no history and no margin"
+            )
+    made = te_recipe("mxfp8")
+    made.fp8_format = format_of(given.fp8_format)
+    return made
+
+
+def _ao(accelerator: Any, given: Any) -> Any:
+    """The configuration of an AORecipeKwargs. Its all-gather in FP8 is for FSDP2 and does nothing
+    without it; torchao would replace the parameters all the same."""
+    if getattr(accelerator, "is_fsdp2", False):
+        return given.config
+    return dataclasses.replace(given.config, enable_fsdp_float8_all_gather=False)
+
+
+def _ao_where(model: nn.Module, chosen: Any) -> Where:
+    """The layers of Accelerate: those that the function names, else all but the first and last."""
+    if chosen is not None:
+        return lambda name, layer: bool(chosen(layer, name))
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return lambda name, layer: name not in (names[0], names[-1])

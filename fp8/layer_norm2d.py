@@ -1,0 +1,196 @@
+"""Layer norm over the channels of each pixel, in the memory format that it is given.
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias        mean, var: over the channels
+
+Compiled code is made from the formulas below. Eager code on a CPU has torch's kernel for channels
+that lie together (and a copy where they do not), on a CUDA device with Triton the kernels in
+`fp8.layer_norm2d_kernels`: one pass forward and one backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from . import layer_norm2d_kernels as kernels
+from .function import apply
+
+__all__ = ["layer_norm2d"]
+
+aten = torch.ops.aten
+
+
+def layer_norm2d(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """`torch.nn.functional.layer_norm` over dimension 1, as in ConvNeXt.
+
+    input: (batch, channels, ...), floating point, any strides, which the result has too where they
+    are dense: contiguous stays contiguous and channels-last stays channels-last. weight, bias:
+    (channels,) or None, of any floating-point dtype. eps: added to the variance.
+    Computed in float32 (float64 for float64), the variance from the differences to the mean, and
+    rounded once to the dtype of input, which the result has; so are the gradients, each to the
+    dtype of its tensor. `torch.autocast` changes nothing. NaN and Inf make their pixel NaN.
+    Raises ValueError for an input of fewer than two dimensions and for a weight or bias of another
+    shape, TypeError for an input that is not floating point.
+    """
+    _check(input, weight, bias)
+    if torch.compiler.is_exporting():
+        return _normalized(input, weight, bias, eps)[0]
+    output: Tensor = apply(_LayerNorm2d, input, weight, bias, eps)[0]
+    return output
+
+
+def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    if input.dim() < 2:
+        raise ValueError(f"layer_norm2d takes (batch, channels, ...), got {input.dim()} dimensions")
+    if not input.is_floating_point():
+        raise TypeError(f"layer_norm2d takes a floating-point input, got {input.dtype}")
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.shape != input.shape[1:2]:
+            raise ValueError(
+                f"{name} must have shape ({input.shape[1]},), got {tuple(value.shape)}"
+            )
+
+
+def scripted(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm2d` for TorchScript, which has no autograd functions: torch's kernel, and a copy
+    where the channels did not lie together."""
+    last = input.movedim(1, -1)
+    output = F.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
+    return output.contiguous() if input.is_contiguous() else output
+
+
+class _LayerNorm2d(Function):
+    """(output, mean, 1/sqrt(var + eps)); only the first is to be used, and has a gradient. The
+    others are in the dtype of computation, with one channel."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            return _normalized(x, weight, bias, eps)
+        if kernels.take(x):
+            return kernels.forward(x, weight, bias, eps)
+        return (_native if x.device.type == "cpu" else _normalized)(x, weight, bias, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, ctx.eps = inputs
+        _, mean, rstd = output
+        ctx.mark_non_differentiable(mean, rstd)
+        # Tensors alone: compiled, saved_tensors leaves out None.
+        ctx.save_for_backward(x, mean, rstd, *(t for t in (weight, bias) if t is not None))
+        ctx.present = [t is not None for t in (weight, bias)]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, *rest = ctx.saved_tensors
+        weight = rest.pop(0) if ctx.present[0] else None
+        bias = rest.pop(0) if ctx.present[1] else None
+        if torch.compiler.is_compiling():
+            result = _gradients(grad, x, mean, rstd, weight)
+        elif torch.is_grad_enabled():  # a gradient that will be differentiated again
+            mean, rest, rstd = _statistics(wide(x, x), ctx.eps)
+            result = _gradients(grad, x, mean + rest, rstd, weight)
+        elif kernels.take(x):
+            result = kernels.backward(grad, x, mean, rstd, weight)
+        else:
+            chosen = _native_gradients if x.device.type == "cpu" else _gradients
+            result = chosen(grad, x, mean, rstd, weight)
+        like = zip(result, (x, weight, bias), strict=True)
+        return *(None if t is None else g.to(t.dtype) for g, t in like), None
+
+
+def wide(x: Tensor, value: Any) -> Any:
+    """``value`` in the dtype in which a norm of ``x`` is computed; None stays None."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return None if value is None else value.to(dtype)
+
+
+def _across(x: Tensor, value: Tensor) -> Any:
+    """``value`` (channels,), in the dtype of computation, to be broadcast to ``x``."""
+    return wide(x, value).view(-1, *[1] * (x.dim() - 2))
+
+
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, d, 1/sqrt(var + eps)), where m + d is the mean over the channels of ``x``.
+
+    m is the mean as a sum of n numbers has it; d, the mean of x - m, is what rounding took from it,
+    and corrects the variance too (Chan, Golub and LeVeque 1983, the corrected two-pass algorithm).
+    """
+    # A product with 1/n, not a division by n: compiled code does it once more for each element.
+    share = 1.0 / x.shape[1]
+    mean = x.sum(1, keepdim=True) * share
+    centred = x - mean
+    rest = centred.sum(1, keepdim=True) * share
+    var = (centred.square().sum(1, keepdim=True) * share - rest.square()).clamp_min(0.0)
+    return mean, rest, torch.rsqrt(var + eps)
+
+
+def _normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, rest, rstd = _statistics(wide(x, x), eps)
+    y = (wide(x, x) - mean - rest) * rstd
+    if weight is not None:
+        y = y * _across(x, weight)
+    if bias is not None:
+        y = y + _across(x, bias)
+    return y.to(x.dtype), mean + rest, rstd
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of input, weight and bias, in the dtype of computation.
+
+    With n = (x - mean) rstd and g = grad weight: rstd (g - mean(g) - n mean(g n)), means over the
+    channels; grad n and grad, summed over the pixels.
+    """
+    grad, normal = wide(x, grad), (wide(x, x) - mean) * rstd
+    pixels = [0, *range(2, x.dim())]
+    dweight, dbias = (grad * normal).sum(pixels), grad.sum(pixels)
+    g = grad if weight is None else grad * _across(x, weight)
+    share = 1.0 / x.shape[1]
+    along = normal * ((g * normal).sum(1, keepdim=True) * share)
+    dx = (g - g.sum(1, keepdim=True) * share - along) * rstd
+    return dx, dweight, dbias
+
+
+def _native(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_normalized` by torch's kernel. With 16-bit parameters it would keep 16-bit statistics."""
+    last = x.movedim(1, -1)
+    weight = x.new_ones(x.shape[1:2]) if weight is None else weight
+    bias = x.new_zeros(x.shape[1:2]) if bias is None else bias
+    result = aten.native_layer_norm.default(
+        last, last.shape[-1:], wide(x, weight), wide(x, bias), eps
+    )
+    y, mean, rstd = (t.movedim(-1, 1) for t in result)
+    return _laid_out_as(x, y), mean, rstd
+
+
+def _native_gradients(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_gradients` by torch's kernel, which sums in the dtype that it is given."""
+    weight = wide(x, x.new_ones(x.shape[1:2]) if weight is None else weight)
+    g, last, *statistics = (wide(x, t).movedim(1, -1) for t in (grad, x, mean, rstd))
+    dx, dweight, dbias = aten.native_layer_norm_backward.default(
+        g, last, last.shape[-1:], *statistics, weight, weight, [True, True, True]
+    )
+    return _laid_out_as(x, dx.movedim(-1, 1)), dweight, dbias
+
+
+def _laid_out_as(x: Tensor, y: Tensor) -> Tensor:
+    like = torch.empty_like(x)
+    return y if y.stride() == like.stride() else like.copy_(y)

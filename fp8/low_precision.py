@@ -1,0 +1,203 @@
+"""The norms of a model in low precision, and back: `low_precision_norms`, `revert_norms`, and
+Composer's `apply_low_precision_layernorm`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from . import norm
+from .report import LEFT_ALONE, Report, Row
+from .subclass import Gained, bare_class, gain, lose
+
+__all__ = [
+    "NORMS",
+    "PRECISIONS",
+    "NoEffectWarning",
+    "apply_low_precision_layernorm",
+    "low_precision_norms",
+    "norm_report",
+    "revert_norms",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+NORMS: dict[type[nn.Module], Callable[[Any, Tensor, torch.dtype | None], Tensor]] = {
+    nn.LayerNorm: lambda m, x, dtype: norm.layer_norm(
+        x, m.normalized_shape, m.weight, m.bias, m.eps, dtype=dtype
+    ),
+    nn.RMSNorm: lambda m, x, dtype: norm.rms_norm(
+        x, m.normalized_shape, m.weight, m.eps, dtype=dtype
+    ),
+    nn.GroupNorm: lambda m, x, dtype: norm.group_norm(
+        x, m.num_groups, m.weight, m.bias, m.eps, dtype=dtype
+    ),
+    norm.LayerNorm2d: lambda m, x, dtype: norm.layer_norm2d(
+        x, m.weight, m.bias, m.eps, dtype=dtype
+    ),
+}
+"""The norms that run in low precision, with the subclasses that keep their forward: type -> how."""
+
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "amp": torch.float16,
+    "amp_fp16": torch.float16,
+    "amp_bf16": torch.bfloat16,
+    "amp_fp8": None,
+    "fp32": None,
+    "fp16": None,
+    "bf16": None,
+}
+"""Composer's name of a precision -> the dtype of its norms; None: no effect, they run in the dtype
+of their input already."""
+
+
+class NoEffectWarning(UserWarning):
+    """Nothing was changed, as Composer's warning of this name says."""
+
+
+class _LowPrecision(Gained):
+    """A norm in ``norm_dtype``, or where that is None in the dtype of the enclosing autocast."""
+
+    norm_dtype: torch.dtype | None
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["input"]
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if x.dtype == torch.float64 or not (autocast or self.norm_dtype):
+            return forward(*args, **kwargs)
+        y = NORMS[_kind(self)](self, x, self.norm_dtype)
+        return y if autocast else y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        own = super().extra_repr()  # type: ignore[misc]
+        return f"{own}, low_precision={_dtype_name(self)}"
+
+
+def low_precision_norms(
+    model: M,
+    precision: str | None = None,
+    *,
+    where: Callable[[str, nn.Module], bool] | None = None,
+) -> M:
+    """Has the norms of ``model`` (`NORMS`) compute in 16 bits; returns ``model``.
+
+    In place, and each stays what it is: the same parameters, of the same dtype, frozen or shared as
+    they were, the same type, eps, hooks and names, so that optimizers and checkpoints see the model
+    that they know. `norm_report` has one row for each norm; `revert_norms` undoes it. A model
+    changed before gets the new precision.
+
+    precision: a name in `PRECISIONS`, in any case, or Composer's enum. None: the dtype of the
+    enclosing `torch.autocast` of the input's device, and outside of one no effect. A dtype that is
+    named holds everywhere; outside of autocast, where nothing casts for the next layer, the result
+    is handed back in the dtype of the input. One without effect changes nothing.
+    where: (name, norm) -> whether to change it; None changes every norm.
+    float64 inputs stay in float64. Raises TypeError for what is not a module, ValueError for an
+    unknown precision.
+
+    >>> import torch, fp8
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    >>> model = fp8.low_precision_norms(model)
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     print(model(torch.randn(2, 4)).dtype)
+    torch.bfloat16
+    >>> print(fp8.norm_report(model))
+    module  type       done           why
+    1       LayerNorm  low precision  the dtype of autocast
+    <BLANKLINE>
+    1 low precision
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"low_precision_norms needs an nn.Module, got {type(model).__name__}")
+    dtype = _dtype(precision)
+    if precision is not None and dtype is None:
+        return model
+    for name, module in _norms(model):
+        if _kind(module) in NORMS and (where is None or where(name, module)):
+            gain(module, _LowPrecision, inside=True)
+            module.norm_dtype = dtype  # type: ignore[assignment]
+    return model
+
+
+def revert_norms(model: M) -> M:
+    """Takes back what `low_precision_norms` did, in place; returns ``model``."""
+    for module in model.modules():
+        if isinstance(module, _LowPrecision):
+            lose(module, _LowPrecision)
+            del module.norm_dtype
+    return model
+
+
+def norm_report(model: nn.Module) -> Report:
+    """One row for every norm: in which precision, or left alone and why.
+
+    A norm is one of `NORMS`, or a layer without layers of its own that is called one. Of a norm
+    that several names share, the first counts.
+    """
+    rows = []
+    for name, module in _norms(model):
+        kind = bare_class(module).__name__
+        if isinstance(module, _LowPrecision):
+            rows.append(Row(name, kind, "low precision", _dtype_name(module)))
+        else:
+            known = ", ".join(norm.__name__ for norm in NORMS)
+            why = "not chosen" if _kind(module) in NORMS else f"computes otherwise than {known}"
+            rows.append(Row(name, kind, LEFT_ALONE, why))
+    return Report(rows)
+
+
+def apply_low_precision_layernorm(
+    model: M,
+    precision: str | None = None,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+) -> M:
+    """Composer's function of this name: `low_precision_norms` for the layer norms of ``model``.
+
+    model, precision: as there; a `NoEffectWarning` tells where the precision or the model leaves
+    nothing to do. optimizers: those of the model, which need no change: the parameters stay.
+    Returns ``model``, in every case.
+    """
+    del optimizers
+    if precision is not None and _dtype(precision) is None:
+        warnings.warn(
+            NoEffectWarning(f"precision {precision!r}: only amp_fp16 and amp_bf16 have an effect"),
+            stacklevel=2,
+        )
+        return model
+    kinds = (nn.LayerNorm, norm.LayerNorm2d)
+    low_precision_norms(model, precision, where=lambda _, module: isinstance(module, kinds))
+    if not any(isinstance(m, kinds) and isinstance(m, _LowPrecision) for m in model.modules()):
+        warnings.warn(NoEffectWarning("the model has no layer norm to change"), stacklevel=2)
+    return model
+
+
+def _dtype(precision: Any) -> torch.dtype | None:
+    """The dtype of a precision by name or as an enum of names; None for None."""
+    if precision is None:
+        return None
+    name = getattr(precision, "value", precision)
+    if not isinstance(name, str) or name.lower() not in PRECISIONS:
+        allowed = ", ".join(PRECISIONS)
+        raise ValueError(f"unknown precision {precision!r}; choose one of {allowed}, or None")
+    return PRECISIONS[name.lower()]
+
+
+def _dtype_name(module: Any) -> str:
+    dtype = module.norm_dtype
+    return "the dtype of autocast" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _kind(module: Any) -> Any:
+    """The norm of `NORMS` whose forward ``module`` has, None for none."""
+    forward = bare_class(module).forward
+    return next((kind for kind in NORMS if kind.forward is forward), None)
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        called = "norm" in bare_class(module).__name__.lower() and not any(module.children())
+        if called or isinstance(module, tuple(NORMS)):
+            yield name, module

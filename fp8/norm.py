@@ -1,0 +1,264 @@
+"""Norms in low precision: input, weight and output in 16 bits, the statistics in float32.
+
+`torch.autocast` runs norms in float32 on CUDA devices: 20 bytes moved for each element instead of
+4. These run in its 16-bit dtype, with autocast off inside. Their output may be in an FP8 format,
+which the next product takes as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from .casting import spec_of
+from .formats import Format, get_format
+from .function import apply
+from .layer_norm2d import layer_norm2d as over_channels
+from .layer_norm2d import scripted, wide
+from .matmul import to_autocast_dtype
+from .native import store
+from .quantize import quantize_forward
+from .recipe import Cast
+from .scaled_tensor import ScaledTensor
+
+__all__ = [
+    "LayerNorm2d",
+    "group_norm",
+    "is_fast_norm",
+    "layer_norm",
+    "layer_norm2d",
+    "rms_norm",
+    "set_fast_norm",
+]
+
+OUTPUTS = ("e4m3", "e5m2")
+"""The formats that a norm hands on: those that the FP8 products take."""
+
+
+class _Fast:
+    """The flag of `set_fast_norm`."""
+
+    enabled = False
+
+
+def set_fast_norm(enable: bool = True) -> None:
+    """Whether every `LayerNorm2d` made from now on computes in autocast's dtype, as in timm.
+
+    Those made before stay as they are; `fp8.low_precision_norms` is for the norms of a model that
+    exists. Off at first.
+    """
+    _Fast.enabled = bool(enable)
+
+
+def is_fast_norm() -> bool:
+    """What `set_fast_norm` has set."""
+    return _Fast.enabled
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
+    output: str | Format | None = None,
+) -> Tensor:
+    """`torch.nn.functional.layer_norm` in low precision.
+
+    input: (..., *normalized_shape), floating point. weight, bias: normalized_shape or None.
+    dtype: what input, weight and bias are rounded to, and the output has; None is the dtype of the
+    enclosing `torch.autocast` of input's device, and outside of one input's own. float64 stays
+    float64 unless a dtype is given. Mean and variance are in float32 and the output is rounded
+    once. NaN and Inf make their row NaN.
+    output: "e4m3" or "e5m2": the output, rounded once more to that format without a scale
+    (saturating, ties to even), as a `fp8.ScaledTensor` of one byte an element, which a product
+    under a recipe with that format takes as it is. Its gradient passes the rounding unchanged.
+    Compiled, it is a plain tensor of the same numbers: the compiler joins the cast to the norm.
+    Raises ValueError for another output.
+    """
+    shape = list(normalized_shape)
+    return _norm(
+        lambda x, *wb: F.layer_norm(x, shape, *_with_wide_statistics(x, shape, *wb), eps),
+        (input, weight, bias),
+        dtype,
+        output,
+    )
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    output: str | Format | None = None,
+) -> Tensor:
+    """`torch.nn.functional.rms_norm` in low precision; arguments as in `layer_norm`.
+
+    eps: None is the machine epsilon of float32, the dtype of the statistics.
+    """
+    eps = torch.finfo(wide(input, input[:0]).dtype).eps if eps is None else eps
+    return _norm(
+        lambda x, w: F.rms_norm(x, list(normalized_shape), w, eps),
+        (input, weight),
+        dtype,
+        output,
+    )
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
+    output: str | Format | None = None,
+) -> Tensor:
+    """`torch.nn.functional.group_norm` in low precision.
+
+    input: (batch, channels, ...). weight, bias: (channels,) or None. The rest as in `layer_norm`.
+    """
+    return _norm(
+        lambda x, *wb: F.group_norm(
+            x, num_groups, *_with_wide_statistics(x, x.shape[1:2], *wb), eps
+        ),
+        (input, weight, bias),
+        dtype,
+        output,
+    )
+
+
+def layer_norm2d(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype | None = None,
+    output: str | Format | None = None,
+) -> Tensor:
+    """Layer norm over the channels of each pixel, in low precision.
+
+    input: (batch, channels, ...), contiguous or channels-last, as the output is then. weight, bias:
+    (channels,) or None. The rest as in `layer_norm`.
+    Raises ValueError also for an input of fewer than two dimensions and for a weight or bias of
+    another shape, TypeError for an input that is not floating point.
+    """
+    return _norm(lambda x, w, b: over_channels(x, w, b, eps), (input, weight, bias), dtype, output)
+
+
+def _norm(
+    function: Callable[..., Tensor],
+    tensors: tuple[Tensor | None, ...],
+    dtype: torch.dtype | None,
+    output: str | Format | None,
+) -> Tensor:
+    """``function(*tensors)``, of which the first is the input, in low precision."""
+    low = to_autocast_dtype(*tensors)[0].dtype if dtype is None else dtype
+    x, *parameters = (None if t is None else t.to(low) for t in tensors)
+    assert x is not None
+    with torch.autocast(x.device.type, enabled=False):
+        y = function(x, *parameters)
+    return y if output is None else _handed_on(y, output)
+
+
+def _with_wide_statistics(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The parameters for torch's kernels, which on a CPU keep mean and 1/sqrt(var) for the backward
+    pass in the dtype of the parameters. Those of CUDA keep them in float32, and take no others."""
+    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
+        return weight, bias
+    weight = x.new_ones(shape) if weight is None else weight
+    bias = x.new_zeros(shape) if bias is None else bias
+    return weight.float(), bias.float()
+
+
+def _handed_on(y: Tensor, output: str | Format) -> Tensor:
+    format = get_format(output)
+    if format.name not in OUTPUTS:
+        raise ValueError(f"a norm hands on {' or '.join(OUTPUTS)}, not {format.name!r}")
+    if torch.compiler.is_compiling():
+        return quantize_forward(y, format)
+    result: Tensor = apply(_HandedOn, y, format.name)
+    return result
+
+
+class _HandedOn(Function):
+    """``y`` as bytes of a format, without a scale; its gradient passes unchanged."""
+
+    @staticmethod
+    def forward(y: Tensor, format: str) -> Tensor:
+        return ScaledTensor(*store(y, spec_of(Cast(format=format))), y.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+class LayerNorm2d(nn.Module):
+    """`layer_norm2d` as a module, with timm's arguments, parameters and defaults.
+
+    Input and output: (batch, num_channels, ...), contiguous or channels-last, the output as the
+    input. affine: with weight and bias (num_channels,), which start at 1 and 0. device, dtype: of
+    these. Computed in float32 and rounded once to the dtype of the input, under `torch.autocast`
+    too; made while `is_fast_norm`, to autocast's dtype.
+    `torch.jit.script` and `torch.export` take it; scripted, it is torch's kernel, and a copy for
+    contiguous input, without autocast's dtype. Errors as of `layer_norm2d`.
+
+    >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+    >>> LayerNorm2d(8)(x).is_contiguous(memory_format=torch.channels_last)
+    True
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-6,
+        affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.num_channels = num_channels
+        self.eps = eps
+        self.affine = affine
+        self.fast_norm = is_fast_norm()
+        # Annotated here and not in the class, which TorchScript reads.
+        given = {"device": device, "dtype": dtype}
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
+        for name in ("weight", "bias"):
+            value = nn.Parameter(torch.empty(num_channels, **given)) if affine else None
+            self.register_parameter(name, value)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to one and the bias to zero."""
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_channels}, eps={self.eps}, affine={self.affine}"
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return scripted(input, self.weight, self.bias, self.eps)
+        if self.fast_norm:
+            return layer_norm2d(input, self.weight, self.bias, self.eps)
+        return over_channels(input, self.weight, self.bias, self.eps)

@@ -1,0 +1,154 @@
+"""What `fp8.optim` keeps for a parameter: how it starts, is read, and is made from another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .moments import ENCODINGS, Encoding, Stored, decode, scales_for, write, zeros
+
+__all__ = ["FIRST", "MASTER", "SECOND", "convert", "has", "keep", "local", "names", "read", "start"]
+
+FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
+"""What a state holds. The first two are torch's names."""
+
+PARTS = ("_values", "_scale", "_amax")
+"""What is added to these names where a tensor is kept in units of a scale."""
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that is here; any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory is its numbers, in row-major order."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_contiguous()
+
+
+def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
+    """What is kept for a parameter, and how. Small ones keep float32, weights of float32 no master.
+
+    A tensor of another class that stands for float32 numbers, a ScaledTensor, may be coarser.
+    """
+    small = parameter.numel() < group["min_size"]
+    moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
+    coarse = parameter.dtype != torch.float32 or _stands_for(parameter)
+    if group["master_weights"] is not None and coarse:
+        moments[MASTER] = group["master_weights"]
+    return {name: ENCODINGS["float32" if small else kept] for name, kept in moments.items()}
+
+
+def _stands_for(parameter: Tensor) -> bool:
+    return type(local(parameter)) not in (Tensor, torch.nn.Parameter)
+
+
+def start(parameter: Tensor, group: Group) -> State:
+    """The state before the first step: zeros, and the weights as they are."""
+    state: State = {"step": torch.zeros(())}
+    for name, encoding in names(parameter, group).items():
+        weights = _numbers(parameter) if name == MASTER else None
+        keep(state, name, parameter, encoding, weights)
+    return state
+
+
+def _numbers(parameter: Tensor) -> Tensor:
+    return local(parameter.detach()).to(torch.float32).reshape(-1)
+
+
+def keep(
+    state: State, name: str, parameter: Tensor, encoding: Encoding, numbers: Tensor | None
+) -> None:
+    """Puts float32 ``numbers``, None for zeros, into ``state`` in an encoding."""
+    here = local(parameter)
+    stored = zeros(here.numel(), encoding, here.device)
+    if numbers is not None and len(numbers):
+        amax = numbers.abs().amax()
+        (scale,) = scales_for(amax[None], encoding)
+        write(numbers, stored, encoding, scale, away=name == SECOND)
+        if stored.scale is not None and stored.amax is not None and scale is not None:
+            stored.scale.copy_(scale)
+            stored.amax.copy_(amax)
+    _put(state, name, stored, here.shape)
+
+
+def _put(state: State, name: str, stored: Stored, shape: torch.Size) -> None:
+    values = stored.values.view(shape)
+    if stored.scale is None:
+        state[name] = values
+        return
+    parts = (values, stored.scale, stored.amax)
+    state.update({name + part: x for part, x in zip(PARTS, parts, strict=True) if x is not None})
+
+
+def read(state: State, name: str) -> Stored:
+    """What is kept under a name, flat, sharing memory with the state."""
+    if name in state:
+        return Stored(local(state[name]).reshape(-1))
+    values = local(state[name + PARTS[0]]).reshape(-1)
+    return Stored(values, state[name + PARTS[1]], state.get(name + PARTS[2]))
+
+
+def convert(parameter: Tensor, saved: State, group: Group) -> State:
+    """``saved``, the state of an Adam of torch or of `fp8.optim`, as ``group`` keeps it.
+
+    A master that is not kept is written to the parameter. Raises ValueError for anything else.
+    """
+    kept = names(parameter, group)
+    known = {"step", *(n + part for n in (FIRST, SECOND, MASTER) for part in ("", *PARTS))}
+    if unknown := sorted(saved.keys() - known):
+        advice = "; amsgrad is not had here" if "max_exp_avg_sq" in unknown else ""
+        raise ValueError(f"{', '.join(unknown)} is not part of the state of Adam{advice}")
+    state: State = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()}
+    for name in (FIRST, SECOND):
+        _convert(state, name, parameter, kept[name], saved)
+    if MASTER in kept:
+        if has(saved, MASTER):
+            _convert(state, MASTER, parameter, kept[MASTER], saved)
+        else:
+            keep(state, MASTER, parameter, kept[MASTER], _numbers(parameter))
+    elif has(saved, MASTER):
+        with torch.no_grad():
+            parameter.copy_(decode(read(saved, MASTER)).view(parameter.shape))
+    return state
+
+
+def has(saved: State, name: str) -> bool:
+    """Whether something is kept under a name, in any encoding."""
+    return name in saved or name + PARTS[0] in saved
+
+
+def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State) -> None:
+    """One tensor of ``saved``: a copy where it is kept alike, else its numbers, encoded anew."""
+    if not has(saved, name):
+        raise ValueError(f"the state of a parameter has no {name}: it is not that of Adam")
+    here = local(parameter)
+    shape = local(saved[name] if name in saved else saved[name + PARTS[0]]).shape
+    if shape != here.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}, its parameter {tuple(here.shape)}: this is the "
+            "state of another model"
+        )
+    given = _copy(read(saved, name), here.device)
+    if _alike(given, zeros(0, encoding, here.device)):
+        _put(state, name, given, here.shape)
+    else:
+        keep(state, name, parameter, encoding, decode(given))
+
+
+def _copy(stored: Stored, device: torch.device) -> Stored:
+    values, *rest = stored
+    scale, amax = (None if x is None else x.to(device, copy=True) for x in rest)
+    return Stored(values.to(device, copy=True), scale, amax)
+
+
+def _alike(a: Stored, b: Stored) -> bool:
+    """Whether both are kept in the same way."""
+    dims = [None if x.scale is None else x.scale.dim() for x in (a, b)]
+    return a.values.dtype == b.values.dtype and dims[0] == dims[1]

@@ -1,0 +1,123 @@
+"""Layers whose weights are ScaledTensors: how these get there, and come back as plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .moments import decode
+from .optim_state import MASTER, has, read
+from .scaled_tensor import ScaledTensor, keep_gradients_in, plain, scaled, scaled_parameter
+from .subclass import Gained, gain
+
+__all__ = ["export_weights", "scale_weights"]
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class _ScaledWeights(Gained):
+    """A module with parameters that are ScaledTensors, and plain tensors in its state_dict.
+
+    In float32, which holds each of their numbers exactly, under the names that they have.
+    """
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        if not keep_vars:
+            for name, parameter in _own(self):
+                destination[prefix + name] = parameter.dequantize(torch.float32)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        before = dict(_own(self))
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        for name, old in before.items():
+            new, given = getattr(self, name), state_dict.get(prefix + name)
+            if given is None or given.shape != old.shape:
+                continue
+            if new is not old:  # assigned: the numbers are, the parameter with its ties stays
+                with torch.no_grad():
+                    old.copy_(new)
+                setattr(self, name, old)
+            if old.format != "fp16":
+                old.loaded = scaled(given.detach().to(old.device, torch.float32), "fp16")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Torch puts another tensor in the place of each, and what was on it has to follow."""
+        attributes = {name: _attributes(parameter) for name, parameter in _own(self)}
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for name, parameter in _own(self):
+            vars(parameter).update(attributes[name])
+            for hooks in _HOOKS:
+                setattr(parameter, hooks, getattr(parameter, hooks))
+        return result
+
+
+def _own(module: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters of a module itself that are ScaledTensors."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        if isinstance(parameter, ScaledTensor):
+            yield name, parameter
+
+
+def _attributes(parameter: Tensor) -> dict[str, Any]:
+    """What others, tags among them, have put on a parameter."""
+    own = ("stored", "scale", "whole", "_is_param", "__deepcopy__", "__reduce_ex__")
+    return {k: v for k, v in vars(parameter).items() if k not in own}
+
+
+def _replacement(old: Any, format: str, grad_format: str) -> Any:
+    """A parameter with the numbers of ``old`` in ``format``, and all else that ``old`` has."""
+    new: Any = scaled_parameter(scaled(old, format), None, old.requires_grad)
+    vars(new).update(_attributes(old))
+    for hooks in _HOOKS:
+        setattr(new, hooks, getattr(old, hooks))
+    keep_gradients_in(new, grad_format)
+    if old.grad is not None:
+        new.grad = scaled(plain(old.grad), grad_format, old.dtype)
+    return new
+
+
+def scale_weights(
+    model: nn.Module, weights: Iterable[nn.Parameter], format: str, grad_format: str
+) -> dict[nn.Parameter, Any]:
+    """Puts ScaledTensors in the place of ``weights``, wherever ``model`` has them, tied or not.
+
+    Returns parameter -> the one in its place, which has its gradient, hooks and attributes.
+    """
+    new = {parameter: _replacement(parameter, format, grad_format) for parameter in weights}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter in new:
+                gain(module, _ScaledWeights)
+                setattr(module, name, new[parameter])
+    return new
+
+
+def export_weights(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Tensor]:
+    """The state_dict of ``model`` as plain tensors, floating-point ones in ``dtype``.
+
+    dtype: None keeps each as it is, ScaledTensors in float32, which holds them exactly.
+    optimizer: one that has masters of the weights (level O3); these are exported in their place.
+    Loads into the model as it was before `initialize`, and into any level of it.
+    Raises TypeError for a dtype that is not floating point.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"weights are exported in a floating-point dtype, not {dtype}")
+    state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    if optimizer is not None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            kept = optimizer.state.get(parameter, {})
+            if has(kept, MASTER):
+                state[name] = decode(read(kept, MASTER)).view(parameter.shape).clone()
+    return {
+        name: x.to(dtype) if dtype is not None and x.is_floating_point() else x
+        for name, x in state.items()
+    }

@@ -1,0 +1,350 @@
+"""Accelerate, run for real on the CPU: its Accelerator, its recipe objects, its checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+from fp8.adapters import accelerate
+from tests.fp8.adapters import te_standin
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("accelerate", reason="the library that is adapted")
+    import accelerate as library
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from accelerate.utils import dataclasses as kwargs_module
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    torch.manual_seed(0)
+    reset()
+    yield
+    reset()
+
+
+def reset() -> None:
+    """Accelerate keeps the settings of the first Accelerator of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TransformerEngine's stand-in, which Accelerate takes for installed."""
+    monkeypatch.setattr(kwargs_module, "is_transformer_engine_available", lambda: True)
+    return te_standin.install(monkeypatch)
+
+
+class Model(nn.Module):
+    """A tied embedding and head around two layers and a norm."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(tokens)
+        return self.head(self.norm(x + self.down(F.gelu(self.up(x)))))
+
+
+def batches(steps: int, start: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(32, (8, 17), generator=generator) for _ in range(start + steps)][start:]
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def accelerated(accelerator: Any, model: Any, optimizer: Any, data: list[Tensor]) -> list[float]:
+    losses = []
+    for tokens in data:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, tokens)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_loop(model: nn.Module, optimizer: Any, data: list[Tensor]) -> list[float]:
+    losses = []
+    for tokens in data:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "block"])
+def test_the_same_losses_as_a_plain_loop(recipe):
+    model = Model()
+    other = copy.deepcopy(model)
+    accelerator = library.Accelerator(cpu=True)
+    prepared = accelerate.prepare(accelerator, model, adam(model), recipe=recipe)
+    got = accelerated(accelerator, *prepared, batches(6))
+    fp8.convert(other, recipe)
+    assert got == plain_loop(other, adam(other), batches(6))
+    assert got[-1] < got[0]
+
+
+def test_checkpointed_and_resumed_as_if_it_had_not_stopped(tmp_path):
+    model = Model()
+    accelerator = library.Accelerator(cpu=True)
+    schedule: Any = []
+
+    def start(model: nn.Module) -> Any:
+        optimizer = adam(model)
+        schedule.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+        return accelerate.prepare(accelerator, model, optimizer, recipe="tensor")
+
+    first = start(copy.deepcopy(model))
+    accelerated(accelerator, *first, batches(3))
+    accelerator.save_state(str(tmp_path))
+    want = accelerated(accelerator, *first, batches(3, start=3))
+    accelerator.free_memory()
+    second = start(copy.deepcopy(model))
+    accelerator.load_state(str(tmp_path))
+    assert accelerated(accelerator, *second, batches(3, start=3)) == want
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_with_bf16_and_gradient_accumulation():
+    model = Model()
+    other = copy.deepcopy(model)
+    accelerator = library.Accelerator(
+        cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2
+    )
+    model, optimizer = accelerate.prepare(accelerator, model, adam(model), recipe="tensor")
+    got = accelerated(accelerator, model, optimizer, batches(4))
+    fp8.convert(other, "tensor")
+    opt, want = adam(other), []
+    for i, tokens in enumerate(batches(4)):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = other(tokens[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        want.append(loss.item())
+        (loss / 2).backward()
+        if i % 2:
+            nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+    assert got == want
+    unwrapped = accelerator.unwrap_model(model)
+    assert {row.done for row in fp8.report(unwrapped)} == {"converted", "left alone"}
+
+
+def te_kwargs(**given: Any) -> Any:
+    return TERecipeKwargs(**given)
+
+
+def test_recipe_object_of_transformer_engine(te):
+    """Accelerate drops amax_compute_algo="most_recent", which it documents, since that is its own
+    default: TransformerEngine's, "max", is what then runs."""
+    model = Model()
+    accelerator = library.Accelerator(cpu=True)
+    given = te_kwargs(margin=1, fp8_format="E4M3", amax_history_len=64)
+    assert "amax_compute_algo" not in given.to_kwargs()
+    model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=given)
+    model(batches(1)[0])
+    entered = te_standin.STATE["entered"][-1]
+    assert entered["enabled"]
+    recipe = entered["recipe"]
+    assert type(recipe).__name__ == "DelayedScaling"
+    assert (recipe.margin, recipe.fp8_format) == (1, te_standin.Format.E4M3)
+    assert (recipe.amax_history_len, recipe.amax_compute_algo) == (64, "most_recent")
+    assert model.head.weight is model.embed.weight
+    assert isinstance(model.up, te.Linear)
+    assert isinstance(model.norm, te.LayerNorm)
+
+
+@pytest.mark.parametrize("in_eval", [False, True])
+def test_in_eval_as_it_says(te, in_eval):
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    given = te_kwargs(use_autocast_during_eval=in_eval)
+    model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=given)
+    model.eval()(batches(1)[0])
+    assert te_standin.STATE["entered"][-1]["enabled"] is in_eval
+
+
+def test_mxfp8_of_transformer_engine(te):
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    given = te_kwargs(use_mxfp8_block_scaling=True)
+    model, _ = accelerate.prepare(accelerator, model, recipe=given)
+    recipe = model.fp8_te_recipe
+    assert type(recipe).__name__ == "MXFP8BlockScaling"
+    assert recipe.fp8_format is te_standin.Format.HYBRID  # as the object says
+    given = te_kwargs(use_mxfp8_block_scaling=True, amax_history_len=16)
+    with pytest.raises(ValueError, match="amax_history_len=16 is no option of MXFP8"):
+        accelerate.prepare(accelerator, Model(), recipe=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"interval": 2}, "interval must be 1, got 2"),
+        ({"override_linear_precision": (True, False, False)}, "override_linear_precision must be"),
+        ({"fp8_format": "E5M2"}, "must be 'HYBRID' or 'E4M3', got 'E5M2'"),
+    ],
+)
+def test_what_nothing_computes_is_an_error(te, given, message):
+    """Accelerate hands the first two to a TransformerEngine that ignores them, and accepts E5M2,
+    which TransformerEngine does not."""
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    with pytest.raises(ValueError, match=message):
+        accelerate.prepare(accelerator, model, adam(model), recipe=te_kwargs(**given))
+    assert type(model.up) is nn.Linear
+
+
+def test_training_with_the_standin_follows_our_own(te):
+    """The same losses as our own products under the same recipe, ties and all: Accelerate's
+    conversion leaves the tied head out of the optimizer."""
+    model = Model()
+    other = copy.deepcopy(model)
+    accelerator = library.Accelerator(cpu=True)
+    prepared = accelerate.prepare(
+        accelerator, model, adam(model), recipe="tensor", backend="transformer_engine"
+    )
+    got = accelerated(accelerator, *prepared, batches(6))
+    fp8.convert(other, "tensor", backend="simulate")
+    assert got == pytest.approx(plain_loop(other, adam(other), batches(6)), rel=1e-5)
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_recipe_object_of_torchao(config):
+    """Its default configuration asks for an all-gather in FP8, for which torchao replaces every
+    weight, FSDP2 or not: an optimizer made before then holds none of them."""
+    pytest.importorskip("torchao")
+    from torchao.float8 import Float8LinearConfig
+
+    model = Model()
+    accelerator = library.Accelerator(cpu=True)
+    given = AORecipeKwargs(config=Float8LinearConfig(emulate=True) if config else None)
+    assert config or given.config.enable_fsdp_float8_all_gather
+    optimizer = adam(model)
+    before = [id(p) for p in model.parameters()]
+    model, optimizer = accelerate.prepare(accelerator, model, optimizer, recipe=given)
+    assert [id(p) for p in model.parameters()] == before
+    rows = {row.path: row for row in fp8.report(model)}
+    assert rows["up"].why == "not chosen"  # the first and the last layer, as documented
+    assert rows["head"].why == "not chosen"
+    assert rows["down"].why == "torchao, Float8Linear" + config * ", emulated"
+    assert model.down.config.pad_inner_dim is not config
+    losses = accelerated(accelerator, model, optimizer, batches(6))
+    assert losses[-1] < losses[0]
+
+
+def test_filter_of_torchao():
+    accelerator = library.Accelerator(cpu=True)
+    given = AORecipeKwargs(module_filter_func=lambda layer, name: name == "up")
+    model, _ = accelerate.prepare(accelerator, Model(), recipe=given)
+    assert [row.path for row in fp8.report(model) if not row.left_alone] == ["up"]
+
+
+def test_bad_input(te):
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    with pytest.raises(ValueError, match="AORecipeKwargs is for backend 'torchao', got 'native'"):
+        accelerate.prepare(accelerator, model, recipe=AORecipeKwargs(), backend="native")
+    with pytest.raises(TypeError, match="one of TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs"):
+        accelerate.prepare(accelerator, model, recipe=3)
+    fp8_accelerator = SimpleNamespace(mixed_precision="fp8")
+    with pytest.raises(ValueError, match="converts the model itself"):
+        accelerate.prepare(fp8_accelerator, model)
+    with pytest.raises(ValueError, match="unknown backend 'cutlass'"):
+        accelerate.prepare(accelerator, model, backend="cutlass")
+    assert type(model.up) is nn.Linear
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_levels(level, tmp_path):
+    """Trained, checkpointed and resumed at a level, with the losses of a plain loop."""
+    model = Model()
+    other = copy.deepcopy(model)
+    accelerator = library.Accelerator(cpu=True)
+
+    def start(model: nn.Module) -> Any:
+        return accelerate.prepare(accelerator, model, adam(model), recipe="tensor", opt_level=level)
+
+    first = start(copy.deepcopy(model))
+    got = accelerated(accelerator, *first, batches(3))
+    accelerator.save_state(str(tmp_path))
+    got += accelerated(accelerator, *first, batches(3, start=3))
+    fp8.initialize(other, optimizer := adam(other), opt_level=level, recipe="tensor")
+    assert got == plain_loop(other, optimizer, batches(6))
+    assert got[-1] < got[0]
+    accelerator.free_memory()
+    second = start(model)
+    accelerator.load_state(str(tmp_path))
+    assert accelerated(accelerator, *second, batches(3, start=3)) == got[3:]
+
+
+@pytest.mark.parametrize("recipe", [MSAMPRecipeKwargs(), MSAMPRecipeKwargs(opt_level="O1"), "unit"])
+def test_recipe_object_of_ms_amp(recipe):
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    backend = "msamp" if recipe == "unit" else "auto"
+    model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=recipe, backend=backend)
+    level = getattr(recipe, "opt_level", "O2")
+    assert fp8.report(model).notes[0].startswith(f"level {level} by fp8.initialize, not by MS-AMP")
+
+
+def test_deprecated_recipe_object(te):
+    """Accelerate leaves its opt_level None where the backend is MS-AMP."""
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    given = library.utils.FP8RecipeKwargs(backend="msamp")
+    assert given.opt_level is None
+    model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=given)
+    assert fp8.report(model).notes[0].startswith("level O2")
+    given = library.utils.FP8RecipeKwargs(backend="te")
+    model, _ = accelerate.prepare(accelerator, Model(), recipe=given)
+    assert isinstance(model.up, te.Linear)
+
+
+@pytest.mark.parametrize("backend", ["transformer_engine", "torchao"])
+def test_layers_of_another_library_and_a_level(te, backend):
+    """ "Combining the two": the products are TransformerEngine's, the states of the optimizer those
+    of the level."""
+    model = Model(64)
+    other = copy.deepcopy(model)
+    accelerator = library.Accelerator(cpu=True)
+    options = {"recipe": "tensor", "backend": backend}
+    prepared = accelerate.prepare(accelerator, model, adam(model), **options, opt_level="O2")
+    got = accelerated(accelerator, *prepared, batches(6))
+    assert isinstance(prepared[0].up, te.Linear if backend == "transformer_engine" else nn.Linear)
+    state = prepared[1].state[prepared[0].up.weight]
+    assert {t.dtype for t in state.values() if t.numel() > 100} == {
+        torch.float8_e4m3fn,
+        torch.float16,
+    }
+    want = plain_loop(fp8.convert(other, "tensor", backend="simulate"), adam(other), batches(6))
+    assert got == pytest.approx(want, rel=0.02)
+    with pytest.raises(ValueError, match="'O3' keeps weights in FP8"):
+        accelerate.prepare(accelerator, Model(), **options, opt_level="O3")
