@@ -30,6 +30,13 @@ SHAPES = ((64, 96, 56, 56), (64, 192, 28, 28), (64, 384, 14, 14), (64, 768, 7, 7
 
 SMALL = ((2, 16, 8, 8),)
 
+NOTES = {
+    "contiguous": "torch's compiler for CPUs makes two loops and reads the input in both",
+    "channels_last": "per pixel three sums across a vector, a root and a division: more work than a"
+    " copy of few channels",
+}
+"""Where the time goes, where the target is missed."""
+
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -42,12 +49,6 @@ def permuted(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return y.permute(0, 3, 1, 2)
 
 
-def permuted_back(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The same, in the memory format of x again."""
-    y = permuted(x, weight, bias)
-    return torch.empty_like(x).copy_(y)
-
-
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Another norm, over pixels too, in one kernel of torch."""
     return F.group_norm(x, 1, weight, bias, EPS)
@@ -56,7 +57,6 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Function] = {
     "ours": lambda x, weight, bias: layer_norm2d(x, weight, bias, EPS),
     "permute-norm-permute": permuted,
-    "permute-norm-permute-copy": permuted_back,
     "GroupNorm(1)": group_norm,
 }
 
@@ -99,33 +99,30 @@ def backward(x: Tensor, weight: Tensor, bias: Tensor, rounds: int) -> list[Row]:
 
 
 def measure(shapes: tuple[tuple[int, ...], ...], rounds: int) -> list[Row]:
-    """One row for each shape, layout, dtype, direction and function."""
+    """One row for each shape, layout, dtype, direction and function: bfloat16 for the first shape
+    alone."""
     rows = []
-    for shape in shapes:
-        for dtype in DTYPES:
-            for layout, memory_format in LAYOUTS.items():
-                torch.manual_seed(0)
-                x = torch.randn(shape).to(dtype).contiguous(memory_format=memory_format)
-                weight, bias = (torch.randn(shape[1]).to(dtype) for _ in range(2))
-                for direction, run in (("forward", forward), ("backward", backward)):
-                    torch.compiler.reset()
-                    case = {
-                        "shape": "x".join(map(str, shape)),
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "layout": layout,
-                        "direction": direction,
-                    }
-                    for row in run(x, weight, bias, rounds):
-                        rows.append({**case, **row, **_verdict(direction, row)})
-                        print(rows[-1], flush=True)
+    cases = [(shape, dtype) for shape in shapes for dtype in DTYPES]
+    for shape, dtype in [case for case in cases if case[0] == shapes[0] or case[1] == DTYPES[0]]:
+        for layout, memory_format in LAYOUTS.items():
+            torch.manual_seed(0)
+            x = torch.randn(shape).to(dtype).contiguous(memory_format=memory_format)
+            weight, bias = (torch.randn(shape[1]).to(dtype) for _ in range(2))
+            for direction, run in (("forward", forward), ("backward", backward)):
+                torch.compiler.reset()
+                size, kind = "x".join(map(str, shape)), str(dtype).removeprefix("torch.")
+                for row in run(x, weight, bias, rounds):
+                    ours = (direction, row["name"]) == ("forward", "ours, compiled")
+                    row["name"] += f", {direction}, {size} {kind} {layout}"
+                    rows.append({**row, **(_verdict(row, layout) if ours else {})})
+                    print(rows[-1], flush=True)
     return rows
 
 
-def _verdict(direction: str, row: Row) -> Row:
-    """The target is for ours, forward and compiled."""
-    if (direction, row["name"]) != ("forward", "ours, compiled"):
-        return {"target": None, "met": None}
-    return {"target": TARGET, "met": row["ratio"] <= TARGET}
+def _verdict(row: Row, layout: str) -> Row:
+    met = row["ratio"] <= TARGET
+    note = {} if met else {"where the time goes": NOTES[layout]}
+    return {"target": TARGET, "met": met, **note}
 
 
 if __name__ == "__main__":
