@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import fp8.layer_norm2d
 import unit_scaling.functional  # noqa: F401 - fills OPS
 from fp8.formats import FORMATS, Format
 from fp8.products import EXPANDED, OPAQUE, PRODUCTS
@@ -48,6 +49,7 @@ NAMESPACES = {
     "torch.special": torch.special,
     "torch.sparse": torch.sparse,
     "operator": operator,
+    "fp8.layer_norm2d": fp8.layer_norm2d,
 }
 
 

@@ -156,7 +156,17 @@ def instance_norm(
     )
 
 
-@row(channel_norm_scales)
+def _fp8_layer_norm2d(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+) -> dict[str, Any]:
+    return {"input": input, "weight": weight, "bias": bias, "eps": eps}
+
+
+@row(
+    channel_norm_scales,
+    replaces=(over_channels,),
+    adapters={over_channels: _fp8_layer_norm2d},
+)
 def layer_norm2d(
     input: Tensor,
     weight: Tensor | None = None,
