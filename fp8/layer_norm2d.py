@@ -65,6 +65,8 @@ def scripted(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: flo
     """`layer_norm2d` for TorchScript, which has no autograd functions: torch's kernel, and a copy
     where the channels did not lie together."""
     last = input.movedim(1, -1)
+    weight = None if weight is None else weight.to(input.dtype)
+    bias = None if bias is None else bias.to(input.dtype)
     output = F.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
     return output.contiguous() if input.is_contiguous() else output
 
