@@ -284,11 +284,11 @@ def _layers(
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
     """(name, module, why it cannot be converted, or None) for all that have a weight, for what is
     converted and, if asked for, for activations."""
-    kinds: tuple[type, ...] = (_Converted, *(ACTIVATIONS if activations else ()))
     inside = inside_attention(model)
     for name, module in model.named_modules():
         weights = any(p.dim() > 1 for p in module.parameters(recurse=False))
-        if weights or isinstance(module, kinds):
+        asked = activations and isinstance(module, ACTIVATIONS)
+        if weights or asked or isinstance(module, _Converted):
             yield name, module, _why_not(module, inside.get(id(module)))
 
 
