@@ -225,6 +225,16 @@ def test_what_nothing_computes_is_an_error(te, given, message):
     assert type(model.up) is nn.Linear
 
 
+def test_an_optimizer_with_more_than_the_model(te):
+    """A KeyError in Accelerate, which looks the new parameters up by name."""
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    extra = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([*model.parameters(), extra])
+    model, optimizer = accelerate.prepare(accelerator, model, optimizer, recipe=te_kwargs())
+    assert optimizer.param_groups[0]["params"][-1] is extra
+    assert optimizer.param_groups[0]["params"][0] is model.embed.weight
+
+
 def test_training_with_the_standin_follows_our_own(te):
     """The same losses as our own products under the same recipe, ties and all: Accelerate's
     conversion leaves the tied head out of the optimizer."""
