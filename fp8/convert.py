@@ -194,7 +194,7 @@ def convert(
             vars(module)["fp8_why"] = left[name] if plan is None else why
             continue
         _begin(module, plan, (backend, backends[plan]), left.get(name, ""))
-    return _expand(model)
+    return expand(model)
 
 
 def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, rest: Any) -> M:
@@ -206,7 +206,7 @@ def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, re
     if isinstance(where, str):
         left = choose(where, model, _candidates(model))
         where = lambda name, layer: name not in left  # noqa: E731
-    return _expand(adapter.convert(model, recipe, where=where))
+    return expand(adapter.convert(model, recipe, where=where))
 
 
 def _begin(module: nn.Module, recipe: Recipe, backends: tuple[str, str], why: str) -> None:
@@ -217,7 +217,8 @@ def _begin(module: nn.Module, recipe: Recipe, backends: tuple[str, str], why: st
         remember(module, recipe)
 
 
-def _expand(model: M) -> M:
+def expand(model: M) -> M:
+    """Has the containers with a fast path call those of their layers that were converted."""
     for module in model.modules():
         inner = module.modules()
         if isinstance(module, _FAST_PATHS) and any(map(_runs_in_fp8, inner)):
