@@ -60,7 +60,7 @@ def once(ctx: Any) -> None:
 
 def _dtype(x: Tensor, spec: Spec) -> torch.dtype | None:
     """The dtype that ``x`` is kept in; None for its own, as on devices without FP8 dtypes."""
-    if not spec or spec[3] != (0, 0) or x.device.type == "mps":
+    if not spec or spec[2] != (0, 0) or x.device.type == "mps":
         return None
     dtype = format_of(spec).dtype
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None

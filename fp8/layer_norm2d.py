@@ -98,7 +98,8 @@ class _LayerNorm2d(Function):
         if torch.compiler.is_compiling():
             result = _gradients(grad, x, mean, rstd, weight)
         elif torch.is_grad_enabled():  # a gradient that will be differentiated again
-            result = _gradients(grad, x, *_statistics(wide(x, x), ctx.eps), weight)
+            mean, rest, rstd = _statistics(wide(x, x), ctx.eps)
+            result = _gradients(grad, x, mean + rest, rstd, weight)
         elif kernels.take(x):
             result = kernels.backward(grad, x, mean, rstd, weight)
         else:
@@ -119,23 +120,31 @@ def _across(x: Tensor, value: Tensor) -> Any:
     return wide(x, value).view(-1, *[1] * (x.dim() - 2))
 
 
-def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, d, 1/sqrt(var + eps)), where m + d is the mean over the channels of ``x``.
+
+    m is the mean as a sum of n numbers has it; d, the mean of x - m, is what rounding took from it,
+    and corrects the variance too (Chan, Golub and LeVeque 1983, the corrected two-pass algorithm).
+    """
     # A product with 1/n, not a division by n: compiled code does it once more for each element.
     share = 1.0 / x.shape[1]
     mean = x.sum(1, keepdim=True) * share
-    return mean, torch.rsqrt((x - mean).square().sum(1, keepdim=True) * share + eps)
+    centred = x - mean
+    rest = centred.sum(1, keepdim=True) * share
+    var = (centred.square().sum(1, keepdim=True) * share - rest.square()).clamp_min(0.0)
+    return mean, rest, torch.rsqrt(var + eps)
 
 
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rstd = _statistics(wide(x, x), eps)
-    y = (wide(x, x) - mean) * rstd
+    mean, rest, rstd = _statistics(wide(x, x), eps)
+    y = (wide(x, x) - mean - rest) * rstd
     if weight is not None:
         y = y * _across(x, weight)
     if bias is not None:
         y = y + _across(x, bias)
-    return y.to(x.dtype), mean, rstd
+    return y.to(x.dtype), mean + rest, rstd
 
 
 def _gradients(

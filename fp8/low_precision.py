@@ -117,7 +117,7 @@ def low_precision_norms(
         return model
     for name, module in _norms(model):
         if _kind(module) in NORMS and (where is None or where(name, module)):
-            gain(module, _LowPrecision)
+            gain(module, _LowPrecision, inside=True)
             module.norm_dtype = dtype  # type: ignore[assignment]
     return model
 

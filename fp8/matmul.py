@@ -35,7 +35,7 @@ aten = torch.ops.aten
 Scales = tuple[float, float, float]
 """Factors of the output and of the gradients of the first and second operand."""
 
-ONES: Scales = (1.0, 1.0, 1.0)
+ONES: Scales = (1, 1, 1)  # no floats: those a compiler would take for dynamic
 
 
 BACKENDS = ("simulate", "native", "auto")

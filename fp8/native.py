@@ -116,7 +116,7 @@ class Stored(NamedTuple):
 def store(x: Tensor, spec: Spec, axis: int = -1) -> Stored:
     """``x`` under a spec, in bytes. axis: the one that the product sums over."""
     format = format_of(spec)
-    _, _, rule, tile, margin, _, rounding, overflow, random_bits, *_ = spec
+    _, rule, tile, margin, rounding, overflow, random_bits, *_ = spec
     assert format.dtype is not None
     scale = torch.ones((), dtype=torch.float32, device=x.device)
     x = plain(x, torch.float32)
@@ -131,7 +131,7 @@ def store(x: Tensor, spec: Spec, axis: int = -1) -> Stored:
 def _handed_on(x: Tensor, spec: Spec) -> Stored | None:
     """The bytes and scale of a ScaledTensor in the format of a cast without scales; None of all
     else."""
-    if not isinstance(x, ScaledTensor) or spec[2] is not None:
+    if not isinstance(x, ScaledTensor) or spec[1] is not None:
         return None
     same = x.stored.dtype == format_of(spec).dtype
     return Stored(x.stored, x.scale) if same else None

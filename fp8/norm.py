@@ -225,9 +225,6 @@ class LayerNorm2d(nn.Module):
     True
     """
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         num_channels: int,
@@ -241,12 +238,13 @@ class LayerNorm2d(nn.Module):
         self.eps = eps
         self.affine = affine
         self.fast_norm = is_fast_norm()
-        if affine:
-            self.weight = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
-            self.bias = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
-        else:
-            self.register_parameter("weight", None)
-            self.register_parameter("bias", None)
+        # Annotated here and not in the class, which TorchScript reads.
+        given = {"device": device, "dtype": dtype}
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
+        for name in ("weight", "bias"):
+            value = nn.Parameter(torch.empty(num_channels, **given)) if affine else None
+            self.register_parameter(name, value)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

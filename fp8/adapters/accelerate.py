@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..convert import ADAPTERS, convert, revert
+from ..levels import initialize
 from ..recipe import Recipe
 from ..swap import Where
-from . import need
+from . import msamp, need
 from .te_recipe import delayed_scaling, format_of, te_recipe
 
 __all__ = ["prepare"]
@@ -54,7 +55,9 @@ def prepare(
     recipe: of ours, by name or not; or one of Accelerate's: TERecipeKwargs ("transformer_engine"),
     AORecipeKwargs ("torchao"), MSAMPRecipeKwargs ("msamp"), each for the backend that it names.
     backend: as in `fp8.convert`, or "msamp", which is `fp8.adapters.msamp.initialize`.
-    opt_level: one of `fp8.levels.LEVELS`; None: none of them ("O2" for "msamp").
+    opt_level: one of `fp8.levels.LEVELS`; None: none of them ("O2" for "msamp"). With the layers of
+    TransformerEngine, "O1" and "O2" are about the states of the optimizer: weights and gradients
+    stay as these layers have them.
     where: as in `fp8.convert`.
 
     Raises ValueError for an Accelerator with mixed_precision="fp8", which would convert the model
@@ -68,9 +71,14 @@ def prepare(
             "'bf16', and give its recipe object to this function"
         )
     plan = _plan(accelerator, model, recipe, backend, opt_level, where)
+    if plan.opt_level == "O3" and plan.backend in ADAPTERS:
+        raise ValueError(
+            f"opt_level 'O3' keeps weights in FP8, which the layers of {plan.backend!r} do not "
+            "take; they have 'O1' and 'O2'"
+        )
     model = _converted(model, plan)
     if plan.opt_level is not None:
-        raise ValueError("levels are not there yet")
+        model, optimizer = _leveled(model, optimizer, plan, plan.opt_level)
     if optimizer is None:
         return accelerator.prepare(model), None
     return accelerator.prepare(model, optimizer)
@@ -84,6 +92,14 @@ def _converted(model: nn.Module, plan: _Plan) -> nn.Module:
     if plan.backend == "msamp":
         return model
     return convert(model, plan.recipe, backend=plan.backend, where=plan.where)
+
+
+def _leveled(
+    model: nn.Module, optimizer: Optimizer | None, plan: _Plan, opt_level: str
+) -> tuple[nn.Module, Optimizer]:
+    if plan.backend == "msamp":
+        return msamp.initialize(model, optimizer, opt_level, recipe=plan.recipe)
+    return initialize(model, optimizer, opt_level=opt_level, recipe=None)
 
 
 def _plan(
