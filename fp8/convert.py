@@ -194,7 +194,7 @@ def convert(
             vars(module)["fp8_why"] = left[name] if plan is None else why
             continue
         _begin(module, plan, (backend, backends[plan]), left.get(name, ""))
-    return _expand(model)
+    return expand(model)
 
 
 def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, rest: Any) -> M:
@@ -206,7 +206,7 @@ def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, re
     if isinstance(where, str):
         left = choose(where, model, _candidates(model))
         where = lambda name, layer: name not in left  # noqa: E731
-    return _expand(adapter.convert(model, recipe, where=where))
+    return expand(adapter.convert(model, recipe, where=where))
 
 
 def _begin(module: nn.Module, recipe: Recipe, backends: tuple[str, str], why: str) -> None:
@@ -217,7 +217,8 @@ def _begin(module: nn.Module, recipe: Recipe, backends: tuple[str, str], why: st
         remember(module, recipe)
 
 
-def _expand(model: M) -> M:
+def expand(model: M) -> M:
+    """Has the containers with a fast path call those of their layers that were converted."""
     for module in model.modules():
         inner = module.modules()
         if isinstance(module, _FAST_PATHS) and any(map(_runs_in_fp8, inner)):
@@ -298,11 +299,11 @@ def _layers(
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
     """(name, module, why it cannot be converted, or None) for all that have a weight, for what is
     converted and, if asked for, for activations."""
-    kinds: tuple[type, ...] = (_Converted, *(ACTIVATIONS if activations else ()))
     inside = inside_attention(model)
     for name, module in model.named_modules():
         weights = any(p.dim() > 1 for p in module.parameters(recurse=False))
-        if weights or isinstance(module, kinds):
+        asked = activations and isinstance(module, ACTIVATIONS)
+        if weights or asked or isinstance(module, _Converted):
             yield name, module, _why_not(module, inside.get(id(module)))
 
 
