@@ -85,7 +85,8 @@ class Flow:
 
     def weights(self, index: int) -> set[str]:
         """The parameters among the arguments of a call, and those that compute one of them."""
-        seen, todo = set(), [index]
+        seen: set[int] = set()
+        todo = [index]
         while todo:
             new = {i.node for i in self.nodes[todo.pop()].inputs} - seen
             seen |= new
