@@ -1,9 +1,12 @@
 """Numbers: low-precision formats, casts, and matrix products computed from them."""
 
+from . import optim
 from .autocast import autocast, checkpoint_contexts
 from .convert import convert, report, revert
 from .formats import FORMATS, Format, get_format
-from .history import AmaxHistory
+from .history import AmaxHistory, reduce_amax
+from .level_state import state
+from .levels import LEVELS, Level, initialize
 from .low_precision import (
     NoEffectWarning,
     apply_low_precision_layernorm,
@@ -15,15 +18,18 @@ from .norm import LayerNorm2d, is_fast_norm, set_fast_norm
 from .quantize import quantize, quantize_backward, quantize_forward
 from .recipe import RECIPES, Cast, Recipe, get_recipe
 from .scaled_tensor import ScaledTensor, scaled
+from .scaled_weights import export_weights
 from .stats import stats
 
 __all__ = [
     "FORMATS",
+    "LEVELS",
     "RECIPES",
     "AmaxHistory",
     "Cast",
     "Format",
     "LayerNorm2d",
+    "Level",
     "NoEffectWarning",
     "Recipe",
     "ScaledTensor",
@@ -31,18 +37,23 @@ __all__ = [
     "autocast",
     "checkpoint_contexts",
     "convert",
+    "export_weights",
     "get_format",
     "get_recipe",
+    "initialize",
     "is_fast_norm",
     "low_precision_norms",
     "norm_report",
+    "optim",
     "quantize",
     "quantize_backward",
     "quantize_forward",
+    "reduce_amax",
     "report",
     "revert",
     "revert_norms",
     "scaled",
     "set_fast_norm",
+    "state",
     "stats",
 ]

@@ -44,6 +44,12 @@ class Encoding:
     format: Format
     scale: str = "none"
 
+    @property
+    def smallest(self) -> float:
+        """The smallest positive value."""
+        unsigned = self.dtype == torch.uint8
+        return self.format.min_normal if unsigned else self.format.min_subnormal
+
     def rounds_stochastically(self, beta: float) -> bool:
         """Whether a moment that decays by ``beta`` a step would stand still, rounded to nearest."""
         coarse = self.dtype != torch.float32
@@ -53,7 +59,10 @@ class Encoding:
 _FLOAT32 = Format(  # not in FORMATS: nothing is ever cast to it
     name="float32", exponent_bits=8, mantissa_bits=23, bias=127, max=torch.finfo(torch.float32).max
 )
-_E5M3 = Format(name="e5m3", exponent_bits=5, mantissa_bits=3, bias=15, max=61440.0)
+_E5M3 = Format(name="e5m3", exponent_bits=5, mantissa_bits=3, bias=16, max=61440.0)
+_SHIFT = 23 - _E5M3.mantissa_bits
+_CODE = (127 - _E5M3.bias) << _E5M3.mantissa_bits
+"""What the code of an e5m3 number is less than the upper bits of the float32 that it is."""
 
 ENCODINGS: dict[str, Encoding] = {
     row.name: row
@@ -66,7 +75,7 @@ ENCODINGS: dict[str, Encoding] = {
         Encoding(
             name="e4m3_block", dtype=torch.float8_e4m3fn, format=FORMATS["e4m3"], scale="block"
         ),
-        # The upper byte of a float16 without its sign: 34 powers of two, three mantissa bits.
+        # Not negative, so all eight bits are the number's; zero and the normal ones.
         Encoding(name="e5m3_block", dtype=torch.uint8, format=_E5M3, scale="block"),
     )
 }
@@ -85,7 +94,7 @@ MASTERS = ("float32", "float16")
 class Stored(NamedTuple):
     """A tensor as it is kept. values: (n,). scale: None, 0-dim or (blocks,) float32.
 
-    amax: 0-dim float32, the largest magnitude that was stored, where a tensor has one scale.
+    amax: 0-dim float32, which no magnitude exceeds, where one scale is for the whole tensor.
     """
 
     values: Tensor
@@ -114,8 +123,10 @@ def decode(stored: Stored) -> Tensor:
     """float32 (n,)."""
     values, scale, _ = stored
     if values.dtype == torch.uint8:
-        values = (values.to(torch.int16) << 7).view(torch.float16)
-    x = values.to(torch.float32)
+        code = values.to(torch.int32)
+        x = torch.where(code > 0, ((code + _CODE) << _SHIFT).view(torch.float32), 0.0)
+    else:
+        x = values.to(torch.float32)
     if scale is None:
         return x
     if not scale.dim():
@@ -138,29 +149,35 @@ def write(
     *,
     away: bool = False,
     bits: Tensor | None = None,
-) -> Tensor:
-    """Stores ``x``, float32 (n,), in place of ``to``; returns its largest magnitude, 0-dim.
+) -> Tensor | None:
+    """Stores ``x``, float32 (n,), in place of ``to``. What is beyond the largest value saturates.
 
-    scale: of the whole tensor, written by the caller, as the magnitude is. None where there is
-    none, or blocks have their own, which are written here; then what is returned is 0.
+    Or returns what is to be copied to ``to.values``: 16-bit values that are read and written in one
+    loop that torch compiles for a CPU take twice the time (their stores overlap the next loads).
+
+    scale: of the whole tensor, written by the caller. None where there is none, or blocks have
+    their own, which are written here.
     away: round away from zero below the smallest normal value, else toward zero.
     bits: int32 (n,) random bits, None to round to nearest.
     """
     y = x
     if encoding.scale == "block":
         assert to.scale is not None
-        y = _blocks(x)
-        scales = scale_of(y, (-1,), encoding.format, "up")
-        y = (y / scales).flatten()[: len(x)]
+        tiles = _blocks(x)
+        scales = scale_of(tiles, (-1,), encoding.format, "up")
+        y = (tiles * scales.reciprocal()).flatten()[: len(x)]
         to.scale.copy_(scales.flatten())
     elif scale is not None:
-        y = y / scale
+        y = x * scale.reciprocal()
     y = _rounded(y, encoding, away, bits)
     if encoding.dtype == torch.uint8:
-        to.values.copy_(y.to(torch.float16).view(torch.int16) >> 7)
-    else:
-        to.values.copy_(y.to(encoding.dtype))
-    return x.new_zeros(()) if scale is None else x.abs().amax()
+        y = (y.view(torch.int32) >> _SHIFT) - _CODE
+        y = y.clamp(min=0)
+    y = y.to(encoding.dtype)
+    if torch.compiler.is_compiling() and y.is_cpu and y.element_size() == 2:
+        return y
+    to.values.copy_(y)
+    return None
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -170,20 +187,19 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> Tensor:
-    """``y`` in units of its scale on the values of the format, where the cast does not see to it.
-
-    The cast of torch rounds to nearest even. No value is beyond the largest: scales are found so.
-    """
+    """``y``, in units of its scale, as far as torch's cast, to nearest even, does not see to it."""
+    format = encoding.format
     if encoding.dtype == torch.float32:
         return y
-    format = encoding.format
     rounded = y
     if bits is not None or encoding.dtype == torch.uint8:
-        rounding = "nearest" if bits is None else "stochastic"
         grid = Grid(format.mantissa_bits, format.min_exponent, format.max, format.max, True, 0.0)
+        rounding = "nearest" if bits is None else "stochastic"
         rounded = round_to_grid(y, grid, rounding, bits=bits)
-    if encoding.scale == "none":  # as many exponents as float32
+    if encoding.scale == "none":  # as many exponents as float32, or a weight
         return rounded
-    steps = y * (1 / format.min_subnormal)
+    step = encoding.smallest
+    steps = y * (1 / step)
     steps = steps.ceil() if away else steps.trunc()
-    return torch.where(y.abs() < format.min_normal, steps * format.min_subnormal, rounded)
+    rounded = rounded.clamp(-format.max, format.max)
+    return torch.where(y.abs() < format.min_normal, steps * step, rounded)

@@ -21,35 +21,54 @@ moments are right in the mean instead: first ones are not larger, second ones no
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from .adam import PLAIN, step_units, units_of
 from .moments import MASTERS, MOMENTS
-from .optim_state import FIRST, MASTER, SECOND, convert, local
+from .optim_base import LowPrecision
+from .optim_state import FIRST, MASTER, SECOND, convert, local, start
+from .sgd import SGD
 
-__all__ = ["Adam", "AdamW", "state_bytes"]
-
-OPTIONS = (
-    "first_moment",
-    "second_moment",
-    "master_weights",
-    "stochastic_weights",
-    "min_size",
-    "compile",
-)
-"""What load_state_dict leaves as the optimizer has it."""
+__all__ = ["SGD", "Adam", "AdamW", "state_bytes"]
 
 
-class _Adam(Optimizer):
+def _check(group: dict[str, Any]) -> None:
+    """Raises ValueError and TypeError for what a group cannot have."""
+    choices: dict[str, tuple[str | None, ...]] = {**MOMENTS, "master_weights": (None, *MASTERS)}
+    for name, allowed in choices.items():
+        if group[name] not in allowed:
+            listed = ", ".join(map(repr, allowed))
+            raise ValueError(f"unknown {name} {group[name]!r}; choose one of {listed}")
+    for field in ("lr", "eps", "weight_decay", "min_size"):
+        if not 0 <= group[field] < math.inf:
+            raise ValueError(f"{field} must be finite and not negative, got {group[field]}")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"betas must be at least 0 and less than 1, got {group['betas']}")
+    for parameter in group["params"]:
+        if parameter.dtype not in PLAIN:
+            listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in PLAIN)
+            raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {listed}")
+
+
+class _Adam(LowPrecision):
     """What `Adam` and `AdamW` share. Neither is a subclass of the other, so that no test for one of
     them takes the other for it."""
+
+    options = (
+        "first_moment",
+        "second_moment",
+        "master_weights",
+        "stochastic_weights",
+        "min_size",
+        "compile",
+    )
+    check = staticmethod(_check)
+    begun = staticmethod(start)
+    converted = staticmethod(convert)
 
     decoupled: bool
     default_decay: float
@@ -91,61 +110,12 @@ class _Adam(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises ValueError and TypeError for what a group cannot have."""
-        super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1])
-        except (TypeError, ValueError):
-            del self.param_groups[-1]
-            raise
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were left out, because a gradient or its square was not finite."""
-        return int(self.param_groups[0]["skipped_steps"])
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters that have a gradient, or of none; returns the closure's loss.
-
-        A parameter may be any tensor that ``p.detach().to(torch.float32)`` reads and
-        ``p.copy_(float32)`` writes, and its gradient one that ``.to(torch.float32)`` reads.
-        Raises RuntimeError for a sparse gradient.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step_all(self) -> bool:
         index, units = 0, []
         for group in self.param_groups:
             units += units_of(group, self.state, index, self.decoupled)
             index += len(group["params"])
-        if not step_units(units):
-            for group in self.param_groups:
-                group["skipped_steps"] += 1
-        return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, with the state of any Adam of torch or of this module, in any encoding.
-
-        It is converted to the encodings that this optimizer has: exactly where they are the same,
-        else rounded to nearest. A master that is not kept here is written to its parameter.
-        Raises ValueError, and changes nothing, for amsgrad's state, that of another kind of
-        optimizer, and shapes that are not those of the parameters.
-        """
-        groups, state = self.param_groups, self.state
-        hold = self.register_load_state_dict_pre_hook(_hold)
-        place = functools.partial(_place, groups)
-        release = self.register_load_state_dict_post_hook(place, prepend=True)
-        try:
-            super().load_state_dict(state_dict)
-        except BaseException:
-            self.__setstate__({"state": state, "param_groups": groups})
-            raise
-        finally:
-            hold.remove()
-            release.remove()
+        return step_units(units)
 
 
 class Adam(_Adam):
@@ -206,42 +176,3 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
             kind = next(k for k, name in reversed(kinds.items()) if key.startswith(name))
             found[kind] += local(value).nbytes
     return found
-
-
-def _check(group: dict[str, Any]) -> None:
-    """Raises ValueError and TypeError for what a group cannot have."""
-    choices: dict[str, tuple[str | None, ...]] = {**MOMENTS, "master_weights": (None, *MASTERS)}
-    for name, allowed in choices.items():
-        if group[name] not in allowed:
-            listed = ", ".join(map(repr, allowed))
-            raise ValueError(f"unknown {name} {group[name]!r}; choose one of {listed}")
-    for field in ("lr", "eps", "weight_decay", "min_size"):
-        if not 0 <= group[field] < math.inf:
-            raise ValueError(f"{field} must be finite and not negative, got {group[field]}")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"betas must be at least 0 and less than 1, got {group['betas']}")
-    for parameter in group["params"]:
-        if parameter.dtype not in PLAIN:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in PLAIN)
-            raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {allowed}")
-
-
-def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Wraps each state so that torch does not cast what is in it to the dtype of the parameter."""
-    return {**state_dict, "state": {k: _Held(v) for k, v in state_dict["state"].items()}}
-
-
-class _Held(NamedTuple):
-    state: Any
-
-
-def _place(before: list[dict[str, Any]], optimizer: Optimizer) -> None:
-    """After torch has mapped states to parameters: converts them, and completes the groups."""
-    for group, old in zip(optimizer.param_groups, before, strict=True):
-        if group.get("amsgrad"):
-            raise ValueError("this is the state of amsgrad=True, which is not had here")
-        group.update({**old, **group, **{name: old[name] for name in OPTIONS}})
-        for parameter in group["params"]:
-            if parameter in optimizer.state:
-                held = optimizer.state[parameter].state
-                optimizer.state[parameter] = convert(parameter, held, group)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .moments import ENCODINGS, Encoding, Stored, decode, scales_for, write, zeros
 
-__all__ = ["FIRST", "MASTER", "SECOND", "convert", "local", "names", "read", "start"]
+__all__ = ["FIRST", "MASTER", "SECOND", "convert", "has", "keep", "local", "names", "read", "start"]
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 """What a state holds. The first two are torch's names."""
@@ -54,7 +54,7 @@ def start(parameter: Tensor, group: Group) -> State:
     state: State = {"step": torch.zeros(())}
     for name, encoding in names(parameter, group).items():
         weights = _numbers(parameter) if name == MASTER else None
-        _keep(state, name, parameter, encoding, weights)
+        keep(state, name, parameter, encoding, weights)
     return state
 
 
@@ -62,18 +62,17 @@ def _numbers(parameter: Tensor) -> Tensor:
     return local(parameter.detach()).to(torch.float32).reshape(-1)
 
 
-def _keep(
+def keep(
     state: State, name: str, parameter: Tensor, encoding: Encoding, numbers: Tensor | None
 ) -> None:
     """Puts float32 ``numbers``, None for zeros, into ``state`` in an encoding."""
     here = local(parameter)
     stored = zeros(here.numel(), encoding, here.device)
     if numbers is not None and len(numbers):
-        (scale,) = scales_for(numbers.abs().amax()[None], encoding)
-        amax = write(numbers, stored, encoding, scale, away=name == SECOND)
-        if scale is not None:
-            assert stored.scale is not None
-            assert stored.amax is not None
+        amax = numbers.abs().amax()
+        (scale,) = scales_for(amax[None], encoding)
+        write(numbers, stored, encoding, scale, away=name == SECOND)
+        if stored.scale is not None and stored.amax is not None and scale is not None:
             stored.scale.copy_(scale)
             stored.amax.copy_(amax)
     _put(state, name, stored, here.shape)
@@ -110,23 +109,24 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     for name in (FIRST, SECOND):
         _convert(state, name, parameter, kept[name], saved)
     if MASTER in kept:
-        if _has(saved, MASTER):
+        if has(saved, MASTER):
             _convert(state, MASTER, parameter, kept[MASTER], saved)
         else:
-            _keep(state, MASTER, parameter, kept[MASTER], _numbers(parameter))
-    elif _has(saved, MASTER):
+            keep(state, MASTER, parameter, kept[MASTER], _numbers(parameter))
+    elif has(saved, MASTER):
         with torch.no_grad():
             parameter.copy_(decode(read(saved, MASTER)).view(parameter.shape))
     return state
 
 
-def _has(saved: State, name: str) -> bool:
+def has(saved: State, name: str) -> bool:
+    """Whether something is kept under a name, in any encoding."""
     return name in saved or name + PARTS[0] in saved
 
 
 def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State) -> None:
     """One tensor of ``saved``: a copy where it is kept alike, else its numbers, encoded anew."""
-    if not _has(saved, name):
+    if not has(saved, name):
         raise ValueError(f"the state of a parameter has no {name}: it is not that of Adam")
     here = local(parameter)
     shape = local(saved[name] if name in saved else saved[name + PARTS[0]]).shape
@@ -139,7 +139,7 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
     if _alike(given, zeros(0, encoding, here.device)):
         _put(state, name, given, here.shape)
     else:
-        _keep(state, name, parameter, encoding, decode(given))
+        keep(state, name, parameter, encoding, decode(given))
 
 
 def _copy(stored: Stored, device: torch.device) -> Stored:

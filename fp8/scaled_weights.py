@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .moments import decode
+from .optim_state import MASTER, has, read
 from .scaled_tensor import ScaledTensor, keep_gradients_in, plain, scaled, scaled_parameter
 from .subclass import Gained, gain
 
@@ -94,18 +96,28 @@ def scale_weights(
     return new
 
 
-def export_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def export_weights(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Tensor]:
     """The state_dict of ``model`` as plain tensors, floating-point ones in ``dtype``.
 
-    dtype: None keeps each as it is, ScaledTensors in float32, which holds them exactly. Loads into
-    the model as it was before `initialize`, and into any level of it.
+    dtype: None keeps each as it is, ScaledTensors in float32, which holds them exactly.
+    optimizer: one that has masters of the weights (level O3); these are exported in their place.
+    Loads into the model as it was before `initialize`, and into any level of it.
     Raises TypeError for a dtype that is not floating point.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"weights are exported in a floating-point dtype, not {dtype}")
-    state = model.state_dict()
+    state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    if optimizer is not None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            kept = optimizer.state.get(parameter, {})
+            if has(kept, MASTER):
+                state[name] = decode(read(kept, MASTER)).view(parameter.shape).clone()
     return {
-        name: value.to(dtype) if dtype is not None and value.is_floating_point() else value
-        for name, value in state.items()
-        if isinstance(value, Tensor)
+        name: x.to(dtype) if dtype is not None and x.is_floating_point() else x
+        for name, x in state.items()
     }

@@ -1,0 +1,174 @@
+"""`initialize`: a model and its optimizer at one of MS-AMP's levels, in one call, in place.
+
+The levels are those of FP8-LM (arXiv:2310.18313, section 2) and of its library MS-AMP 0.4: what
+each tensor of a covered weight is kept in. Scales are powers of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .convert import LAYERS, convert
+from .level_optimizer import kind_of, take_over
+from .optim import AdamW
+from .recipe import Recipe, get_recipe
+from .scaled_tensor import DTYPES, ScaledTensor
+from .scaled_weights import scale_weights
+
+__all__ = ["LEVELS", "Level", "initialize"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """A row of LEVELS: formats of the tensors of a weight. None: there is no such tensor."""
+
+    name: str
+    product: str = "FP8"
+    """Of the operands; which FP8, the recipe says."""
+    communication: str = "FP8"
+    """Of gradients between processes: see `fp8.distributed`."""
+    weight: str
+    master: str | None
+    """Of the copy that the optimizer steps, where the weight itself is too coarse for a step."""
+    grad: str = "e4m3"
+    first_moment: str
+    second_moment: str
+
+    @property
+    def formats(self) -> dict[str, str | None]:
+        """The arguments of the optimizers of `fp8.optim`."""
+        return {
+            "first_moment": self.first_moment,
+            "second_moment": self.second_moment,
+            "master_weights": self.master,
+        }
+
+
+LEVELS: dict[str, Level] = {
+    level.name: level
+    for level in (
+        Level(
+            name="O1", weight="fp16", master=None, first_moment="float32", second_moment="float32"
+        ),
+        Level(name="O2", weight="fp16", master=None, first_moment="e4m3", second_moment="float16"),
+        Level(
+            name="O3", weight="e4m3", master="float16", first_moment="e4m3", second_moment="float16"
+        ),
+    )
+}
+"""Name -> what is kept in which format."""
+
+
+def initialize(
+    model: M,
+    optimizer: Optimizer | None = None,
+    opt_level: str = "O2",
+    recipe: str | Recipe | None = "unit",
+) -> tuple[M, Optimizer]:
+    """``model`` and ``optimizer`` at a level: MS-AMP's call. Both are changed in place.
+
+    The weights of linear layers and convolutions that the optimizer trains become ScaledTensors,
+    and so do their gradients; the optimizer keeps its states, and where the level has one the
+    master of each weight, in the level's formats. Names, ties, dtypes, devices, requires_grad,
+    hooks, tags, gradients, parameter groups, schedulers and states that are there already stay. All
+    other parameters stay as they are. Weights are new objects in the place of the old: what else
+    holds the old ones (a list of parameters, an average of weights) takes them anew.
+
+    optimizer: `torch.optim.Adam`, `AdamW` or `SGD`, those of `unit_scaling.optim` or of
+    `fp8.optim`; None: an `fp8.optim.AdamW` with its defaults. It becomes a subclass of what it
+    was, steps in float32, and skips and counts (``skipped_steps``) a step with a gradient that is
+    not finite.
+    opt_level: a name in `LEVELS`.
+    recipe: of the products, for `fp8.convert`; None leaves them as they are.
+
+    Wrap the model (DistributedDataParallel, fully_shard) and compile it afterwards. state_dicts
+    hold plain tensors under the names they had: see `export_weights`.
+    Raises ValueError for an unknown level or recipe, a model that has a level already or is
+    wrapped, and an optimizer of other parameters or with an option that it cannot have here;
+    TypeError for another optimizer. Then nothing has been changed.
+
+    >>> import torch, fp8
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model, optimizer = fp8.initialize(model, optimizer, opt_level="O3")
+    >>> model[0].weight.format, model[0].bias.dtype
+    ('e4m3', torch.float32)
+    """
+    level = _level(opt_level)
+    chosen = None if recipe is None else get_recipe(recipe)
+    _check_model(model)
+    if optimizer is None:
+        optimizer = AdamW(model.parameters())
+    trained = _trained(model, optimizer)
+    weights = [p for p in _covered(model) if p in trained]
+    kind_of(optimizer)
+    if chosen is not None:
+        convert(model, chosen)  # refuses what it cannot do before it changes anything
+    replaced = scale_weights(model, weights, level.weight, level.grad)
+    take_over(optimizer, level.formats, replaced)
+    return model, optimizer
+
+
+def _level(name: str) -> Level:
+    if name not in LEVELS:
+        raise ValueError(f"unknown opt_level {name!r}; choose one of {', '.join(LEVELS)}")
+    return LEVELS[name]
+
+
+#: Class of a wrapper, by name: its library need not be there -> what to do instead.
+_WRAPPERS = {
+    "DistributedDataParallel": "initialize the model that it wraps, then wrap it",
+    "DataParallel": "initialize the model that it wraps, then wrap it",
+    "FullyShardedDataParallel": "initialize the model, then fully_shard it",
+    "FSDPModule": "initialize the model, then fully_shard it",
+    "OptimizedModule": "initialize the model, then compile it",
+    "DeepSpeedEngine": (
+        "DeepSpeed keeps weights and states of its own: use initialize(opt_level='O3') on the "
+        "model and torch's fully_shard (FSDP2) in the place of ZeRO"
+    ),
+}
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize needs an nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS:
+                where = f" ({name})" if name else ""
+                raise ValueError(
+                    f"a {kind.__name__}{where} has no level: {_WRAPPERS[kind.__name__]}"
+                )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, ScaledTensor):
+            raise ValueError(f"the model has a level already: {name} is a ScaledTensor")
+
+
+def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
+    """The parameters of the optimizer. Raises ValueError for one that is not the model's."""
+    own = set(model.parameters())
+    trained = [(i, p) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    for i, parameter in trained:
+        if parameter not in own:
+            raise ValueError(
+                f"the optimizer's group {i} has a parameter of shape {tuple(parameter.shape)} that "
+                "is not the model's: make the optimizer from this model's parameters"
+            )
+    return {parameter for _, parameter in trained}
+
+
+def _covered(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that a level is about, of linear layers and convolutions, each once."""
+    return [
+        parameter
+        for module in model.modules()
+        if isinstance(module, LAYERS)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name.endswith("weight") and parameter.dim() >= 2 and parameter.dtype in DTYPES
+    ]

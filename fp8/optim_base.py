@@ -1,0 +1,152 @@
+"""What the optimizers of `fp8.optim` share: steps that are taken whole or not at all, states that
+are loaded in any encoding, masters that follow their weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from .moments import ENCODINGS, decode
+from .optim_state import MASTER, Group, State, has, keep, read
+from .scaled_tensor import plain
+
+__all__ = ["LowPrecision"]
+
+
+class LowPrecision(Optimizer):
+    """The base of the optimizers: they say how to check a group, step, and read another's state."""
+
+    #: What load_state_dict leaves as the optimizer has it.
+    options: ClassVar[tuple[str, ...]]
+
+    @staticmethod
+    def check(group: Group) -> None:
+        """Raises ValueError and TypeError for what a group cannot have."""
+        raise NotImplementedError
+
+    def step_all(self) -> bool:
+        """Steps all parameters that have a gradient; or none, where one is not finite: False."""
+        raise NotImplementedError
+
+    @staticmethod
+    def begun(parameter: Tensor, group: Group) -> State:
+        """The state before the first step."""
+        raise NotImplementedError
+
+    @staticmethod
+    def converted(parameter: Tensor, saved: State, group: Group) -> State:
+        """``saved``, the state of such an optimizer, as ``group`` keeps it."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Raises ValueError and TypeError for what a group cannot have."""
+        super().add_param_group(param_group)
+        try:
+            self.check(self.param_groups[-1])
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out, because a gradient or its square was not finite."""
+        return int(self.param_groups[0]["skipped_steps"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient, or of none; returns the closure's loss.
+
+        A parameter may be any tensor that ``p.detach().to(torch.float32)`` reads and
+        ``p.copy_(float32)`` writes, and its gradient one that ``.to(torch.float32)`` reads.
+        What others have written to a parameter with a master since the last step is its master
+        from now on. Raises RuntimeError for a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refresh_masters()
+        if not self.step_all():
+            for group in self.param_groups:
+                group["skipped_steps"] += 1
+        self._versions = {p: p._version for p in self._with_master()}
+        return loss
+
+    def _with_master(self) -> list[Any]:
+        return [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p in self.state and has(self.state[p], MASTER)
+        ]
+
+    def _refresh_masters(self) -> None:
+        """Begins masters anew whose weights are not what they round to.
+
+        A weight that came from a checkpoint may have brought more than it can hold, ``loaded``.
+        """
+        known = getattr(self, "_versions", {})
+        for p in self._with_master():
+            if known.get(p) == p._version:
+                continue
+            loaded = vars(p).pop("loaded", None)
+            master = read(self.state[p], MASTER)
+            rounded = p.detach().clone()
+            rounded.copy_(decode(master).view(p.shape))
+            if not torch.equal(rounded, p):
+                write_master(p, self.state[p], p if loaded is None else loaded)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, with the state of such an optimizer of torch or of this module.
+
+        It is converted to the encodings that this one has: exactly where they are the same, else
+        rounded to nearest. A master that is not kept here is written to its parameter.
+        Raises ValueError, and changes nothing, for amsgrad's state, that of another kind of
+        optimizer, and shapes that are not those of the parameters.
+        """
+        groups, state = self.param_groups, self.state
+        hold = self.register_load_state_dict_pre_hook(_hold)
+        place = functools.partial(_place, groups)
+        release = self.register_load_state_dict_post_hook(place, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            self.__setstate__({"state": state, "param_groups": groups})
+            raise
+        finally:
+            hold.remove()
+            release.remove()
+
+
+def write_master(parameter: Tensor, state: State, numbers: Tensor) -> None:
+    """Begins the master of ``parameter`` anew, in the encoding that it has in ``state``."""
+    encoding = ENCODINGS[str(read(state, MASTER).values.dtype).removeprefix("torch.")]
+    keep(state, MASTER, parameter, encoding, plain(numbers.detach(), torch.float32).flatten())
+
+
+def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Wraps each state so that torch does not cast what is in it to the dtype of the parameter."""
+    return {**state_dict, "state": {k: _Held(v) for k, v in state_dict["state"].items()}}
+
+
+@dataclass(frozen=True)
+class _Held:
+    state: Any
+
+
+def _place(before: list[dict[str, Any]], optimizer: Any) -> None:
+    """After torch has mapped states to parameters: converts them, and completes the groups."""
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        if group.get("amsgrad"):
+            raise ValueError("this is the state of amsgrad=True, which is not had here")
+        group.update({**old, **group, **{name: old[name] for name in optimizer.options}})
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                held = optimizer.state[parameter].state
+                optimizer.state[parameter] = optimizer.converted(parameter, held, group)
