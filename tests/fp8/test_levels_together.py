@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import fp8
@@ -90,6 +92,23 @@ def test_ddp(level, hooked):
     losses = run(model, optimizer, 3, parallel)
     assert losses == pytest.approx(expected, rel=0.02 if hooked else 0)
     assert isinstance(model[0].weight.grad, ScaledTensor)
+
+
+@each_level
+@pytest.mark.usefixtures("_one_process")
+def test_resume_from_a_distributed_checkpoint(level, tmp_path):
+    model, optimizer = build(level)
+    run(model, optimizer)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=tmp_path)
+    expected = run(model, optimizer)
+    model, optimizer = build(level)
+    run(model, optimizer, 1)
+    read = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(read, checkpoint_id=tmp_path)
+    weights, states = read.values()
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    assert run(model, optimizer) == expected
 
 
 @each_level
