@@ -182,7 +182,7 @@ def test_what_is_written_to_a_weight_is_its_master(kind, optimizer):
     opt = optimizer([weight], lr=1e-3, master_weights="float32", weight_decay=0.0)
     for value in (1.0, 5.0, -3.0):
         with torch.no_grad():
-            weight.fill_(value)
+            (weight.data if kind == torch.float32 else weight).fill_(value)
         for _ in range(3):
             weight.grad = torch.full((64, 64), 1e-2).to(kind)
             opt.step()
