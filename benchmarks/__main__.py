@@ -17,6 +17,7 @@ BENCHMARKS = (
     "residual",
     "recipe_loss",
     "zoo",
+    "norms",
 )
 """Scripts of this package; `python -m benchmarks.NAME` runs one and writes results/NAME.json."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import fp8.layer_norm2d
 import unit_scaling.functional  # noqa: F401 - fills OPS
 from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats import FORMATS, Format
@@ -50,6 +51,7 @@ NAMESPACES = {
     "torch.special": torch.special,
     "torch.sparse": torch.sparse,
     "operator": operator,
+    "fp8.layer_norm2d": fp8.layer_norm2d,
 }
 
 

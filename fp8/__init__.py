@@ -4,7 +4,7 @@ from . import optim
 from .autocast import autocast, checkpoint_contexts
 from .convert import convert, report, revert
 from .formats import FORMATS, Format, get_format
-from .history import AmaxHistory
+from .history import AmaxHistory, reduce_amax
 from .level_state import state
 from .levels import LEVELS, Level, initialize
 from .low_precision import (
@@ -48,6 +48,7 @@ __all__ = [
     "quantize",
     "quantize_backward",
     "quantize_forward",
+    "reduce_amax",
     "report",
     "revert",
     "revert_norms",

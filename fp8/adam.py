@@ -4,14 +4,14 @@ eager mode does piece by piece and `torch.compile` in one pass."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .moments import ENCODINGS, HEADROOM, Encoding, Stored, decode, scales_for, write
+from .moments import BLOCK, ENCODINGS, HEADROOM, Encoding, Stored, decode, scales_for, write
 from .optim_state import FIRST, MASTER, SECOND, Group, State, is_plain, local, names, read, start
 from .quantize import CHUNK
 from .rounding import Key, bits_from_key, fewer_bits, random_key
@@ -29,6 +29,10 @@ PLAIN = {
     ),
 }
 """How weights without a master are kept, by their dtype."""
+
+COMPILED = 1 << 22
+"""Elements that a compiled step takes at once on a CPU. What it allocates then comes from the heap;
+larger blocks glibc maps anew each time, with a page fault for every 4 KiB."""
 
 HALF = 15
 """Random bits for each of the two moments, from one word of 32."""
@@ -236,23 +240,37 @@ def _step(unit: Unit, scales: Scales) -> None:
     how = How(encodings[MASTER], encodings[FIRST], encodings[SECOND], unit.stochastic())
     seed = (unit.group["seed"], int(unit.states[0]["step"]), unit.index)
     keys: list[Key] = [random_key((*seed, stream)) for stream in range(2)]
-    if unit.group["compile"] and len(unit.states) == 1:
+    compiled = unit.group["compile"] and len(unit.states) == 1
+    if compiled:
         keys = [torch.tensor(key, device=grad.device) for key in keys]
-        largest = _compiled()(kept, grad, numbers, how, scales, keys, 0)
-    else:
-        size = CHUNK * torch.get_num_threads() if grad.device.type == "cpu" else len(grad)
-        pieces = []
-        for begin in range(0, len(grad), size):
-            end = min(begin + size, len(grad))
-            parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
-            pieces.append(_adam(parts, grad[begin:end], numbers, how, scales, keys, begin))
-        largest = torch.stack(pieces).amax()
+    largest = []
+    for begin, end in _pieces(grad, compiled):
+        parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
+        run = _compiled() if compiled and (end - begin) % BLOCK == 0 else _adam
+        weight, new = run(parts, grad[begin:end], numbers, how, scales, keys, begin)
+        largest.append(weight)
+        for part, values in zip(parts, new, strict=True):
+            if values is not None:
+                part.values.copy_(values)
     if kept[0].amax is not None:
-        kept[0].amax.copy_(largest)
+        kept[0].amax.copy_(torch.stack(largest).amax())
     for stored, scale in zip(kept, scales, strict=True):
         if stored.scale is not None and scale is not None:
             stored.scale.copy_(scale)
     unit.finish(*kept)
+
+
+def _pieces(x: Tensor, compiled: bool) -> Iterator[tuple[int, int]]:
+    """Where a flat tensor is cut: into what stays in a processor's cache, or for what is compiled
+    into pieces whose results need no fresh memory, and a rest that is no whole number of blocks."""
+    count, size = len(x), len(x)
+    if x.is_cpu:
+        size = COMPILED if compiled else CHUNK * torch.get_num_threads()
+    whole = count - count % BLOCK if compiled else count
+    for begin in range(0, whole, size):
+        yield begin, min(begin + size, whole)
+    if whole < count:
+        yield whole, count
 
 
 def _adam(
@@ -263,7 +281,7 @@ def _adam(
     scales: Scales,
     keys: list[Key],
     begin: int,
-) -> Tensor:
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay, in place.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
@@ -271,7 +289,7 @@ def _adam(
 
     In float32, from the new moments before they are rounded. grad: (n,), the elements from
     ``begin``. numbers: see `Unit.numbers`. Returns the largest magnitude of a weight that has a
-    scale, else 0.
+    scale, else 0, and what `write` returns.
     """
     weight, first, second = kept
     decay, b1, c1, b2, c2, size, root, eps = numbers.unbind()
@@ -287,12 +305,14 @@ def _adam(
         low = fewer_bits(word << 16, HALF) if of_second else None
     if of_weight:
         bits = bits_from_key(g.shape, keys[1], device=g.device, start=begin)
-    write(w, weight, how.weight, scales[0], bits=bits)
-    write(m, first, how.first, scales[1], bits=high)
-    write(v, second, how.second, scales[2], away=True, bits=low)
-    return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
+    new = (
+        write(w, weight, how.weight, scales[0], bits=bits),
+        write(m, first, how.first, scales[1], bits=high),
+        write(v, second, how.second, scales[2], away=True, bits=low),
+    )
+    return (w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())), new
 
 
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
+def _compiled() -> Callable[..., tuple[Tensor, tuple[Tensor | None, ...]]]:
     return torch.compile(_adam)

@@ -8,7 +8,7 @@ or -2 (its columns are).
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,26 +40,30 @@ aten = torch.ops.aten
 Spec = tuple[Any, ...]
 """A Cast as strings and numbers, or () for none: no object crosses an autograd function."""
 
-_FORMAT_FIELDS = tuple(field.name for field in fields(Format))
-_CAST_FIELDS = tuple(field.name for field in fields(Cast))
-
 
 def spec_of(cast: Cast | None) -> Spec:
-    """``cast`` as plain values. A Format object becomes the tuple of its fields; the last value is
-    a label for `fp8.stats`, "" for none."""
+    """``cast`` as plain values: format (a name or a `Format.text`), rule, tile, margin, rounding,
+    overflow, random bits, size of the rotation, and a label for `fp8.stats`, "" for none."""
     if cast is None:
         return ()
-    format: Any = cast.format
-    if isinstance(format, Format):
-        format = tuple(getattr(format, name) for name in _FORMAT_FIELDS)
-    return (format, *(getattr(cast, name) for name in _CAST_FIELDS[1:]), "")
+    return _spec(cast.text) if torch.compiler.is_compiling() else _known_spec(cast.text)
+
+
+def _spec(text: str) -> Spec:
+    format, _, rule, rounding, overflow, *numbers = text.split(";")
+    across, along, margin, _, random_bits, hadamard = [int(number) for number in numbers]
+    tile = (across, along)
+    return (format, rule or None, tile, margin, rounding, overflow, random_bits, hadamard, "")
+
+
+_known_spec = cache(_spec)
 
 
 def is_symmetric(spec: Spec) -> bool:
     """Whether the cast is the same along both axes of a matrix, so that one copy serves both."""
     if not spec:
         return True
-    _, _, _, (across, along), *_, hadamard, _ = spec
+    _, _, (across, along), *_, hadamard, _ = spec
     return across == along and not hadamard
 
 
@@ -136,7 +140,7 @@ def rounded(
 def _whole_scale(
     x: Tensor, spec: Spec, history: Tensor | None, record: bool | None
 ) -> Tensor | None:
-    _, _, rule, tile, margin, *_ = spec
+    _, rule, tile, margin, *_ = spec
     if rule is None or tile != (0, 0):
         return None
     if history is not None:
@@ -151,15 +155,13 @@ def _whole_scale(
 
 def format_of(spec: Spec) -> Format:
     """The format of a spec that is not ()."""
-    if isinstance(spec[0], str):
-        return get_format(spec[0])
-    return Format(**dict(zip(_FORMAT_FIELDS, spec[0], strict=True)))
+    return Format.from_text(spec[0]) if "|" in spec[0] else get_format(spec[0])
 
 
 def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     """``x`` in the spec's format, with its scales multiplied in again; ``scale`` is that of all of
     x, None where there is one for each tile. No gradient."""
-    _, _, rule, tile, margin, _, rounding, overflow, random_bits, _, label = spec
+    _, rule, tile, margin, rounding, overflow, random_bits, _, label = spec
     format = format_of(spec)
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     if rule is None or x.numel() == 0:
@@ -244,11 +246,12 @@ def _rotated(x: Tensor, size: int, axis: int) -> Tensor:
     outlier of one element is spread over all. Zeros fill the last block, so the axis grows to a
     multiple of ``size``.
     """
-    missing = -x.shape[axis] % size
+    count = -(-x.shape[axis] // size)
+    missing = count * size - x.shape[axis]
     if missing:
         x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
     matrix = torch.tensor(_hadamard_matrix(size), dtype=x.dtype, device=x.device)
-    blocks = x.unflatten(axis, (-1, size))
+    blocks = x.unflatten(axis, (count, size))
     with torch.autocast(x.device.type, enabled=False):
         if axis == -1:
             return aten.matmul.default(blocks, matrix.mT).flatten(-2)

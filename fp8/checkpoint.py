@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-__all__ = ["checkpointed", "in_reentrant"]
+__all__ = ["checkpointed", "in_recomputation", "in_reentrant"]
 
 
 def checkpointed(
@@ -41,7 +41,20 @@ def in_reentrant() -> bool:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     code = CheckpointFunction.forward.__code__
+    return any(frame.f_code is code for frame in _frames())
+
+
+def in_recomputation() -> bool:
+    """Whether this is what a checkpoint without reentry computes again in the backward pass."""
+    if torch.compiler.is_compiling():
+        return False
+    here = ("recompute_fn", CheckpointFunction.forward.__code__.co_filename)
+    return any((frame.f_code.co_name, frame.f_code.co_filename) == here for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of the calls that are under way, innermost first."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame is not None

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from .adapters import torchao, transformer_engine
 from .autocast import FIRST_LOOK, autocast
 from .casting import is_whole
+from .checkpoint import in_recomputation
+from .history import LayerHistory, forget, remember
 from .matmul import checked_backend, linear
-from .native import ALIGNMENT
+from .native import ALIGNMENT, why_not_recipe
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, gain, lose
 from .swap import Where, adapted, inside_attention, is_replacement
+from .where import choose
 
 __all__ = ["LAYERS", "convert", "report", "revert"]
 
@@ -48,10 +53,16 @@ EXCEPTIONS: dict[type[nn.Module], str] = {
 }
 """Layers with a weight that are never converted -> why."""
 
-_NOT_CHOSEN = {"Bilinear": "not chosen, or the recipe scales along one axis: it sums over two"}
+_TWO_AXES = "it sums over two axes, and the recipe has scales along one"
+_NO_BUFFERS = "more than one product, and the recipe keeps a history of each"
 
 # In evaluation these compute their whole forward in one kernel that reads the weights of their
 # layers, which then do not run. Under a mode they do not; a recipe without casts is one.
+_SET = tuple(
+    f"fp8_{name}" for name in ("recipe", "asked", "backend", "why", "transposed", "ragged")
+)
+"""What `convert` sets on a layer, besides its class and buffers."""
+
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 _PLAIN = Recipe(name="plain")
 
@@ -64,14 +75,27 @@ class _Converted(Gained):
     """A layer whose products run under its ``fp8_recipe``."""
 
     fp8_recipe: Recipe
+    fp8_asked: str
+    #: "simulate" where another was asked for, and the recipe has no kernels.
     fp8_backend: str
+    #: Why it does not have the recipe of the chosen layers.
+    fp8_why: str
+    fp8_transposed: bool
+    #: The last number of tokens seen in eager mode that the kernels do not take.
+    fp8_ragged: int
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        history = LayerHistory(self) if self.fp8_recipe.keeps_history else None
+        if history is not None and in_recomputation():
+            raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
         # it may be compiled inside of a checkpoint.
-        if self._original is nn.Linear and self._active == (_Converted,) and not FIRST_LOOK:
-            return _linear(self, *args, **kwargs)
-        with autocast(self.fp8_recipe, backend=self.fp8_backend):
+        if history is None and self._active == (_Converted,) and not FIRST_LOOK:
+            if self._original is nn.Linear:
+                return _linear(self, self.weight, *args, **kwargs)
+            if self.fp8_transposed:
+                return _linear(self, self.weight.mT, *args, **kwargs)
+        with autocast(self.fp8_recipe, backend=self.fp8_backend, history=history):
             return forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -79,9 +103,20 @@ class _Converted(Gained):
         return f"{own}, fp8={self.fp8_recipe.name}" if own else f"fp8={self.fp8_recipe.name}"
 
 
-def _linear(layer: Any, input: Tensor) -> Tensor:
+_RECOMPUTED = (
+    "recipe {!r} cannot be checkpointed: what is recomputed would have other scales, as scaling "
+    '"delayed" has moved on'
+)
+
+
+def _linear(layer: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    (input,) = (*args, *kwargs.values())
+    if layer.fp8_backend != "simulate" and not torch.compiler.is_compiling():
+        tokens = input.numel() // weight.shape[1]
+        if tokens % ALIGNMENT:
+            vars(layer)["fp8_ragged"] = tokens
     given = {"recipe": layer.fp8_recipe, "backend": layer.fp8_backend}
-    return linear(input, layer.weight, layer.bias, **given)
+    return linear(input, weight, layer.bias, **given)
 
 
 class _Expanded(Gained):
@@ -97,7 +132,8 @@ def convert(
     recipe: str | Recipe = "unit",
     *,
     backend: str = "auto",
-    where: Where | None = None,
+    where: str | Where | None = None,
+    rest: str | Recipe | None = None,
 ) -> M:
     """Has the layers of ``model`` compute their products under ``recipe``; returns ``model``.
 
@@ -108,18 +144,31 @@ def convert(
     `revert` undoes it.
 
     recipe: a name in `fp8.RECIPES` or a `Recipe`.
-    backend: as in `fp8.autocast`. Convolutions and weights whose sizes the kernels do not take are
-    simulated, which the report says, on whatever device the model is. Or "transformer_engine" or
+    backend: as in `fp8.autocast`. Convolutions, recipes and weights of sizes that the kernels do
+    not take are simulated; a number of tokens that is no multiple of 16 is filled up with zeros
+    where the gradient of the weight sums over it. The report says both, the latter once it was
+    seen in eager mode, on whatever device the model is. Or "transformer_engine" or
     "torchao", whose layers take the place of those of the model (`fp8.adapters`); a model that is
     itself a layer is replaced by what is returned.
-    where: (name, layer) -> whether to convert it; None converts every layer.
+    where: (name, layer) -> whether to convert it; or by name one of `fp8.where.WHERE`:
+    "hidden", the layers of the blocks that the model repeats, and "umup", those but the ones that
+    join the residual stream. None converts every layer.
+    rest: the recipe of the layers that ``where`` leaves alone; None leaves them as they are.
+    ``convert(model, "unit", where="umup", rest="bf16")`` is the scheme of u-muP.
+
+    A recipe with scaling "delayed" keeps its history in buffers of the layer, ``fp8_amax_input``,
+    ``fp8_amax_weight`` and ``fp8_amax_grad``, which are in the model's state_dict, newest entry
+    first: what `AmaxHistory` says of passes holds for each call of the layer. A model that is to
+    load them is converted first. Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing
+    such a layer raises NotImplementedError.
 
     With a recipe that has `saved_activations` the modules of activations (`ACTIVATIONS`) are
     converted as well; a gate that is no module keeps its factors as torch does.
     Products that are no layer's (attention, `@`) stay in high precision: `fp8.autocast` around
     the call of the model is for those.
-    Raises TypeError for what is not a module, ValueError for an unknown recipe or backend, for
-    "native" with a recipe that has no kernels, and for a recipe with scaling "delayed".
+    Raises TypeError for what is not a module, ValueError for an unknown recipe, backend or where,
+    for "native" with a recipe that has no kernels, and for ``rest`` with the layers of another
+    library.
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), "unit")
@@ -133,25 +182,43 @@ def convert(
         raise TypeError(f"convert needs an nn.Module, got {type(model).__name__}")
     chosen = get_recipe(recipe)
     if backend in ADAPTERS:
-        ADAPTERS[backend].its_recipe(chosen)  # raises, before anything is changed
-        model = ADAPTERS[backend].convert(revert(model), chosen, where=where)
-        return _expand(model)
-    if chosen.keeps_history:
-        raise ValueError(
-            f"recipe {chosen.name!r} keeps a history, which no layer has: run the model under "
-            "fp8.autocast(recipe, history=fp8.AmaxHistory())"
-        )
-    backend = checked_backend(backend, chosen)
+        return _adapt(model, chosen, ADAPTERS[backend], where, rest)
+    others = None if rest is None else get_recipe(rest)
+    backends = {plan: checked_backend(backend, plan) for plan in (chosen, others) if plan}
     model = revert(model)
-    for name, module, why_not in _layers(model, chosen.saved_activations is not None):
-        if why_not is None and _fits(module, chosen) and (where is None or where(name, module)):
-            gain(module, _Converted)
-            module.fp8_recipe = chosen  # type: ignore[assignment]
-            module.fp8_backend = backend  # type: ignore[assignment]
-    return _expand(model)
+    layers = _candidates(model, chosen.saved_activations is not None)
+    left = choose(where, model, layers)
+    for name, module in layers.items():
+        plan = others if name in left else chosen
+        if plan is None or (why := _unfit(module, plan)):
+            vars(module)["fp8_why"] = left[name] if plan is None else why
+            continue
+        _begin(module, plan, (backend, backends[plan]), left.get(name, ""))
+    return expand(model)
 
 
-def _expand(model: M) -> M:
+def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, rest: Any) -> M:
+    """`convert` with the layers of another library."""
+    if rest is not None:
+        raise ValueError(f"rest={rest!r} needs a backend of this library; choose another backend")
+    adapter.its_recipe(recipe)  # raises, before anything is changed
+    model = revert(model)
+    if isinstance(where, str):
+        left = choose(where, model, _candidates(model))
+        where = lambda name, layer: name not in left  # noqa: E731
+    return expand(adapter.convert(model, recipe, where=where))
+
+
+def _begin(module: nn.Module, recipe: Recipe, backends: tuple[str, str], why: str) -> None:
+    gain(module, _Converted)
+    values = (recipe, *backends, why, _is_transposed(module), 0)
+    vars(module).update(zip(_SET, values, strict=True))
+    if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
+        remember(module, recipe)
+
+
+def expand(model: M) -> M:
+    """Has the containers with a fast path call those of their layers that were converted."""
     for module in model.modules():
         inner = module.modules()
         if isinstance(module, _FAST_PATHS) and any(map(_runs_in_fp8, inner)):
@@ -175,7 +242,9 @@ def revert(model: M) -> M:
         lose(module, _Expanded)
         if isinstance(module, _Converted):
             lose(module, _Converted)
-            del module.fp8_recipe, module.fp8_backend
+            forget(module)
+        for key in _SET:
+            vars(module).pop(key, None)
     return model
 
 
@@ -193,28 +262,36 @@ def report(model: nn.Module) -> Report:
         if isinstance(module, _Converted):
             rows.append(Row(name, kind, "converted", _how(module)))
         else:
-            rows.append(Row(name, kind, LEFT_ALONE, why_not or _NOT_CHOSEN.get(kind, "not chosen")))
+            why = why_not or vars(module).get("fp8_why", "not chosen")
+            rows.append(Row(name, kind, LEFT_ALONE, why))
     return Report(rows, notes_on(model))
 
 
 def _how(module: Any) -> str:
     """The recipe and, unless all is simulated, what computes the products of a converted layer."""
     recipe, backend = module.fp8_recipe, module.fp8_backend
-    name = recipe.name
+    name = f"{recipe.name} ({module.fp8_why})" if module.fp8_why else recipe.name
     if isinstance(module, ACTIVATIONS):
         return (
             f"{name}, keeps {'bits' if isinstance(module, nn.ReLU) else recipe.saved_activations}"
         )
+    why_not = "" if module.fp8_asked == "simulate" else why_not_recipe(recipe)
     if backend == "simulate":
-        return str(name)
-    if not isinstance(module, nn.Linear):
+        return f"{name}, simulated: {why_not}" if why_not else str(name)
+    if not isinstance(module, nn.Linear) and not module.fp8_transposed:
         return f"{name}, simulated: the kernels multiply matrices"
-    sizes = (module.in_features, module.out_features)
-    odd = [size for size in sizes if size % ALIGNMENT]
+    odd = [size for size in reversed(module.weight.shape) if size % ALIGNMENT]
     if odd:
         return f"{name}, simulated: {odd[0]} is no multiple of {ALIGNMENT}"
     where = {"native": "native", "auto": "native on CUDA devices with FP8"}
-    return f"{name}, {where[backend]}"
+    tokens = module.fp8_ragged
+    ragged = f"; {tokens} tokens filled up to {tokens + -tokens % ALIGNMENT}" if tokens else ""
+    return f"{name}, {where[backend]}{ragged}"
+
+
+def _candidates(model: nn.Module, activations: bool = False) -> dict[str, nn.Module]:
+    """Name -> layer, of all that can be converted."""
+    return {name: module for name, module, why in _layers(model, activations) if why is None}
 
 
 def _layers(
@@ -222,22 +299,32 @@ def _layers(
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
     """(name, module, why it cannot be converted, or None) for all that have a weight, for what is
     converted and, if asked for, for activations."""
-    kinds: tuple[type[nn.Module], ...] = (_Converted, *(ACTIVATIONS if activations else ()))
     inside = inside_attention(model)
     for name, module in model.named_modules():
         weights = any(p.dim() > 1 for p in module.parameters(recurse=False))
-        if weights or isinstance(module, kinds):
+        asked = activations and isinstance(module, ACTIVATIONS)
+        if weights or asked or isinstance(module, _Converted):
             yield name, module, _why_not(module, inside.get(id(module)))
 
 
-def _fits(module: nn.Module, recipe: Recipe) -> bool:
-    return is_whole(recipe) or not isinstance(module, nn.Bilinear)
+def _unfit(module: nn.Module, recipe: Recipe) -> str:
+    """Why a layer cannot run under this recipe; "" if it can."""
+    if isinstance(module, nn.Bilinear) and not is_whole(recipe):
+        return _TWO_AXES
+    many = isinstance(module, nn.Bilinear | nn.MultiheadAttention)
+    return _NO_BUFFERS if many and recipe.keeps_history else ""
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is GPT-2's linear layer, `transformers.pytorch_utils.Conv1D`: weight (in, out)."""
+    known = sys.modules.get("transformers.pytorch_utils")
+    return known is not None and isinstance(module, known.Conv1D)
 
 
 def _why_not(module: nn.Module, owner: str | None) -> str | None:
     if owner is not None:
         return f"computed by {owner}"
-    if isinstance(module, (*LAYERS, *ACTIVATIONS)):
+    if isinstance(module, (*LAYERS, *ACTIVATIONS)) or _is_transposed(module):
         return None
     known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
     return next(known, "its products are its own: run the model under fp8.autocast")

@@ -49,7 +49,7 @@ def _cast_maps(
 ) -> tuple[Tensor, Tensor | None]:
     """Feature maps (batch, channels, *size) under a spec, and the scale as `rounded` has it; axis:
     -1 sums over channels, -2 over positions."""
-    if not spec or spec[3] == (0, 0):
+    if not spec or spec[2] == (0, 0):
         return rounded(x, spec, axis, history, record)
     last = x.movedim(1, -1)
     y = round_straight(last.flatten(0, -2), spec, axis)
@@ -60,7 +60,7 @@ def _cast_weight(
     x: Tensor, spec: Spec, axis: int, history: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """A weight (first, second, *kernel) under a spec; axis: -1 sums over second, -2 over first."""
-    if not spec or spec[3] == (0, 0):
+    if not spec or spec[2] == (0, 0):
         return rounded(x, spec, axis, history)
     last = x.movedim(1, -1)
     y = round_straight(last.flatten(1), spec, axis)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -13,6 +14,8 @@ MAX_EXPONENT_BITS = 8
 
 MAX_MANTISSA_BITS = 23
 """As above: no more mantissa bits than float32 has."""
+
+_FLAGS = ("infinity", "nan", "negative_zero", "signed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,10 @@ class Format:
     signed: bool = True
     dtype: torch.dtype | None = None
 
+    text: ClassVar[str]
+    """Of an instance: its fields in one string, which `from_text` reads. To a compiler a string is
+    a constant; under dynamic shapes a number that it reads from an object is not."""
+
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
             if not condition:
@@ -83,6 +90,29 @@ class Format:
             f"max {self.max} needs more than {self.mantissa_bits} mantissa bits",
         )
         require(self.signed or not self.negative_zero, "an unsigned format has no -0")
+        flags = [getattr(self, flag) for flag in _FLAGS]
+        numbers = (self.exponent_bits, self.mantissa_bits, self.bias, self.max, *map(int, flags))
+        dtype = str(self.dtype or "").removeprefix("torch.")
+        object.__setattr__(self, "text", "|".join([self.name, *map(repr, numbers), dtype]))
+
+    @staticmethod
+    def from_text(text: str) -> Format:
+        """The format whose `text` this is, which was checked when that was made."""
+        name, exponent_bits, mantissa_bits, bias, largest, *flags, dtype = text.rsplit("|", 9)
+        values = {
+            "name": name,
+            "exponent_bits": int(exponent_bits),
+            "mantissa_bits": int(mantissa_bits),
+            "bias": int(bias),
+            "max": float(largest),
+            **dict(zip(_FLAGS, [flag == "1" for flag in flags], strict=True)),
+            "dtype": getattr(torch, dtype) if dtype else None,
+            "text": text,
+        }
+        made = object.__new__(Format)
+        for field, value in values.items():
+            object.__setattr__(made, field, value)
+        return made
 
     def __str__(self) -> str:
         return self.name
@@ -215,11 +245,11 @@ def get_format(format: str | Format) -> Format:
     Raises ValueError for an unknown name and TypeError for anything that is neither.
     """
     if isinstance(format, Format):
-        return format
+        return Format.from_text(format.text) if torch.compiler.is_compiling() else format
     if not isinstance(format, str):
         raise TypeError(f"format is a {type(format).__name__}; give a name or a Format")
     if format not in FORMATS:
         raise ValueError(
             f"unknown format {format!r}; choose one of {', '.join(map(repr, FORMATS))}"
         )
-    return FORMATS[format]
+    return get_format(FORMATS[format])

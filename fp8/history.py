@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["AmaxHistory"]
+__all__ = ["AmaxHistory", "LayerHistory", "forget", "reduce_amax", "remember"]
+
+Group = torch.distributed.ProcessGroup | None
 
 
 class AmaxHistory:
@@ -74,14 +77,65 @@ class AmaxHistory:
             else:
                 self.tensors[name] = tensor.detach().clone()
 
-    def reduce(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+    def reduce(self, group: Group = None) -> None:
         """The largest entry over the processes of ``group`` (all) for every entry: one all-reduce,
         to be called after the backward pass, by all with the same products."""
-        if not self.tensors:
-            return
-        names = sorted(self.tensors)
-        flat = torch.cat([self.tensors[name] for name in names])
-        torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
-        sizes = [self.tensors[name].numel() for name in names]
-        for name, tensor in zip(names, flat.split(sizes), strict=True):
-            self.tensors[name].copy_(tensor)
+        _reduce([self.tensors[name] for name in sorted(self.tensors)], group)
+
+
+def _reduce(tensors: Iterable[Tensor], group: Group) -> None:
+    tensors = list(tensors)
+    if not tensors:
+        return
+    flat = torch.cat(tensors)
+    torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
+    for tensor, largest in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(largest)
+
+
+_BUFFER = "fp8_amax_"
+_ROLES = {"0": "input", "1": "weight", "grad": "grad"}
+
+
+class LayerHistory(AmaxHistory):
+    """What a converted layer remembers: its buffers ``fp8_amax_input``, ``fp8_amax_weight`` and
+    ``fp8_amax_grad``, which `remember` has made."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def tensor(self, name: str, length: int, device: torch.device) -> Tensor:
+        """The buffer of that operand of the layer's one product."""
+        buffer: Tensor = getattr(self._layer, _BUFFER + _ROLES[name.rpartition(".")[2]])
+        return buffer
+
+
+def remember(layer: Any, recipe: Any) -> None:
+    """Gives ``layer``, with an input and a weight, the buffers that ``recipe`` asks for: zeros,
+    float32, on the device of the weight."""
+    for role in _ROLES.values():
+        cast = getattr(recipe, role)
+        if cast is not None and cast.history:
+            zeros = torch.zeros(cast.history, device=layer.weight.device)
+            layer.register_buffer(_BUFFER + role, zeros)
+
+
+def forget(layer: nn.Module) -> None:
+    """Takes them away again."""
+    for role in _ROLES.values():
+        if hasattr(layer, _BUFFER + role):
+            delattr(layer, _BUFFER + role)
+
+
+def reduce_amax(model: nn.Module, group: Group = None) -> None:
+    """Makes the histories of a model that `fp8.convert` gave a recipe with scaling "delayed" equal
+    over the processes of ``group`` (None: all): for each entry the largest.
+
+    To be called by all after the backward pass, before the optimizer's step: one all-reduce. Then
+    each process scales as one with the whole batch would. DistributedDataParallel gives every
+    process the buffers of the first before each pass; for gradient accumulation, make it not to
+    (``forward_sync_buffers=False``, before torch 2.13 ``broadcast_buffers=False``).
+    """
+    named = sorted(model.named_buffers())
+    _reduce([b for name, b in named if name.rpartition(".")[2].startswith(_BUFFER)], group)

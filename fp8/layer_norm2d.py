@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import layer_norm2d_kernels as kernels
 from .function import apply
@@ -38,6 +39,9 @@ def layer_norm2d(
     Raises ValueError for an input of fewer than two dimensions and for a weight or bias of another
     shape, TypeError for an input that is not floating point.
     """
+    tensors = tuple(t for t in (input, weight, bias) if t is not None)
+    if has_torch_function(tensors):  # a mode sees the call, as it does those of torch.nn.functional
+        return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
     _check(input, weight, bias)
     if torch.compiler.is_exporting():
         return _normalized(input, weight, bias, eps)[0]
@@ -61,6 +65,8 @@ def scripted(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: flo
     """`layer_norm2d` for TorchScript, which has no autograd functions: torch's kernel, and a copy
     where the channels did not lie together."""
     last = input.movedim(1, -1)
+    weight = None if weight is None else weight.to(input.dtype)
+    bias = None if bias is None else bias.to(input.dtype)
     output = F.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
     return output.contiguous() if input.is_contiguous() else output
 
@@ -98,7 +104,8 @@ class _LayerNorm2d(Function):
         if torch.compiler.is_compiling():
             result = _gradients(grad, x, mean, rstd, weight)
         elif torch.is_grad_enabled():  # a gradient that will be differentiated again
-            result = _gradients(grad, x, *_statistics(wide(x, x), ctx.eps), weight)
+            mean, rest, rstd = _statistics(wide(x, x), ctx.eps)
+            result = _gradients(grad, x, mean + rest, rstd, weight)
         elif kernels.take(x):
             result = kernels.backward(grad, x, mean, rstd, weight)
         else:
@@ -119,23 +126,31 @@ def _across(x: Tensor, value: Tensor) -> Any:
     return wide(x, value).view(-1, *[1] * (x.dim() - 2))
 
 
-def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, d, 1/sqrt(var + eps)), where m + d is the mean over the channels of ``x``.
+
+    m is the mean as a sum of n numbers has it; d, the mean of x - m, is what rounding took from it,
+    and corrects the variance too (Chan, Golub and LeVeque 1983, the corrected two-pass algorithm).
+    """
     # A product with 1/n, not a division by n: compiled code does it once more for each element.
     share = 1.0 / x.shape[1]
     mean = x.sum(1, keepdim=True) * share
-    return mean, torch.rsqrt((x - mean).square().sum(1, keepdim=True) * share + eps)
+    centred = x - mean
+    rest = centred.sum(1, keepdim=True) * share
+    var = (centred.square().sum(1, keepdim=True) * share - rest.square()).clamp_min(0.0)
+    return mean, rest, torch.rsqrt(var + eps)
 
 
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rstd = _statistics(wide(x, x), eps)
-    y = (wide(x, x) - mean) * rstd
+    mean, rest, rstd = _statistics(wide(x, x), eps)
+    y = (wide(x, x) - mean - rest) * rstd
     if weight is not None:
         y = y * _across(x, weight)
     if bias is not None:
         y = y + _across(x, bias)
-    return y.to(x.dtype), mean, rstd
+    return y.to(x.dtype), mean + rest, rstd
 
 
 def _gradients(

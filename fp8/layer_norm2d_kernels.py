@@ -42,7 +42,8 @@ def take(x: Tensor) -> bool:
 def _fits(x: Tensor) -> bool:
     """Whether ``x`` is (batch, channels, ...), contiguous or channels-last, not empty, and has
     memory: what torch.func passes has none."""
-    if x.dim() < 2 or not x.numel() or x.shape[1] > MAX_CHANNELS:
+    plain = type(x) in (Tensor, torch.nn.Parameter)
+    if not plain or x.dim() < 2 or not x.numel() or x.shape[1] > MAX_CHANNELS:
         return False
     try:
         x.data_ptr()
@@ -116,7 +117,8 @@ def forward_kernel() -> Any:
         at = image * row + c[:, None] * channel + p[None, :].to(tl.int64) * pixel
         x = tl.load(x_at + at, mask=mask, other=0.0).to(tl.float32)
         mean = tl.sum(x, axis=0) / C
-        centred = tl.where(mask, x - mean[None, :], 0.0)
+        rest = tl.sum(tl.where(mask, x - mean[None, :], 0.0), axis=0) / C
+        centred = tl.where(mask, x - mean[None, :] - rest[None, :], 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / C + eps)
         y = centred * rstd[None, :]
         if WEIGHT:
@@ -124,7 +126,7 @@ def forward_kernel() -> Any:
         if BIAS:
             y += tl.load(b_at + c, mask=real, other=0.0).to(tl.float32)[:, None]
         tl.store(y_at + at, y.to(y_at.dtype.element_ty), mask=mask)
-        tl.store(mean_at + image * pixels + p, mean, mask=p < pixels)
+        tl.store(mean_at + image * pixels + p, mean + rest, mask=p < pixels)
         tl.store(rstd_at + image * pixels + p, rstd, mask=p < pixels)
 
     return kernel

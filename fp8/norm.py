@@ -184,10 +184,16 @@ def _with_wide_statistics(
     return weight.float(), bias.float()
 
 
-def _handed_on(y: Tensor, output: str | Format) -> Tensor:
+def checked_output(output: str | Format) -> Format:
+    """The format of that name. Raises ValueError for one that norms do not hand on."""
     format = get_format(output)
     if format.name not in OUTPUTS:
         raise ValueError(f"a norm hands on {' or '.join(OUTPUTS)}, not {format.name!r}")
+    return format
+
+
+def _handed_on(y: Tensor, output: str | Format) -> Tensor:
+    format = checked_output(output)
     if torch.compiler.is_compiling():
         return quantize_forward(y, format)
     result: Tensor = apply(_HandedOn, y, format.name)
@@ -225,9 +231,6 @@ class LayerNorm2d(nn.Module):
     True
     """
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         num_channels: int,
@@ -241,12 +244,13 @@ class LayerNorm2d(nn.Module):
         self.eps = eps
         self.affine = affine
         self.fast_norm = is_fast_norm()
-        if affine:
-            self.weight = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
-            self.bias = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
-        else:
-            self.register_parameter("weight", None)
-            self.register_parameter("bias", None)
+        # Annotated here and not in the class, which TorchScript reads.
+        given = {"device": device, "dtype": dtype}
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
+        for name in ("weight", "bias"):
+            value = nn.Parameter(torch.empty(num_channels, **given)) if affine else None
+            self.register_parameter(name, value)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

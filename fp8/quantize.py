@@ -243,7 +243,8 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
             raise ValueError(f"scale is {scale}, not positive and finite")
         return torch.full((), scale, dtype=dtype, device=x.device)
     extra = x.dim() - scale.dim()
-    if extra < 0 or any(s not in (1, n) for s, n in zip(scale.shape, x.shape[extra:], strict=True)):
+    sizes = zip(scale.shape, x.shape[extra:], strict=False)
+    if extra < 0 or any(s != n for s, n in sizes if s != 1):  # not s in (1, n), of a symbolic n
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not broadcast to x of shape {tuple(x.shape)}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -70,6 +70,9 @@ class Cast:
     random_bits: int = 31
     hadamard: int = 0
 
+    text: ClassVar[str]
+    """Of an instance: its fields in one string, for the reason that `Format.text` has."""
+
     def __post_init__(self) -> None:
         format = get_format(self.format)
         _check("scaling", self.scaling, SCALINGS)
@@ -84,6 +87,10 @@ class Cast:
             raise ValueError(
                 f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
             )
+        inner = self.format.text if isinstance(self.format, Format) else self.format
+        numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits, self.hadamard)
+        names = (self.scaling, self.rule or "", self.rounding, self.overflow)
+        object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
 
     def _complete(self) -> None:
         """Puts in what the scaling usually has for a rule or tile that is None."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import FORMATS, Format
+from .formats import Format, get_format
 from .quantize import quantize
 from .rounding import LAYOUTS
 
@@ -23,9 +23,9 @@ aten = torch.ops.aten
 Tile = tuple[int, int]
 """Elements that share a scale: (across, along) the axis that a product sums over; 0 is all."""
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127
-"""The limits of a scale: the normal powers of two of float32. (E8M0 begins at 2**-127, which
-torchao too leaves out.)"""
+SMALLEST, LARGEST = -126, 127
+"""The limits of a scale as exponents of two: float32's normal powers. (E8M0 begins at 2**-127,
+which torchao too leaves out.)"""
 
 
 def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
@@ -77,7 +77,7 @@ def _exact(amax: Tensor, format: Format) -> Tensor:
 def _e4m3(amax: Tensor, format: Format) -> Tensor:
     """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
     (NVFP4, arXiv:2509.25149, section 2). The e4m3 number is at least 2**-6, as in torchao."""
-    scale_format = FORMATS["e4m3"]
+    scale_format = get_format("e4m3")
     whole = _largest(amax, None).to(amax.dtype)
     unit = _defined(whole / (scale_format.max * format.max), whole)
     scale = quantize(amax / format.max / unit, scale_format)
@@ -150,7 +150,7 @@ def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 def _defined(scale: Tensor, amax: Tensor) -> Tensor:
     """``scale`` within its limits, and 1 where amax is zero, Inf or NaN."""
     usable = (amax > 0) & (amax < torch.inf)
-    return torch.where(usable, scale.clamp(SMALLEST, LARGEST), 1.0)
+    return torch.where(usable, scale.clamp(2.0**SMALLEST, 2.0**LARGEST), 1.0)
 
 
 def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
@@ -190,10 +190,11 @@ def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record:
 
     record: put the largest magnitude of x in front, for the passes to come, and let the oldest
     entry go; 0 where it is Inf or NaN. Limits as in `scale_of`; what is beyond the scale's range
-    overflows as the cast says. history: float32 (length,), changed in place.
+    overflows as the cast says. history: (length,), float32 or, if a model was cast, rounded to
+    what it was cast to; changed in place.
     """
-    now = _largest(x.detach(), None).to(history.dtype) if x.numel() else history.new_zeros(())
-    known = history.amax()
+    now = _largest(x.detach(), None).float() if x.numel() else history.new_zeros(()).float()
+    known = history.amax().float()
     used = torch.where(known > 0, known, now)
     scale = _defined(RULES[rule](used, format), used)
     if record:
@@ -211,19 +212,22 @@ def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, .
     if tile == (0, 0):
         return x, None
     rows, columns = tile if axis == -1 else tile[::-1]
-    missing = [
-        -size % by if by else 0 for size, by in zip(x.shape[-2:], (rows, columns), strict=True)
+    # Written as counts times sizes, which a compiler sees to be divisible where sizes are dynamic.
+    down, across = [
+        -(-size // by) if by else 0 for size, by in zip(x.shape[-2:], (rows, columns), strict=True)
     ]
-    if any(missing):
-        x = aten.constant_pad_nd.default(x, [0, missing[1], 0, missing[0]])
+    below = down * rows - x.shape[-2] if rows else 0
+    beside = across * columns - x.shape[-1] if columns else 0
+    if below or beside:
+        x = aten.constant_pad_nd.default(x, [0, beside, 0, below])
     dims: list[int] = []
     if columns > 1:
-        x = x.unflatten(-1, (-1, columns))
+        x = x.unflatten(-1, (across, columns))
     if columns != 1:
         dims.append(-1)
     row = -3 if columns > 1 else -2
     if rows > 1:
-        x = x.unflatten(row, (-1, rows))
+        x = x.unflatten(row, (down, rows))
     if rows != 1:
         dims.append(row)
     return x, tuple(dims)

@@ -84,11 +84,14 @@ def _become(module: nn.Module, gained: tuple[type[Gained], ...]) -> None:
     module.__class__ = _subclass(bare_class(module), gained)
 
 
-def gain(module: nn.Module, behaviour: type[Gained]) -> None:
-    """Gives ``module`` a behaviour, around those it has; nothing if it has it already."""
+def gain(module: nn.Module, behaviour: type[Gained], *, inside: bool = False) -> None:
+    """Gives ``module`` a behaviour, around those it has; nothing if it has it already.
+
+    inside: within those it has, for one that computes the forward itself.
+    """
     has = module._gained if isinstance(module, Gained) else ()
     if behaviour not in has:
-        _become(module, (*has, behaviour))
+        _become(module, (behaviour, *has) if inside else (*has, behaviour))
 
 
 def lose(module: nn.Module, behaviour: type[Gained]) -> None:

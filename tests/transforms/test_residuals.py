@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 import unit_scaling as uu
 import unit_scaling.functional as U
 from tests.transforms.models import Net, batch, gpt
+from unit_scaling.parameter import set_depth
 from unit_scaling.transforms import unit_scale
 
 attention = F.scaled_dot_product_attention
@@ -24,6 +28,10 @@ def grads(y: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
 def residuals(model: nn.Module, x: Tensor) -> list[str]:
     model(x)
     return [row.why for row in uu.report(model) if row.why.startswith("residual add")]
+
+
+def layers() -> dict[str, nn.Module]:
+    return {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "rnn": nn.GRU(16, 16)}
 
 
 RESIDUAL = {
@@ -50,6 +58,7 @@ RESIDUAL = {
     "after the last": (lambda m, x: m.a(y := x + m.b(x)) + F.layer_norm(m.b(y), (16,)), ["0.5"]),
     "position": (lambda m, x: m.a(x) + m.b.weight[:8], []),
     "mask": (lambda m, x: m.a(x) + torch.zeros(16).fill_(-1e9) * (x.detach() > 9), []),
+    "recurrent": (lambda m, x: x + m.rnn(x)[0], ["0.5"]),
     "routed": (lambda m, x: x + m.a(x) * m.b(x).softmax(-1)[:, :1], ["0.5"]),
 }
 
@@ -58,7 +67,7 @@ RESIDUAL = {
 def test_residual_adds_are_found(name: str) -> None:
     fn, taus = RESIDUAL[name]
     torch.manual_seed(0)
-    model = unit_scale(Net(fn, a=nn.Linear(16, 16), b=nn.Linear(16, 16)))
+    model = unit_scale(Net(fn, **layers()))
     found = residuals(model, torch.randn(8, 16))
     assert [f.split()[-1] for f in found] == taus
 
@@ -67,7 +76,7 @@ def test_residual_adds_are_found(name: str) -> None:
 def test_the_gradient_is_that_of_what_is_computed(name: str) -> None:
     """However branches are nested and share what they read: no factor is missed on any path."""
     torch.manual_seed(0)
-    net = Net(RESIDUAL[name][0], a=nn.Linear(16, 16), b=nn.Linear(16, 16)).double()
+    net = Net(RESIDUAL[name][0], **layers()).double()
     model = unit_scale(
         Net(lambda m, x: (y := m.net(x).view(8, 16)) + torch.tanh(x * y.mean()), net=net)
     )
@@ -110,3 +119,52 @@ def test_umup_residual_rule() -> None:
     rule = uu.transformer_residual_scaling_rule()
     found = [r.why for r in uu.report(model) if r.why.startswith("residual")]
     assert found == [f"residual add, tau {rule(i, 4):.3g}" for i in range(4)]
+
+
+def depths(model: nn.Module) -> dict[str, int | None]:
+    return {name: p.mup_scaling_depth for name, p in model.named_parameters()}
+
+
+def test_depth_rule_tags_what_is_in_branches() -> None:
+    """Two layers of two branches. The optimizer of the learning-rate rule sees it."""
+    model = unit_scale(gpt(), residual="umup")
+    assert set(depths(model).values()) == {None}
+    model(*batch())
+    assert {n: d for n, d in depths(model).items() if d} == {
+        name: 2 for name in depths(model) if name.startswith("blocks.")
+    }
+    assert depths(copy.deepcopy(model)) == depths(model)
+    (row,) = [row for row in uu.report(model) if row.done == "tagged with depth"]
+    assert row.call == f"{sum(d == 2 for d in depths(model).values())} parameters"
+    weight = model.blocks[0].out.weight
+    groups = uu.optim.AdamW(model.parameters(), lr=1.0).param_groups
+    (rate,) = [g["lr"] for g in groups if any(p is weight for p in g["params"])]
+    assert rate == pytest.approx((32 * 2) ** -0.5)
+
+
+def test_depth_that_is_given_stays() -> None:
+    model = unit_scale(gpt(), residual="umup")
+    set_depth(model.blocks, 7)
+    model(*batch())
+    assert set(depths(model).values()) == {None, 7}
+    fixed = unit_scale(gpt())
+    fixed(*batch())
+    assert set(depths(fixed).values()) == {None}
+
+
+def test_depth_of_what_a_branch_reads_from_elsewhere() -> None:
+    """Keys and values of another sequence belong to the branch, what is before them does not."""
+
+    def cross(m: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        x, memory = given[0], m.a(given[1])
+        for _ in range(4):
+            x = x + m.out(attention(m.query(x), m.key(memory), m.value(memory)))
+        return x + m.computed(x)
+
+    names = ("a", "query", "key", "value", "out")
+    modules = {name: nn.Linear(16, 16, bias=False) for name in names}
+    computed = parametrizations.weight_norm(nn.Linear(16, 16, bias=False))
+    model = unit_scale(Net(cross, computed=computed, **modules), residual="umup")
+    model((torch.randn(8, 16), torch.randn(8, 16)))
+    expected = {name: None if name.startswith("a.") else 3 for name in depths(model)}
+    assert depths(model) == expected

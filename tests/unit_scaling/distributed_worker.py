@@ -103,6 +103,11 @@ def main(rank: int, store: Path) -> None:
         sharded(copy.deepcopy(scaled), [])(torch.zeros(2, 2, dtype=torch.int64))
     scaled(torch.zeros(2, 2, dtype=torch.int64))  # is recorded before it is sharded
     check(copy.deepcopy(scaled), lambda m: sharded(m, [m[2]]), 1)
+    tokens = torch.zeros(2, 2, dtype=torch.int64)
+    wrapped = DistributedDataParallel(copy.deepcopy(scaled))
+    assert uu.verify(wrapped, tokens).rows == uu.verify(scaled, tokens).rows
+    with pytest.raises(ValueError, match="which FSDP has sharded: call it before"):
+        uu.verify(sharded(copy.deepcopy(scaled), [scaled[2]]), tokens)
 
 
 if __name__ == "__main__":

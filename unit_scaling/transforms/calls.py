@@ -28,6 +28,7 @@ __all__ = [
     "NEUTRAL",
     "POSITIVE",
     "PRODUCTS",
+    "RECURRENT",
     "SELECTIONS",
     "TRANSPARENT",
 ]
@@ -66,6 +67,11 @@ PRODUCTS = frozenset(
     ).split()
 )
 """Kinds that mix features: what makes a branch of a network more than a formula."""
+
+RECURRENT = frozenset(
+    name + cell for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")
+)
+"""Kinds that are whole layers, with products inside."""
 
 ATTENTION = frozenset(["scaled_dot_product_attention"])
 """Kinds that are attention in one call."""

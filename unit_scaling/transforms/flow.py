@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .calls import ATTENTION, PRODUCTS, TRANSPARENT
+from .calls import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
 from .record import Graph, Node
 
 __all__ = ["Flow"]
@@ -36,7 +36,7 @@ class Flow:
 
     def is_product(self, index: int) -> bool:
         """Whether the call mixes features: what makes a branch of a network more than a formula."""
-        return self.nodes[index].kind in PRODUCTS and self.nodes[index].live
+        return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].live
 
     def is_attention(self, index: int) -> bool:
         """Whether the call is attention: as one call, or the softmax in front of a product."""
@@ -82,6 +82,17 @@ class Flow:
             if any(source in reached for source in self.sources[index]):
                 reached.add(index)
         return sorted(reached - {start})
+
+    def weights(self, index: int) -> set[str]:
+        """The parameters among the arguments of a call, and those that compute one of them."""
+        found, todo = set(), [i.node for i in self.nodes[index].inputs]
+        while todo:
+            node = self.nodes[todo.pop()]
+            if node.parameter is not None:
+                found.add(node.parameter)
+            elif node.computed:
+                todo += [i.node for i in node.inputs]
+        return found
 
     def is_waist(self, index: int) -> bool:
         """Whether all that the node depends on goes on through it alone."""

@@ -18,7 +18,7 @@ from fp8.subclass import Gained, gain
 
 from ..parameter import TaggedModule
 
-__all__ = ["HOOKS", "Scope", "find_scope", "install", "unwrapped"]
+__all__ = ["HOOKS", "Scope", "find_scope", "install", "is_sharded", "unwrapped"]
 
 HOOKS = " hooks"
 """Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
@@ -88,6 +88,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped, or the model itself."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP has sharded a part of it: these have methods to gather it again."""
+    gathers = ("unshard", "summon_full_params")
+    return any(hasattr(child, name) for child in model.modules() for name in gathers)
 
 
 def find_scope(model: nn.Module, kind: type) -> Any:

@@ -41,7 +41,8 @@ _NOTHING: Decision = (None, "", "")
 def make_plan(graph: Graph, settings: Settings) -> Plan:
     """The plan for a recorded graph."""
     planner = _Planner(graph, settings)
-    plan = Plan(inner=planner.inner)
+    depths = planner.residuals.depths if settings.residual == "umup" else {}
+    plan = Plan(inner=planner.inner, depths=depths)
     for index, node in enumerate(graph.nodes):
         if node.function is None:
             continue

@@ -7,6 +7,7 @@ same place are found one by one (``x + f(x) + g(x)``) or added up first (``f(x) 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -51,12 +52,14 @@ class Residuals:
     """adds: node of a weighted add -> (its weights, what to say about it). skips: -> its skip term.
 
     splits: (node, slot) -> factor. The gradient of a branch is scaled where the branch leaves, so
-    that inside it has unit scale whatever its weight.
+    that inside it has unit scale whatever its weight. depths: parameter in a branch -> how many
+    layers of two branches, as those of a transformer are, its stream has.
     """
 
     adds: dict[int, tuple[Weights, str]] = field(default_factory=dict)
     skips: dict[int, int] = field(default_factory=dict)
     splits: dict[tuple[int, Slot], float] = field(default_factory=dict)
+    depths: dict[str, int] = field(default_factory=dict)
 
 
 def find_residuals(flow: Flow, rule: str) -> Residuals:
@@ -80,9 +83,12 @@ def find_residuals(flow: Flow, rule: str) -> Residuals:
         weights = ((branch.slot, 1 / norm, 1 / norm), (branch.end_slot, branch.tau / norm, 1.0))
         found.skips[index] = branch.skip
         found.adds[index] = weights, f"residual add, tau {branch.tau:.3g}"
+        depth = math.ceil(places[index][1] / 2)
         for part in parts or [branch]:
             part.factor = part.tau / norm
             branches[part.end, index] = part
+            for name in _weights(flow, part):
+                found.depths[name] = max(depth, found.depths.get(name, 1))
         if parts:
             inner = tuple((part.end_slot, part.tau / branch.tau, 1.0) for part in parts)
             taus = " and ".join(f"{part.tau:.3g}" for part in parts)
@@ -136,6 +142,18 @@ def _parts(flow: Flow, adds: dict[int, _Branch], branch: _Branch) -> list[_Branc
         parts.append(_Branch(branch.skip, slot, branch.origin, end, slot, region, attention))
     apart = len(parts) == 2 and all(any(map(flow.is_product, part.region)) for part in parts)
     return parts if apart else []
+
+
+def _weights(flow: Flow, branch: _Branch) -> set[str]:
+    """The parameters in a branch, those of products with what comes from elsewhere included."""
+    region, todo = set(branch.region), list(branch.region)
+    while todo:
+        index = todo.pop()
+        if index in branch.region or not flow.is_product(index):
+            new = {s for s in flow.sources[index] if region.issuperset(flow.readers[s])} - region
+            todo += new - {branch.origin}
+            region |= new - {branch.origin}
+    return {name for index in region for name in flow.weights(index)}
 
 
 def _depth_rule(number: int, branches: int) -> float:

@@ -52,12 +52,13 @@ class Plan:
     """The steps of every known call, None for those that stay as they are, and their report.
 
     inner: readout weights that turn out not to be the last: their output goes on into products or
-    residual connections.
+    residual connections. depths: parameters of residual branches -> layers of their stack.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     inner: frozenset[str] = frozenset()
+    depths: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

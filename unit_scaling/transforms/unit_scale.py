@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from fp8.autocast import outside_compiler
 from ..parameter import remember_tags, tag
 from .calls import KINDS
 from .compile import copied
-from .install import Call, find_scope, install, unwrapped
+from .install import Call, find_scope, install, is_sharded, unwrapped
 from .plan import make_plan
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
@@ -33,6 +34,8 @@ INITS = ("unit", "preserve")
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "n_ctx")
 # The scopes that are running, innermost last: at most one, in practice.
 _RUNNING: list[UnitScale] = []
+
+_UNSEEN = "unit_scale has not seen this form of call yet"
 
 _HOOKS = (
     "_forward_hooks",
@@ -91,6 +94,8 @@ class UnitScale:
         if torch.compiler.is_compiling():
             if plan is not None:
                 return self._replay(plan, call, path)
+            if torch.compiler.is_exporting():
+                raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
             from .first_call import outside_graph
 
             return outside_graph(lambda: self.run(call, module, path, args, kwargs))
@@ -155,9 +160,16 @@ class UnitScale:
         kwargs: dict[str, Any],
     ) -> Any:
         """Records the model, makes the plan, then runs it."""
-        plan = self.record(module, path, args, kwargs)
-        if plan.inner and not path:
+        try:
+            plan = self.record(module, path, args, kwargs)
+        except RuntimeError as error:
+            if not str(error).startswith("vmap:"):
+                raise
+            raise RuntimeError(f"{_UNSEEN}: call the model once before torch.vmap") from error
+        if not path:
             self._demote(module, plan.inner)
+            self._deepen(module, plan.depths)
+            remember_tags(module)
         if self.strict:
             alone = [row for row in (*self.weights.rows, *plan.rows) if row.left_alone]
             if alone:
@@ -179,7 +191,18 @@ class UnitScale:
             path, _, leaf = name.rpartition(".")
             why = "not the readout: make the optimizer after the first call"
             self.weights.rows.append(Row(path, leaf, "tagged as weight", why))
-        remember_tags(model)
+
+    def _deepen(self, model: nn.Module, depths: dict[str, int]) -> None:
+        """Tags parameters of residual branches, as far as they have no depth, with that found."""
+        counts: Counter[int] = Counter()
+        for name, depth in depths.items():
+            parameter: Any = model.get_parameter(name)
+            if parameter.mup_scaling_depth is None:
+                tag(parameter, parameter.mup_type, depth)
+                counts[depth] += 1
+        for depth, count in counts.items():
+            why = f"depth {depth}, in residual branches: make the optimizer after the first call"
+            self.weights.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
@@ -243,7 +266,7 @@ def _twin(module: nn.Module, scope: UnitScale) -> nn.Module:
 
     Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
     """
-    if any(hasattr(child, "unshard") for child in module.modules()):  # a method of FSDPModule
+    if is_sharded(module):
         raise RuntimeError(
             f"unit_scale has not seen this form of call of {type(module).__name__} yet, and cannot "
             "look at a sharded model: call the model once before fully_shard, with arguments of "
@@ -280,7 +303,8 @@ def unit_scale(
     init: "unit" brings every weight to RMS 1 and every bias to 0; "preserve" keeps the function
     that the model computes, to rounding: the scale of each weight moves into the op's factor.
     residual: the weights of residual branches: "fixed", 0.5 for feed-forward and 0.01 for
-    attention branches, or "umup", the rule by depth of `uu.transformer_residual_scaling_rule`.
+    attention branches, or "umup", the rule by depth of `uu.transformer_residual_scaling_rule`;
+    the first call then tags the parameters of the branches with the depth of their stack.
     strict: raise ValueError at the first call that is left alone.
     context_length: the number of keys that attention is scaled for, whatever the length at hand,
     so that a prompt and its continuation compute the same. By default that of the model's
@@ -290,7 +314,8 @@ def unit_scale(
     Raises TypeError for what is not a module or is TorchScript, ValueError for an unknown option,
     a replacement for what is not a torch function, and a weight that a hook computes
     (`torch.nn.utils.weight_norm`). The first call raises ValueError for a function, not a module,
-    under `torch.utils.checkpoint`: it would be computed again without its scales.
+    under `torch.utils.checkpoint`: it would be computed again without its scales; RuntimeError
+    inside `torch.export` or `torch.vmap`, which take a model that has run once.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"unit_scale needs an nn.Module, got {type(module).__name__}")

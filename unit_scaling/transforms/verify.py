@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8.autocast import outside_compiler
 from fp8.report import Rows, as_table
 
-from .install import install, unwrapped
+from .install import install, is_sharded, unwrapped
 from .observe import find_loss, plain
 from .record import tensors_in
 from .rows import as_csv, as_json
@@ -139,8 +140,11 @@ def verify(
     that is not computed.
 
     The step is made by a copy of the model, in the model's mode (training or evaluation), eagerly:
-    the model, its gradients, buffers and the random state stay as they are.
-    Raises TypeError for what is not a module, ValueError where no output requires a gradient.
+    the model, its gradients, buffers and the random state stay as they are. Of a recurrent layer,
+    whose steps are one call, the operands and the output have rows, and `notes` says so. A
+    `DistributedDataParallel` is measured on the batch of this process, without communication.
+    Raises TypeError for what is not a module, ValueError where no output requires a gradient, and
+    for a model that FSDP has sharded.
 
     >>> import unit_scaling as uu
     >>> model = nn.Linear(512, 512)
@@ -151,7 +155,14 @@ def verify(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"verify needs an nn.Module, got {type(model).__name__}")
-    twin = copy.deepcopy(unwrapped(model))
+    model = unwrapped(model)
+    if isinstance(model, DistributedDataParallel):
+        model = unwrapped(model.module)
+    if is_sharded(model):
+        raise ValueError(
+            f"verify cannot copy {type(model).__name__}, which FSDP has sharded: call it before"
+        )
+    twin = copy.deepcopy(model)
     twin.zero_grad()
     watch = Watch({id(p): name for name, p in twin.named_parameters()})
     install(twin, watch)

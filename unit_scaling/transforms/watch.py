@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp8.autocast import FIRST_LOOK, OPAQUE
 from fp8.autocast import PRODUCTS as FP8_PRODUCTS
 
-from .calls import KINDS, PRODUCTS, TRANSPARENT
+from .calls import KINDS, PRODUCTS, RECURRENT, TRANSPARENT
 from .observe import Observer, mapped, unseen
 from .record import Slot, tensors_in
 from .replay import Replay
@@ -116,9 +116,11 @@ class Watch(Observer):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kind = KINDS.get(function, getattr(function, "__name__", ""))
-        product = function in FP8_PRODUCTS or kind in PRODUCTS | _EMBEDDINGS | _UNCAST
-        if function in OPAQUE and not product:
-            place = self.path[-1] or "the model itself"
+        product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | _EMBEDDINGS | _UNCAST
+        place = self.path[-1] or "the model itself"
+        if kind in RECURRENT:
+            self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
+        elif function in OPAQUE and not product:
             self.notes.append(f"{kind} in {place} is not measured: {OPAQUE[function]}")
         origins = [self._origin(t) for _, t in tensors_in((args, kwargs))]
         origin = self._joined(kind, origins)
@@ -168,11 +170,12 @@ class Watch(Observer):
             if slot in slots:
                 slots[slot].factors = (forward, backward)
         with unseen():
-            if isinstance(output, Tensor) and _measurable(output):
-                result = _Operand("output", "activation", _norm(output), output.numel())
+            first = next((t for _, t in tensors_in(output)), None)  # recurrent ones return states
+            if first is not None and _measurable(first):
+                result = _Operand("output", "activation", _norm(first), first.numel())
                 product.tensors.append(result)
-                if output.requires_grad:
-                    output.register_hook(result.note)
+                if first.requires_grad:
+                    first.register_hook(result.note)
         self._products.append(product)
         return output
 
@@ -186,7 +189,9 @@ class Watch(Observer):
             if _is_added(product.call, slot):
                 product.biases |= self._origin(tensor).sources
                 return tensor
-            if not _measurable(tensor):
+            state = product.call in RECURRENT and slot not in ((0,), ("input",))
+            weight = self._origin(tensor).parameter and tensor.dim() > 1
+            if not _measurable(tensor) or (state and not weight):
                 return tensor
             operand = self._operand(product, slot, tensor)
             slots[slot] = operand
@@ -261,7 +266,7 @@ def _is_added(call: str, slot: Slot) -> bool:
     """Whether an argument is a bias, a mask or the like: added, not multiplied."""
     if isinstance(slot[0], str):
         return slot[0] in _ADDED_NAMES or (slot[0] == "input" and _ADDED.get(call) == 0)
-    if call in ("einsum", *_EMBEDDINGS):
+    if call in ("einsum", *_EMBEDDINGS, *RECURRENT):
         return False
     return slot[0] == _ADDED.get(call, 2) or slot[0] > 3
 

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     pytest.importorskip("accelerate", reason="the library that is adapted")
     import accelerate as library
     from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils import AORecipeKwargs, TERecipeKwargs
+    from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from accelerate.utils import dataclasses as kwargs_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
@@ -51,13 +51,13 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Any:
 class Model(nn.Module):
     """A tied embedding and head around two layers and a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.embed = nn.Embedding(32, 32)
-        self.up = nn.Linear(32, 64)
-        self.down = nn.Linear(64, 32)
-        self.norm = nn.LayerNorm(32)
-        self.head = nn.Linear(32, 32, bias=False)
+        self.embed = nn.Embedding(32, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 32, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -225,6 +225,16 @@ def test_what_nothing_computes_is_an_error(te, given, message):
     assert type(model.up) is nn.Linear
 
 
+def test_an_optimizer_with_more_than_the_model(te):
+    """A KeyError in Accelerate, which looks the new parameters up by name."""
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    extra = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([*model.parameters(), extra])
+    model, optimizer = accelerate.prepare(accelerator, model, optimizer, recipe=te_kwargs())
+    assert optimizer.param_groups[0]["params"][-1] is extra
+    assert optimizer.param_groups[0]["params"][0] is model.embed.weight
+
+
 def test_training_with_the_standin_follows_our_own(te):
     """The same losses as our own products under the same recipe, ties and all: Accelerate's
     conversion leaves the tied head out of the optimizer."""
@@ -274,6 +284,9 @@ def test_bad_input(te):
     accelerator, model = library.Accelerator(cpu=True), Model()
     with pytest.raises(ValueError, match="AORecipeKwargs is for backend 'torchao', got 'native'"):
         accelerate.prepare(accelerator, model, recipe=AORecipeKwargs(), backend="native")
+    given = AORecipeKwargs(module_filter_func=lambda layer, name: True)
+    with pytest.raises(ValueError, match="give where, or AORecipeKwargs its module_filter_func"):
+        accelerate.prepare(accelerator, model, recipe=given, where=lambda name, layer: True)
     with pytest.raises(TypeError, match="one of TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs"):
         accelerate.prepare(accelerator, model, recipe=3)
     fp8_accelerator = SimpleNamespace(mixed_precision="fp8")
@@ -282,3 +295,81 @@ def test_bad_input(te):
     with pytest.raises(ValueError, match="unknown backend 'cutlass'"):
         accelerate.prepare(accelerator, model, backend="cutlass")
     assert type(model.up) is nn.Linear
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_levels(level, tmp_path):
+    """Trained, checkpointed and resumed at a level, with the losses of a plain loop."""
+    model = Model()
+    other = copy.deepcopy(model)
+    accelerator = library.Accelerator(cpu=True)
+
+    def start(model: nn.Module) -> Any:
+        return accelerate.prepare(accelerator, model, adam(model), recipe="tensor", opt_level=level)
+
+    first = start(copy.deepcopy(model))
+    got = accelerated(accelerator, *first, batches(3))
+    accelerator.save_state(str(tmp_path))
+    got += accelerated(accelerator, *first, batches(3, start=3))
+    fp8.initialize(other, optimizer := adam(other), opt_level=level, recipe="tensor")
+    assert got == plain_loop(other, optimizer, batches(6))
+    assert got[-1] < got[0]
+    accelerator.free_memory()
+    second = start(model)
+    accelerator.load_state(str(tmp_path))
+    assert accelerated(accelerator, *second, batches(3, start=3)) == got[3:]
+
+
+@pytest.mark.parametrize("recipe", [MSAMPRecipeKwargs(), MSAMPRecipeKwargs(opt_level="O1"), "unit"])
+def test_recipe_object_of_ms_amp(recipe):
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    backend = "msamp" if recipe == "unit" else "auto"
+    model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=recipe, backend=backend)
+    level = getattr(recipe, "opt_level", "O2")
+    report = fp8.report(model)
+    assert report.notes[0].startswith(f"level {level} by fp8.initialize, not by MS-AMP")
+    products = recipe if recipe == "unit" else "tensor"
+    assert {row.why.partition(",")[0] for row in report if not row.left_alone} == {products}
+
+
+def test_deprecated_recipe_object(te):
+    """Accelerate leaves its opt_level None where the backend is MS-AMP."""
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    given = library.utils.FP8RecipeKwargs(backend="msamp")
+    assert given.opt_level is None
+    model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=given)
+    assert fp8.report(model).notes[0].startswith("level O2")
+    given = library.utils.FP8RecipeKwargs(backend="te")
+    model, _ = accelerate.prepare(accelerator, Model(), recipe=given)
+    assert isinstance(model.up, te.Linear)
+
+
+@pytest.mark.parametrize("backend", ["transformer_engine", "torchao"])
+def test_layers_of_another_library_and_a_level(te, backend):
+    """ "Combining the two": the products are TransformerEngine's, the states of the optimizer those
+    of the level."""
+    model = Model(64)
+    other = copy.deepcopy(model)
+    accelerator = library.Accelerator(cpu=True)
+    options = {"recipe": "tensor", "backend": backend}
+    prepared = accelerate.prepare(accelerator, model, adam(model), **options, opt_level="O2")
+    got = accelerated(accelerator, *prepared, batches(6))
+    assert isinstance(prepared[0].up, te.Linear if backend == "transformer_engine" else nn.Linear)
+    state = prepared[1].state[prepared[0].up.weight]
+    assert {t.dtype for t in state.values() if t.numel() > 100} == {
+        torch.float8_e4m3fn,
+        torch.float16,
+    }
+    want = plain_loop(fp8.convert(other, "tensor", backend="simulate"), adam(other), batches(6))
+    assert got == pytest.approx(want, rel=0.02)
+    with pytest.raises(ValueError, match="'O3' keeps weights in FP8"):
+        accelerate.prepare(accelerator, Model(), **options, opt_level="O3")
+
+
+def test_layers_by_name():
+    accelerator = library.Accelerator(cpu=True)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(32, 64), nn.ModuleList(blocks), nn.Linear(64, 32))
+    options = {"recipe": "tensor", "backend": "torchao", "where": "hidden"}
+    model, _ = accelerate.prepare(accelerator, model, **options)
+    assert [row.path for row in fp8.report(model) if row.left_alone] == ["0", "2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,16 @@ BREAKS = {
     "import nothing_of_that_name": "ModuleNotFoundError: No module named 'nothing_of_that_name'",
     "raise AssertionError": "AssertionError: ",
 }
+
+
+@pytest.fixture(autouse=True)
+def _same_modules() -> Iterator[None]:
+    """What a test imports, nothing else sees."""
+    before = dict(sys.modules)
+    yield
+    for name in sys.modules.keys() - before.keys():
+        del sys.modules[name]
+    sys.modules.update(before)
 
 
 def pretend(name: str, body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

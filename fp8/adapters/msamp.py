@@ -1,0 +1,52 @@
+"""MS-AMP: its levels, by the library itself where it can be imported, else by `fp8.initialize`.
+
+There is no distribution of it to install, it patches torch when it is imported, and its last
+version was written for torch 2.1. Its levels and their arithmetic are `fp8.levels`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from .. import levels
+from ..recipe import Recipe
+from ..report import note
+from . import probe
+
+__all__ = ["initialize"]
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    opt_level: str = "O1",
+    *,
+    recipe: str | Recipe | None = "tensor",
+) -> tuple[nn.Module, Optimizer]:
+    """``msamp.initialize``, and `fp8.initialize` where that cannot be. Returns (model, optimizer).
+
+    opt_level: "O1" or "O2", or "O3", which MS-AMP has for DeepSpeed only: ours is taken.
+    recipe: of the products, where the level is ours; "tensor" is the nearest to MS-AMP's, None
+    leaves them as they are.
+    Which of the two it was, and why, is a line in `fp8.report`. MS-AMP itself is not taken for an
+    AdamW: since torch made it a subclass of Adam, MS-AMP 0.4 takes it for Adam, whose weight decay
+    is another.
+    """
+    found = probe("msamp")
+    why_not = found.why or _why_not(optimizer, opt_level)
+    if why_not:
+        model, optimizer = levels.initialize(model, optimizer, opt_level=opt_level, recipe=recipe)
+        note(model, f"level {opt_level} by fp8.initialize, not by MS-AMP: {why_not}")
+        return model, optimizer
+    model, optimizer = found.module.initialize(model, optimizer, opt_level=opt_level)
+    note(model, f"level {opt_level} by MS-AMP {found.version}")
+    return model, optimizer
+
+
+def _why_not(optimizer: Optimizer | None, opt_level: str) -> str:
+    if opt_level not in ("O1", "O2"):
+        return f"it has {opt_level} for DeepSpeed only"
+    if issubclass(AdamW, Adam) and (optimizer is None or isinstance(optimizer, AdamW)):
+        return "it takes AdamW for Adam under this version of torch"
+    return ""

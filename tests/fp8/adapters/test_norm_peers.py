@@ -1,0 +1,186 @@
+"""Composer and timm, which do not install beside this torch: our functions bound to the signatures
+in their wheels, and what of their code runs without the rest, run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import pickle
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.adapters import composer
+from tests.wheels import signature, unpacked
+
+KEPT = json.loads(Path(__file__).with_name("norm_signatures.json").read_text())
+COMPOSER, TIMM = KEPT
+
+SURGERY = "composer/algorithms/low_precision_layernorm/low_precision_layernorm.py"
+ALGORITHM = "composer/core/algorithm.py"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: unpacked(name, tmp_path_factory.mktemp("wheel")) for name in KEPT}
+
+
+def test_the_kept_signatures_are_those_of_the_wheels(wheels: dict[str, Path]):
+    for requirement, files in KEPT.items():
+        for file, names in files.items():
+            read = {name: signature(wheels[requirement] / file, name) for name in names}
+            assert read == names
+
+
+def parameters(text: str) -> list[tuple[str, str]]:
+    """(name, source of the default) of each, without self and ``**kwargs``."""
+    arguments = ast.parse(f"def f({text}): pass").body[0].args  # type: ignore[attr-defined]
+    defaults = [""] * (len(arguments.args) - len(arguments.defaults))
+    defaults += [ast.unparse(value) for value in arguments.defaults]
+    pairs = [(a.arg, d) for a, d in zip(arguments.args, defaults, strict=True)]
+    return [pair for pair in pairs if pair[0] != "self"]
+
+
+def ours(function: Any) -> list[tuple[str, str]]:
+    """As `parameters`, of a function that is here."""
+    return [
+        (p.name, "" if p.default is p.empty else repr(p.default))
+        for p in inspect.signature(function).parameters.values()
+        if p.name != "self"
+    ]
+
+
+def test_functions_take_what_those_of_the_same_name_take():
+    kept = KEPT[COMPOSER][SURGERY]["apply_low_precision_layernorm"]
+    assert ours(fp8.apply_low_precision_layernorm) == parameters(kept)
+    flags = KEPT[TIMM]["timm/layers/fast_norm.py"]
+    assert ours(fp8.set_fast_norm) == parameters(flags["set_fast_norm"])
+    assert ours(fp8.is_fast_norm) == parameters(flags["is_fast_norm"])
+    norm = KEPT[TIMM]["timm/layers/norm.py"]["LayerNorm2d.__init__"]
+    expected = parameters(norm)
+    assert ours(fp8.LayerNorm2d.__init__)[: len(expected)] == expected
+
+
+def package(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> types.ModuleType:
+    """A package of which only what is asked for is imported: its own __init__ imports the rest."""
+    module = types.ModuleType(name)
+    module.__path__ = [str(folder)]
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.fixture
+def real_composer(wheels: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Composer's own Algorithm, Event and Precision names, and nothing else of it."""
+    root = wheels[COMPOSER] / "composer"
+    top = package(monkeypatch, "composer", root)
+    top.core = package(monkeypatch, "composer.core", root / "core")
+    utils = package(monkeypatch, "composer.utils", root / "utils")
+    for name in ("utils.string_enum", "core.serializable", "core.event", "core.algorithm"):
+        monkeypatch.delitem(sys.modules, f"composer.{name}", raising=False)
+        module = importlib.import_module(f"composer.{name}")
+        monkeypatch.setitem(sys.modules, f"composer.{name}", module)
+        if name == "utils.string_enum":
+            utils.StringEnum = module.StringEnum
+    top.core.Event = sys.modules["composer.core.event"].Event
+    top.core.Algorithm = sys.modules["composer.core.algorithm"].Algorithm
+
+    class Precision(utils.StringEnum):  # composer.core.precision imports its devices
+        FP32 = "fp32"
+        AMP_BF16 = "amp_bf16"
+
+    top.core.Precision = Precision
+    composer._algorithm.cache_clear()
+    yield top
+    composer._algorithm.cache_clear()
+
+
+def state(model: nn.Module, precision: Any) -> SimpleNamespace:
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    return SimpleNamespace(model=model, optimizers=optimizers, precision=precision)
+
+
+def test_algorithm_of_composers_own_class(real_composer: Any):
+    core = real_composer.core
+    algorithm = composer.LowPrecisionLayerNorm()
+    assert isinstance(algorithm, core.Algorithm)
+    assert repr(algorithm) == "LowPrecisionLayerNorm(apply_at=Event.INIT)"
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    here = state(model, core.Precision.AMP_BF16)
+    assert algorithm.match(core.Event.INIT, here)
+    assert not algorithm.match(core.Event.FIT_START, here)
+    assert algorithm.apply(core.Event.INIT, here, None) is None
+    assert fp8.norm_report(model)[0].why == "bfloat16"
+    assert here.optimizers[0].param_groups[0]["params"][2] is model[1].weight
+    with pytest.warns(fp8.NoEffectWarning, match="fp32|FP32"):
+        algorithm.apply(core.Event.INIT, state(model, core.Precision.FP32), None)
+    assert pickle.loads(pickle.dumps(algorithm)).apply_at == core.Event.INIT
+    assert algorithm.state_dict() == {"repr": repr(algorithm)}
+
+
+def test_algorithm_refuses_other_events(real_composer: Any):
+    events = real_composer.core.Event
+    for event in (events.INIT, events.BEFORE_LOAD, events.AFTER_LOAD):
+        assert composer.LowPrecisionLayerNorm(apply_at=event).apply_at == event
+    with pytest.raises(ValueError, match=r"Event\.INIT.*FIT_START"):
+        composer.LowPrecisionLayerNorm(apply_at=events.FIT_START)
+
+
+def test_algorithm_has_composers_methods(real_composer: Any):
+    algorithm = composer.LowPrecisionLayerNorm
+    kept = {**KEPT[COMPOSER][SURGERY], **KEPT[COMPOSER][ALGORITHM]}
+    for name in ("Algorithm.match", "Algorithm.apply", "LowPrecisionLayerNorm.required_on_load"):
+        function = getattr(algorithm, name.rpartition(".")[2])
+        assert ours(function) == parameters(kept[name])
+    assert [name for name, _ in ours(algorithm.__init__)] == ["apply_at"]
+
+
+def test_without_composer_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    composer._algorithm.cache_clear()
+    monkeypatch.setitem(sys.modules, "composer", None)
+    with pytest.raises(ImportError, match="composer"):
+        composer.LowPrecisionLayerNorm  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        composer.Other  # noqa: B018
+
+
+@pytest.fixture
+def timm_norms(wheels: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """timm's layers/norm.py and fast_norm.py, the real ones."""
+    root = wheels[TIMM] / "timm"
+    package(monkeypatch, "timm", root)
+    package(monkeypatch, "timm.layers", root / "layers")
+    for name in ("timm.layers.fast_norm", "timm.layers.norm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    return sys.modules["timm.layers.norm"]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_layer_norm_2d_as_timms_but_for_the_memory_format(timm_norms: Any, fast: bool):
+    torch.manual_seed(0)
+    flag = sys.modules["timm.layers.fast_norm"]
+    assert flag.is_fast_norm() == fp8.is_fast_norm()
+    for module in (flag, fp8):
+        module.set_fast_norm(fast)
+    try:
+        theirs, mine = timm_norms.LayerNorm2d(6), fp8.LayerNorm2d(6)
+    finally:
+        fp8.set_fast_norm(False)
+    nn.init.normal_(theirs.weight)
+    mine.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 6, 4, 4)
+    torch.testing.assert_close(mine(x), theirs(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(mine(x), theirs(x), rtol=0.01, atol=0.01)
+    assert not theirs(x).is_contiguous()  # the accidental change to channels-last
+    assert mine(x).is_contiguous()

@@ -1,0 +1,159 @@
+"""`where=` by name: which layers of a model the published choices pick, and what the rest gets."""
+
+from __future__ import annotations
+
+import copy
+from fnmatch import fnmatch
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.where import WHERE
+from notebooks.nanogpt.model import GPT, GPTConfig
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+TOKENS = {"bos_token_id": None, "eos_token_id": None}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, **TOKENS)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, num_attention_heads=4))
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
+
+
+def nanogpt() -> nn.Module:
+    return GPT(GPTConfig(vocab=32, width=32, layers=2, context=16))
+
+
+class Flat(nn.Module):
+    """Attention and MLP written into the block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 32), nn.Sequential(Flat(), Flat()), nn.Linear(32, 9))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 5))
+
+
+def experts() -> nn.Module:
+    """A list of blocks in each block."""
+    expert = nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
+    block = nn.ModuleDict(
+        {"router": nn.Linear(32, 2), "experts": nn.ModuleList([expert, copy.deepcopy(expert)])}
+    )
+    return nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(32, 9)})
+
+
+# Model -> what is outside of the blocks, what joins the residual stream.
+PATTERNS = {
+    gpt2: (["lm_head"], ["*.c_proj"]),
+    llama: (["lm_head"], ["*.o_proj", "*.down_proj"]),
+    bert: (["cls.*"], ["*.output.dense"]),
+    t5: (["lm_head"], ["*Attention.o", "*.wo"]),
+    encoder: ([], ["*.self_attn", "*.linear2"]),
+    nanogpt: (["head"], ["*.out", "*.down"]),
+    flat: (["2"], ["*.o", "*.down"]),
+    mlp: (["3"], []),
+    experts: (["head"], ["*.down"]),
+}
+
+
+def any_of(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("make", PATTERNS, ids=lambda make: make.__name__)
+def test_the_choice(make, where):
+    outside, joining = PATTERNS[make]
+    if where == "umup":
+        outside = outside + joining
+    model = fp8.convert(make(), "unit", where=where, rest="bf16")
+    rows = [row for row in fp8.report(model) if not row.left_alone]
+    assert rows
+    for row in rows:
+        assert row.why.startswith("bf16" if any_of(row.path, outside) else "unit"), row
+
+
+def test_without_a_recipe_for_the_rest_they_are_left_alone():
+    model = fp8.convert(nanogpt(), "unit", where="umup")
+    left = {row.path: row.why for row in fp8.report(model).left_alone}
+    assert left["head"] == "umup: outside of the blocks that the model repeats"
+    assert "joins the residual stream" in left["blocks.1.mlp.down"]
+    assert "blocks.1.mlp.up" not in left
+    other = copy.deepcopy(model)
+    assert fp8.report(other).rows == fp8.report(model).rows
+    fp8.convert(model, "unit", where="hidden")
+    assert [r.path for r in fp8.report(model).left_alone] == ["tokens", "positions", "head"]
+    assert {r.why for r in fp8.report(fp8.revert(other))} == {
+        "not chosen",
+        "a lookup, not a product",
+    }
+    assert not any("fp8" in key for module in other.modules() for key in vars(module))
+
+
+def test_each_layer_computes_under_its_recipe():
+    torch.manual_seed(0)
+    model, x = mlp(), torch.randn(6, 32)
+    with fp8.autocast("unit"):
+        hidden = model[:3](x)
+    with fp8.autocast("bf16"):
+        want = model[3](hidden)
+    assert torch.equal(fp8.convert(model, "unit", where="hidden", rest="bf16")(x), want)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
+    """Its weight is stored as (in, out), and cast as the weight (out, in) that it is."""
+    torch.manual_seed(0)
+    layer = gpt2().transformer.h[0].mlp.c_fc
+    plain = nn.Linear(32, 128)
+    plain.weight, plain.bias = nn.Parameter(layer.weight.detach().T), layer.bias
+    x = torch.randn(2, 5, 32, requires_grad=True)
+    results = []
+    for module in (fp8.convert(layer, recipe), fp8.convert(plain, recipe)):
+        y = module(x)
+        grads = torch.autograd.grad(y.square().sum(), [x, module.weight, module.bias])
+        results.append([y, grads[0], grads[1].T if module is plain else grads[1], grads[2]])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+    assert "Conv1D" in repr(fp8.revert(layer))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="unknown where 'all'; choose one of 'hidden', 'umup'"):
+        fp8.convert(mlp(), "unit", where="all")
+    with pytest.raises(TypeError, match="where is a int; give a name or"):
+        fp8.convert(mlp(), "unit", where=3)
+    with pytest.raises(ValueError, match="unknown recipe 'int3'"):
+        fp8.convert(mlp(), "unit", where="hidden", rest="int3")
+    with pytest.raises(ValueError, match="rest='bf16' needs a backend of this library"):
+        fp8.convert(mlp(), "unit", where="hidden", rest="bf16", backend="torchao")

@@ -1,0 +1,41 @@
+"""The benchmark of recipes by their loss: its rows, and that it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import fp8
+from benchmarks import recipe_loss
+
+
+def test_the_benchmark_trains_records_and_goes_on(tmp_path, monkeypatch):
+    runs = {"fp32": None, "unit": fp8.RECIPES["unit"], "delayed": fp8.RECIPES["delayed"]}
+    monkeypatch.setattr(recipe_loss, "RUNS", runs)
+    monkeypatch.setattr(
+        recipe_loss, "SIZE", {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch_size": 2}
+    )
+    monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("a few words, again and again. " * 40)
+    out = tmp_path / "runs" / "losses.jsonl"
+    arguments = ["recipe_loss", f"--data={text}", "--iters=2", "--seeds=0,1", f"--out={out}"]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert recipe_loss.main() == 0
+    rows = {
+        row["name"]: row for row in json.loads((tmp_path / "recipe_loss.json").read_text())["rows"]
+    }
+    assert list(rows) == list(runs)
+    for kind in recipe_loss.MODELS:
+        assert rows["fp32"][f"{kind}_gap"] == rows["fp32"][f"{kind}_std"] == 0
+        first, second = (
+            json.loads(line)["loss"]
+            for line in out.read_text().splitlines()
+            if f'"{kind}", "recipe": "unit"' in line
+        )
+        assert rows["unit"][kind] == pytest.approx((first + second) / 2, abs=1e-4)
+        assert rows["unit"][f"{kind}_gap"] != 0
+
+    monkeypatch.setattr(recipe_loss, "held_out_loss", None)  # nothing is trained again
+    assert recipe_loss.main() == 0

@@ -1,0 +1,27 @@
+"""What `verify` cannot look into: recurrent layers, and products that no mode sees."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unit_scaling as uu
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(4, 4), uu.LSTM(4, 4), uu.GRUCell(4, 4)])
+def test_recurrent_layers_are_measured_from_outside(layer: nn.Module):
+    """Input, weights and output; not states, which begin at zero, nor biases. A note says so."""
+    x = torch.randn(3, 2, 4) if isinstance(layer, nn.RNNBase) else torch.randn(3, 4)
+    result = uu.verify(layer, x, loss=lambda out: out[0].sum())
+    tensors = ["input", *["weight", "gradient of weight"] * 2, "output", "gradient of output"]
+    assert [row.tensor for row in result] == tensors
+    (note,) = result.notes
+    assert note.endswith("in the model itself: its steps are one call, not measured inside")
+
+
+def test_kernels_that_cannot_be_seen_through_are_noted():
+    class Folded(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.conv_tbc(x, x, x[0, 0])
+
+    (note,) = uu.verify(Folded(), torch.randn(4, 4, 4, requires_grad=True)).notes
+    assert note == "conv_tbc in the model itself is not measured: call conv1d"
