@@ -12,6 +12,7 @@ BENCHMARKS = (
     "optim",
     "transforms",
     "training",
+    "levels",
     "transfer",
     "residual",
     "recipe_loss",
