@@ -13,7 +13,7 @@ from ..formats import get_format
 from ..native import ALIGNMENT, why_not_device
 from ..recipe import RECIPES, Cast, Recipe, get_recipe
 from ..subclass import bare_class, gain
-from ..swap import Where, forget, inside_attention, swap
+from ..swap import Where, forget, inside_attention, swap, why_not_exact
 from . import need
 from .padding import Padded
 
@@ -173,7 +173,7 @@ def _other(module: nn.Module) -> str | None:
 
 def _why_not(module: nn.Linear, multiple: int) -> str:
     if type(module) is not nn.Linear:
-        return "a subclass: its forward may be its own"
+        return why_not_exact(module)
     if "weight" not in dict(module.named_parameters(recurse=False)):
         return "its weight is computed, not a parameter"
     odd = [size for size in module.weight.shape if size % multiple]
