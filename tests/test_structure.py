@@ -30,7 +30,7 @@ fp8.function <- fp8.quantize
 fp8.scaling <- fp8.scaled_tensor <- fp8.casting
 fp8.scaling <- fp8.moments <- fp8.optim_state <- fp8.adam <- fp8.optim
 fp8.optim_state, fp8.scaled_tensor <- fp8.optim_base <- fp8.sgd <- fp8.optim
-fp8.subclass, fp8.optim_state <- fp8.scaled_weights
+fp8.subclass, fp8.scaled_tensor, fp8.optim_state <- fp8.scaled_weights
 fp8.optim <- fp8.level_optimizer
 fp8.convert, fp8.level_optimizer, fp8.scaled_weights <- fp8.levels <- fp8.__main__
 fp8.report, fp8.scaled_tensor <- fp8.level_state

@@ -7,6 +7,7 @@ a checkpoint holds is whole, as that of a single process is.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8.distributed import HookState, all_reduce_hook
 from fp8.fsdp import gather_in_fp8
+from unit_scaling.parameter import has_parameter_data
 
 T = TypeVar("T")
 
@@ -108,6 +110,8 @@ def start(kind: str | None, *, fp8: bool = False) -> Iterator[Ranks]:
             f"--parallel {kind} needs torchrun --nproc-per-node N -m notebooks.nanogpt: "
             f"{', '.join(missing)} not set"
         )
+    # Of outputs that are views: nothing here changes one in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     yield Ranks(kind=kind, rank=dist.get_rank(), world=dist.get_world_size(), fp8=fp8)
     dist.barrier()
@@ -132,7 +136,8 @@ def distribute(
         with torch.no_grad():
             rehearse(model)
         if ranks.fp8:
-            gather_in_fp8(model, "unit")
+            unit_scaled = any(has_parameter_data(p) for p in model.parameters())
+            gather_in_fp8(model, "unit" if unit_scaled else "tensor")
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)

@@ -122,9 +122,11 @@ def _activation(
             return fn(input, *args, **named)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         if fused_kernel and x.numel() >= _LARGE and fused.applies(x):
-            s = rule(mult, constraint)
+            given = {**settings, **dict(zip(settings, args, strict=False)), **named}
+            s = rule(mult, constraint, **given)
             z = x if mult == 1.0 else x * mult
-            output = fused.activation(z, name, s["output"] / mult, s["input"] / mult)
+            factors = s["output"] / mult, s["input"] / mult
+            output = fused.activation(z, name, *factors, *given.values())
         else:
             output = scaled_elementwise(
                 fn, x, args, named, mult, constraint, new=True, saved=saves_output
@@ -152,7 +154,7 @@ cos = _activation("cos", torch.cos)
 elu = _activation("elu", F.elu, {"alpha": 1.0})
 erf = _activation("erf", torch.erf)
 exp = _activation("exp", torch.exp, saves_output=True)
-hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5})
+hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5}, fused_kernel=True)
 hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
 hardswish = _activation("hardswish", F.hardswish)
 hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0})
