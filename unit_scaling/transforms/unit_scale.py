@@ -204,6 +204,18 @@ class UnitScale:
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
             self.weights.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
 
+    def outside(self) -> dict[str, float]:
+        """Parameter name -> the factor that its values lack, for `fp8.export`.
+
+        Raises ValueError where these factors are not all that the plain model lacks.
+        """
+        if self.init != "preserve" or self.replacements:
+            raise ValueError(
+                "a model of unit_scale(init='unit') computes with factors that are in no weight: "
+                "of residual branches, attention, activations; init='preserve' has none of these"
+            )
+        return dict(self.weights.factors)
+
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
         calls = [row for plan in self.plans.values() for row in plan.rows]
