@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 
+import fp8.layer_norm2d
 import unit_scaling.functional  # noqa: F401 - fills OPS
+from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats import FORMATS, Format
+from fp8.levels import LEVELS
 from fp8.products import EXPANDED, OPAQUE, PRODUCTS
 from fp8.recipe import RECIPES, Cast, Recipe
 from fp8.scaling import RULES, SCALINGS, Scaling
@@ -48,6 +51,7 @@ NAMESPACES = {
     "torch.special": torch.special,
     "torch.sparse": torch.sparse,
     "operator": operator,
+    "fp8.layer_norm2d": fp8.layer_norm2d,
 }
 
 
@@ -177,6 +181,13 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "not to nearest. Overflow saturates.",
         "name | input | weight | gradient of the output | otherwise",
         [recipe(row) for row in RECIPES.values()],
+    ),
+    (
+        "Levels",
+        "`fp8.LEVELS`: what `fp8.initialize` keeps for a weight, and in which format. Every scale "
+        "is a power of two.",
+        " | ".join(LEVEL_HEADS),
+        [[f"`{row.name}`", *level_row(row)[1:]] for row in LEVELS.values()],
     ),
     (
         "Products",
