@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from .formats import Format, get_format
 from .function import apply
-from .quantize import quantize
+from .quantize import check_dtype, quantize
 from .recipe import Cast, Recipe
 from .rounding import KEY_START
 from .scaled_tensor import plain
@@ -128,6 +128,7 @@ def rounded(
     if not spec:
         return x, None
     x = plain(x)
+    check_dtype(x)
     *_, hadamard, _ = spec
     if hadamard:
         x = _rotated(x, hadamard, axis)

@@ -16,15 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from .convert import LAYERS
 from .formats import get_format
+from .moments import decode
+from .optim_state import PARTS, read
 from .quantize import quantize
 from .recipe import Cast, Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row
 from .scaling import scale_of
 
-__all__ = ["gather_in_fp8", "update_scales"]
+__all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
 
 aten = torch.ops.aten
 
@@ -112,6 +115,41 @@ def update_scales(model: nn.Module) -> None:
         weight.remember(amax)
 
 
+@torch.no_grad()
+def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """The state_dict of ``optimizer`` for another number of processes.
+
+    What `fp8.optim` keeps in units of a scale, which belongs to a shard, is here the numbers
+    themselves, float32, under the name without a suffix (``exp_avg``); and what is of a weight's
+    shape is a DTensor as the weight is, so that `torch.distributed.checkpoint` cuts it anew. Every
+    optimizer of `fp8.optim` or torch of that kind loads it, and rounds to its own encodings.
+    """
+    state = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        **state,
+        "state": {i: _portable(parameters[i], own) for i, own in state["state"].items()},
+    }
+
+
+def _portable(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    shape = _local(parameter).shape
+    for key, value in state.items():
+        name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
+        if suffix == PARTS[0]:
+            value = decode(read(state, name)).view(shape)
+        if suffix in ("", PARTS[0]):
+            is_shard = isinstance(value, Tensor) and value.shape == shape
+            sharded = is_shard and not isinstance(value, DTensor)
+            found[name] = _like(parameter, value) if sharded else value
+    return found
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _checked(recipe: Recipe) -> Cast:
     """The recipe's cast of the weight. Raises ValueError for one that cannot be sent."""
     cast = recipe.weight
@@ -144,7 +182,7 @@ def _as_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: A
     weight = state.get(f"{prefix}weight")
     if isinstance(weight, nn.Parameter):  # with keep_vars
         return
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    local = _local(weight)
     if isinstance(local, _Weight):
         state[f"{prefix}weight"] = _like(weight, local.plain)
 

@@ -121,17 +121,20 @@ def _level(name: str) -> Level:
     return LEVELS[name]
 
 
-#: Class of a wrapper, by name: its library need not be there -> what to do instead.
+_FIRST = "initialize the model that it wraps, then wrap it"
+_SHARDED = (
+    "fully_shard keeps shards of its own: call fp8.fsdp.gather_in_fp8 before it, which sends "
+    "weights in FP8, and step its parameters with fp8.optim.AdamW, which keeps states in FP8"
+)
+
+#: Class of a wrapper, by name, as its library need not be there -> what to do instead.
 _WRAPPERS = {
-    "DistributedDataParallel": "initialize the model that it wraps, then wrap it",
-    "DataParallel": "initialize the model that it wraps, then wrap it",
-    "FullyShardedDataParallel": "initialize the model, then fully_shard it",
-    "FSDPModule": "initialize the model, then fully_shard it",
+    "DistributedDataParallel": _FIRST,
+    "DataParallel": _FIRST,
     "OptimizedModule": "initialize the model, then compile it",
-    "DeepSpeedEngine": (
-        "DeepSpeed keeps weights and states of its own: use initialize(opt_level='O3') on the "
-        "model and torch's fully_shard (FSDP2) in the place of ZeRO"
-    ),
+    "FSDPModule": _SHARDED,
+    "FullyShardedDataParallel": f"use torch's fully_shard (FSDP2); {_SHARDED}",
+    "DeepSpeedEngine": f"use torch's fully_shard (FSDP2) in the place of ZeRO; {_SHARDED}",
 }
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8.distributed import HookState, all_reduce_hook
-from fp8.fsdp import gather_in_fp8
+from fp8.fsdp import gather_in_fp8, portable_state_dict
 from unit_scaling.parameter import has_parameter_data
 
 T = TypeVar("T")
@@ -142,6 +142,12 @@ def distribute(
             fully_shard(block)
         fully_shard(model)
     return model, None
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, ranks: Ranks) -> Any:
+    """The whole state of an optimizer; under FSDP2 without what is about one shard."""
+    sharded = ranks.kind == "fsdp"
+    return whole(portable_state_dict(optimizer) if sharded else optimizer.state_dict())
 
 
 def whole(state: Any) -> Any:

@@ -164,6 +164,19 @@ def test_what_the_optimizer_does_not_train_stays():
     fp8.initialize(model, optimizer)
     assert isinstance(model[0].weight, ScaledTensor)
     assert type(model[3].weight) is nn.Parameter
+    first, second = fp8.state(model, optimizer).report
+    assert (first.path, first.what, first.done) == ("0.weight", "Linear", "fp16")
+    assert (second.path, second.why) == ("3.weight", "not trained by the optimizer")
+
+
+def test_what_is_left_alone_is_reported():
+    model = nn.ModuleDict({"rnn": nn.LSTM(8, 8), "linear": nn.Linear(8, 8).double()})
+    optimizer = torch.optim.SGD(model["rnn"].parameters())
+    fp8.initialize(model, optimizer)
+    optimizer.param_groups[0]["params"] += model["linear"].parameters()
+    whys = {row.path: row.why for row in fp8.state(model, optimizer).report.left_alone}
+    assert whys["rnn.weight_ih_l0"] == "no weight of a linear layer or convolution"
+    assert whys["linear.weight"] == "torch.float64 has no scaled form"
 
 
 def test_without_an_optimizer():
