@@ -15,7 +15,7 @@ from fp8.fsdp import update_scales
 from unit_scaling import batch_multiplier
 
 from .data import Corpus, window_starts, windows
-from .parallel import ALONE, Ranks, distribute, load, whole
+from .parallel import ALONE, Ranks, distribute, load, optimizer_state, whole
 from .progress import Progress
 from .settings import Settings
 
@@ -193,7 +193,7 @@ class Training:
         return {
             "step": self.step,
             "model": whole(self.model.state_dict()),
-            "optimizer": whole(self.optimizer.state_dict()),
+            "optimizer": optimizer_state(self.optimizer, ranks),
             "hook": None if self._hook is None else self._hook.state_dict(),
             "rng": ranks.of_all(torch.get_rng_state()),
             "cuda_rng": ranks.of_all(torch.cuda.get_rng_state(self.device)) if cuda else None,

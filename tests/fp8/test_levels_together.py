@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import fp8
@@ -93,6 +95,23 @@ def test_ddp(level, hooked):
 
 
 @each_level
+@pytest.mark.usefixtures("_one_process")
+def test_resume_from_a_distributed_checkpoint(level, tmp_path):
+    model, optimizer = build(level)
+    run(model, optimizer)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=tmp_path)
+    expected = run(model, optimizer)
+    model, optimizer = build(level)
+    run(model, optimizer, 1)
+    read = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(read, checkpoint_id=tmp_path)
+    weights, states = read.values()
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    assert run(model, optimizer) == expected
+
+
+@each_level
 def test_recomputed_activations(level):
     model, optimizer = build(level)
     expected = run(*build(level))
@@ -163,7 +182,7 @@ def test_what_is_written_to_a_weight_is_its_master(kind, optimizer):
     opt = optimizer([weight], lr=1e-3, master_weights="float32", weight_decay=0.0)
     for value in (1.0, 5.0, -3.0):
         with torch.no_grad():
-            weight.fill_(value)
+            (weight.data if kind == torch.float32 else weight).fill_(value)
         for _ in range(3):
             weight.grad = torch.full((64, 64), 1e-2).to(kind)
             opt.step()

@@ -225,6 +225,19 @@ def test_what_nothing_computes_is_an_error(te, given, message):
     assert type(model.up) is nn.Linear
 
 
+def test_back_from_under_accelerate(te):
+    """Accelerate keeps the forward that the model had in a wrapper on the instance."""
+    accelerator = library.Accelerator(cpu=True, mixed_precision="bf16")
+    model, _ = accelerate.prepare(
+        accelerator, Model(), recipe="tensor", backend="transformer_engine"
+    )
+    converted = model(batches(1)[0])
+    plain = fp8.revert(accelerator.unwrap_model(model))
+    assert type(plain.up) is nn.Linear
+    assert "forward" in vars(plain)
+    assert not torch.equal(plain(batches(1)[0]), converted)
+
+
 def test_an_optimizer_with_more_than_the_model(te):
     """A KeyError in Accelerate, which looks the new parameters up by name."""
     accelerator, model = library.Accelerator(cpu=True), Model()
