@@ -92,6 +92,8 @@ def _blocks(model: nn.Module, layers: Layers) -> list[str]:
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         names = [f"{path}.{key}" if path else key for key, _ in module.named_children()]
+        if not path and len(names) == 1:  # wraps a model
+            continue
         inside = all(any(_within(layer, name) for layer in layers) for name in names)
         if inside and len({bare_class(child) for child in module.children()}) == 1:
             found += names

@@ -72,6 +72,10 @@ def experts() -> nn.Module:
     return nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(32, 9)})
 
 
+def wrapped() -> nn.Module:
+    return nn.Sequential(nanogpt())
+
+
 # Model -> what is outside of the blocks, what joins the residual stream.
 PATTERNS = {
     gpt2: (["lm_head"], ["*.c_proj"]),
@@ -80,6 +84,7 @@ PATTERNS = {
     t5: (["lm_head"], ["*Attention.o", "*.wo"]),
     encoder: ([], ["*.self_attn", "*.linear2"]),
     nanogpt: (["head"], ["*.out", "*.down"]),
+    wrapped: (["0.head"], ["*.out", "*.down"]),
     flat: (["2"], ["*.o", "*.down"]),
     mlp: (["3"], []),
     experts: (["head"], ["*.down"]),
