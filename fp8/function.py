@@ -27,7 +27,7 @@ def apply(function: type[Function], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         return function.apply(*args)
     try:
-        return _without_binding(function).apply(*args)
+        return _without_binding(function, torch.is_grad_enabled()).apply(*args)
     except RuntimeError:
         return function.apply(*args)
 
@@ -38,15 +38,15 @@ def is_inference_graph() -> bool:
 
 
 def is_plain(ctx: Any) -> bool:
-    """Whether the call of an autograd function with this context came from `apply` and is neither
-    compiled nor under a torch.func transform."""
+    """Whether this is the context of a call by `apply` that autograd records, neither compiled nor
+    under a torch.func transform."""
     return getattr(ctx, "is_plain", False)
 
 
 @cache
-def _without_binding(function: type[Function]) -> type[Function]:
+def _without_binding(function: type[Function], records: bool) -> type[Function]:
     def forward(ctx: Any, *args: Any) -> Any:
-        ctx.is_plain = True
+        ctx.is_plain = records and any(ctx.needs_input_grad)
         output = function.forward(*args)
         function.setup_context(ctx, args, output)
         return output
