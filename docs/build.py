@@ -24,6 +24,7 @@ from fp8.levels import LEVELS
 from fp8.products import EXPANDED, OPAQUE, PRODUCTS
 from fp8.recipe import RECIPES, Cast, Recipe
 from fp8.scaling import RULES, SCALINGS, Scaling
+from fp8.where import WHERE
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.ops import OPS, Op
 from unit_scaling.optim import LR_RULES
@@ -181,6 +182,13 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "not to nearest. Overflow saturates.",
         "name | input | weight | gradient of the output | otherwise",
         [recipe(row) for row in RECIPES.values()],
+    ),
+    (
+        "Choices of layers",
+        "`fp8.where.WHERE`: what `fp8.convert(where=...)` takes by name. A block is an item of a "
+        "list of modules of one class, its part an attention or an MLP.",
+        "name | layers",
+        documented(WHERE),
     ),
     (
         "Levels",

@@ -95,7 +95,9 @@ class _Converted(Gained):
                 return _linear(self, self.weight, *args, **kwargs)
             if self.fp8_transposed:
                 return _linear(self, self.weight.mT, *args, **kwargs)
-        with autocast(self.fp8_recipe, backend=self.fp8_backend, history=history):
+        mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=history)
+        mode.reenters = True  # with each call of the layer
+        with mode:
             return forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -104,8 +106,8 @@ class _Converted(Gained):
 
 
 _RECOMPUTED = (
-    "recipe {!r} cannot be checkpointed: what is recomputed would have other scales, as scaling "
-    '"delayed" has moved on'
+    "recipe {!r} cannot be checkpointed with use_reentrant=False: what is recomputed would have "
+    'other scales, as scaling "delayed" has moved on'
 )
 
 
@@ -160,7 +162,7 @@ def convert(
     ``fp8_amax_weight`` and ``fp8_amax_grad``, which are in the model's state_dict, newest entry
     first: what `AmaxHistory` says of passes holds for each call of the layer. A model that is to
     load them is converted first. Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing
-    such a layer raises NotImplementedError.
+    such a layer with ``use_reentrant=False`` raises NotImplementedError.
 
     With a recipe that has `saved_activations` the modules of activations (`ACTIVATIONS`) are
     converted as well; a gate that is no module keeps its factors as torch does.
