@@ -12,10 +12,12 @@ BENCHMARKS = (
     "optim",
     "transforms",
     "training",
+    "levels",
     "transfer",
     "residual",
     "recipe_loss",
     "zoo",
+    "norms",
 )
 """Scripts of this package; `python -m benchmarks.NAME` runs one and writes results/NAME.json."""
 

@@ -32,6 +32,8 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
     "reglu": lambda x, gate: x * F.relu(gate),
     "relu_squared": lambda x: F.relu(x).square(),
     "logsigmoid": F.logsigmoid,
+    "clamp": lambda x, mult, constraint, low, high: torch.clamp(x, low, high),
+    "pow": torch.pow,
     "linear_readout": F.linear,
     "layer_norm2d": lambda x, w, b: F.layer_norm(x.movedim(1, -1), w.shape, w, b).movedim(-1, 1),
 }
@@ -54,7 +56,7 @@ SIZES = {1: (4096,), 2: (64, 64), 3: (16, 16, 16)}
 #: Row -> the arguments of the torch function; others take one matrix.
 ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **dict.fromkeys(
-        ["add", "sub", "mul", "silu_glu", "geglu", "reglu"],
+        ["add", "sub", "mul", "div", "cosine_similarity", "silu_glu", "geglu", "reglu"],
         lambda: (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH)),
     ),
     **dict.fromkeys(
@@ -64,7 +66,15 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     **dict.fromkeys(
         ["softmax", "softmin", "log_softmax", "cumsum"], lambda: (leaf(ROWS, WIDTH), -1)
     ),
-    **dict.fromkeys(["sum", "mean"], lambda: (leaf(ROWS, WIDTH), -1)),
+    **dict.fromkeys(["sum", "mean", "var", "std"], lambda: (leaf(ROWS, WIDTH), -1)),
+    "clamp": lambda: (leaf(ROWS, WIDTH), 1.0, "to_output_scale", -1.0, 1.0),
+    "pow": lambda: (leaf(ROWS, WIDTH), 3),
+    "ctc_loss": lambda: (
+        torch.zeros(256, 16, 64).log_softmax(-1).requires_grad_(),
+        torch.randint(1, 64, (16, 64)),
+        (256,) * 16,
+        (64,) * 16,
+    ),
     "addcmul": lambda: tuple(leaf(ROWS, WIDTH) for _ in range(3)),
     "lerp": lambda: (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH), 0.5),
     "prelu": lambda: (leaf(ROWS, WIDTH), torch.full((1,), 0.25, requires_grad=True)),
@@ -113,6 +123,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 #: Rows that are not timed -> why.
 LEFT_OUT = {
+    **dict.fromkeys(["cat", "stack"], "torch's own function, of a list"),
     "rotary": "torch has no twin; it has no factor either",
     **dict.fromkeys(
         [op.name for op in OPS.values() if op.fn.__module__.endswith("recurrent")],

@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 
+import fp8.layer_norm2d
 import unit_scaling.functional  # noqa: F401 - fills OPS
+from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats import FORMATS, Format
+from fp8.levels import LEVELS
 from fp8.products import EXPANDED, OPAQUE, PRODUCTS
 from fp8.recipe import RECIPES, Cast, Recipe
 from fp8.scaling import RULES, SCALINGS, Scaling
+from fp8.where import WHERE
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.ops import OPS, Op
 from unit_scaling.optim import LR_RULES
@@ -48,6 +52,7 @@ NAMESPACES = {
     "torch.special": torch.special,
     "torch.sparse": torch.sparse,
     "operator": operator,
+    "fp8.layer_norm2d": fp8.layer_norm2d,
 }
 
 
@@ -177,6 +182,20 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "not to nearest. Overflow saturates.",
         "name | input | weight | gradient of the output | otherwise",
         [recipe(row) for row in RECIPES.values()],
+    ),
+    (
+        "Choices of layers",
+        "`fp8.where.WHERE`: what `fp8.convert(where=...)` takes by name. A block is an item of a "
+        "list of modules of one class, its part an attention or an MLP.",
+        "name | layers",
+        documented(WHERE),
+    ),
+    (
+        "Levels",
+        "`fp8.LEVELS`: what `fp8.initialize` keeps for a weight, and in which format. Every scale "
+        "is a power of two.",
+        " | ".join(LEVEL_HEADS),
+        [[f"`{row.name}`", *level_row(row)[1:]] for row in LEVELS.values()],
     ),
     (
         "Products",

@@ -1,4 +1,4 @@
-"""``python -m fp8``: the tables (formats, recipes) and what this machine can run (doctor)."""
+"""``python -m fp8``: tables (formats, recipes, levels) and what this machine can run (doctor)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from . import doctor
 from .formats import FORMATS, Format
+from .levels import LEVELS, Level
 from .recipe import RECIPES, Cast, Recipe
 from .report import as_table
 
@@ -35,6 +36,20 @@ def _recipe_row(recipe: Recipe) -> tuple[str, ...]:
     return (recipe.name, *casts, "; ".join(others))
 
 
+LEVEL_HEADS = [
+    *("level", "product", "communication"),
+    *("weight", "master", "weight gradient", "Adam states"),
+]
+
+
+def level_row(level: Level) -> tuple[str, ...]:
+    """The cells under `LEVEL_HEADS`."""
+    master = "-" if level.master is None else f"{level.master} + scale"
+    moments = f"{level.first_moment} + {level.second_moment}"
+    weight = f"{level.weight} + scale"
+    return (level.name, level.product, level.communication, weight, master, level.grad, moments)
+
+
 TABLES = {
     "formats": (
         ["format", "s/e/m", "bias", "max", "min-normal", "min-subnormal", "Inf", "NaN", "-0"],
@@ -44,6 +59,7 @@ TABLES = {
         ["recipe", "input", "weight", "grad", "otherwise"],
         lambda: map(_recipe_row, RECIPES.values()),
     ),
+    "levels": (LEVEL_HEADS, lambda: map(level_row, LEVELS.values())),
 }
 """Command -> the heads of its columns, and its rows."""
 

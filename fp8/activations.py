@@ -57,6 +57,9 @@ KERNELS: dict[str, Kernel] = {
         _gelu_gradient,
     ),
     "silu": Kernel(aten.silu.default, aten.silu_backward.default, _silu_gradient),
+    "hardshrink": Kernel(
+        aten.hardshrink.default, aten.hardshrink_backward.default, aten.hardshrink_backward.default
+    ),
     "relu": Kernel(aten.relu.default, _relu_gradient, _relu_gradient),
     "glu": Kernel(aten.glu.default, aten.glu_backward.default, aten.glu_backward.default),
 }

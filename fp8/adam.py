@@ -192,30 +192,24 @@ def _scales(units: list[Unit], largest: Tensor) -> list[Scales]:
     as ``amax``: one pass over the gradient is all that a scale costs.
     """
     b1, b2 = units[0].group["betas"]
-    encodings = units[0].encodings
     found: dict[str, list[Tensor | None]] = {}
-    for name, encoding in encodings.items():
-        kept = (
-            [read(unit.states[0], name).amax for unit in units]
-            if encoding.scale == "tensor"
-            else []
-        )
-        amaxes = [x for x in kept if x is not None]
+    for name, encoding in units[0].encodings.items():
+        kept = [read(unit.states[0], name).amax for unit in units if encoding.scale == "tensor"]
+        amaxes = [amax for amax in kept if amax is not None]
         if not amaxes:
             found[name] = [None] * len(units)
             continue
-        new = torch.stack(amaxes)
+        amax = torch.stack(amaxes)
         if name == MASTER:
-            new = HEADROOM * new
+            amax = HEADROOM * amax
+        elif name == FIRST:
+            amax = b1 * amax + (1 - b1) * largest
         else:
-            new = (
-                b1 * new + (1 - b1) * largest
-                if name == FIRST
-                else b2 * new + (1 - b2) * largest.square()
-            )
-            for amax, x in zip(amaxes, new.unbind(), strict=True):
-                amax.copy_(x)
-        found[name] = scales_for(new, encoding)
+            amax = b2 * amax + (1 - b2) * largest.square()
+        if name != MASTER:
+            for old, new in zip(amaxes, amax.unbind(), strict=True):
+                old.copy_(new)
+        found[name] = scales_for(amax, encoding)
     return [*zip(found[MASTER], found[FIRST], found[SECOND], strict=True)]
 
 

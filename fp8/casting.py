@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from .formats import Format, get_format
 from .function import apply
-from .quantize import quantize
+from .quantize import check_dtype, quantize
 from .recipe import Cast, Recipe
 from .rounding import KEY_START
 from .scaled_tensor import plain
@@ -50,7 +50,7 @@ def spec_of(cast: Cast | None) -> Spec:
 
 
 def _spec(text: str) -> Spec:
-    format, _, rule, rounding, overflow, *numbers = text.split(";")
+    format, _, rule, rounding, overflow, *numbers = text.rsplit(";", 10)
     across, along, margin, _, random_bits, hadamard = [int(number) for number in numbers]
     tile = (across, along)
     return (format, rule or None, tile, margin, rounding, overflow, random_bits, hadamard, "")
@@ -128,6 +128,7 @@ def rounded(
     if not spec:
         return x, None
     x = plain(x)
+    check_dtype(x)
     *_, hadamard, _ = spec
     if hadamard:
         x = _rotated(x, hadamard, axis)

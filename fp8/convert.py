@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from .adapters import torchao, transformer_engine
@@ -14,7 +15,7 @@ from .casting import is_whole
 from .checkpoint import in_recomputation
 from .history import LayerHistory, forget, remember
 from .matmul import checked_backend, linear
-from .native import ALIGNMENT
+from .native import ALIGNMENT, why_not_recipe
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, gain, lose
@@ -57,7 +58,9 @@ _NO_BUFFERS = "more than one product, and the recipe keeps a history of each"
 
 # In evaluation these compute their whole forward in one kernel that reads the weights of their
 # layers, which then do not run. Under a mode they do not; a recipe without casts is one.
-_SET = ("fp8_recipe", "fp8_backend", "fp8_why", "fp8_transposed")
+_SET = tuple(
+    f"fp8_{name}" for name in ("recipe", "asked", "backend", "why", "transposed", "ragged")
+)
 """What `convert` sets on a layer, besides its class and buffers."""
 
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -72,10 +75,14 @@ class _Converted(Gained):
     """A layer whose products run under its ``fp8_recipe``."""
 
     fp8_recipe: Recipe
+    fp8_asked: str
+    #: "simulate" where another was asked for, and the recipe has no kernels.
     fp8_backend: str
     #: Why it does not have the recipe of the chosen layers.
     fp8_why: str
     fp8_transposed: bool
+    #: The last number of tokens seen in eager mode that the kernels do not take.
+    fp8_ragged: int
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         history = LayerHistory(self) if self.fp8_recipe.keeps_history else None
@@ -88,7 +95,9 @@ class _Converted(Gained):
                 return _linear(self, self.weight, *args, **kwargs)
             if self.fp8_transposed:
                 return _linear(self, self.weight.mT, *args, **kwargs)
-        with autocast(self.fp8_recipe, backend=self.fp8_backend, history=history):
+        mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=history)
+        mode.reenters = True  # with each call of the layer
+        with mode:
             return forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -97,13 +106,17 @@ class _Converted(Gained):
 
 
 _RECOMPUTED = (
-    "recipe {!r} cannot be checkpointed: what is recomputed would have other scales, as scaling "
-    '"delayed" has moved on'
+    "recipe {!r} cannot be checkpointed with use_reentrant=False: what is recomputed would have "
+    'other scales, as scaling "delayed" has moved on'
 )
 
 
 def _linear(layer: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     (input,) = (*args, *kwargs.values())
+    if layer.fp8_backend != "simulate" and not torch.compiler.is_compiling():
+        tokens = input.numel() // weight.shape[1]
+        if tokens % ALIGNMENT:
+            vars(layer)["fp8_ragged"] = tokens
     given = {"recipe": layer.fp8_recipe, "backend": layer.fp8_backend}
     return linear(input, weight, layer.bias, **given)
 
@@ -133,8 +146,10 @@ def convert(
     `revert` undoes it.
 
     recipe: a name in `fp8.RECIPES` or a `Recipe`.
-    backend: as in `fp8.autocast`. Convolutions and weights whose sizes the kernels do not take are
-    simulated, which the report says, on whatever device the model is. Or "transformer_engine" or
+    backend: as in `fp8.autocast`. Convolutions, recipes and weights of sizes that the kernels do
+    not take are simulated; a number of tokens that is no multiple of 16 is filled up with zeros
+    where the gradient of the weight sums over it. The report says both, the latter once it was
+    seen in eager mode, on whatever device the model is. Or "transformer_engine" or
     "torchao", whose layers take the place of those of the model (`fp8.adapters`); a model that is
     itself a layer is replaced by what is returned.
     where: (name, layer) -> whether to convert it; or by name one of `fp8.where.WHERE`:
@@ -147,7 +162,7 @@ def convert(
     ``fp8_amax_weight`` and ``fp8_amax_grad``, which are in the model's state_dict, newest entry
     first: what `AmaxHistory` says of passes holds for each call of the layer. A model that is to
     load them is converted first. Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing
-    such a layer raises NotImplementedError.
+    such a layer with ``use_reentrant=False`` raises NotImplementedError.
 
     With a recipe that has `saved_activations` the modules of activations (`ACTIVATIONS`) are
     converted as well; a gate that is no module keeps its factors as torch does.
@@ -180,8 +195,8 @@ def convert(
         if plan is None or (why := _unfit(module, plan)):
             vars(module)["fp8_why"] = left[name] if plan is None else why
             continue
-        _begin(module, plan, backends[plan], left.get(name, ""))
-    return _expand(model)
+        _begin(module, plan, (backend, backends[plan]), left.get(name, ""))
+    return expand(model)
 
 
 def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, rest: Any) -> M:
@@ -193,19 +208,19 @@ def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, re
     if isinstance(where, str):
         left = choose(where, model, _candidates(model))
         where = lambda name, layer: name not in left  # noqa: E731
-    return _expand(adapter.convert(model, recipe, where=where))
+    return expand(adapter.convert(model, recipe, where=where))
 
 
-def _begin(module: nn.Module, recipe: Recipe, backend: str, why: str) -> None:
+def _begin(module: nn.Module, recipe: Recipe, backends: tuple[str, str], why: str) -> None:
     gain(module, _Converted)
-    transposed = _is_transposed(module)
-    given = {"recipe": recipe, "backend": backend, "why": why, "transposed": transposed}
-    vars(module).update({f"fp8_{key}": value for key, value in given.items()})
+    values = (recipe, *backends, why, _is_transposed(module), 0)
+    vars(module).update(zip(_SET, values, strict=True))
     if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
         remember(module, recipe)
 
 
-def _expand(model: M) -> M:
+def expand(model: M) -> M:
+    """Has the containers with a fast path call those of their layers that were converted."""
     for module in model.modules():
         inner = module.modules()
         if isinstance(module, _FAST_PATHS) and any(map(_runs_in_fp8, inner)):
@@ -262,15 +277,18 @@ def _how(module: Any) -> str:
         return (
             f"{name}, keeps {'bits' if isinstance(module, nn.ReLU) else recipe.saved_activations}"
         )
+    why_not = "" if module.fp8_asked == "simulate" else why_not_recipe(recipe)
     if backend == "simulate":
-        return str(name)
+        return f"{name}, simulated: {why_not}" if why_not else str(name)
     if not isinstance(module, nn.Linear) and not module.fp8_transposed:
         return f"{name}, simulated: the kernels multiply matrices"
     odd = [size for size in reversed(module.weight.shape) if size % ALIGNMENT]
     if odd:
         return f"{name}, simulated: {odd[0]} is no multiple of {ALIGNMENT}"
     where = {"native": "native", "auto": "native on CUDA devices with FP8"}
-    return f"{name}, {where[backend]}"
+    tokens = module.fp8_ragged
+    ragged = f"; {tokens} tokens filled up to {tokens + -tokens % ALIGNMENT}" if tokens else ""
+    return f"{name}, {where[backend]}{ragged}"
 
 
 def _candidates(model: nn.Module, activations: bool = False) -> dict[str, nn.Module]:

@@ -16,15 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from .convert import LAYERS
 from .formats import get_format
+from .moments import decode
+from .optim_state import PARTS, read
 from .quantize import quantize
 from .recipe import Cast, Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row
 from .scaling import scale_of
+from .subclass import bare_class
 
-__all__ = ["gather_in_fp8", "update_scales"]
+__all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
 
 aten = torch.ops.aten
 
@@ -65,23 +69,18 @@ def gather_in_fp8(
         raise TypeError(f"gather_in_fp8 needs an nn.Module, got {type(model).__name__}")
     chosen = get_recipe(recipe)
     cast = _checked(chosen)
-    looked_up = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is sharded: call gather_in_fp8 before fully_shard")
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     replaced: dict[int, nn.Parameter] = {}
     rows = []
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is None or weight.dim() < 2:
             continue
-        if isinstance(weight, DTensor):
-            raise ValueError(f"gather_in_fp8: {name or 'the model'} is sharded; call it before")
-        why_not = ""
-        if not isinstance(module, LAYERS):
-            why_not = "its weight is no operand of a product"
-        elif id(weight) in looked_up:
-            why_not = "an embedding shares its weight"
-        elif where is not None and not where(name, module):
+        why_not = _why_not(module, weight, looked_up)
+        if not why_not and where is not None and not where(name, module):
             why_not = "not chosen"
         if not why_not:
             if id(weight) not in replaced:
@@ -89,8 +88,18 @@ def gather_in_fp8(
             module.register_state_dict_post_hook(_as_plain)
             module.weight = replaced[id(weight)]
         done = LEFT_ALONE if why_not else f"sent as {cast}"
-        rows.append(Row(name, type(module).__name__, done, why_not))
+        rows.append(Row(name, bare_class(module).__name__, done, why_not))
     return Report(rows)
+
+
+def _why_not(module: nn.Module, weight: nn.Parameter, looked_up: set[int]) -> str:
+    """Why the weight of a module is sent as it is; "" if it can be rounded."""
+    if not isinstance(module, LAYERS):
+        return "its weight is no operand of a product"
+    if id(weight) in looked_up:
+        return "an embedding shares its weight"
+    kind = type(weight.detach())
+    return "" if kind is Tensor else f"its weight is a {kind.__name__}"
 
 
 @torch.no_grad()
@@ -110,6 +119,41 @@ def update_scales(model: nn.Module) -> None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(dimension))
     for (_, weight), amax in zip(scaled, largest.unbind(), strict=True):
         weight.remember(amax)
+
+
+@torch.no_grad()
+def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """The state_dict of ``optimizer`` for another number of processes.
+
+    What `fp8.optim` keeps in units of a scale, which belongs to a shard, is here the numbers
+    themselves, float32, under the name without a suffix (``exp_avg``); and what is of a weight's
+    shape is a DTensor as the weight is, so that `torch.distributed.checkpoint` cuts it anew. Every
+    optimizer of `fp8.optim` or torch of that kind loads it, and rounds to its own encodings.
+    """
+    state = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        **state,
+        "state": {i: _portable(parameters[i], own) for i, own in state["state"].items()},
+    }
+
+
+def _portable(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    shape = _local(parameter).shape
+    for key, value in state.items():
+        name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
+        if suffix == PARTS[0]:
+            value = decode(read(state, name)).view(shape)
+        if suffix in ("", PARTS[0]):
+            is_shard = isinstance(value, Tensor) and value.shape == shape
+            sharded = is_shard and not isinstance(value, DTensor)
+            found[name] = _like(parameter, value) if sharded else value
+    return found
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _checked(recipe: Recipe) -> Cast:
@@ -144,7 +188,7 @@ def _as_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: A
     weight = state.get(f"{prefix}weight")
     if isinstance(weight, nn.Parameter):  # with keep_vars
         return
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    local = _local(weight)
     if isinstance(local, _Weight):
         state[f"{prefix}weight"] = _like(weight, local.plain)
 

@@ -133,8 +133,9 @@ def reduce_amax(model: nn.Module, group: Group = None) -> None:
     over the processes of ``group`` (None: all): for each entry the largest.
 
     To be called by all after the backward pass, before the optimizer's step: one all-reduce. Then
-    each process scales as one with the whole batch would. DistributedDataParallel, if left to
-    itself, gives all processes the buffers of the first at the next forward pass.
+    each process scales as one with the whole batch would. DistributedDataParallel gives every
+    process the buffers of the first before each pass; for gradient accumulation, make it not to
+    (``forward_sync_buffers=False``, before torch 2.13 ``broadcast_buffers=False``).
     """
     named = sorted(model.named_buffers())
     _reduce([b for name, b in named if name.rpartition(".")[2].startswith(_BUFFER)], group)

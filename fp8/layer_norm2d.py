@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import layer_norm2d_kernels as kernels
 from .function import apply
@@ -38,6 +39,9 @@ def layer_norm2d(
     Raises ValueError for an input of fewer than two dimensions and for a weight or bias of another
     shape, TypeError for an input that is not floating point.
     """
+    tensors = tuple(t for t in (input, weight, bias) if t is not None)
+    if has_torch_function(tensors):  # a mode sees the call, as it does those of torch.nn.functional
+        return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
     _check(input, weight, bias)
     if torch.compiler.is_exporting():
         return _normalized(input, weight, bias, eps)[0]
@@ -61,6 +65,8 @@ def scripted(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: flo
     """`layer_norm2d` for TorchScript, which has no autograd functions: torch's kernel, and a copy
     where the channels did not lie together."""
     last = input.movedim(1, -1)
+    weight = None if weight is None else weight.to(input.dtype)
+    bias = None if bias is None else bias.to(input.dtype)
     output = F.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
     return output.contiguous() if input.is_contiguous() else output
 

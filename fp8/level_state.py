@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .report import as_table
+from .report import LEFT_ALONE, Report, Row, as_table
 from .scaled_tensor import ScaledTensor
+from .subclass import bare_class
 
 __all__ = ["Bytes", "State", "state"]
 
@@ -54,11 +55,13 @@ _KINDS = [field.name for field in fields(Bytes) if field.name != "count"]
 class State:
     """What `state` returns; printed, a table of bytes per parameter.
 
-    scaled: the weights that are ScaledTensors. others: all other parameters.
+    scaled: the weights that are ScaledTensors. others: all other parameters. report: one row for
+    each parameter with two or more dimensions: its format, or why it was left alone.
     """
 
     scaled: Bytes
     others: Bytes
+    report: Report
 
     def __str__(self) -> str:
         heads = ["bytes per parameter", "count", *(kind.replace("_", " ") for kind in _KINDS)]
@@ -81,7 +84,23 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
     return State(
         scaled=_bytes((p for p in parameters if isinstance(p, ScaledTensor)), optimizer),
         others=_bytes((p for p in parameters if not isinstance(p, ScaledTensor)), optimizer),
+        report=Report(_rows(model, optimizer)),
     )
+
+
+def _rows(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Row]:
+    groups = () if optimizer is None else optimizer.param_groups
+    trained = {id(p) for group in groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            path = name.rpartition(".")[0]
+            kind = bare_class(model.get_submodule(path)).__name__
+            if isinstance(parameter, ScaledTensor):
+                yield Row(name, kind, parameter.format)
+            elif id(parameter) not in trained:
+                yield Row(name, kind, LEFT_ALONE, "not trained by the optimizer")
+            else:
+                yield Row(name, kind, LEFT_ALONE, "no weight of a linear layer or convolution")
 
 
 def _bytes(parameters: Iterable[Any], optimizer: torch.optim.Optimizer | None) -> Bytes:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .convert import LAYERS, convert
-from .level_optimizer import kind_of, take_over
+from .level_optimizer import settings_of, take_over
 from .optim import AdamW
 from .recipe import Recipe, get_recipe
 from .scaled_tensor import DTYPES, ScaledTensor
@@ -81,17 +81,17 @@ def initialize(
     holds the old ones (a list of parameters, an average of weights) takes them anew.
 
     optimizer: `torch.optim.Adam`, `AdamW` or `SGD`, those of `unit_scaling.optim` or of
-    `fp8.optim`; None: an `fp8.optim.AdamW` with its defaults. It becomes a subclass of what it
-    was, steps in float32, and skips and counts (``skipped_steps``) a step with a gradient that is
-    not finite.
+    `fp8.optim`; None: an `fp8.optim.AdamW` with its defaults. It becomes the class of
+    `fp8.optim` with its arithmetic, which steps in float32, and skips and counts
+    (``skipped_steps``) a step with a gradient that is not finite.
     opt_level: a name in `LEVELS`.
     recipe: of the products, for `fp8.convert`; None leaves them as they are.
 
-    Wrap the model (DistributedDataParallel, fully_shard) and compile it afterwards. state_dicts
-    hold plain tensors under the names they had: see `export_weights`.
+    Wrap the model in DistributedDataParallel, and compile it, afterwards. state_dicts hold plain
+    tensors under the names they had: see `export_weights`.
     Raises ValueError for an unknown level or recipe, a model that has a level already or is
     wrapped, and an optimizer of other parameters or with an option that it cannot have here;
-    TypeError for another optimizer. Then nothing has been changed.
+    TypeError for another optimizer, and one of parameters in float64. Then nothing has changed.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
@@ -107,7 +107,7 @@ def initialize(
         optimizer = AdamW(model.parameters())
     trained = _trained(model, optimizer)
     weights = [p for p in _covered(model) if p in trained]
-    kind_of(optimizer)
+    settings_of(optimizer, level.formats)
     if chosen is not None:
         convert(model, chosen)  # refuses what it cannot do before it changes anything
     replaced = scale_weights(model, weights, level.weight, level.grad)
@@ -121,17 +121,20 @@ def _level(name: str) -> Level:
     return LEVELS[name]
 
 
-#: Class of a wrapper, by name: its library need not be there -> what to do instead.
+_FIRST = "initialize the model that it wraps, then wrap it"
+_SHARDED = (
+    "fully_shard keeps shards of its own: call fp8.fsdp.gather_in_fp8 before it, which sends "
+    "weights in FP8, and step its parameters with fp8.optim.AdamW, which keeps states in FP8"
+)
+
+#: Class of a wrapper, by name, as its library need not be there -> what to do instead.
 _WRAPPERS = {
-    "DistributedDataParallel": "initialize the model that it wraps, then wrap it",
-    "DataParallel": "initialize the model that it wraps, then wrap it",
-    "FullyShardedDataParallel": "initialize the model, then fully_shard it",
-    "FSDPModule": "initialize the model, then fully_shard it",
+    "DistributedDataParallel": _FIRST,
+    "DataParallel": _FIRST,
     "OptimizedModule": "initialize the model, then compile it",
-    "DeepSpeedEngine": (
-        "DeepSpeed keeps weights and states of its own: use initialize(opt_level='O3') on the "
-        "model and torch's fully_shard (FSDP2) in the place of ZeRO"
-    ),
+    "FSDPModule": _SHARDED,
+    "FullyShardedDataParallel": f"use torch's fully_shard (FSDP2); {_SHARDED}",
+    "DeepSpeedEngine": f"use torch's fully_shard (FSDP2) in the place of ZeRO; {_SHARDED}",
 }
 
 

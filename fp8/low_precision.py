@@ -26,19 +26,15 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 
-NORMS: dict[type[nn.Module], Callable[[Any, Tensor, torch.dtype | None], Tensor]] = {
-    nn.LayerNorm: lambda m, x, dtype: norm.layer_norm(
-        x, m.normalized_shape, m.weight, m.bias, m.eps, dtype=dtype
+NORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.LayerNorm: lambda m, x, **how: norm.layer_norm(
+        x, m.normalized_shape, m.weight, m.bias, m.eps, **how
     ),
-    nn.RMSNorm: lambda m, x, dtype: norm.rms_norm(
-        x, m.normalized_shape, m.weight, m.eps, dtype=dtype
+    nn.RMSNorm: lambda m, x, **how: norm.rms_norm(x, m.normalized_shape, m.weight, m.eps, **how),
+    nn.GroupNorm: lambda m, x, **how: norm.group_norm(
+        x, m.num_groups, m.weight, m.bias, m.eps, **how
     ),
-    nn.GroupNorm: lambda m, x, dtype: norm.group_norm(
-        x, m.num_groups, m.weight, m.bias, m.eps, dtype=dtype
-    ),
-    norm.LayerNorm2d: lambda m, x, dtype: norm.layer_norm2d(
-        x, m.weight, m.bias, m.eps, dtype=dtype
-    ),
+    norm.LayerNorm2d: lambda m, x, **how: norm.layer_norm2d(x, m.weight, m.bias, m.eps, **how),
 }
 """The norms that run in low precision, with the subclasses that keep their forward: type -> how."""
 
@@ -60,27 +56,31 @@ class NoEffectWarning(UserWarning):
 
 
 class _LowPrecision(Gained):
-    """A norm in ``norm_dtype``, or where that is None in the dtype of the enclosing autocast."""
+    """A norm in ``norm_dtype``, or where that is None in the dtype of the enclosing autocast, that
+    hands on ``norm_output``."""
 
     norm_dtype: torch.dtype | None
+    norm_output: str | None
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
         autocast = torch.is_autocast_enabled(x.device.type)
-        if x.dtype == torch.float64 or not (autocast or self.norm_dtype):
+        changed = autocast or self.norm_dtype or self.norm_output
+        if x.dtype == torch.float64 or not changed:
             return forward(*args, **kwargs)
-        y = NORMS[_kind(self)](self, x, self.norm_dtype)
+        y = NORMS[_kind(self)](self, x, dtype=self.norm_dtype, output=self.norm_output)
         return y if autocast else y.to(x.dtype)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
-        return f"{own}, low_precision={_dtype_name(self)}"
+        return f"{own}, low_precision={_how(self)!r}"
 
 
 def low_precision_norms(
     model: M,
     precision: str | None = None,
     *,
+    output: str | None = None,
     where: Callable[[str, nn.Module], bool] | None = None,
 ) -> M:
     """Has the norms of ``model`` (`NORMS`) compute in 16 bits; returns ``model``.
@@ -94,9 +94,11 @@ def low_precision_norms(
     enclosing `torch.autocast` of the input's device, and outside of one no effect. A dtype that is
     named holds everywhere; outside of autocast, where nothing casts for the next layer, the result
     is handed back in the dtype of the input. One without effect changes nothing.
+    output: "e4m3" or "e5m2": what the norms hand on, as in `fp8.norm.layer_norm`, whatever the
+    precision; for norms of which nothing but FP8 products takes the output. None: their dtype.
     where: (name, norm) -> whether to change it; None changes every norm.
     float64 inputs stay in float64. Raises TypeError for what is not a module, ValueError for an
-    unknown precision.
+    unknown precision or output.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
@@ -113,12 +115,14 @@ def low_precision_norms(
     if not isinstance(model, nn.Module):
         raise TypeError(f"low_precision_norms needs an nn.Module, got {type(model).__name__}")
     dtype = _dtype(precision)
-    if precision is not None and dtype is None:
+    if output is not None:
+        output = norm.checked_output(output).name
+    elif precision is not None and dtype is None:
         return model
     for name, module in _norms(model):
         if _kind(module) in NORMS and (where is None or where(name, module)):
             gain(module, _LowPrecision, inside=True)
-            module.norm_dtype = dtype  # type: ignore[assignment]
+            module.norm_dtype, module.norm_output = dtype, output  # type: ignore[assignment]
     return model
 
 
@@ -127,7 +131,7 @@ def revert_norms(model: M) -> M:
     for module in model.modules():
         if isinstance(module, _LowPrecision):
             lose(module, _LowPrecision)
-            del module.norm_dtype
+            del module.norm_dtype, module.norm_output
     return model
 
 
@@ -141,7 +145,7 @@ def norm_report(model: nn.Module) -> Report:
     for name, module in _norms(model):
         kind = bare_class(module).__name__
         if isinstance(module, _LowPrecision):
-            rows.append(Row(name, kind, "low precision", _dtype_name(module)))
+            rows.append(Row(name, kind, "low precision", _how(module)))
         else:
             known = ", ".join(norm.__name__ for norm in NORMS)
             why = "not chosen" if _kind(module) in NORMS else f"computes otherwise than {known}"
@@ -185,9 +189,10 @@ def _dtype(precision: Any) -> torch.dtype | None:
     return PRECISIONS[name.lower()]
 
 
-def _dtype_name(module: Any) -> str:
-    dtype = module.norm_dtype
-    return "the dtype of autocast" if dtype is None else str(dtype).removeprefix("torch.")
+def _how(module: Any) -> str:
+    dtype, output = module.norm_dtype, module.norm_output
+    name = "the dtype of autocast" if dtype is None else str(dtype).removeprefix("torch.")
+    return f"{name}, hands on {output}" if output else name
 
 
 def _kind(module: Any) -> Any:

@@ -260,10 +260,10 @@ def _multiply(
     kind = "linear" if layer else "matmul"
     name = product_name(kind, b if layer else None)  # what is sampled is simulated
     casts = casts_of(recipe, layer, name)
+    of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
     if recipe is not None and not name and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
-        return native.product(a, b, bias, scales, casts, like.dtype)
-    of_a, of_b, of_grad = layer_histories(recipe, kind, a, layer)
+        return native.product(a, b, bias, scales, casts, histories, like.dtype)
     first, second, casts = with_copies(a, b, casts)
     x, scale_x = rounded(a, casts.a, -1, of_a)
     w, scale_w = rounded(b, casts.b, -1, of_b)

@@ -20,7 +20,7 @@ from .kept import once
 from .quantize import quantize
 from .recipe import Cast, Recipe
 from .scaled_tensor import ScaledTensor, plain
-from .scaling import scale_of, scaled_tiles
+from .scaling import delayed_scale, scale_of, scaled_tiles
 
 __all__ = [
     "ALIGNMENT",
@@ -39,7 +39,9 @@ ALIGNMENT = 16
 Asked for on every device, so that what runs natively on one does on all."""
 
 _FORMATS = ("e4m3", "e5m2")
-_SCALINGS = ("unit", "tensor", "row")
+_SCALINGS = ("unit", "tensor", "delayed", "row")
+_OTHER_KERNELS = {"block": "9.0", "mx": "10.0", "nv": "10.0"}
+"""Scaling -> the compute capability from which on torch has kernels for it, not called here."""
 _CAPABILITY = (8, 9)
 """CUDA devices before this (Ada; Hopper is 9.0) have no FP8 product."""
 
@@ -52,9 +54,10 @@ def why_not_recipe(recipe: Recipe) -> str:
     for cast in casts:
         assert cast is not None
         if cast.format not in _FORMATS:
-            return f"the kernels have no format {cast.format!r}"
+            return f"the kernels have no format {str(cast.format)!r}"
         if cast.scaling not in _SCALINGS:
-            return f"the kernels of this version have no scaling {cast.scaling!r}"
+            least = _OTHER_KERNELS[cast.scaling]
+            return f"the kernels for scaling {cast.scaling!r} (CUDA {least}) are not called yet"
         if cast.hadamard:
             return "a rotated operand has another size"
     if any(a.format == b.format == "e5m2" for a, b in _pairs(recipe)):
@@ -113,14 +116,21 @@ class Stored(NamedTuple):
     scale: Tensor
 
 
-def store(x: Tensor, spec: Spec, axis: int = -1) -> Stored:
-    """``x`` under a spec, in bytes. axis: the one that the product sums over."""
+def store(
+    x: Tensor, spec: Spec, axis: int = -1, history: Tensor | None = None, record: bool = False
+) -> Stored:
+    """``x`` under a spec, in bytes. axis: the one that the product sums over. history, record: as
+    in `fp8.casting.round_straight`."""
     format = format_of(spec)
     _, rule, tile, margin, rounding, overflow, random_bits, *_ = spec
     assert format.dtype is not None
     scale = torch.ones((), dtype=torch.float32, device=x.device)
     x = plain(x, torch.float32)
-    if rule is not None:
+    if history is not None:
+        assert rule is not None
+        scale = delayed_scale(x, history, format, rule, record) * 2.0**margin
+        x = x / scale
+    elif rule is not None:
         tiles, dims = scaled_tiles(x, tile, axis)
         scale = scale_of(tiles, dims, format, rule) * 2.0**margin
         x = x / scale
@@ -169,7 +179,8 @@ class _Native(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), which only carry the gradients.
 
     Arguments: a, b and bias; their bytes and scales for this product, then for the backward ones
-    (None where one copy serves both); three scales; the specs of the gradient.
+    (None where one copy serves both); the history of the gradient or None; three scales; the specs
+    of the gradient.
     """
 
     @staticmethod
@@ -185,6 +196,7 @@ class _Native(Function):
         a_again_scale: Tensor | None,
         b_again: Tensor | None,
         b_again_scale: Tensor | None,
+        history: Tensor | None,
         s_y: float,
         s_a: float,
         s_b: float,
@@ -197,7 +209,7 @@ class _Native(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *_, ctx.s_a, ctx.s_b, ctx.specs, _ = inputs
+        *_, ctx.history, _, ctx.s_a, ctx.s_b, ctx.specs, _ = inputs
         used, again = inputs[3:7], inputs[7:11]
         pairs = zip(used, again, strict=True)
         ctx.save_for_backward(*(first if other is None else other for first, other in pairs))
@@ -209,16 +221,16 @@ class _Native(Function):
         for_a, for_b = ctx.specs
         da = db = dbias = g = None
         if ctx.needs_input_grad[0]:
-            g = store(grad, for_a)
+            g = store(grad, for_a, -1, ctx.history, record=True)
             da = multiply(g, Stored(b, b_scale), ctx.s_a, grad.dtype)
         if ctx.needs_input_grad[1]:
             if g is None or for_a != for_b or g.scale.dim():
-                g = store(grad, for_b, -2)
+                g = store(grad, for_b, -2, ctx.history, record=True)
             scale = g.scale.mT if g.scale.dim() else g.scale
             db = multiply(Stored(g.data.t(), scale), Stored(a, a_scale), ctx.s_b, grad.dtype)
         if ctx.needs_input_grad[2]:
             dbias = grad.sum(0) * ctx.s_b
-        return da, db, dbias, *[None] * 13
+        return da, db, dbias, *[None] * 14
 
 
 def _again(x: Tensor, stored: Stored, spec: Spec, other: Spec) -> tuple[Tensor | None, ...]:
@@ -233,20 +245,24 @@ def product(
     bias: Tensor | None,
     scales: tuple[float, float, float],
     casts: tuple[Spec, ...],
+    histories: list[Tensor | None],
     dtype: torch.dtype,
 ) -> Tensor:
     """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k) that the kernels take.
 
-    casts: as in `fp8.matmul.Casts`. The gradient of the bias is s_b times the sum of the output's.
+    casts: as in `fp8.matmul.Casts`. histories: of a, b and the output's gradient, None where the
+    scaling is not "delayed". The gradient of the bias is s_b times the sum of the output's.
     An a that was handed on in the format of its cast (`fp8.norm`) is not cast again: its bytes are
     the operand.
     """
     for_a, for_b, grad_for_a, b_again, grad_for_b, a_again = casts
+    of_a, of_b, of_grad = histories
+    record = torch.is_grad_enabled()
     with torch.no_grad():
-        left = _handed_on(a, for_a) or store(a, for_a)
-        right = store(b, for_b)
+        left = _handed_on(a, for_a) or store(a, for_a, -1, of_a, record)
+        right = store(b, for_b, -1, of_b, record)
         left_again = _again(a, left, for_a, a_again)
         right_again = _again(b, right, for_b, b_again)
     specs, name = (grad_for_a, grad_for_b), str(dtype).removeprefix("torch.")
     operands = (*left, *right, *left_again, *right_again)
-    return apply(_Native, a, b, bias, *operands, *scales, specs, name)
+    return apply(_Native, a, b, bias, *operands, of_grad, *scales, specs, name)

@@ -184,10 +184,16 @@ def _with_wide_statistics(
     return weight.float(), bias.float()
 
 
-def _handed_on(y: Tensor, output: str | Format) -> Tensor:
+def checked_output(output: str | Format) -> Format:
+    """The format of that name. Raises ValueError for one that norms do not hand on."""
     format = get_format(output)
     if format.name not in OUTPUTS:
         raise ValueError(f"a norm hands on {' or '.join(OUTPUTS)}, not {format.name!r}")
+    return format
+
+
+def _handed_on(y: Tensor, output: str | Format) -> Tensor:
+    format = checked_output(output)
     if torch.compiler.is_compiling():
         return quantize_forward(y, format)
     result: Tensor = apply(_HandedOn, y, format.name)

@@ -75,7 +75,7 @@ class LowPrecision(Optimizer):
         if not self.step_all():
             for group in self.param_groups:
                 group["skipped_steps"] += 1
-        self._versions = {p: p._version for p in self._with_master()}
+        self._versions = {p: _version(p) for p in self._with_master()}
         return loss
 
     def _with_master(self) -> list[Any]:
@@ -93,7 +93,7 @@ class LowPrecision(Optimizer):
         """
         known = getattr(self, "_versions", {})
         for p in self._with_master():
-            if known.get(p) == p._version:
+            if known.get(p) == _version(p):
                 continue
             loaded = vars(p).pop("loaded", None)
             master = read(self.state[p], MASTER)
@@ -122,6 +122,11 @@ class LowPrecision(Optimizer):
         finally:
             hold.remove()
             release.remove()
+
+
+def _version(parameter: Any) -> tuple[int, ...]:
+    """What changes when the parameter is written to."""
+    return (parameter._version, *getattr(parameter, "writes", ()))
 
 
 def write_master(parameter: Tensor, state: State, numbers: Tensor) -> None:

@@ -174,6 +174,13 @@ class _Backward(torch.autograd.Function):
         return out, None, None, None, None
 
 
+def check_dtype(x: Tensor) -> None:
+    """Raises TypeError for a tensor that cannot be quantized."""
+    if x.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f"cannot quantize {x.dtype}; allowed are {allowed}")
+
+
 def _check(
     x: Tensor,
     format: str | Format,
@@ -183,9 +190,7 @@ def _check(
     random_bits: int,
 ) -> tuple[Grid, Tensor | None]:
     """The arguments of `quantize`, validated, as the numbers that the arithmetic needs."""
-    if x.dtype not in DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"cannot quantize {x.dtype}; allowed are {allowed}")
+    check_dtype(x)
     for name, value, names in (
         ("rounding", rounding, ROUNDINGS),
         ("overflow", overflow, OVERFLOWS),

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
@@ -24,7 +24,7 @@ from .formats import FORMATS, Format, get_format
 from .function import apply
 from .scaling import in_format
 
-__all__ = ["ScaledTensor", "keep_gradients_in", "plain", "scaled", "scaled_parameter"]
+__all__ = ["ScaledTensor", "keep_gradients_in", "plain", "scaled"]
 
 aten = torch.ops.aten
 
@@ -33,6 +33,10 @@ STORED = ("e4m3", "e5m2", "fp16")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a ScaledTensor may stand for."""
+
+
+OWN = ("stored", "scale", "whole", "writes")
+"""The attributes that a ScaledTensor has of itself."""
 
 
 class ScaledTensor(Tensor):
@@ -59,6 +63,8 @@ class ScaledTensor(Tensor):
     scale: Tensor
     #: Whether the scale is for these values alone; False for a view of a part.
     whole: bool
+    #: [How often it was written to], shared by its views; ``.data`` has no version of its own.
+    writes: list[int]
     #: The format that gradients are kept in, None for those of a plain tensor.
     grad_format: str | None = None
 
@@ -81,7 +87,7 @@ class ScaledTensor(Tensor):
     def __init__(
         self, stored: Tensor, scale: Tensor, dtype: torch.dtype, whole: bool = True
     ) -> None:
-        self.stored, self.scale, self.whole = stored, scale, whole
+        self.stored, self.scale, self.whole, self.writes = stored, scale, whole, [0]
 
     @property
     def format(self) -> str:
@@ -108,6 +114,14 @@ class ScaledTensor(Tensor):
     def _stable_hash_for_caching(self) -> str:
         return f"ScaledTensor {self.dtype} {self.whole}"
 
+    def requires_grad_(self, requires_grad: bool = True) -> ScaledTensor:
+        """As of any tensor; a weight that was frozen keeps its gradients as it is told to."""
+        frozen = not self.requires_grad
+        super().requires_grad_(requires_grad)
+        if frozen and self.grad_format is not None:
+            keep_gradients_in(self, self.grad_format)
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
         if id(self) not in memo:
             parts = self.stored.clone(), self.scale.clone()
@@ -120,19 +134,23 @@ class ScaledTensor(Tensor):
 
     def _rest(self) -> tuple[Any, ...]:
         """What there is to know beside the two tensors."""
-        own = {k: v for k, v in vars(self).items() if k not in ("stored", "scale", "whole")}
+        own = {k: v for k, v in vars(self).items() if k not in OWN}
         return self.dtype, self.whole, self.requires_grad, own
 
     def _write(self, numbers: Tensor) -> ScaledTensor:
         """Stores other numbers."""
+        new = scaled(numbers, self.format)
+        return self._take(new.stored, new.scale)
+
+    def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
         if not self.whole:
             raise NotImplementedError(
                 "this is a view of a part of a ScaledTensor, whose scale is that of the whole: "
                 "change the whole, or x.copy_(y) with y = x.dequantize() changed"
             )
-        new = scaled(numbers, self.format)
-        self.stored.copy_(new.stored)
-        self.scale.copy_(new.scale)
+        self.stored.copy_(stored)
+        self.scale.copy_(scale)
+        self.writes[0] += 1
         return self
 
     @classmethod
@@ -195,25 +213,16 @@ class _Plain(Function):
         return grad.to(ctx.dtype), None
 
 
-def scaled_parameter(x: ScaledTensor, grad_format: str | None, requires_grad: bool) -> nn.Parameter:
-    """A parameter that is ``x``, whose gradient is stored in ``grad_format`` (None: as it comes)
-    once all that the backward pass has for it is summed. What is differentiated twice stays plain.
-    """
-    parameter: Any = nn.Parameter(x, requires_grad)
-    keep_gradients_in(parameter, grad_format)
-    return parameter
-
-
 def keep_gradients_in(parameter: Any, grad_format: str | None) -> None:
-    """Has the gradient of ``parameter``, a leaf, stored in ``grad_format`` from now on."""
+    """Has the gradient of ``parameter``, a leaf, stored in ``grad_format`` (None: as it comes) once
+    all that a backward pass has for it is summed. One to be differentiated stays plain."""
     parameter.grad_format = grad_format
     if grad_format is not None and parameter.requires_grad:
         parameter.register_hook(partial(_kept, grad_format))
 
 
 def _kept(format: str, grad: Tensor) -> Tensor:
-    done = isinstance(grad, ScaledTensor) or grad.requires_grad
-    return grad if done else scaled(grad, format)
+    return grad if isinstance(grad, ScaledTensor) or grad.requires_grad else scaled(grad, format)
 
 
 def _rebuild(
@@ -226,10 +235,8 @@ def _rebuild(
 ) -> ScaledTensor:
     """The ScaledTensor that was copied or pickled. Hooks are not pickled, as in torch."""
     x = ScaledTensor(stored, scale, dtype, whole)
-    x.requires_grad_(requires_grad)
     vars(x).update(attributes)
-    keep_gradients_in(x, x.grad_format)
-    return x
+    return x.requires_grad_(requires_grad)
 
 
 # Lets torch.load(weights_only=True) read what torch.save wrote.
@@ -269,7 +276,6 @@ _WHOLE_VIEWS = (
     aten.permute.default,
     aten.squeeze.default,
     aten.squeeze.dim,
-    aten.squeeze.dims,
     aten.t.default,
     aten.transpose.int,
     aten.unsqueeze.default,
@@ -282,15 +288,14 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view of the stored values, under the same scale."""
     x = args[0]
     whole = x.whole and func in _WHOLE_VIEWS
-    result = tree_map(
-        lambda stored: ScaledTensor(stored, x.scale, x.dtype, whole),
-        func(x.stored, *args[1:], **kwargs),
-    )
+
+    def view(stored: Tensor) -> ScaledTensor:
+        y = ScaledTensor(stored, x.scale, x.dtype, whole)
+        y.writes = x.writes
+        return y
+
+    result = tree_map(view, func(x.stored, *args[1:], **kwargs))
     return return_and_correct_aliasing(func, args, kwargs, result)
-
-
-def _detach_(func: Any, x: ScaledTensor) -> Any:
-    return x
 
 
 def _clone(func: Any, x: ScaledTensor, **kwargs: Any) -> ScaledTensor:
@@ -308,11 +313,8 @@ def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:
 def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     if not isinstance(x, ScaledTensor):
         return func(x, plain(source, torch.float32), non_blocking)
-    alike = isinstance(source, ScaledTensor) and source.shape == x.shape and x.whole
-    if alike and source.stored.dtype == x.stored.dtype:
-        x.stored.copy_(source.stored, non_blocking)
-        x.scale.copy_(source.scale, non_blocking)
-        return x
+    if isinstance(source, ScaledTensor) and (source.shape, source.format) == (x.shape, x.format):
+        return x._take(source.stored, source.scale)
     # From float32, whatever the dtype: no rounding but that of the format.
     return x._write(plain(source, torch.float32).to(x.device).expand_as(x))
 
@@ -325,11 +327,7 @@ def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) ->
 
 
 def _zero_(func: Any, x: ScaledTensor) -> ScaledTensor:
-    if not x.whole:
-        return x._write(x)
-    x.stored.zero_()
-    x.scale.fill_(1.0)
-    return x
+    return x._take(torch.zeros_like(x.stored), torch.ones_like(x.scale))
 
 
 def _by_one_number(x: Any, y: Any) -> bool:
@@ -353,6 +351,7 @@ def _times_(func: Any, x: Any, y: Any) -> Any:
     if not _by_one_number(x, y) or not x.whole:
         return NotImplemented
     func(x.scale, y)
+    x.writes[0] += 1
     return x
 
 
@@ -378,7 +377,7 @@ def _unscale(func: Any, tensors: Sequence[Tensor], found: Tensor, inverse_scale:
 
 
 SHORTCUTS: dict[Any, Callable[..., Any]] = {
-    aten.detach_.default: _detach_,
+    aten.detach_.default: lambda func, x: x,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,

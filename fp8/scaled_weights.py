@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .moments import decode
 from .optim_state import MASTER, has, read
-from .scaled_tensor import ScaledTensor, keep_gradients_in, plain, scaled, scaled_parameter
+from .scaled_tensor import OWN, ScaledTensor, keep_gradients_in, plain, scaled
 from .subclass import Gained, gain
 
 __all__ = ["export_weights", "scale_weights"]
@@ -64,13 +64,13 @@ def _own(module: Any) -> Iterator[tuple[str, Any]]:
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
     """What others, tags among them, have put on a parameter."""
-    own = ("stored", "scale", "whole", "_is_param", "__deepcopy__", "__reduce_ex__")
+    own = (*OWN, "_is_param", "__deepcopy__", "__reduce_ex__")
     return {k: v for k, v in vars(parameter).items() if k not in own}
 
 
 def _replacement(old: Any, format: str, grad_format: str) -> Any:
     """A parameter with the numbers of ``old`` in ``format``, and all else that ``old`` has."""
-    new: Any = scaled_parameter(scaled(old, format), None, old.requires_grad)
+    new: Any = nn.Parameter(scaled(old, format), old.requires_grad)
     vars(new).update(_attributes(old))
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(old, hooks))

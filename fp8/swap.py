@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .report import LEFT_ALONE, Report, Row
-from .subclass import bare_class
+from .subclass import Gained, bare_class
 
 __all__ = [
     "Adapted",
@@ -21,6 +21,7 @@ __all__ = [
     "is_replacement",
     "shared",
     "swap",
+    "why_not_exact",
 ]
 
 Where = Callable[[str, nn.Module], bool]
@@ -117,3 +118,10 @@ def shared(model: nn.Module) -> set[int]:
     """The ids of the modules that have more than one name."""
     names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     return {key for key, count in names.items() if count > 1}
+
+
+def why_not_exact(module: nn.Module) -> str:
+    """Why a module that is only a kind of what is replaced stays."""
+    if isinstance(module, Gained):
+        return "transformed: its scales would be lost"
+    return "a subclass: its forward may be its own"

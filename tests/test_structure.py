@@ -30,10 +30,10 @@ fp8.function <- fp8.quantize
 fp8.scaling <- fp8.scaled_tensor <- fp8.casting
 fp8.scaling <- fp8.moments <- fp8.optim_state <- fp8.adam <- fp8.optim
 fp8.optim_state, fp8.scaled_tensor <- fp8.optim_base <- fp8.sgd <- fp8.optim
-fp8.subclass, fp8.optim_state <- fp8.scaled_weights
+fp8.subclass, fp8.scaled_tensor, fp8.optim_state <- fp8.scaled_weights
 fp8.optim <- fp8.level_optimizer
 fp8.convert, fp8.level_optimizer, fp8.scaled_weights <- fp8.levels <- fp8.__main__
-fp8.report, fp8.scaled_tensor <- fp8.level_state
+fp8.report, fp8.scaled_tensor, fp8.subclass <- fp8.level_state
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
 fp8.products, fp8.checkpoint, fp8.history <- fp8.autocast <- fp8.convert, fp8.stats
 fp8.scaled_tensor, fp8.subclass <- fp8.scaled_weights
@@ -53,7 +53,7 @@ fp8.convert <- fp8.fsdp, fp8.adapters.accelerate
 fp8.files
 
 fp8.subclass, fp8.report <- fp8.swap <- fp8.where <- fp8.convert
-fp8.convert <- fp8.fsdp
+fp8.convert, fp8.optim_state <- fp8.fsdp
 fp8.files
 fp8.low_precision, fp8.adapters <- fp8.adapters.composer
 fp8.subclass, fp8.report <- unit_scaling.transforms, fp8.convert

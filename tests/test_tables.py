@@ -15,7 +15,7 @@ def test_benchmarks_are_up_to_date():
 
 def test_every_row_is_there():
     text = build.render()
-    tables = (build.FORMATS, build.RECIPES, build.SCALINGS, build.RULES)
+    tables = (build.FORMATS, build.RECIPES, build.SCALINGS, build.RULES, build.LEVELS)
     for table in (*tables, build.CONSTRAINTS, build.LR_RULES):
         assert all(f"| `{name}` |" in text for name in table)
     assert all(f"| `U.{name}` |" in text for name in build.OPS)

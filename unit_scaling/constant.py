@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["constant"]
+__all__ = ["constant", "specialised"]
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def constant(fn: Callable[..., T], *args: Any) -> T:
     if torch.compiler.is_compiling():
         from .traced import evaluate
 
-        return evaluate(*[_specialised(value) for value in (_kept, fn, *args)])
+        return evaluate(*[specialised(value) for value in (_kept, fn, *args)])
     return _worked_out(fn, *args)
 
 
@@ -40,7 +40,7 @@ def _worked_out(fn: Callable[..., T], *args: Any) -> T:
         return aside.submit(fn, *args).result()
 
 
-def _specialised(value: Any) -> Any:
+def specialised(value: Any) -> Any:
     """The value as a number that the compiler knows: reading it in `math` makes it one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -89,6 +90,9 @@ def need(name: str) -> Any:
     Raises ImportError, with the command that installs it, for one that is not there or that fails
     when it is imported, whatever it raises.
     """
+    loaded = sys.modules.get(LIBRARIES[name].module)
+    if loaded is not None:  # asked for in every pass of a model
+        return loaded
     found = probe(name)
     if found.module is None:
         state = "is not installed" if found.status == "missing" else f"is broken ({found.why})"

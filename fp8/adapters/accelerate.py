@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..convert import ADAPTERS, convert, revert
+from ..convert import ADAPTERS, convert, expand, revert
 from ..levels import initialize
 from ..recipe import Recipe
 from ..swap import Where
@@ -22,7 +22,14 @@ from .te_recipe import delayed_scaling, format_of, te_recipe
 
 __all__ = ["prepare"]
 
-_TE_DEFAULTS = {"amax_history_len": 1024, "amax_compute_algo": "most_recent"}
+_NOT_OF_MXFP8 = {
+    "margin": 0,
+    "interval": 1,
+    "amax_history_len": 1024,
+    "amax_compute_algo": "most_recent",
+    "override_linear_precision": (False, False, False),
+}
+"""Options of TERecipeKwargs that MXFP8 block scaling does not have -> their defaults."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +39,7 @@ class _Plan:
     recipe: Any
     backend: str
     opt_level: str | None
-    where: Where | None
+    where: str | Where | None
     options: dict[str, Any]
 
 
@@ -44,7 +51,7 @@ def prepare(
     recipe: Any = "unit",
     backend: str = "auto",
     opt_level: str | None = None,
-    where: Where | None = None,
+    where: str | Where | None = None,
 ) -> tuple[Any, Any]:
     """``accelerator.prepare(model, optimizer)``, of a model converted first: (model, optimizer).
 
@@ -58,7 +65,7 @@ def prepare(
     opt_level: one of `fp8.levels.LEVELS`; None: none of them ("O2" for "msamp"). With the layers of
     TransformerEngine, "O1" and "O2" are about the states of the optimizer: weights and gradients
     stay as these layers have them.
-    where: as in `fp8.convert`.
+    where: as in `fp8.convert`; with a recipe object of Accelerate's, a function.
 
     Raises ValueError for an Accelerator with mixed_precision="fp8", which would convert the model
     once more ("no" and "bf16" are right), for a recipe object of another backend, and for settings
@@ -85,13 +92,12 @@ def prepare(
 
 
 def _converted(model: nn.Module, plan: _Plan) -> nn.Module:
-    if plan.backend in ADAPTERS:
-        adapter = ADAPTERS[plan.backend]
-        adapter.its_recipe(plan.recipe)  # raises, before anything is changed
-        return adapter.convert(revert(model), plan.recipe, where=plan.where, **plan.options)
     if plan.backend == "msamp":
         return model
-    return convert(model, plan.recipe, backend=plan.backend, where=plan.where)
+    if isinstance(plan.recipe, str | Recipe):
+        return convert(model, plan.recipe, backend=plan.backend, where=plan.where)
+    adapter = ADAPTERS[plan.backend]
+    return expand(adapter.convert(revert(model), plan.recipe, where=plan.where, **plan.options))
 
 
 def _leveled(
@@ -108,7 +114,7 @@ def _plan(
     recipe: Any,
     backend: str,
     opt_level: str | None,
-    where: Where | None,
+    where: str | Where | None,
 ) -> _Plan:
     if isinstance(recipe, str | Recipe):
         level = opt_level or ("O2" if backend == "msamp" else None)
@@ -119,14 +125,14 @@ def _plan(
         raise ValueError(f"{kind} is for backend {wanted!r}, got {backend!r}")
     if wanted == "msamp":
         level = opt_level or recipe.opt_level or "O2"
-        return _Plan(recipe="unit", backend=wanted, opt_level=level, where=where, options={})
+        return _Plan(recipe="tensor", backend=wanted, opt_level=level, where=where, options={})
     options: dict[str, Any] = {}
     if wanted == "transformer_engine":
         chosen = _te(recipe)
         options["in_eval"] = bool(recipe.use_autocast_during_eval)
     else:
         chosen = _ao(accelerator, recipe)
-        where = where or _ao_where(model, recipe.module_filter_func)
+        where = _ao_where(model, recipe.module_filter_func, where)
     return _Plan(recipe=chosen, backend=wanted, opt_level=opt_level, where=where, options=options)
 
 
@@ -162,12 +168,9 @@ def _te(given: Any) -> Any:
             interval=given.interval,
             override_linear_precision=given.override_linear_precision,
         )
-    for name, default in {**_TE_DEFAULTS, "margin": 0, "interval": 1}.items():
+    for name, default in _NOT_OF_MXFP8.items():
         if getattr(given, name) != default:
-            raise ValueError(
-                f"{name}={getattr(given, name)!r} is no option of MXFP8 block scaling: its scales "
-                "have no history and no margin"
-            )
+            raise ValueError(f"{name}={getattr(given, name)!r} is no option of MXFP8 block scaling")
     made = te_recipe("mxfp8")
     made.fp8_format = format_of(given.fp8_format)
     return made
@@ -181,8 +184,12 @@ def _ao(accelerator: Any, given: Any) -> Any:
     return dataclasses.replace(given.config, enable_fsdp_float8_all_gather=False)
 
 
-def _ao_where(model: nn.Module, chosen: Any) -> Where:
-    """The layers of Accelerate: those that the function names, else all but the first and last."""
+def _ao_where(model: nn.Module, chosen: Any, where: Any) -> Where:
+    """The layers of Accelerate: those that its function names, else all but the first and last."""
+    if where is not None:
+        if chosen is not None:
+            raise ValueError("give where, or AORecipeKwargs its module_filter_func, not both")
+        return where
     if chosen is not None:
         return lambda name, layer: bool(chosen(layer, name))
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]

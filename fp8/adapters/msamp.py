@@ -22,12 +22,13 @@ def initialize(
     optimizer: Optimizer | None = None,
     opt_level: str = "O1",
     *,
-    recipe: str | Recipe | None = "unit",
+    recipe: str | Recipe | None = "tensor",
 ) -> tuple[nn.Module, Optimizer]:
     """``msamp.initialize``, and `fp8.initialize` where that cannot be. Returns (model, optimizer).
 
     opt_level: "O1" or "O2", or "O3", which MS-AMP has for DeepSpeed only: ours is taken.
-    recipe: of the products, where the level is ours; None leaves them as they are.
+    recipe: of the products, where the level is ours; "tensor" is the nearest to MS-AMP's, None
+    leaves them as they are.
     Which of the two it was, and why, is a line in `fp8.report`. MS-AMP itself is not taken for an
     AdamW: since torch made it a subclass of Adam, MS-AMP 0.4 takes it for Adam, whose weight decay
     is another.

@@ -13,7 +13,7 @@ from ..formats import get_format
 from ..native import ALIGNMENT, why_not_device
 from ..recipe import RECIPES, Cast, Recipe, get_recipe
 from ..subclass import bare_class, gain
-from ..swap import Where, forget, inside_attention, swap
+from ..swap import Where, forget, inside_attention, swap, why_not_exact
 from . import need
 from .padding import Padded
 
@@ -41,7 +41,8 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
     lib = need("torchao")
     rules = {cast.rule for cast in _casts(chosen) if cast is not None}
     config = importlib.import_module("torchao.float8.config")
-    if not rules or not rules <= {"up", "exact"} or len(rules) > 1:
+    known = rules in ({"up"}, {"exact"}) and chosen.saved_activations is None
+    if not known:
         raise ValueError(_unknown(chosen))
     weight, weight_again = chosen.weight, chosen.grad_input[1]
     grad_again, input_again = chosen.grad_weight
@@ -127,7 +128,7 @@ def convert(
     elif getattr(config, "enable_fsdp_float8_all_gather", False):
         raise ValueError(
             "enable_fsdp_float8_all_gather must be False: it replaces parameters, which neither "
-            "ties nor optimizers follow; fp8.distributed has an all-gather in FP8"
+            "ties nor optimizers follow; fp8.fsdp.gather_in_fp8 gathers weights in FP8"
         )
     emulated = config.kernel_preference == "emulated" if _is_mx(config) else config.emulate
     multiple = _MX_BLOCK if _is_mx(config) else 1 if emulated else ALIGNMENT
@@ -173,7 +174,7 @@ def _other(module: nn.Module) -> str | None:
 
 def _why_not(module: nn.Linear, multiple: int) -> str:
     if type(module) is not nn.Linear:
-        return "a subclass: its forward may be its own"
+        return why_not_exact(module)
     if "weight" not in dict(module.named_parameters(recurse=False)):
         return "its weight is computed, not a parameter"
     odd = [size for size in module.weight.shape if size % multiple]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..recipe import Recipe
 from ..subclass import Gained, bare_class, gain, lose
-from ..swap import Where, forget, inside_attention, shared, swap
+from ..swap import Where, forget, inside_attention, shared, swap, why_not_exact
 from . import need
 from .padding import Padded
 from .te_recipe import delayed_scaling, te_recipe
@@ -59,8 +59,11 @@ class _Autocast(Gained):
     fp8_in_eval: bool
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        recipe = vars(self).get("fp8_te_recipe")
+        if recipe is None:  # reverted, and called by a wrapper of the forward that it had
+            return forward(*args, **kwargs)
         training = self.training  # type: ignore[attr-defined]
-        with autocast(self.fp8_te_recipe, enabled=training or self.fp8_in_eval):
+        with autocast(recipe, enabled=training or self.fp8_in_eval):
             return forward(*args, **kwargs)
 
 
@@ -136,7 +139,7 @@ def _other(module: nn.Module) -> str | None:
 def _why_not(module: nn.Module, multiple: int) -> str:
     own = dict(module.named_parameters(recurse=False))
     if type(module) not in _TYPES:
-        return "a subclass: its forward may be its own"
+        return why_not_exact(module)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm) and not module.elementwise_affine:
         return f"te.{type(module).__name__} has no form without weight"
     if isinstance(module, nn.LayerNorm) and module.bias is None:

@@ -7,6 +7,7 @@ a checkpoint holds is whole, as that of a single process is.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8.distributed import HookState, all_reduce_hook
-from fp8.fsdp import gather_in_fp8
+from fp8.fsdp import gather_in_fp8, portable_state_dict
+from unit_scaling.parameter import has_parameter_data
 
 T = TypeVar("T")
 
@@ -108,6 +111,10 @@ def start(kind: str | None, *, fp8: bool = False) -> Iterator[Ranks]:
             f"--parallel {kind} needs torchrun --nproc-per-node N -m notebooks.nanogpt: "
             f"{', '.join(missing)} not set"
         )
+    # Of outputs that are views: nothing here changes one in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     yield Ranks(kind=kind, rank=dist.get_rank(), world=dist.get_world_size(), fp8=fp8)
     dist.barrier()
@@ -132,11 +139,19 @@ def distribute(
         with torch.no_grad():
             rehearse(model)
         if ranks.fp8:
-            gather_in_fp8(model, "unit")
+            unit_scaled = any(has_parameter_data(p) for p in model.parameters())
+            gather_in_fp8(model, "unit" if unit_scaled else "tensor")
+        mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.world,))
         for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     return model, None
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, ranks: Ranks) -> Any:
+    """The whole state of an optimizer; under FSDP2 without what is about one shard."""
+    sharded = ranks.kind == "fsdp"
+    return whole(portable_state_dict(optimizer) if sharded else optimizer.state_dict())
 
 
 def whole(state: Any) -> Any:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8.fsdp import update_scales
 from unit_scaling import batch_multiplier
 
 from .data import Corpus, window_starts, windows
-from .parallel import ALONE, Ranks, distribute, load, whole
+from .parallel import ALONE, Ranks, distribute, load, optimizer_state, whole
 from .progress import Progress
 from .settings import Settings
 
@@ -156,6 +157,7 @@ class Training:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimizer.step()
+        update_scales(self.model)
         self.batch_loss[step] = loss.detach()
 
     def evaluate(self) -> tuple[float, float]:
@@ -191,7 +193,7 @@ class Training:
         return {
             "step": self.step,
             "model": whole(self.model.state_dict()),
-            "optimizer": whole(self.optimizer.state_dict()),
+            "optimizer": optimizer_state(self.optimizer, ranks),
             "hook": None if self._hook is None else self._hook.state_dict(),
             "rng": ranks.of_all(torch.get_rng_state()),
             "cuda_rng": ranks.of_all(torch.cuda.get_rng_state(self.device)) if cuda else None,
@@ -209,9 +211,10 @@ class Training:
             self.batch_loss.copy_(state["batch_loss"])
             self.step, self.curves = state["step"], state["curves"]
             self.seconds_per_step = state["seconds_per_step"]
-            torch.set_rng_state(state["rng"][self.ranks.rank])
+            rank = self.ranks.rank  # a clone: torch wants these bytes at an aligned address
+            torch.set_rng_state(state["rng"][rank].clone())
             if self.device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda_rng"][self.ranks.rank], self.device)
+                torch.cuda.set_rng_state(state["cuda_rng"][rank].clone(), self.device)
         except (KeyError, RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"state does not fit the model: {reason}") from error

@@ -198,6 +198,27 @@ def check_model(group: dist.ProcessGroup) -> None:
             assert not torch.equal(a, b)
 
 
+def check_level(level: str, group: dist.ProcessGroup) -> None:
+    """A model at one of MS-AMP's levels: its FP8 gradients are the mean's, on every rank."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+        models.append(fp8.initialize(model, None, level, "tensor")[0])
+    one, model = models
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp.register_comm_hook(HookState(group), all_reduce_hook)
+    x = torch.randn(2 * world, 32, generator=torch.Generator().manual_seed(0))
+    one(x).square().mean().backward()
+    ddp(x.chunk(world)[rank]).square().mean().backward()
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        mine, expected = (r.grad.to(torch.float32) + 0 for r in (p, q))
+        assert torch.equal(of_all(mine, group), mine.expand(world, *mine.shape))
+        # Both are stored in e4m3, one is sent as well: three roundings of at most 2**-4.
+        assert (mine - expected).norm() <= 3 * 2**-4 * expected.norm()
+
+
 def main(rank: int, store: Path) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     alone = [dist.new_group([r]) for r in range(WORLD)][rank]
@@ -209,6 +230,8 @@ def main(rank: int, store: Path) -> None:
         check_exact(group)
         check_pre_scale(group)
         check_model(group)
+        for level in ("O1", "O2", "O3"):
+            check_level(level, group)
         print(f"{dist.get_world_size(group)} ranks: {check_bytes(group):.4f} of the bytes")
     x = torch.randn(100)
     assert torch.equal(reduced(x, HookState(alone)), x)

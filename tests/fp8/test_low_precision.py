@@ -160,7 +160,7 @@ def test_everything_is_kept(model: Model, x: Tensor):
     assert model.again is model.norm
     assert model.norm.eps == 1e-3
     assert (model.plain.weight, model.unbiased.bias) == (None, None)
-    assert "low_precision=bfloat16" in repr(model)
+    assert "low_precision='bfloat16'" in repr(model)
 
     before = model.norm.weight.detach().clone()
     model(x).square().sum().backward()
@@ -180,7 +180,7 @@ def test_revert_gives_the_same_numbers_as_before(model: Model, x: Tensor):
     before = model(x)
     fp8.revert_norms(fp8.low_precision_norms(model, "amp_bf16"))
     assert torch.equal(model(x), before)
-    assert not any("norm_dtype" in vars(m) for m in model.modules())
+    assert not any({"norm_dtype", "norm_output"} & vars(m).keys() for m in model.modules())
 
 
 def test_report_names_every_norm_and_why(model: Model):
@@ -232,6 +232,26 @@ def test_compiled(model: Model, x: Tensor):
         assert compiled(x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+def test_hands_fp8_on_to_a_converted_layer(precision: str | None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16))
+    x = torch.randn(16, 32)
+    expected = fp8.convert(copy.deepcopy(model), "unit", backend="native")
+    fp8.low_precision_norms(expected, precision or "amp_bf16", where=lambda *_: bool(precision))
+    fp8.convert(fp8.low_precision_norms(model, precision, output="e4m3"), "unit", backend="native")
+    handed = model[0](x)
+    assert isinstance(handed, fp8.ScaledTensor)
+    assert handed.dtype == torch.float32
+    for part in (model, expected):
+        part(x).square().sum().backward()
+    assert torch.equal(model(x), expected(x))
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert fp8.norm_report(model)[0].why.endswith("hands on e4m3")
+    assert not isinstance(fp8.revert_norms(model)[0](x), fp8.ScaledTensor)
+
+
 def test_with_converted_layers(model: Model, x: Tensor):
     fp8.convert(fp8.low_precision_norms(model, "amp_bf16"), "unit")
     changed = model(x)
@@ -269,6 +289,8 @@ def test_errors_name_what_was_given(model: Model, got: Any):
         fp8.low_precision_norms(model, got)
     with pytest.raises(ValueError, match="unknown precision"):
         fp8.apply_low_precision_layernorm(model, got)
+    with pytest.raises(ValueError, match="not 'e2m1'"):
+        fp8.low_precision_norms(model, output="e2m1")
     with pytest.raises(TypeError, match="got list"):
         fp8.low_precision_norms([])  # type: ignore[type-var]
 

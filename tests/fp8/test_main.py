@@ -1,14 +1,17 @@
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from fp8 import FORMATS, RECIPES
+from fp8 import FORMATS, LEVELS, RECIPES
 from fp8.__main__ import TABLES, main
 
 
-@pytest.mark.parametrize(("command", "names"), [("formats", FORMATS), ("recipes", RECIPES)])
+@pytest.mark.parametrize(
+    ("command", "names"), [("formats", FORMATS), ("recipes", RECIPES), ("levels", LEVELS)]
+)
 def test_one_line_for_each_row(command, names, capsys):
     main([command])
     head, *lines = capsys.readouterr().out.splitlines()
@@ -26,6 +29,13 @@ def test_what_a_line_says(capsys):
     assert "e2m1, nv 16x16 " in lines["nvfp4"]
     assert lines["nvfp4"].endswith("grad_weight_input: e2m1, nv, rotated by 16")
     assert "grad_input_weight: e4m3, tensor; grad_weight_grad: -;" in lines["row_gw_hp"]
+
+
+def test_what_a_level_is(capsys):
+    main(["levels"])
+    *_, line = capsys.readouterr().out.splitlines()
+    cells = ["O3", "FP8", "FP8", "e4m3 + scale", "float16 + scale", "e4m3", "e4m3 + float16"]
+    assert re.split("  +", line) == cells
 
 
 def test_an_unknown_table_is_one_line_and_code_2(capsys):

@@ -238,3 +238,28 @@ def test_unit_scaling_sees_the_norm():
     fp8.low_precision_norms(model, "amp_bf16")
     model(x).sum().backward()
     assert error(model[1].weight.grad, plain) < 0.02
+
+
+def test_unit_scaling_sees_layer_norm_2d():
+    """It is a call like those of torch: its row gives the weight a unit-scaled gradient."""
+    import unit_scaling as uu
+
+    torch.manual_seed(0)
+    x = torch.randn(4, C, 8, 8)
+    model = uu.transforms.unit_scale(nn.Sequential(nn.Conv2d(C, C, 1), fp8.LayerNorm2d(C)))
+    y = model(x)
+    assert "layer_norm2d  scaled" in str(uu.report(model))
+    y.backward(torch.randn(y.shape))
+    assert 0.5 < float(model[1].bias.grad.square().mean().sqrt()) < 2
+    assert y.is_contiguous()
+
+
+def test_a_compiled_unit_scaled_layer_norm_2d_is_refused_by_name():
+    """The compiler shows a mode what the call is made of, not the call: no wrong scale passes."""
+    import unit_scaling as uu
+
+    x = torch.randn(2, C, 4, 4)
+    model = uu.transforms.unit_scale(nn.Sequential(nn.Conv2d(C, C, 1), fp8.LayerNorm2d(C)))
+    model(x)
+    with pytest.raises(Exception, match="PlanMissError"):
+        torch.compile(model, fullgraph=True, backend="eager")(x)

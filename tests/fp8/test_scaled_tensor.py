@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fp8
-from fp8.scaled_tensor import STORED, ScaledTensor, plain, scaled, scaled_parameter
+from fp8.scaled_tensor import STORED, ScaledTensor, keep_gradients_in, plain, scaled
 
 #: Half a step of each format, as a share of the number.
 HALF_STEP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "fp16": 2.0**-11}
@@ -169,7 +169,7 @@ def test_a_part_is_only_read():
 
 
 def test_copy_and_pickle():
-    x = scaled_parameter(scaled(numbers(6, 4), "fp16"), "e4m3", True)
+    x = weight(6, 4)
     x.mup_type = "weight"
     x.sum().backward()
     file = io.BytesIO()
@@ -190,8 +190,10 @@ def test_copy_and_pickle():
 # --- gradients ----------------------------------------------------------------------------------
 
 
-def weight() -> nn.Parameter:
-    return scaled_parameter(scaled(numbers(32, 16), "fp16"), "e4m3", True)
+def weight(*shape: int) -> nn.Parameter:
+    parameter = nn.Parameter(scaled(numbers(*(shape or (32, 16))), "fp16"))
+    keep_gradients_in(parameter, "e4m3")
+    return parameter
 
 
 def mean_square(x, w, open):
@@ -276,6 +278,26 @@ def test_zero_grad_and_second_derivatives():
     assert type(first) is torch.Tensor
     first.square().sum().backward()
     assert w.grad.isfinite().all()
+
+
+def test_frozen_and_not_again():
+    w = weight()
+    w.requires_grad_(False)
+    w.requires_grad_(True)
+    other = copy.deepcopy(w.requires_grad_(False)).requires_grad_()
+    loss(other).backward()
+    assert other.grad.format == "e4m3"
+    assert w.requires_grad_() is w
+
+
+def test_writes_are_counted():
+    """By whatever name of the memory."""
+    w = weight()
+    for count, change in enumerate(
+        (lambda: w.data.zero_(), lambda: w.detach().mul_(2), lambda: w.data.t().add_(1)), 1
+    ):
+        change()
+        assert w.writes == [count]
 
 
 def test_a_converted_layer():

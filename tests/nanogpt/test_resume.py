@@ -2,13 +2,14 @@
 
 import json
 import multiprocessing
+import signal
 from pathlib import Path
 
 import pytest
-import torch
 
-from fp8.files import save_checkpoint
+from fp8.files import load_checkpoint, save_checkpoint
 from notebooks.nanogpt.cli import main
+from tests.nanogpt.killed import killed
 
 MANY = {"variants": "fp32,unit_scaled_fp8", "seeds": "0,1", "dropout": 0.2, "iters": 40}
 PRELOAD = [  # what a run imports, so that the processes to be killed start quickly
@@ -46,10 +47,28 @@ def test_killed_again_and_again(tmp_path: Path, argv, losses) -> None:
     assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize(("moment", "step"), [("step", 10), ("write", 10), ("rename", 10)])
+def test_killed_in_the_middle(tmp_path: Path, argv, losses, moment: str, step: int) -> None:
+    """Of a step, of writing a checkpoint, between writing and renaming: what was last whole is
+    left, and continued to the bits of an undisturbed run."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    options = {"variants": "unit_scaled_fp8", "dropout": 0.2}
+    command = argv("--resume", out=tmp_path / "killed", **options)
+    process = context.Process(target=killed, args=(command, moment))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert _progress(tmp_path / "killed") == (("unit_scaled_fp8-seed0.pt", step),)
+    main(command)
+    main(argv(out=tmp_path / "undisturbed", **options))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+
+
 def _progress(out: Path) -> tuple[tuple[str, int], ...]:
     """How far each checkpoint is; loading it proves that the kill left it whole."""
     files = sorted(out.glob("checkpoints/*.pt"))
-    return tuple((file.name, torch.load(file, weights_only=True)["step"]) for file in files)
+    return tuple((file.name, load_checkpoint(file)["step"]) for file in files)
 
 
 def test_finished_runs_are_not_trained_again(tmp_path: Path, argv, monkeypatch) -> None:

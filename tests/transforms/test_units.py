@@ -70,6 +70,10 @@ FORMULAS = {
     "mish": lambda m, x: x * torch.tanh(F.softplus(x)),
     "clipped gelu": lambda m, x: torch.clip(F.gelu(x), -10, 10),
     "squared relu": lambda m, x: torch.square(F.relu(x)),
+    "erfc": lambda m, x: torch.erfc(x),
+    "threshold": lambda m, x: F.threshold(x, 0.1, 0.0),
+    "cumulative normal": lambda m, x: torch.special.ndtr(x),
+    "sinc": lambda m, x: x * torch.sinc(x),
     "soft cap": lambda m, x: 50 * torch.tanh(x / 50),
 }
 """Elementwise: factors by quadrature."""

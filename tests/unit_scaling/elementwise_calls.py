@@ -134,9 +134,7 @@ TORCH_LACKS = {  # on a CPU
     "ctc_loss": {"half precision", "double backward", "vmap", "a whole graph"},
     "hardsigmoid": {"double backward"},
     "local_response_norm": {"half precision"},
-    "lp_pool1d": {"symbolic sizes"},  # of the kernel
-    "lp_pool2d": {"symbolic sizes"},
-    "lp_pool3d": {"half precision", "symbolic sizes"},
+    "lp_pool3d": {"half precision"},
 }
 
 TORCH_FORM = {

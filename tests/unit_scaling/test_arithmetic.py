@@ -1,5 +1,6 @@
 """Tensors side by side, quotients, powers, variances and cosines: calling forms, values, errors."""
 
+import math
 import operator
 
 import pytest
@@ -103,10 +104,11 @@ def test_quotient_to_whole_numbers():
 
 
 def test_factors_of_powers():
-    """Moments of a normal number: E[x^4] = 3, E[(2x)^2] = 4, E[x^6] = 15, E[(3x^2)^2] = 27."""
+    """E[x^4] = 3, E[(2x)^2] = 4, E[x^6] = 15, E[(3x^2)^2] = 27; E[exp(m x)^2] = exp(2 m^2)."""
     assert OPS["square"].rule(constraint=None) == pytest.approx({"output": 3**-0.5, "input": 0.5})
     cube = U.pow(X, 3.0, constraint=None)
     torch.testing.assert_close(cube, X**3 * 15**-0.5)
+    assert OPS["exp"].rule(4.7)["output"] == pytest.approx(4.7 * math.exp(-(4.7**2)))
     assert OPS["pow"].rule(3, None) == pytest.approx({"output": 15**-0.5, "input": 27**-0.5})
 
 

@@ -120,6 +120,8 @@ def test_pooling_returns_indices():
     assert torch.equal(indices, where)
     torch.testing.assert_close(values, expected / largest_square(2) ** 0.5)
     torch.testing.assert_close(U.max_pool1d(x, 2), values)
+    with pytest.raises(ValueError, match="norm_type is a positive number, got inf"):
+        U.lp_pool1d(x, math.inf, 2)
     with pytest.raises(TypeError, match="avg_pool1d takes 7 arguments by position"):
         U.avg_pool1d(x, 2, 2, 0, False, True, None, 1)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops import Scales, row, tie
-from ..scale import scale_bwd, scale_each
+from ..scale import scale_bwd, scale_each, scale_output
 from .activations import add, add_scales
 
 __all__ = ["addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
@@ -233,11 +233,16 @@ def addcmul(
 ) -> Tensor:
     """``s * (input + value * tensor1 * tensor2)``, of shapes that broadcast together."""
     s = addcmul_scales(input, tensor1, tensor2, value, constraint)
-    operands = [
-        scale_bwd(t, s[name])
-        for name, t in (("input", input), ("tensor1", tensor1), ("tensor2", tensor2))
-    ]
-    return scale_each(torch.addcmul(*operands, value=value), s["output"], 1.0)
+    operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
+    return _sum_of_terms(lambda *terms: torch.addcmul(*terms, value=value), operands, s)
+
+
+def _sum_of_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Scales) -> Tensor:
+    """``fn(*operands)`` with its factors, in one pass each way where they are all the same."""
+    if len({s[name] for name in operands}) == 1:
+        return scale_output(fn(*operands.values()), s["output"], s["input"], fresh=True)
+    terms = [scale_bwd(t, s[name]) for name, t in operands.items()]
+    return scale_each(fn(*terms), s["output"], 1.0)
 
 
 def lerp_scales(
@@ -267,10 +272,10 @@ def lerp(
     weight: a number, or a tensor, which is then a standard normal for the rule.
     """
     s = lerp_scales(input, end, weight, constraint)
+    operands = {"input": input, "end": end}
     if isinstance(weight, Tensor):
-        weight = scale_bwd(weight, s["weight"])
-    output = torch.lerp(scale_bwd(input, s["input"]), scale_bwd(end, s["end"]), weight)
-    return scale_each(output, s["output"], 1.0)
+        return _sum_of_terms(torch.lerp, {**operands, "weight": weight}, s)
+    return _sum_of_terms(lambda a, b: torch.lerp(a, b, weight), operands, s)
 
 
 # Tensors side by side

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fp8.layer_norm2d import layer_norm2d as over_channels
+
 from ..batch import row_scale
 from ..constant import constant
 from ..ops import Scales, row, tie
 from ..quadrature import largest_square
 from ..scale import scale_bwd, scale_output
-from .norms import layer_norm
 
 __all__ = [
     "batch_norm",
@@ -155,7 +156,17 @@ def instance_norm(
     )
 
 
-@row(channel_norm_scales)
+def _fp8_layer_norm2d(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+) -> dict[str, Any]:
+    return {"input": input, "weight": weight, "bias": bias, "eps": eps}
+
+
+@row(
+    channel_norm_scales,
+    replaces=(over_channels,),
+    adapters={over_channels: _fp8_layer_norm2d},
+)
 def layer_norm2d(
     input: Tensor,
     weight: Tensor | None = None,
@@ -164,13 +175,11 @@ def layer_norm2d(
 ) -> Tensor:
     """`layer_norm` over the channels of each pixel, as in ConvNeXt.
 
-    input: (batch, channels, ...). weight, bias: (channels,) or None. Raises ValueError for an
-    input of fewer than two dimensions.
+    input: (batch, channels, ...), whose memory format the output keeps. weight, bias: (channels,)
+    or None. Raises ValueError for an input of fewer than two dimensions.
     """
-    if input.dim() < 2:
-        raise ValueError(f"layer_norm2d takes (batch, channels, ...), got {input.dim()} dimensions")
-    last = input.movedim(1, -1)
-    return layer_norm(last, last.shape[-1:], weight, bias, eps).movedim(-1, 1)
+    weight, bias = _scaled(input, weight, bias)
+    return over_channels(input, weight, bias, eps)
 
 
 def local_response_norm_scales(alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Scales:

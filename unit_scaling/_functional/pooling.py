@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..constant import constant
+from ..constant import constant, specialised
 from ..ops import Scales, row, tie
 from ..quadrature import largest_square
 from ..scale import scale_output
@@ -139,6 +139,8 @@ def lp_pool_scales(
         return float(2 ** (p / 2) * math.gamma((p + 1) / 2) / math.sqrt(math.pi))
 
     window, p = _window(dims, kernel_size), float(norm_type)
+    if not 0 < p < math.inf:
+        raise ValueError(f"norm_type is a positive number, got {norm_type}")
     norm = (window * moment(p)) ** (1 / p)
     share = window * moment(2 * p - 2) / norm ** (2 * p - 2)
     ratio = _outputs_per_input(dims, input, kernel_size, stride, 0, 1, ceil_mode)
@@ -215,6 +217,8 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         if len(args) > len(names):
             raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
         given = {**dict(zip(names, args, strict=False)), **named}
+        if torch.compiler.is_compiling():  # torch's own lp_pool takes no symbol for a kernel
+            given = {setting: specialised(value) for setting, value in given.items()}
         s = rule(input, **given)
         given.pop("constraint", None)
         output = fn(input, **given)

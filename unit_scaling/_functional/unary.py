@@ -57,6 +57,8 @@ __all__ = [
 # Below this many numbers, calling a custom autograd function costs more than a pass over them.
 _LARGE = 2**14
 
+_RULE = "1/RMS of {name} and of its derivative for a standard normal, by quadrature."
+
 _DOCUMENTATION = """``s * {name}({arguments}) / mult``.
 
 input: any shape, floating point. mult: how non-linear it is, above 0. inplace: write the result
@@ -85,6 +87,15 @@ def _spellings(names: Sequence[str], arguments: Sequence[str]) -> dict[Callable[
         for space in (F, torch, Tensor, torch.special)
         if hasattr(space, name + mark)
     }
+
+
+def _given(
+    name: str, settings: dict[str, Any], args: tuple[Any, ...], named: dict[str, Any]
+) -> dict[str, Any]:
+    """All settings of an op, by name."""
+    if len(args) > len(settings):
+        raise TypeError(f"{name} takes {len(settings) + 3} arguments by position")
+    return {**settings, **dict(zip(settings, args, strict=False)), **named}
 
 
 def _activation(
@@ -116,24 +127,23 @@ def _activation(
         inplace: bool = False,
         **named: Any,
     ) -> Tensor:
-        if len(args) > len(settings):
-            raise TypeError(f"{name} takes {len(settings) + 3} arguments by position")
+        given = _given(name, settings, args, named)
         if not input.is_floating_point():
-            return fn(input, *args, **named)
+            return fn(input, **given)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         if fused_kernel and x.numel() >= _LARGE and fused.applies(x):
-            s = rule(mult, constraint)
+            s = rule(mult, constraint, **given)
+            factors = s["output"] / mult, s["input"] / mult
             z = x if mult == 1.0 else x * mult
-            output = fused.activation(z, name, s["output"] / mult, s["input"] / mult)
+            output = fused.activation(z, name, *factors, *given.values())
         else:
             output = scaled_elementwise(
-                fn, x, args, named, mult, constraint, new=True, saved=saves_output
+                fn, x, (), given, mult, constraint, new=True, saved=saves_output
             )
         return input.copy_(output) if inplace else output
 
     ours = {"mult": 1.0, "constraint": "to_output_scale"}
-    about = f"1/RMS of {name} and of its derivative for a standard normal, by quadrature."
-    described(rule, f"{name}_scales", about, {**ours, **settings})
+    described(rule, f"{name}_scales", _RULE.format(name=name), {**ours, **settings})
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
     described(op, name, about, {"input": REQUIRED, **ours, **settings, "inplace": False})
     return row(rule, adapters=_spellings(spelled, ("input", *settings, "inplace")))(op)
@@ -152,7 +162,7 @@ cos = _activation("cos", torch.cos)
 elu = _activation("elu", F.elu, {"alpha": 1.0})
 erf = _activation("erf", torch.erf)
 exp = _activation("exp", torch.exp, saves_output=True)
-hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5})
+hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5}, fused_kernel=True)
 hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
 hardswish = _activation("hardswish", F.hardswish)
 hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0})

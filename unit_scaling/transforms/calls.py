@@ -6,6 +6,7 @@ whether it is written ``torch.add(x, y)``, ``x.add(y)`` or ``x + y``.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -84,9 +85,10 @@ LINEAR = frozenset("add sub rsub mul div neg".split()) | CASTS
 
 ELEMENTWISE = LINEAR | frozenset(
     (
-        "pow square sqrt rsqrt exp log log1p expm1 tanh sigmoid relu relu6 leaky_relu elu selu "
-        "celu gelu silu softplus mish hardswish hardsigmoid hardtanh logsigmoid softsign erf "
-        "reciprocal abs clamp clip sin cos maximum minimum"
+        "pow square sqrt rsqrt exp exp2 log log2 log10 log1p expm1 xlogy tanh sigmoid relu relu6 "
+        "leaky_relu rrelu threshold elu selu celu gelu silu softplus mish hardswish hardsigmoid "
+        "hardtanh logsigmoid softsign hardshrink softshrink tanhshrink erf erfc erfcx ndtr "
+        "log_ndtr reciprocal abs clamp clip sin cos sinc atan sinh cosh asinh maximum minimum"
     ).split()
 )
 """Kinds that act on each element by itself, where their other arguments are numbers."""
@@ -105,17 +107,12 @@ AVERAGES = frozenset(
 MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
 """Kinds that move elements about and change none."""
 
-_ARITHMETIC = (
-    "add sub mul div pow square sqrt rsqrt exp log tanh sigmoid relu relu6 leaky_relu elu "
-    "selu celu softplus mish hardswish hardsigmoid hardtanh logsigmoid softsign prelu glu "
-    "mean sum var std norm cumsum log_softmax softmax erf rsub reciprocal lerp addcmul "
-    "group_norm batch_norm instance_norm local_response_norm normalize embedding_bag "
-    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "adaptive_avg_pool3d interpolate alpha_dropout dropout1d dropout2d dropout3d "
-    "feature_alpha_dropout nll_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
-    "binary_cross_entropy_with_logits kl_div cosine_similarity pixel_shuffle lstm gru "
-    "rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell tensordot multi_dot "
-    "logsumexp amax prod log1p expm1 clip vector_norm"
+_OTHERS = (
+    "prelu glu mean sum var std norm cumsum log_softmax softmax rsub lerp addcmul group_norm "
+    "batch_norm instance_norm local_response_norm normalize embedding_bag interpolate "
+    "alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout nll_loss l1_loss "
+    "smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "cosine_similarity pixel_shuffle multi_dot logsumexp amax prod vector_norm"
 ).split()
 
 _OPERATORS = {
@@ -148,7 +145,7 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
         if callable(name):
             found.append(name)
             continue
-        for namespace in (torch, torch.Tensor, F, torch.linalg):
+        for namespace in (torch, torch.Tensor, F, torch.linalg, torch.special):
             function = getattr(namespace, name, None)
             if callable(function):
                 found.append(function)
@@ -156,7 +153,8 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
 
 
 def _kinds() -> dict[Callable[..., Any], str]:
-    names = dict.fromkeys([*_ARITHMETIC, *sorted(NEUTRAL), *sorted(PRODUCTS), *_OPERATORS])
+    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES)
+    names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS])
     table = {function: kind for kind in names for function in _spellings(kind)}
     table |= {torch.Tensor.T.__get__: "t", torch.Tensor.mT.__get__: "transpose"}  # type: ignore[attr-defined]
     return table | {function: op.name for op in OPS.values() for function in op.replaces}

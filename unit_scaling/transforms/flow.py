@@ -85,14 +85,13 @@ class Flow:
 
     def weights(self, index: int) -> set[str]:
         """The parameters among the arguments of a call, and those that compute one of them."""
-        found, todo = set(), [i.node for i in self.nodes[index].inputs]
+        seen: set[int] = set()
+        todo = [index]
         while todo:
-            node = self.nodes[todo.pop()]
-            if node.parameter is not None:
-                found.add(node.parameter)
-            elif node.computed:
-                todo += [i.node for i in node.inputs]
-        return found
+            new = {i.node for i in self.nodes[todo.pop()].inputs} - seen
+            seen |= new
+            todo += [i for i in new if self.nodes[i].computed]
+        return {name for i in seen if (name := self.nodes[i].parameter) is not None}
 
     def is_waist(self, index: int) -> bool:
         """Whether all that the node depends on goes on through it alone."""

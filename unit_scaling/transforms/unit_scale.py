@@ -35,6 +35,8 @@ CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_se
 # The scopes that are running, innermost last: at most one, in practice.
 _RUNNING: list[UnitScale] = []
 
+_UNSEEN = "unit_scale has not seen this form of call yet"
+
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -92,6 +94,8 @@ class UnitScale:
         if torch.compiler.is_compiling():
             if plan is not None:
                 return self._replay(plan, call, path)
+            if torch.compiler.is_exporting():
+                raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
             from .first_call import outside_graph
 
             return outside_graph(lambda: self.run(call, module, path, args, kwargs))
@@ -156,7 +160,12 @@ class UnitScale:
         kwargs: dict[str, Any],
     ) -> Any:
         """Records the model, makes the plan, then runs it."""
-        plan = self.record(module, path, args, kwargs)
+        try:
+            plan = self.record(module, path, args, kwargs)
+        except RuntimeError as error:
+            if not str(error).startswith("vmap:"):
+                raise
+            raise RuntimeError(f"{_UNSEEN}: call the model once before torch.vmap") from error
         if not path:
             self._demote(module, plan.inner)
             self._deepen(module, plan.depths)
@@ -305,7 +314,8 @@ def unit_scale(
     Raises TypeError for what is not a module or is TorchScript, ValueError for an unknown option,
     a replacement for what is not a torch function, and a weight that a hook computes
     (`torch.nn.utils.weight_norm`). The first call raises ValueError for a function, not a module,
-    under `torch.utils.checkpoint`: it would be computed again without its scales.
+    under `torch.utils.checkpoint`: it would be computed again without its scales; RuntimeError
+    inside `torch.export` or `torch.vmap`, which take a model that has run once.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"unit_scale needs an nn.Module, got {type(module).__name__}")

@@ -225,6 +225,29 @@ def test_what_nothing_computes_is_an_error(te, given, message):
     assert type(model.up) is nn.Linear
 
 
+def test_back_from_under_accelerate(te):
+    """Accelerate keeps the forward that the model had in a wrapper on the instance."""
+    accelerator = library.Accelerator(cpu=True, mixed_precision="bf16")
+    model, _ = accelerate.prepare(
+        accelerator, Model(), recipe="tensor", backend="transformer_engine"
+    )
+    converted = model(batches(1)[0])
+    plain = fp8.revert(accelerator.unwrap_model(model))
+    assert type(plain.up) is nn.Linear
+    assert "forward" in vars(plain)
+    assert not torch.equal(plain(batches(1)[0]), converted)
+
+
+def test_an_optimizer_with_more_than_the_model(te):
+    """A KeyError in Accelerate, which looks the new parameters up by name."""
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    extra = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([*model.parameters(), extra])
+    model, optimizer = accelerate.prepare(accelerator, model, optimizer, recipe=te_kwargs())
+    assert optimizer.param_groups[0]["params"][-1] is extra
+    assert optimizer.param_groups[0]["params"][0] is model.embed.weight
+
+
 def test_training_with_the_standin_follows_our_own(te):
     """The same losses as our own products under the same recipe, ties and all: Accelerate's
     conversion leaves the tied head out of the optimizer."""
@@ -274,6 +297,9 @@ def test_bad_input(te):
     accelerator, model = library.Accelerator(cpu=True), Model()
     with pytest.raises(ValueError, match="AORecipeKwargs is for backend 'torchao', got 'native'"):
         accelerate.prepare(accelerator, model, recipe=AORecipeKwargs(), backend="native")
+    given = AORecipeKwargs(module_filter_func=lambda layer, name: True)
+    with pytest.raises(ValueError, match="give where, or AORecipeKwargs its module_filter_func"):
+        accelerate.prepare(accelerator, model, recipe=given, where=lambda name, layer: True)
     with pytest.raises(TypeError, match="one of TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs"):
         accelerate.prepare(accelerator, model, recipe=3)
     fp8_accelerator = SimpleNamespace(mixed_precision="fp8")
@@ -313,7 +339,10 @@ def test_recipe_object_of_ms_amp(recipe):
     backend = "msamp" if recipe == "unit" else "auto"
     model, _ = accelerate.prepare(accelerator, model, adam(model), recipe=recipe, backend=backend)
     level = getattr(recipe, "opt_level", "O2")
-    assert fp8.report(model).notes[0].startswith(f"level {level} by fp8.initialize, not by MS-AMP")
+    report = fp8.report(model)
+    assert report.notes[0].startswith(f"level {level} by fp8.initialize, not by MS-AMP")
+    products = recipe if recipe == "unit" else "tensor"
+    assert {row.why.partition(",")[0] for row in report if not row.left_alone} == {products}
 
 
 def test_deprecated_recipe_object(te):
@@ -348,3 +377,12 @@ def test_layers_of_another_library_and_a_level(te, backend):
     assert got == pytest.approx(want, rel=0.02)
     with pytest.raises(ValueError, match="'O3' keeps weights in FP8"):
         accelerate.prepare(accelerator, Model(), **options, opt_level="O3")
+
+
+def test_layers_by_name():
+    accelerator = library.Accelerator(cpu=True)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(32, 64), nn.ModuleList(blocks), nn.Linear(64, 32))
+    options = {"recipe": "tensor", "backend": "torchao", "where": "hidden"}
+    model, _ = accelerate.prepare(accelerator, model, **options)
+    assert [row.path for row in fp8.report(model) if row.left_alone] == ["0", "2"]

@@ -266,6 +266,19 @@ def test_subclasses_and_attention_are_left_alone():
     assert type(model["own"]) is Doubled
 
 
+def test_a_unit_scaled_model_is_left_alone():
+    """Its layers multiply by factors that TransformerEngine's do not have."""
+    import unit_scaling as uu
+    from unit_scaling.transforms import unit_scale
+
+    parts = [nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)]
+    scaled = unit_scale(nn.Sequential(*parts))
+    whys = {row.why for row in fp8.report(convert(scaled, "unit"))}
+    assert whys == {"transformed: its scales would be lost"}
+    (row,) = fp8.report(convert(nn.Sequential(uu.Linear(32, 32))))
+    assert row.why == "a subclass: its forward may be its own"
+
+
 def test_a_computed_weight_is_left_alone():
     with pytest.warns(FutureWarning, match="weight_norm"):
         layer = nn.utils.weight_norm(nn.Linear(32, 32))

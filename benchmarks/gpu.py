@@ -1,0 +1,136 @@
+"""What FP8 gains where it runs: products, an MLP and a transformer layer on a GPU.
+
+python -m benchmarks.gpu [--device cuda] [--small] [case ...]
+
+One run compares bfloat16 with the recipes here, natively, and with torchao's where that is
+installed, each compiled: forward and backward, the median over rounds in which all take turns.
+"--device cpu --small" only shows that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import fp8
+from benchmarks.common import Row, compare, fix_allocator, report
+
+QUESTION = "what does a step of a bf16 layer cost under an FP8 recipe on a GPU, relative to bf16?"
+
+WIDTHS, TOKENS = (1024, 2048, 4096, 8192), (4096, 8192, 16384, 32768)
+SMALL = ((64,), (128,))
+OURS = ("unit", "tensor", "row", "delayed")
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+CONTEXT, HEAD = 1024, 64
+TARGET = (4096, 16384, 1 / 1.5)
+"""Width, tokens, and what "unit" may cost there, in steps of bf16."""
+
+
+def linear(width: int) -> nn.Module:
+    return nn.Linear(width, width, bias=False)
+
+
+def mlp(width: int) -> nn.Module:
+    up, down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+    return nn.Sequential(up, nn.GELU(), down)
+
+
+def layer(width: int) -> nn.Module:
+    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+    return nn.TransformerEncoderLayer(width, width // HEAD, 4 * width, **options)
+
+
+CASES: dict[str, Callable[[int], nn.Module]] = {"linear": linear, "mlp": mlp, "layer": layer}
+
+
+def as_torchao(model: nn.Module, recipe: str) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(model, config=config)
+
+
+def variants(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> the model under it; "bf16" is the model itself."""
+    found = {"bf16": model}
+    found |= {name: fp8.convert(copy.deepcopy(model), name, backend="native") for name in OURS}
+    if importlib.util.find_spec("torchao"):
+        found |= {f"torchao {name}": as_torchao(copy.deepcopy(model), name) for name in TORCHAO}
+    return found
+
+
+def step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Forward and backward, waited for."""
+    run = torch.compile(model)
+
+    def call() -> None:
+        run(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+        if x.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return call
+
+
+def measure(case: str, width: int, tokens: int, device: str, rounds: int) -> list[Row]:
+    """One row for each variant of a case at one size; of one that fails, the error."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = CASES[case](width).to(device, torch.bfloat16)
+    context = min(CONTEXT, tokens)
+    x = torch.randn(tokens // context, context, width, device=device, dtype=torch.bfloat16)
+    x.requires_grad_()
+    steps, failed = {}, []
+    where = {"case": case, "width": width, "tokens": tokens}
+    for name, variant in variants(model).items():
+        call = step(variant, x)
+        try:
+            call()
+        except Exception as error:  # a kernel that refuses is a result
+            failed.append({**where, "name": name, "error": str(error).partition("\n")[0]})
+            continue
+        steps[name] = call
+    rows = compare(steps.pop("bf16"), steps, rounds=rounds)
+    return [{**where, **row, **_target(row, width, tokens)} for row in rows] + failed
+
+
+def _target(row: Row, width: int, tokens: int) -> Row:
+    if (row["name"], width, tokens) != ("unit", *TARGET[:2]):
+        return {}
+    return {"target": round(TARGET[2], 3), "met": row["ratio"] <= TARGET[2]}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures what the arguments ask for and writes results/gpu.json, or gpu_small.json."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="one small size, to try the script")
+    parser.add_argument("cases", nargs="*", default=[], help=f"of {', '.join(CASES)}")
+    given = parser.parse_args(arguments)
+    unknown = [case for case in given.cases if case not in CASES]
+    if unknown:
+        parser.error(f"unknown case {unknown[0]!r}; choose one of {', '.join(CASES)}")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device; --device cpu --small shows that the script runs")
+    widths, tokens = SMALL if given.small else (WIDTHS, TOKENS)
+    rows = [
+        row
+        for case in given.cases or CASES
+        for width in widths
+        for count in tokens
+        for row in measure(case, width, count, given.device, 3 if given.small else 30)
+    ]
+    device = torch.cuda.get_device_name() if given.device == "cuda" else given.device
+    rows = [{"device": device, **row} for row in rows]
+    report("gpu_small" if given.small else "gpu", QUESTION, rows)
+
+
+if __name__ == "__main__":
+    fix_allocator("benchmarks.gpu")
+    main()

@@ -1,0 +1,133 @@
+"""What does a layer norm over channels cost, against copying its bytes?
+
+python -m benchmarks.norms [small]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.common import Row, compare, fix_allocator, report
+from fp8.layer_norm2d import layer_norm2d
+
+QUESTION = (
+    "LayerNorm2d at ConvNeXt's shapes, relative to its floor: a copy of the input (read x, write y)"
+    " forward; x + dy written to dx backward, once each"
+)
+
+TARGET = 1.5
+"""Copies that the compiled forward pass may take."""
+
+EPS = 1e-6
+
+SHAPES = ((64, 96, 56, 56), (64, 192, 28, 28), (64, 384, 14, 14), (64, 768, 7, 7))
+"""The four stages of ConvNeXt-T and -S at 224 pixels, batch 64."""
+
+SMALL = ((2, 16, 8, 8),)
+
+NOTES = {
+    "contiguous": "torch's compiler for CPUs makes two loops and reads the input in both",
+    "channels_last": "per pixel three sums across a vector, a root and a division: more work than a"
+    " copy of few channels",
+}
+"""Where the time goes, where the target is missed."""
+
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+DTYPES = (torch.float32, torch.bfloat16)
+
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def permuted(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """timm's: the result is channels-last, whatever x was."""
+    y = F.layer_norm(x.permute(0, 2, 3, 1), weight.shape, weight, bias, EPS)
+    return y.permute(0, 3, 1, 2)
+
+
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Another norm, over pixels too, in one kernel of torch."""
+    return F.group_norm(x, 1, weight, bias, EPS)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "ours": lambda x, weight, bias: layer_norm2d(x, weight, bias, EPS),
+    "permute-norm-permute": permuted,
+    "GroupNorm(1)": group_norm,
+}
+
+
+def modes() -> dict[str, Function]:
+    """The functions in eager mode, and but for GroupNorm compiled."""
+    compiled = {name: f for name, f in FUNCTIONS.items() if name != "GroupNorm(1)"}
+    return {
+        **{f"{name}, eager": f for name, f in FUNCTIONS.items()},
+        **{
+            f"{name}, compiled": torch.compile(f, fullgraph=True, dynamic=False)
+            for name, f in compiled.items()
+        },
+    }
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor, rounds: int) -> list[Row]:
+    def bound(function: Function) -> Callable[[], object]:
+        def call() -> object:
+            with torch.no_grad():
+                return function(x, weight, bias)
+
+        return call
+
+    y = torch.empty_like(x)
+    candidates = {name: bound(f) for name, f in modes().items()}
+    return compare(lambda: y.copy_(x), candidates, rounds=rounds)
+
+
+def backward(x: Tensor, weight: Tensor, bias: Tensor, rounds: int) -> list[Row]:
+    leaves = tuple(t.detach().clone().requires_grad_() for t in (x, weight, bias))
+    grad, dx = torch.randn_like(x), torch.empty_like(x)
+
+    def bound(function: Function) -> Callable[[], object]:
+        y = function(*leaves)
+        return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
+
+    candidates = {name: bound(f) for name, f in modes().items()}
+    return compare(lambda: torch.add(x, grad, out=dx), candidates, rounds=rounds)
+
+
+def measure(shapes: tuple[tuple[int, ...], ...], rounds: int) -> list[Row]:
+    """One row for each shape, layout, dtype, direction and function: bfloat16 for the first shape
+    alone."""
+    rows = []
+    cases = [(shape, dtype) for shape in shapes for dtype in DTYPES]
+    for shape, dtype in [case for case in cases if case[0] == shapes[0] or case[1] == DTYPES[0]]:
+        for layout, memory_format in LAYOUTS.items():
+            torch.manual_seed(0)
+            x = torch.randn(shape).to(dtype).contiguous(memory_format=memory_format)
+            weight, bias = (torch.randn(shape[1]).to(dtype) for _ in range(2))
+            for direction, run in (("forward", forward), ("backward", backward)):
+                torch.compiler.reset()
+                size, kind = "x".join(map(str, shape)), str(dtype).removeprefix("torch.")
+                for row in run(x, weight, bias, rounds):
+                    ours = (direction, row["name"]) == ("forward", "ours, compiled")
+                    row["name"] += f", {direction}, {size} {kind} {layout}"
+                    rows.append({**row, **(_verdict(row, layout) if ours else {})})
+                    print(rows[-1], flush=True)
+    return rows
+
+
+def _verdict(row: Row, layout: str) -> Row:
+    met = row["ratio"] <= TARGET
+    note = {} if met else {"where the time goes": NOTES[layout]}
+    return {"target": TARGET, "met": met, **note}
+
+
+if __name__ == "__main__":
+    fix_allocator("benchmarks.norms")
+    if sys.argv[1:] == ["small"]:
+        measure(SMALL, rounds=2)
+    else:
+        report("norms", QUESTION, measure(SHAPES, rounds=15))

@@ -1,0 +1,272 @@
+"""States of `fp8.optim` saved and loaded: exactly in the same encoding, rounded once in another."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8.moments import ENCODINGS, MOMENTS, Stored, decode, scales_for, write, zeros
+from fp8.optim import Adam, AdamW
+
+SHAPES = ((64, 96), (4097,), (5,))
+FLOAT32 = {"first_moment": "float32", "second_moment": "float32", "min_size": 0}
+
+
+def parameters(dtype=torch.float32) -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in SHAPES]
+
+
+def steps(optimizer, start: int, count: int) -> None:
+    for step in range(start, start + count):
+        g = torch.Generator().manual_seed(step)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
+        optimizer.step()
+
+
+def run(cls, count: int = 4, dtype=torch.float32, **settings):
+    params = parameters(dtype)
+    optimizer = cls(params, **settings)
+    steps(optimizer, 0, count)
+    return params, optimizer
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same(a: list[nn.Parameter], b: list[nn.Parameter]) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+ALL = [
+    {},
+    {"first_moment": "e4m3_block", "second_moment": "e5m3_block"},
+    {"first_moment": "float16", "second_moment": "float16", "min_size": 0},
+    {"first_moment": "bfloat16", "second_moment": "bfloat16", "min_size": 0},
+    FLOAT32,
+]
+each_kind = pytest.mark.parametrize("kind", ALL, ids=lambda k: "-".join(map(str, k.values())))
+
+
+@each_kind
+@pytest.mark.parametrize("master", [None, "float32", "float16"])
+def test_a_run_continues_to_the_same_bits(kind, master):
+    """From a file read with weights_only=True, weights of bfloat16 and stochastic rounding too."""
+    settings = {**kind, "master_weights": master, "stochastic_weights": True}
+    undisturbed, _ = run(AdamW, 6, torch.bfloat16, **settings)
+    params, first = run(AdamW, 3, torch.bfloat16, **settings)
+    second = AdamW(params, **settings)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    for p, state in first.state.items():
+        assert {k: v.dtype for k, v in state.items()} == {
+            k: v.dtype for k, v in second.state[p].items()
+        }
+    steps(second, 3, 3)
+    assert_same(params, undisturbed)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_a_state_of_torch_continues_and_goes_back(name: str):
+    """With float32 states nothing is rounded on the way there, nor on the way back."""
+    theirs, ours = getattr(torch.optim, name), {"Adam": Adam, "AdamW": AdamW}[name]
+    params, first = run(theirs, 3, weight_decay=0.1)
+    plain, _ = run(theirs, 9, weight_decay=0.1)
+    second = ours(params, weight_decay=0.3, **FLOAT32)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    assert second.param_groups[0]["weight_decay"] == 0.1
+    steps(second, 3, 3)
+    third = theirs(params)
+    third.load_state_dict(through_a_file(second.state_dict()))
+    steps(third, 6, 3)
+    for a, b in zip(params, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@each_kind
+def test_into_another_encoding_and_back(kind):
+    """float32 holds every encoded number, so that the way there and back changes no bit."""
+    params, first = run(AdamW, **kind)
+    wide, back = AdamW(params, **FLOAT32), AdamW(params, **kind)
+    wide.load_state_dict(first.state_dict())
+    back.load_state_dict(wide.state_dict())
+    for p in params:
+        for key, value in first.state[p].items():
+            if not key.endswith(("scale", "amax")):
+                scale = (key.removesuffix("values") + "scale", back.state[p], first.state[p])
+                if scale[0] not in first.state[p]:
+                    assert torch.equal(back.state[p][key], value)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(numbers(back.state[p], name), numbers(first.state[p], name))
+
+
+def numbers(state, name: str) -> Tensor:
+    if name in state:
+        return state[name].flatten().float()
+    values, scale = state[name + "_values"].flatten(), state[name + "_scale"]
+    return decode(Stored(values, scale))
+
+
+def test_states_keep_their_dtype():
+    """torch casts every floating-point state to the dtype of its parameter when it loads one."""
+    params, first = run(AdamW)
+    second = AdamW(params)
+    second.load_state_dict(first.state_dict())
+    state = second.state[params[0]]
+    assert state["exp_avg_values"].dtype == torch.float8_e4m3fn
+    assert state["exp_avg_sq_values"].dtype == torch.float16
+    assert state["exp_avg_scale"].dtype == torch.float32
+    state["exp_avg_values"].zero_()
+    assert first.state[params[0]]["exp_avg_values"].float().any()  # a copy
+
+
+def test_torch_does_not_take_what_it_cannot_read():
+    """Values without their scale under torch's name would be read as if they were the moments."""
+    params, first = run(AdamW)
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(first.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        theirs.step()
+
+
+def test_masters_come_and_go():
+    """One that is not in the file begins as the weights; one that is not kept goes to them."""
+    params, first = run(AdamW, dtype=torch.bfloat16, master_weights="float32")
+    master = first.state[params[0]]["master"].clone()
+    other = [nn.Parameter(p.detach().float()) for p in params]
+    AdamW(other).load_state_dict(first.state_dict())
+    assert torch.equal(other[0], master)
+    plain = AdamW(params)
+    plain.load_state_dict(first.state_dict())
+    assert torch.equal(params[0], master.to(torch.bfloat16))
+    again = AdamW(params, master_weights="float32")
+    again.load_state_dict(plain.state_dict())
+    assert torch.equal(again.state[params[0]]["master"], params[0].float())
+
+
+def test_copies_and_hooks():
+    params, first = run(AdamW)
+    copied = copy.deepcopy(first)
+    assert copied.skipped_steps == 0
+    assert torch.equal(
+        next(iter(copied.state.values()))["exp_avg_scale"], first.state[params[0]]["exp_avg_scale"]
+    )
+    seen = []
+    second = AdamW(params)
+    second.register_load_state_dict_pre_hook(lambda opt, state: seen.append("before"))
+    second.register_load_state_dict_post_hook(lambda opt: seen.append(opt.state[params[0]].keys()))
+    second.load_state_dict(first.state_dict())
+    assert seen == ["before", first.state[params[0]].keys()]
+
+
+def test_safetensors(tmp_path: Path):
+    torch_files = pytest.importorskip("safetensors.torch")
+    params, first = run(AdamW, first_moment="e4m3_block", second_moment="e5m3_block")
+    state = first.state_dict()
+    flat = {f"{i}.{key}": x for i, part in state["state"].items() for key, x in part.items()}
+    torch_files.save_file(flat, tmp_path / "state.safetensors")
+    for name, value in torch_files.load_file(tmp_path / "state.safetensors").items():
+        index, _, key = name.partition(".")
+        state["state"][int(index)][key] = value
+    second = AdamW(params, first_moment="e4m3_block", second_moment="e5m3_block")
+    second.load_state_dict(state)
+    assert torch.equal(numbers(second.state[params[0]], "exp_avg"),
+                       numbers(first.state[params[0]], "exp_avg"))  # fmt: skip
+
+
+def _of_sgd(params):
+    return run(torch.optim.SGD, momentum=0.9)[1].state_dict()
+
+
+def _of_amsgrad(params):
+    return run(torch.optim.AdamW, amsgrad=True)[1].state_dict()
+
+
+def _of_another_model(params):
+    state = run(AdamW)[1].state_dict()
+    state["state"][0], state["state"][1] = state["state"][1], state["state"][0]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (_of_sgd, "momentum_buffer is not part of the state of Adam"),
+        (_of_amsgrad, "amsgrad"),
+        (_of_another_model, r"shape \(4097,\), its parameter \(64, 96\): this is the state of an"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(saved, message: str):
+    params, optimizer = run(AdamW)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved(params))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert torch.equal(after["state"][0]["exp_avg_scale"], before["state"][0]["exp_avg_scale"])
+    steps(optimizer, 4, 1)
+
+
+# --- encodings --------------------------------------------------------------------------------
+
+
+def encoded(x: Tensor, name: str, away: bool = False) -> Tensor:
+    encoding = ENCODINGS[name]
+    stored = zeros(len(x), encoding, x.device)
+    (scale,) = scales_for(x.abs().amax()[None], encoding)
+    write(x, stored, encoding, scale, away=away)
+    if scale is not None:
+        stored.scale.copy_(scale)
+    return decode(stored)
+
+
+def sample(count: int = 1000) -> Tensor:
+    """24 decades, and zeros."""
+    g = torch.Generator().manual_seed(0)
+    x = 10 ** (24 * torch.rand(count, generator=g) - 12)
+    return torch.where(torch.rand(count, generator=g) < 0.1, 0.0, x)
+
+
+@pytest.mark.parametrize("name", MOMENTS["second_moment"])
+def test_second_moments_are_zero_only_where_they_were(name: str):
+    """And nowhere smaller than half a unit in the last place below themselves."""
+    x = sample()
+    y = encoded(x, name, away=True)
+    assert torch.equal(y == 0, x == 0)
+    assert (y >= x * (1 - 2.0 ** -(ENCODINGS[name].format.mantissa_bits + 1))).all()
+
+
+@pytest.mark.parametrize("name", MOMENTS["first_moment"])
+def test_first_moments_are_no_larger_than_half_a_unit_above_themselves(name: str):
+    x = sample() * torch.where(torch.arange(1000) % 2 == 0, 1, -1)
+    y = encoded(x, name)
+    assert (y.abs() <= x.abs() * (1 + 2.0 ** -(ENCODINGS[name].format.mantissa_bits + 1))).all()
+    assert (y * x >= 0).all()
+
+
+def test_every_code_of_e5m3_is_its_own_number():
+    """Those below the smallest normal number are not used."""
+    codes = torch.tensor([0, *range(8, 256)], dtype=torch.uint8)
+    values = decode(Stored(codes))
+    exponents, mantissas = codes.int() // 8, codes.int() % 8
+    exact = (1 + mantissas / 8) * 2.0 ** (exponents - 16)
+    assert torch.equal(values, torch.where(codes == 0, 0, exact))
+    assert torch.equal(encoded(values, "e5m3_block", away=True), blockwise(values))
+
+
+def blockwise(values: Tensor) -> Tensor:
+    """What a block keeps of numbers that fill the range of the largest: those within 2**-31."""
+    rows = torch.nn.functional.pad(values, (0, -len(values) % 128)).view(-1, 128)
+    scale = 2.0 ** (rows.amax(1, keepdim=True) / 61440).log2().ceil()
+    floor = torch.where(rows > 0, rows.clamp(min=2.0**-15 * scale), 0.0)
+    return floor.flatten()[: len(values)]

@@ -1,0 +1,85 @@
+"""Transformed models under torch.func, exported, and differentiated twice: they work or refuse."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn import functional as F
+
+from tests.transforms.models import batch, gpt
+from unit_scaling.transforms import unit_scale
+
+# torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.branch, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(x + self.branch(F.gelu(F.layer_norm(x, (16,)))))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return unit_scale(Residual()).double()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_func_grad_is_that_of_autograd(model: nn.Module, x: Tensor):
+    parameters = dict(model.named_parameters())
+    grads = grad(lambda p: functional_call(model, p, (x,)).square().sum())(parameters)
+    model(x).square().sum().backward()
+    torch.testing.assert_close(grads, {name: p.grad for name, p in parameters.items()})
+
+
+def test_vmap_gives_each_example_its_own_gradient(model: nn.Module, x: Tensor):
+    parameters = dict(model.named_parameters())
+
+    def one(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, p, (x,)).square().sum()
+
+    with pytest.raises(RuntimeError, match="call the model once before"):
+        vmap(model)(x)
+    model(x[0])
+    grads = vmap(grad(one), (None, 0))(parameters, x)
+    for i, each in enumerate(x):
+        expected = grad(one)(parameters, each)
+        torch.testing.assert_close({name: g[i] for name, g in grads.items()}, expected)
+    torch.testing.assert_close(vmap(model)(x), torch.stack([model(each) for each in x]))
+
+
+def test_forward_mode_is_refused(model: nn.Module, x: Tensor):
+    with pytest.raises(NotImplementedError, match="jvp"):
+        jvp(model, (x,), (x,))
+
+
+def test_differentiable_twice(model: nn.Module, x: Tensor):
+    """A gradient with factors has no derivative of the function's to compare with, except where the
+    transform keeps the function: there it has none.
+    """
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters() if p.dim() > 1)
+    kept = unit_scale(Residual(), init="preserve").double()
+    kept(x)
+    torch.autograd.gradgradcheck(kept, x, fast_mode=True)
+
+
+def test_exports_once_it_has_run(x: Tensor):
+    torch.manual_seed(0)
+    for model, args in ((unit_scale(Residual()), (x.float(),)), (unit_scale(gpt()), batch())):
+        with pytest.raises(RuntimeError, match="call the model once before"):
+            torch.export.export(model, args)
+        expected = model(*args)
+        program = torch.export.export(model, args)
+        torch.testing.assert_close(program.module()(*args), expected)
