@@ -20,7 +20,7 @@ from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, gain, lose
 from .swap import Where, adapted, inside_attention, is_replacement
-from .where import choose
+from .where import checked_where, choose
 
 __all__ = ["LAYERS", "convert", "report", "revert"]
 
@@ -155,7 +155,8 @@ def convert(
     where: (name, layer) -> whether to convert it; or by name one of `fp8.where.WHERE`:
     "hidden", the layers of the blocks that the model repeats, and "umup", those but the ones that
     join the residual stream. None converts every layer.
-    rest: the recipe of the layers that ``where`` leaves alone; None leaves them as they are.
+    rest: the recipe of the layers that ``where`` leaves alone, simulated where it has no kernels;
+    None leaves them as they are.
     ``convert(model, "unit", where="umup", rest="bf16")`` is the scheme of u-muP.
 
     A recipe with scaling "delayed" keeps its history in buffers of the layer, ``fp8_amax_input``,
@@ -182,11 +183,13 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert needs an nn.Module, got {type(model).__name__}")
-    chosen = get_recipe(recipe)
+    chosen, where = get_recipe(recipe), checked_where(where)
     if backend in ADAPTERS:
         return _adapt(model, chosen, ADAPTERS[backend], where, rest)
     others = None if rest is None else get_recipe(rest)
-    backends = {plan: checked_backend(backend, plan) for plan in (chosen, others) if plan}
+    backends = {chosen: checked_backend(backend, chosen)}
+    if others is not None:
+        backends.setdefault(others, "simulate" if why_not_recipe(others) else backend)
     model = revert(model)
     layers = _candidates(model, chosen.saved_activations is not None)
     left = choose(where, model, layers)

@@ -87,7 +87,8 @@ def initialize(
     opt_level: a name in `LEVELS`.
     recipe: of the products, for `fp8.convert`; None leaves them as they are.
 
-    Wrap the model in DistributedDataParallel, and compile it, afterwards. state_dicts hold plain
+    Wrap the model in DistributedDataParallel, and compile it, afterwards; at O3 with the same
+    weights in all processes, since those that are sent then are in e4m3. state_dicts hold plain
     tensors under the names they had: see `export_weights`.
     Raises ValueError for an unknown level or recipe, a model that has a level already or is
     wrapped, and an optimizer of other parameters or with an option that it cannot have here;

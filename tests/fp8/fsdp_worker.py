@@ -187,9 +187,7 @@ def main(rank: int, store: Path) -> None:
     check_checkpoint(store.parent)
     check_fp8_states(store.parent)
     model = fully_shard(nn.Linear(4, 4))
-    with pytest.raises(
-        ValueError, match="weight is sharded: call gather_in_fp8"
-    ):
+    with pytest.raises(ValueError, match="weight is sharded: call gather_in_fp8"):
         gather_in_fp8(model)
 
 

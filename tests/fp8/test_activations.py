@@ -145,9 +145,9 @@ def test_what_a_whole_mlp_keeps(kind, name, backend, dtype, most):
     assert bytes_kept(run) <= most * bytes_kept(lambda: plain(x))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("kind", ["gelu", "swiglu", "relu", "U.silu_glu"])
+@pytest.mark.parametrize(("kind", "dynamic"), [("swiglu", False), ("relu", True)])
 def test_compiled_in_one_piece(kind, dynamic):
+    torch.compiler.reset()  # torch keeps a few compiled forms of a function only
     model, x = MLP(kind, width=16), randn(9, 16)
 
     def run(x: Tensor) -> Tensor:
