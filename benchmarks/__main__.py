@@ -10,6 +10,8 @@ BENCHMARKS = (
     "quantize",
     "ops",
     "optim",
+    "optimizers",
+    "half_precision",
     "transforms",
     "training",
     "levels",

@@ -4,6 +4,7 @@ python -m benchmarks.gpu [--device cuda] [--small] [case ...]
 
 One run compares bfloat16 with the recipes here, natively, and with torchao's where that is
 installed, each compiled: forward and backward, the median over rounds in which all take turns.
+"delayed" leaves the attention of the transformer layer in bfloat16: its history is of one product.
 "--device cpu --small" only shows that the script runs.
 """
 

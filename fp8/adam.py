@@ -4,7 +4,7 @@ eager mode does piece by piece and `torch.compile` in one pass."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,19 @@ import torch
 from torch import Tensor
 
 from .moments import BLOCK, ENCODINGS, HEADROOM, Encoding, Stored, decode, scales_for, write
-from .optim_state import FIRST, MASTER, SECOND, Group, State, is_plain, local, names, read, start
+from .optim_state import (
+    FIRST,
+    MASTER,
+    SECOND,
+    Group,
+    State,
+    everywhere,
+    is_plain,
+    local,
+    names,
+    read,
+    start,
+)
 from .quantize import CHUNK
 from .rounding import Key, bits_from_key, fewer_bits, random_key
 
@@ -39,7 +51,7 @@ HALF = 15
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Unit:
+class _Unit:
     """What is stepped together: one parameter, or small ones of a group as one tensor.
 
     index: of the first, among all parameters of the optimizer, for random bits of its own.
@@ -122,13 +134,13 @@ def _split(flat: Tensor, targets: list[Tensor]) -> None:
         target.copy_(piece.view(target.shape))
 
 
-def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[Unit]:
+def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:
     """The parameters of a group that have a gradient; those without a state get one.
 
     index: of the first among all parameters of the optimizer.
     Raises RuntimeError for a sparse gradient.
     """
-    found: dict[Any, Unit] = {}
+    found: dict[Any, _Unit] = {}
     for number, parameter in enumerate(group["params"], index):
         if parameter.grad is None or not local(parameter).numel():
             continue
@@ -142,7 +154,7 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
             plain = is_plain(local(parameter)) and parameter.dtype
             key = (float(state["step"]), parameter.device, plain)
         if key not in found:
-            found[key] = Unit(
+            found[key] = _Unit(
                 parameters=[], states=[], group=group, decoupled=decoupled, index=number
             )
         found[key].parameters.append(parameter)
@@ -150,16 +162,16 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
     return list(found.values())
 
 
-def step_units(units: list[Unit]) -> bool:
+def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     """Steps all of them; or none, and returns False, where a gradient or its square is not finite.
 
+    parameters: all that the optimizer has; of those that are sharded, all processes agree.
     The gradients are looked at first, all of them, which gives each moment its scale as well: that
     of the largest that it can become.
     """
-    if not units:
-        return True
     largest = [_largest(unit.gradient()) for unit in units]
-    if not all(x < LARGEST for x in torch.stack([x.cpu() for x in largest]).tolist()):
+    finite = all(x < LARGEST for x in _on_cpu(largest))
+    if not everywhere(finite, parameters):
         return False
     batches: dict[Any, list[int]] = {}
     for number, unit in enumerate(units):
@@ -175,6 +187,11 @@ def step_units(units: list[Unit]) -> bool:
     return True
 
 
+def _on_cpu(numbers: list[Tensor]) -> list[float]:
+    """0-dim tensors as numbers: the one time that the host waits for a GPU."""
+    return torch.stack([x.cpu() for x in numbers]).tolist() if numbers else []
+
+
 def _largest(x: Tensor) -> Tensor:
     """The largest magnitude, 0-dim float32; NaN where there is one."""
     low, high = torch.aminmax(x)
@@ -185,7 +202,7 @@ Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of the weight and the moments, 0-dim, where one is for a whole tensor."""
 
 
-def _scales(units: list[Unit], largest: Tensor) -> list[Scales]:
+def _scales(units: list[_Unit], largest: Tensor) -> list[Scales]:
     """New scales for units of one group and of the same encodings; largest: of their gradients.
 
     A moment has no magnitude beyond the same moment of the largest magnitudes, which is kept for it
@@ -213,7 +230,7 @@ def _scales(units: list[Unit], largest: Tensor) -> list[Scales]:
     return [*zip(found[MASTER], found[FIRST], found[SECOND], strict=True)]
 
 
-class How(NamedTuple):
+class _How(NamedTuple):
     """How the weight and the moments are kept, and which of them are rounded stochastically."""
 
     weight: Encoding
@@ -226,12 +243,12 @@ Kept = tuple[Stored, Stored, Stored]
 """The weight and the moments."""
 
 
-def _step(unit: Unit, scales: Scales) -> None:
+def _step(unit: _Unit, scales: Scales) -> None:
     """One unit, all of it or in pieces that stay in a processor's cache."""
     grad, numbers = unit.gradient(), unit.numbers()
     kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     encodings = unit.encodings
-    how = How(encodings[MASTER], encodings[FIRST], encodings[SECOND], unit.stochastic())
+    how = _How(encodings[MASTER], encodings[FIRST], encodings[SECOND], unit.stochastic())
     seed = (unit.group["seed"], int(unit.states[0]["step"]), unit.index)
     keys: list[Key] = [random_key((*seed, stream)) for stream in range(2)]
     compiled = unit.group["compile"] and len(unit.states) == 1
@@ -271,7 +288,7 @@ def _adam(
     kept: Kept,
     grad: Tensor,
     numbers: Tensor,
-    how: How,
+    how: _How,
     scales: Scales,
     keys: list[Key],
     begin: int,
@@ -282,7 +299,7 @@ def _adam(
         w = decay w - size m / (root sqrt(v) + eps)
 
     In float32, from the new moments before they are rounded. grad: (n,), the elements from
-    ``begin``. numbers: see `Unit.numbers`. Returns the largest magnitude of a weight that has a
+    ``begin``. numbers: see `_Unit.numbers`. Returns the largest magnitude of a weight that has a
     scale, else 0, and what `write` returns.
     """
     weight, first, second = kept

@@ -50,7 +50,7 @@ def spec_of(cast: Cast | None) -> Spec:
 
 
 def _spec(text: str) -> Spec:
-    format, _, rule, rounding, overflow, *numbers = text.split(";")
+    format, _, rule, rounding, overflow, *numbers = text.rsplit(";", 10)
     across, along, margin, _, random_bits, hadamard = [int(number) for number in numbers]
     tile = (across, along)
     return (format, rule or None, tile, margin, rounding, overflow, random_bits, hadamard, "")

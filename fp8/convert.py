@@ -20,7 +20,7 @@ from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, gain, lose
 from .swap import Where, adapted, inside_attention, is_replacement
-from .where import choose
+from .where import checked_where, choose
 
 __all__ = ["LAYERS", "convert", "report", "revert"]
 
@@ -95,7 +95,9 @@ class _Converted(Gained):
                 return _linear(self, self.weight, *args, **kwargs)
             if self.fp8_transposed:
                 return _linear(self, self.weight.mT, *args, **kwargs)
-        with autocast(self.fp8_recipe, backend=self.fp8_backend, history=history):
+        mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=history)
+        mode.reenters = True  # with each call of the layer
+        with mode:
             return forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -104,8 +106,8 @@ class _Converted(Gained):
 
 
 _RECOMPUTED = (
-    "recipe {!r} cannot be checkpointed: what is recomputed would have other scales, as scaling "
-    '"delayed" has moved on'
+    "recipe {!r} cannot be checkpointed with use_reentrant=False: what is recomputed would have "
+    'other scales, as scaling "delayed" has moved on'
 )
 
 
@@ -153,14 +155,15 @@ def convert(
     where: (name, layer) -> whether to convert it; or by name one of `fp8.where.WHERE`:
     "hidden", the layers of the blocks that the model repeats, and "umup", those but the ones that
     join the residual stream. None converts every layer.
-    rest: the recipe of the layers that ``where`` leaves alone; None leaves them as they are.
+    rest: the recipe of the layers that ``where`` leaves alone, simulated where it has no kernels;
+    None leaves them as they are.
     ``convert(model, "unit", where="umup", rest="bf16")`` is the scheme of u-muP.
 
     A recipe with scaling "delayed" keeps its history in buffers of the layer, ``fp8_amax_input``,
     ``fp8_amax_weight`` and ``fp8_amax_grad``, which are in the model's state_dict, newest entry
     first: what `AmaxHistory` says of passes holds for each call of the layer. A model that is to
     load them is converted first. Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing
-    such a layer raises NotImplementedError.
+    such a layer with ``use_reentrant=False`` raises NotImplementedError.
 
     With a recipe that has `saved_activations` the modules of activations (`ACTIVATIONS`) are
     converted as well; a gate that is no module keeps its factors as torch does.
@@ -180,11 +183,13 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert needs an nn.Module, got {type(model).__name__}")
-    chosen = get_recipe(recipe)
+    chosen, where = get_recipe(recipe), checked_where(where)
     if backend in ADAPTERS:
         return _adapt(model, chosen, ADAPTERS[backend], where, rest)
     others = None if rest is None else get_recipe(rest)
-    backends = {plan: checked_backend(backend, plan) for plan in (chosen, others) if plan}
+    backends = {chosen: checked_backend(backend, chosen)}
+    if others is not None:
+        backends.setdefault(others, "simulate" if why_not_recipe(others) else backend)
     model = revert(model)
     layers = _candidates(model, chosen.saved_activations is not None)
     left = choose(where, model, layers)

@@ -26,6 +26,7 @@ from .quantize import quantize
 from .recipe import Cast, Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row
 from .scaling import scale_of
+from .subclass import bare_class
 
 __all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
 
@@ -68,23 +69,18 @@ def gather_in_fp8(
         raise TypeError(f"gather_in_fp8 needs an nn.Module, got {type(model).__name__}")
     chosen = get_recipe(recipe)
     cast = _checked(chosen)
-    looked_up = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is sharded: call gather_in_fp8 before fully_shard")
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     replaced: dict[int, nn.Parameter] = {}
     rows = []
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is None or weight.dim() < 2:
             continue
-        if isinstance(weight, DTensor):
-            raise ValueError(f"gather_in_fp8: {name or 'the model'} is sharded; call it before")
-        why_not = ""
-        if not isinstance(module, LAYERS):
-            why_not = "its weight is no operand of a product"
-        elif id(weight) in looked_up:
-            why_not = "an embedding shares its weight"
-        elif where is not None and not where(name, module):
+        why_not = _why_not(module, weight, looked_up)
+        if not why_not and where is not None and not where(name, module):
             why_not = "not chosen"
         if not why_not:
             if id(weight) not in replaced:
@@ -92,8 +88,18 @@ def gather_in_fp8(
             module.register_state_dict_post_hook(_as_plain)
             module.weight = replaced[id(weight)]
         done = LEFT_ALONE if why_not else f"sent as {cast}"
-        rows.append(Row(name, type(module).__name__, done, why_not))
+        rows.append(Row(name, bare_class(module).__name__, done, why_not))
     return Report(rows)
+
+
+def _why_not(module: nn.Module, weight: nn.Parameter, looked_up: set[int]) -> str:
+    """Why the weight of a module is sent as it is; "" if it can be rounded."""
+    if not isinstance(module, LAYERS):
+        return "its weight is no operand of a product"
+    if id(weight) in looked_up:
+        return "an embedding shares its weight"
+    kind = type(weight.detach())
+    return "" if kind is Tensor else f"its weight is a {kind.__name__}"
 
 
 @torch.no_grad()

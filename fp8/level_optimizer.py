@@ -15,7 +15,7 @@ from .optim import SGD, Adam, AdamW
 from .optim_base import LowPrecision, write_master
 from .optim_state import MASTER, read
 
-__all__ = ["kind_of", "take_over"]
+__all__ = ["settings_of", "take_over"]
 
 KINDS: dict[type[Optimizer], type[LowPrecision]] = {
     torch.optim.SGD: SGD,
@@ -28,7 +28,7 @@ NOT_HAD = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decou
 """Options of torch's classes that groups do not have afterwards."""
 
 
-def kind_of(optimizer: Optimizer) -> type[LowPrecision]:
+def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     """The class of `fp8.optim` with the arithmetic of ``optimizer``.
 
     Raises TypeError where none has it, ValueError for options that are not had.
@@ -81,21 +81,35 @@ def _mixed(name: str, bases: tuple[type, ...]) -> Any:
     return type(name, bases, {"__doc__": bases[-1].__doc__})
 
 
+def settings_of(
+    optimizer: Optimizer, formats: Mapping[str, str | None]
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """What `take_over` makes of it: the class, the defaults, and those of ``formats`` it knows.
+
+    Raises TypeError for an optimizer of other arithmetic, and both TypeError and ValueError for
+    options and parameters that the class cannot have.
+    """
+    kind: Any = _kind_of(optimizer)
+    options = {name: value for name, value in formats.items() if name in kind.options}
+    defaults = kind([torch.zeros(1)], lr=0.0).defaults
+    given = {name: value for name, value in optimizer.defaults.items() if name in defaults}
+    defaults = {**defaults, **given, **options}
+    for group in optimizer.param_groups:
+        kind.check({**defaults, **group, **options})
+    return kind, defaults, options
+
+
 def take_over(
     optimizer: Optimizer, formats: Mapping[str, str | None], replaced: Mapping[Any, Any]
 ) -> None:
-    """Makes ``optimizer`` what `kind_of` says, with its groups, hooks and states.
+    """Makes ``optimizer`` what `settings_of` says, with its own groups, hooks and states.
 
     formats: first_moment, second_moment and master_weights. replaced: parameter -> the one in its
     place, whose master, if there is to be one, has the numbers of the old.
     """
-    kind: Any = kind_of(optimizer)
-    options = {name: value for name, value in formats.items() if name in kind.options}
-    defaults = {**kind([torch.zeros(1)], lr=0.0).defaults, **options}
-    given = {k: v for k, v in optimizer.defaults.items() if k in defaults and k not in options}
+    kind, optimizer.defaults, options = settings_of(optimizer, formats)
     step = vars(optimizer).pop("step", None)
     optimizer.__class__ = _class_for(type(optimizer), kind)
-    optimizer.defaults = {**defaults, **given}
     if step is not None:
         vars(optimizer)["step"] = _scheduled(optimizer, step)
     state = dict(optimizer.state)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .report import LEFT_ALONE, Report, Row, as_table
-from .scaled_tensor import DTYPES, ScaledTensor
+from .scaled_tensor import ScaledTensor
 from .subclass import bare_class
 
 __all__ = ["Bytes", "State", "state"]
@@ -99,8 +99,6 @@ def _rows(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator
                 yield Row(name, kind, parameter.format)
             elif id(parameter) not in trained:
                 yield Row(name, kind, LEFT_ALONE, "not trained by the optimizer")
-            elif parameter.dtype not in DTYPES:
-                yield Row(name, kind, LEFT_ALONE, f"{parameter.dtype} has no scaled form")
             else:
                 yield Row(name, kind, LEFT_ALONE, "no weight of a linear layer or convolution")
 

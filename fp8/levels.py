@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .convert import LAYERS, convert
-from .level_optimizer import kind_of, take_over
+from .level_optimizer import settings_of, take_over
 from .optim import AdamW
 from .recipe import Recipe, get_recipe
 from .scaled_tensor import DTYPES, ScaledTensor
@@ -81,17 +81,18 @@ def initialize(
     holds the old ones (a list of parameters, an average of weights) takes them anew.
 
     optimizer: `torch.optim.Adam`, `AdamW` or `SGD`, those of `unit_scaling.optim` or of
-    `fp8.optim`; None: an `fp8.optim.AdamW` with its defaults. It becomes a subclass of what it
-    was, steps in float32, and skips and counts (``skipped_steps``) a step with a gradient that is
-    not finite.
+    `fp8.optim`; None: an `fp8.optim.AdamW` with its defaults. It becomes the class of
+    `fp8.optim` with its arithmetic, which steps in float32, and skips and counts
+    (``skipped_steps``) a step with a gradient that is not finite.
     opt_level: a name in `LEVELS`.
     recipe: of the products, for `fp8.convert`; None leaves them as they are.
 
-    Wrap the model (DistributedDataParallel, fully_shard) and compile it afterwards. state_dicts
-    hold plain tensors under the names they had: see `export_weights`.
+    Wrap the model in DistributedDataParallel, and compile it, afterwards; at O3 with the same
+    weights in all processes, since those that are sent then are in e4m3. state_dicts hold plain
+    tensors under the names they had: see `export_weights`.
     Raises ValueError for an unknown level or recipe, a model that has a level already or is
     wrapped, and an optimizer of other parameters or with an option that it cannot have here;
-    TypeError for another optimizer. Then nothing has been changed.
+    TypeError for another optimizer, and one of parameters in float64. Then nothing has changed.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
@@ -107,7 +108,7 @@ def initialize(
         optimizer = AdamW(model.parameters())
     trained = _trained(model, optimizer)
     weights = [p for p in _covered(model) if p in trained]
-    kind_of(optimizer)
+    settings_of(optimizer, level.formats)
     if chosen is not None:
         convert(model, chosen)  # refuses what it cannot do before it changes anything
     replaced = scale_weights(model, weights, level.weight, level.grad)

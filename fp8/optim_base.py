@@ -4,11 +4,13 @@ are loaded in any encoding, masters that follow their weights."""
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -100,6 +102,8 @@ class LowPrecision(Optimizer):
             rounded = p.detach().clone()
             rounded.copy_(decode(master).view(p.shape))
             if not torch.equal(rounded, p):
+                if loaded is None:
+                    _warn_of_broadcasts()
                 write_master(p, self.state[p], p if loaded is None else loaded)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -122,6 +126,16 @@ class LowPrecision(Optimizer):
         finally:
             hold.remove()
             release.remove()
+
+
+def _warn_of_broadcasts() -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            "a weight was written to, and its master begins anew from it: if that was "
+            "DistributedDataParallel, which sends weights and no masters, the processes differ "
+            "from now on. Begin with the same weights in all of them (one seed, or a checkpoint)",
+            stacklevel=4,
+        )
 
 
 def _version(parameter: Any) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import nn
 from .subclass import bare_class
 from .swap import Where
 
-__all__ = ["WHERE", "choose"]
+__all__ = ["WHERE", "checked_where", "choose"]
 
 Layers = Mapping[str, nn.Module]
 """Name -> layer, in the order of the model."""
@@ -62,22 +62,27 @@ WHERE: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
 """Name -> (model, its layers by name) -> those to leave alone, name -> reason."""
 
 
+def checked_where(where: str | Where | None) -> str | Where | None:
+    """``where``. Raises ValueError for a name that is not in `WHERE`, TypeError for what is neither
+    a name nor a function nor None."""
+    if isinstance(where, str) and where not in WHERE:
+        allowed = ", ".join(map(repr, WHERE))
+        raise ValueError(f"unknown where {where!r}; choose one of {allowed}")
+    if not (where is None or isinstance(where, str) or callable(where)):
+        raise TypeError(f"where is a {type(where).__name__}; give a name or (name, layer) -> bool")
+    return where
+
+
 def choose(where: str | Where | None, model: nn.Module, layers: Layers) -> dict[str, str]:
     """The names of the layers that ``where`` leaves alone, each with the reason.
 
     where: a name in `WHERE`, or (name, layer) -> whether to convert it, or None: all.
-    Raises ValueError for an unknown name, TypeError for what is neither.
     """
     if where is None:
         return {}
     if isinstance(where, str):
-        if where not in WHERE:
-            allowed = ", ".join(map(repr, WHERE))
-            raise ValueError(f"unknown where {where!r}; choose one of {allowed}")
         layers = {name: layer for name, layer in layers.items() if list(layer.parameters())}
         return {name: f"{where}: {why}" for name, why in WHERE[where](model, layers).items()}
-    if not callable(where):
-        raise TypeError(f"where is a {type(where).__name__}; give a name or (name, layer) -> bool")
     return {name: "not chosen" for name, layer in layers.items() if not where(name, layer)}
 
 
@@ -92,6 +97,8 @@ def _blocks(model: nn.Module, layers: Layers) -> list[str]:
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         names = [f"{path}.{key}" if path else key for key, _ in module.named_children()]
+        if not path and len(names) == 1:  # wraps a model
+            continue
         inside = all(any(_within(layer, name) for layer in layers) for name in names)
         if inside and len({bare_class(child) for child in module.children()}) == 1:
             found += names

@@ -15,11 +15,12 @@ import torch
 from fp8.files import CheckpointError
 
 from .data import TOKENS, load_corpus
+from .optimizers import OPTIMIZERS, check_installed
 from .parallel import ALONE, KINDS, BadInputError, Ranks, start
 from .results import summary, table
 from .session import PLOT, RESULTS, Session, prepare, run
 from .settings import PRESETS, Settings
-from .variants import VARIANTS
+from .variants import DEMO, VARIANTS
 
 EXIT_BAD_INPUT = 2
 
@@ -63,7 +64,10 @@ def _show(session: Session, runs: list[dict[str, Any]]) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "--data": {"metavar": "FILE", "help": "text (default: the Python standard library's source)"},
     "--preset": {"default": "small", "help": f"{' or '.join(PRESETS)} (default: %(default)s)"},
-    "--variants": {"default": ",".join(VARIANTS), "help": "some of %(default)s (default: all)"},
+    "--variants": {
+        "default": ",".join(DEMO),
+        "help": f"some of {','.join(VARIANTS)} (default: %(default)s)",
+    },
     "--seeds": {"default": "0", "help": "whole numbers and commas (default: %(default)s)"},
     "--lr": {"help": "peak learning rate: a number for all, or variant=number,... for some"},
     "--out": {
@@ -96,6 +100,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--sample": {"type": int, "default": 160, "help": "tokens to sample (default: %(default)s)"},
 }
+CHOICES = {"tokens": TOKENS, "optimizer": tuple(OPTIMIZERS)}
 PRESET_GIVES = {"lr", "unit_lr", "betas"}  # settings without an option of their own; --lr sets both
 
 
@@ -119,8 +124,8 @@ def _add_override(group: argparse._ArgumentGroup, name: str, example: object) ->
     option = "--" + name.replace("_", "-")
     if isinstance(example, bool):
         group.add_argument(option, action=argparse.BooleanOptionalAction)
-    elif name == "tokens":
-        group.add_argument(option, choices=TOKENS)
+    elif name in CHOICES:
+        group.add_argument(option, choices=CHOICES[name])
     else:
         group.add_argument(option, type=type(example), metavar="N")
 
@@ -143,6 +148,11 @@ def _session(args: argparse.Namespace, ranks: Ranks = ALONE) -> Session:
         raise ValueError("--communication fp8 needs --parallel: a single process sends nothing")
     if ranks.kind is not None and args.compile:
         raise ValueError("--compile and --parallel have not been tried together; choose one")
+    check_installed(settings.optimizer)
+    if ranks.kind == "fsdp" and settings.optimizer in ("bitsandbytes", "torchao"):
+        raise ValueError(
+            f"--parallel fsdp has not been tried with --optimizer {settings.optimizer}"
+        )
     return Session(
         ranks=ranks,
         corpus=load_corpus(args.data, tokens=settings.tokens, context=settings.context),

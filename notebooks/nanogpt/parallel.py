@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -112,6 +113,8 @@ def start(kind: str | None, *, fp8: bool = False) -> Iterator[Ranks]:
         )
     # Of outputs that are views: nothing here changes one in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     yield Ranks(kind=kind, rank=dist.get_rank(), world=dist.get_world_size(), fp8=fp8)
     dist.barrier()
@@ -138,9 +141,10 @@ def distribute(
         if ranks.fp8:
             unit_scaled = any(has_parameter_data(p) for p in model.parameters())
             gather_in_fp8(model, "unit" if unit_scaled else "tensor")
+        mesh = init_device_mesh(next(model.parameters()).device.type, (ranks.world,))
         for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     return model, None
 
 

@@ -21,6 +21,9 @@ STYLES: dict[str, dict[str, Any]] = {
     "fp8": {"color": "#D55E00"},
     "unit_scaled": {"color": "#009E73", "linestyle": (0, (5, 2))},
     "unit_scaled_fp8": {"color": "#0072B2"},
+    "fp16": {"color": "#CC79A7"},
+    "fp16_mixed": {"color": "#56B4E9", "linestyle": (0, (1, 1.2))},
+    "unit_scaled_fp16": {"color": "#F0E442", "linestyle": (0, (5, 2))},
 }
 GREY = "#666666"
 LINEAR_GAP = 0.02  # gaps smaller than this are drawn to scale, larger ones by their logarithm

@@ -170,6 +170,7 @@ def _start(session: Session, variant: str, seed: int) -> Training:
         lr=session.lr[variant],
         seed=seed,
         autocast=VARIANTS[variant].autocast,
+        scale_loss=VARIANTS[variant].scale_loss,
         compile=session.compile,
         ranks=session.ranks,
     )

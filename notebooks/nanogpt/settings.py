@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .model import GPTConfig
+from .optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,16 @@ class Settings:
     final_lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.1
+    optimizer: str = "adamw"
     clip: float = 1.0
     eval_interval: int = 50
     eval_batches: int = 10
 
     def __post_init__(self) -> None:
         self.gpt(vocab=1)  # checks the shape
+        if self.optimizer not in OPTIMIZERS:
+            choices = ", ".join(OPTIMIZERS)
+            raise ValueError(f"unknown optimizer {self.optimizer!r}; choose one of {choices}")
         for name in ("batch_size", "iters", "eval_interval", "eval_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -15,6 +15,7 @@ from fp8.fsdp import update_scales
 from unit_scaling import batch_multiplier
 
 from .data import Corpus, window_starts, windows
+from .optimizers import make_optimizer
 from .parallel import ALONE, Ranks, distribute, load, optimizer_state, whole
 from .progress import Progress
 from .settings import Settings
@@ -55,16 +56,6 @@ def learning_rate(step: int, settings: Settings) -> float:
     return settings.final_lr + (1 - settings.final_lr) * cosine
 
 
-def make_optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW as in nanoGPT: matrices decay; biases and the gains of norms do not."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=settings.betas, fused=True)
-
-
 class Training:
     """A run that can be stopped after any step and continued from `state_dict` to the same bits.
 
@@ -81,10 +72,14 @@ class Training:
         lr: float,
         seed: int = 0,
         autocast: torch.dtype | None = None,
+        scale_loss: bool = False,
         compile: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`model` is trained where it is; `autocast` is the dtype of torch.autocast, if any."""
+        """`model` is trained where it is; `autocast` is the dtype of torch.autocast, if any.
+
+        `scale_loss`: multiply the loss by what torch's GradScaler finds to be large enough.
+        """
         self.model, self.settings, self.seed, self.autocast = model, settings, seed, autocast
         self.device = next(model.parameters()).device
         self.ranks = ranks
@@ -93,6 +88,7 @@ class Training:
         call, self._hook = distribute(model, ranks, self._rehearse)
         self._call = torch.compile(call) if compile else call
         self.optimizer = make_optimizer(model, lr, settings)
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=scale_loss)
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0
         self.batch_loss = torch.full((settings.iters,), math.nan, device=self.device)
@@ -154,9 +150,11 @@ class Training:
         # What a unit-scaled model scales by the batch sees the batch of all processes.
         with batch_multiplier(self.ranks.world, averaged_over=self.ranks.world):
             loss = self._loss(self._call, self._train, self.ranks.share(self._starts[step]))
-        loss.backward()
+        self._scaler.scale(loss).backward()
+        self._scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-        self.optimizer.step()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
         update_scales(self.model)
         self.batch_loss[step] = loss.detach()
 
@@ -194,6 +192,7 @@ class Training:
             "step": self.step,
             "model": whole(self.model.state_dict()),
             "optimizer": optimizer_state(self.optimizer, ranks),
+            "scaler": self._scaler.state_dict(),
             "hook": None if self._hook is None else self._hook.state_dict(),
             "rng": ranks.of_all(torch.get_rng_state()),
             "cuda_rng": ranks.of_all(torch.cuda.get_rng_state(self.device)) if cuda else None,
@@ -206,6 +205,7 @@ class Training:
         """Continues from `state`. Raises ValueError if it is not that of such a run."""
         try:
             load(self.model, self.optimizer, state["model"], state["optimizer"])
+            self._scaler.load_state_dict(state["scaler"])
             if self._hook is not None:
                 self._hook.load_state_dict(state["hook"])
             self.batch_loss.copy_(state["batch_loss"])

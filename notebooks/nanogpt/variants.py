@@ -38,12 +38,13 @@ class Variant:
 
     `autocast` is the dtype of torch.autocast around the forward pass, None for none.
     `unit_scaled` picks the learning rate: weights of variance 1 need a larger one than weights
-    of variance 0.02**2.
+    of variance 0.02**2. `scale_loss` is whether torch's GradScaler scales the loss.
     """
 
     label: str
     build: Callable[[nn.Module], nn.Module] = _plain
     autocast: torch.dtype | None = None
+    scale_loss: bool = False
     unit_scaled: bool = False
 
     def default_lr(self, settings: Settings) -> float:
@@ -56,7 +57,15 @@ VARIANTS: dict[str, Variant] = {
     "fp8": Variant(label="FP8", build=_fp8),
     "unit_scaled": Variant(label="unit-scaled FP32", build=_unit_scaled, unit_scaled=True),
     "unit_scaled_fp8": Variant(label="unit-scaled FP8", build=_unit_scaled_fp8, unit_scaled=True),
+    "fp16": Variant(label="FP16, loss not scaled", autocast=torch.float16),
+    "fp16_mixed": Variant(label="FP16, GradScaler", autocast=torch.float16, scale_loss=True),
+    "unit_scaled_fp16": Variant(
+        label="unit-scaled FP16", build=_unit_scaled, autocast=torch.float16, unit_scaled=True
+    ),
 }
+
+DEMO = ("fp32", "bf16", "fp8", "unit_scaled", "unit_scaled_fp8")
+"""What a run compares where nothing else is asked for."""
 
 
 def build_model(variant: str, *, vocab: int, settings: Settings, seed: int) -> nn.Module:

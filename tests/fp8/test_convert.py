@@ -253,6 +253,17 @@ def test_checkpointed_layers_are_cast_in_the_recomputation_too(
         assert (forward, casts.call_count) == (4, 4 + 4 + 2)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_convolutions(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    layer = fp8.convert(nn.Conv1d(8, 8, 3), "unit")
+    x = torch.randn(2, 8, 6, requires_grad=True)
+    want = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    got = [x.grad, *(p.grad for p in layer.parameters())]
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
 def test_bad_input() -> None:
     with pytest.raises(TypeError, match=r"needs an nn\.Module, got builtin"):
         fp8.convert(F.gelu)  # type: ignore[type-var]

@@ -47,6 +47,23 @@ def test_the_pre_scale_is_halved_at_a_share_and_grows_from_a_half_to_two_in_1000
     assert state.pre_scale == 2
 
 
+def test_the_pre_scale_moves_where_saturation_costs_less_than_a_rounding():
+    """Gaussian gradients, 1,200 steps: once nothing has saturated for long, a few values do."""
+    torch.manual_seed(0)
+    state, found = distributed.HookState(), []
+    for _ in range(1200):
+        x = torch.randn(100, distributed.BLOCK)
+        scale = (distributed._exponents(x).int() << 23).view(torch.float32) / state.pre_scale
+        state.count(distributed._counts(x / scale))
+        saturated = (x / scale).abs() > 31.5
+        y = distributed._decode(distributed._encode(x / scale)) * scale
+        assert ((y - x).abs() <= 2**-5 * x.abs())[saturated].all()
+        found.append(state.pre_scale)
+        state.update()
+    assert 0.5 <= min(found[1:]) < 0.52
+    assert 1.016 < max(found) < 1.06
+
+
 @needs_gloo
 def test_four_processes(tmp_path: Path):
     run_ranks(Path(__file__).with_name("all_reduce_worker.py"), 4, tmp_path / "store")

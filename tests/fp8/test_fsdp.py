@@ -126,6 +126,8 @@ def test_report_names_what_is_left_alone():
     assert weight.mup_type == "weight"
     assert not weight.requires_grad
     update_scales(model)  # nothing is sharded
+    again = gather_in_fp8(model)
+    assert [row.why for row in again][2:] == ["", *["its weight is a _Weight"] * 2]
 
 
 @pytest.mark.parametrize(

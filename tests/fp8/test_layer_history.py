@@ -133,3 +133,18 @@ def test_a_checkpoint_is_refused_by_name():
     loss = checkpoint(layer, randn(4, 8), use_reentrant=False).sum()
     with pytest.raises(NotImplementedError, match="recipe 'delayed' cannot be checkpointed"):
         loss.backward()
+
+
+def test_a_reentrant_checkpoint_records_once():
+    """Its forward pass records no gradients, so it only reads; what is recomputed records."""
+    plain, model = (fp8.convert(nn.Linear(8, 8), SHORT) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for i in range(3):
+        x = (2.0**i * randn(4, 8, seed=i)).detach().requires_grad_()
+        y, z = plain(x), checkpoint(model, x, use_reentrant=True)
+        assert torch.equal(y, z)
+        y.sum().backward()
+        z.sum().backward()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    assert torch.equal(plain.weight.grad, model.weight.grad)

@@ -94,6 +94,17 @@ def test_ddp(level, hooked):
     assert isinstance(model[0].weight.grad, ScaledTensor)
 
 
+def test_a_master_that_a_broadcast_has_passed_by(monkeypatch):
+    """What DDP sends to the other processes when it wraps a model whose weights differ."""
+    model, optimizer = build("O3")
+    model[0].weight.data.mul_(0.3)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.warns(UserWarning, match="same weights in all of them"):
+        run(model, optimizer, 1)
+    run(model, optimizer, 1)
+
+
 @each_level
 @pytest.mark.usefixtures("_one_process")
 def test_resume_from_a_distributed_checkpoint(level, tmp_path):

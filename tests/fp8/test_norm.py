@@ -252,3 +252,14 @@ def test_unit_scaling_sees_layer_norm_2d():
     y.backward(torch.randn(y.shape))
     assert 0.5 < float(model[1].bias.grad.square().mean().sqrt()) < 2
     assert y.is_contiguous()
+
+
+def test_a_compiled_unit_scaled_layer_norm_2d_is_refused_by_name():
+    """The compiler shows a mode what the call is made of, not the call: no wrong scale passes."""
+    import unit_scaling as uu
+
+    x = torch.randn(2, C, 4, 4)
+    model = uu.transforms.unit_scale(nn.Sequential(nn.Conv2d(C, C, 1), fp8.LayerNorm2d(C)))
+    model(x)
+    with pytest.raises(Exception, match="PlanMissError"):
+        torch.compile(model, fullgraph=True, backend="eager")(x)

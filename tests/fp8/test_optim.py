@@ -12,7 +12,6 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 from fp8.optim import Adam, AdamW, state_bytes
-from fp8.scaled_tensor import scaled_parameter
 
 FLOAT32 = {"first_moment": "float32", "second_moment": "float32"}
 BLOCKS = {"first_moment": "e4m3_block", "second_moment": "e5m3_block"}
@@ -282,7 +281,7 @@ def test_float16_master_weights():
 
 @pytest.mark.parametrize("master", [None, "float16"])
 def test_a_scaled_tensor_is_a_parameter(master):
-    weight = scaled_parameter(fp8.scaled(torch.randn(96, 64), "fp16"), None, True)
+    weight = nn.Parameter(fp8.scaled(torch.randn(96, 64), "fp16"))
     plain = nn.Parameter(weight.detach().to(torch.float32))
     optimizers = AdamW([weight], 0.01, master_weights=master), AdamW([plain], 0.01)
     for _ in range(3):

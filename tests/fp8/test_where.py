@@ -72,6 +72,10 @@ def experts() -> nn.Module:
     return nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(32, 9)})
 
 
+def wrapped() -> nn.Module:
+    return nn.Sequential(nanogpt())
+
+
 # Model -> what is outside of the blocks, what joins the residual stream.
 PATTERNS = {
     gpt2: (["lm_head"], ["*.c_proj"]),
@@ -80,6 +84,7 @@ PATTERNS = {
     t5: (["lm_head"], ["*Attention.o", "*.wo"]),
     encoder: ([], ["*.self_attn", "*.linear2"]),
     nanogpt: (["head"], ["*.out", "*.down"]),
+    wrapped: (["0.head"], ["*.out", "*.down"]),
     flat: (["2"], ["*.o", "*.down"]),
     mlp: (["3"], []),
     experts: (["head"], ["*.down"]),
@@ -148,9 +153,21 @@ def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
     assert "Conv1D" in repr(fp8.revert(layer))
 
 
+def test_the_rest_is_simulated_where_its_recipe_has_no_kernels():
+    model = fp8.convert(
+        mlp(), "unit", backend="native", where=lambda name, _: name == "0", rest="bf16"
+    )
+    rows = {row.path: row.why for row in fp8.report(model)}
+    assert rows["0"] == "unit, native"
+    assert rows["2"] == "bf16 (not chosen), simulated: the kernels have no format 'bf16'"
+    assert model(torch.randn(16, 32)).shape == (16, 5)
+
+
 def test_refusals():
+    model = fp8.convert(mlp(), "unit")
     with pytest.raises(ValueError, match="unknown where 'all'; choose one of 'hidden', 'umup'"):
-        fp8.convert(mlp(), "unit", where="all")
+        fp8.convert(model, "unit", where="all")
+    assert not fp8.report(model).left_alone  # as it was
     with pytest.raises(TypeError, match="where is a int; give a name or"):
         fp8.convert(mlp(), "unit", where=3)
     with pytest.raises(ValueError, match="unknown recipe 'int3'"):

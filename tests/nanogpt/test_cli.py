@@ -1,6 +1,7 @@
 """The command line: what it writes, and one line for whatever is wrong."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def test_a_run_writes_results_a_plot_and_a_table(tmp_path: Path, argv, capsys) -
         ({"threads": 0}, "--threads must be at least 1, got 0"),
         ({"sample": -1}, "--sample must not be negative, got -1"),
         ({"tokens": "word"}, "invalid choice: 'word'"),
+        ({"optimizer": "sgd"}, "invalid choice: 'sgd'"),
         ({"colour": "red"}, "unrecognized arguments: --colour=red"),
     ],
 )
@@ -105,3 +107,30 @@ def test_learning_rates(text: str | None, rates: dict[str, float]) -> None:
     from notebooks.nanogpt.settings import Settings
 
     assert cli._learning_rates(text, list(rates), Settings(lr=2.0, unit_lr=4.0)) == rates
+
+
+@pytest.mark.parametrize("optimizer", ["fp8", "8bit"])
+def test_optimizers(tmp_path: Path, argv, losses, optimizer: str) -> None:
+    """They train alike, but for what their states are rounded to."""
+    for name in ("adamw", optimizer):
+        assert cli.main(argv(out=tmp_path / name, optimizer=name, width=64)) == 0
+    ((ours, *_),) = losses(tmp_path / optimizer).values()
+    ((theirs, *_),) = losses(tmp_path / "adamw").values()
+    assert ours != theirs
+    assert ours == pytest.approx(theirs, rel=0.02)
+
+
+def test_an_optimizer_that_is_not_installed(tmp_path: Path, argv, refused, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    message = refused(argv(out=tmp_path / "run", optimizer="bitsandbytes"))
+    assert "--optimizer bitsandbytes: bitsandbytes is " in message
+    assert "pip install" in message
+
+
+def test_fp16_variants(tmp_path: Path, argv, losses) -> None:
+    variants = "fp32,fp16,fp16_mixed,unit_scaled_fp16"
+    assert cli.main(argv(out=tmp_path / "run", variants=variants)) == 0
+    found = {name: curves["val"] for (name, _), (_, curves, _) in losses(tmp_path / "run").items()}
+    assert found.keys() == set(variants.split(","))
+    for name, val in found.items():
+        assert val[-1] < val[0], name

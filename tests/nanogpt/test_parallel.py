@@ -82,6 +82,10 @@ def test_torchrun_starts_it(tmp_path: Path, argv, losses) -> None:
     check_close(losses(tmp_path / "one"), losses(tmp_path / "two"), "fp32")
 
 
+def flags(kind: str, communication: str, out: Path) -> list[str]:
+    return [f"--parallel={kind}", f"--communication={communication}", f"--out={out}"]
+
+
 def check_close(expected, got, communication: str) -> None:
     for (variant, seed), (batch_loss, curves, _) in expected.items():
         close = pytest.approx(batch_loss, abs=TOLERANCE[variant, communication])
@@ -96,20 +100,13 @@ def test_two_processes_train_as_one_and_resume_after_a_kill(tmp_path: Path, argv
     """One of two is killed in the middle of a step; the other fails, and nothing is lost: both,
     started again, give the losses of a run that nobody disturbed. (To the bit; in FP8, DDP would
     round otherwise after the start, as it arranges its buckets anew.)"""
-    command = argv(variants="fp32,unit_scaled_fp8", iters=10, sample=0)
-    ways = {
-        (kind, communication): [f"--parallel={kind}", f"--communication={communication}"]
-        for kind, communication in (("fsdp", "fp32"), ("fsdp", "fp8"), ("ddp", "fp8"))
-    }
+    plain = argv(variants="fp32", iters=10, sample=0)
+    scaled = argv(variants="unit_scaled_fp8", iters=10, sample=0)
+    ways = {("fsdp", "fp32"): scaled, ("fsdp", "fp8"): plain, ("ddp", "fp8"): scaled}
     dropout = argv("--resume", variants="unit_scaled_fp8", dropout=0.2, sample=0)
     killed, undisturbed = (
         {
-            kind: [
-                *dropout,
-                f"--parallel={kind}",
-                f"--communication={communication}",
-                f"--out={tmp_path / f'{kind}-{fate}'}",
-            ]
+            kind: [*dropout, *flags(kind, communication, tmp_path / f"{kind}-{fate}")]
             for kind, communication in (("ddp", "fp32"), ("fsdp", "fp8"))
         }
         for fate in ("killed", "undisturbed")
@@ -120,15 +117,17 @@ def test_two_processes_train_as_one_and_resume_after_a_kill(tmp_path: Path, argv
         assert results[1 - victim][0] not in (0, 2), results[1 - victim][1]
         assert (tmp_path / f"{kind}-killed" / "checkpoints" / "unit_scaled_fp8-seed0.pt").exists()
     names = {way: tmp_path / "-".join(way) for way in ways}
-    runs = [[*command, *flags, f"--out={names[way]}"] for way, flags in ways.items()]
+    runs = [[*command, *flags(*way, names[way])] for way, command in ways.items()]
     for code, printed in two([*runs, *killed.values(), *undisturbed.values()]):
         assert code == 0, printed
     for kind in ("ddp", "fsdp"):
         expected = losses(tmp_path / f"{kind}-undisturbed")
         assert losses(tmp_path / f"{kind}-killed") == expected
-    main([*command, f"--out={tmp_path / 'one'}"])
+    main([*plain, f"--out={tmp_path / 'plain'}"])
+    main([*scaled, f"--out={tmp_path / 'scaled'}"])
     for way, folder in names.items():
-        check_close(losses(tmp_path / "one"), losses(folder), way[1])
+        one = tmp_path / ("plain" if ways[way] is plain else "scaled")
+        check_close(losses(one), losses(folder), way[1])
 
 
 def test_bad_input(argv, refused, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ READS = {
     "two": (lambda x: x[:, 0] + x[:, 1], 2 / LENGTH),
     "a quarter": (lambda x: x.narrow(1, 0, LENGTH // 4), 1 / 4),
     "two slices, summed": (lambda x: x[:, :3] - x[:, 5:8], 6 / LENGTH),
+    "one beside an average": (lambda x: x[:, 0] + x[:, 1:].mean(1), 2 / LENGTH),
+    "an average": (lambda x: x[:, 1:].mean(1), 1.0),
     "most": (lambda x: x[:, 1:], 1.0),
     "twice": (lambda x: x[:, 0] + x.mean(1), 1.0),
     "both halves": (lambda x: x[:, : LENGTH // 2] * x[:, LENGTH // 2 :], 1.0),

@@ -299,13 +299,23 @@ class _Planner:
     def _selection(self, index: int, node: Node) -> Decision:
         """A part of a value of which only parts are read: the rest of it gets no gradient."""
         whole = node.inputs[0]
-        readers = [self.nodes[reader] for reader in self.flow.readers[whole.node]]
-        share = sum(reader.numel for reader in readers) / (whole.numel or 1)
-        parts = all(reader.kind in SELECTIONS for reader in readers)
+        readers = self.flow.readers[whole.node]
+        share = sum(self._read(reader) for reader in readers) / (whole.numel or 1)
+        parts = all(self.nodes[reader].kind in SELECTIONS for reader in readers)
         if not (parts and 0 < share <= 0.5 and self.flow.is_waist(whole.node)):
             return _NOTHING
         step = Step(slots=((whole.slot, 1.0, share**-0.5),))
         return step, "scaled", f"gradient only: takes 1 in {1 / share:.3g}"
+
+    def _read(self, index: int) -> int:
+        """How many numbers of a value a call hands on, or their averages, where a constraint keeps
+        those from making up for the share of the gradient that each number gets.
+        """
+        if len(self.flow.readers[index]) == 1:
+            (reader,) = self.flow.readers[index]
+            if self.nodes[reader].kind in AVERAGES and not self.bridges[reader]:
+                return self.nodes[reader].numel
+        return self.nodes[index].numel
 
     def _preserve(self, node: Node, kind: str) -> Decision:
         """Only what leaves the function alone: weights at their own scale, losses."""

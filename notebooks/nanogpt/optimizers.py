@@ -1,0 +1,66 @@
+"""The optimizers that a run may use instead of torch's AdamW, where they are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import fp8
+from fp8.adapters import need
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+Groups = list[dict[str, Any]]
+
+
+def _torch(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, fused=True, **settings)
+
+
+def _blocks(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
+    formats = {"first_moment": "e4m3_block", "second_moment": "e5m3_block"}
+    return fp8.optim.AdamW(groups, **formats, **settings)
+
+
+def _bitsandbytes(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
+    return need("bitsandbytes").optim.AdamW8bit(groups, **settings)
+
+
+def _torchao(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
+    need("torchao")
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(groups, **settings)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": _torch,
+    "fp8": fp8.optim.AdamW,  # first moments in e4m3, second ones in float16
+    "8bit": _blocks,
+    "bitsandbytes": _bitsandbytes,
+    "torchao": _torchao,
+}
+"""Name -> what makes an AdamW of groups, lr and betas."""
+
+
+def check_installed(optimizer: str) -> None:
+    """Raises ValueError, with the command that installs it, where its library is not there."""
+    if optimizer in ("bitsandbytes", "torchao"):
+        try:
+            need(optimizer)
+        except ImportError as error:
+            raise ValueError(f"--optimizer {optimizer}: {error}") from error
+
+
+def make_optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW as in nanoGPT: matrices decay; biases and the gains of norms do not."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return OPTIMIZERS[settings.optimizer](groups, lr=lr, betas=settings.betas)
