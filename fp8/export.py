@@ -53,43 +53,53 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report:
     ``weight_scale`` (float32; (1,), or (outputs, 1) for "row") is what the layer multiplied by.
     Inputs need no calibration: their scale is 1 for "unit" and that of the history for "delayed";
     for "tensor" and "row" it follows, when served, from the largest magnitude at hand, without
-    being rounded up to a power of two. All else keeps its dtype. Of a model of ``unit_scale(init=
-    "preserve")`` the factors taken out of the weights are put back: powers of two, so exactly.
+    being rounded up to a power of two. All else keeps its dtype.
+
+    Of a unit-scaled model the files are those of the plain one, with its factors in weights and
+    scales: for init="preserve" powers of two, so exactly, and for init="unit" as
+    `unit_scaling.transforms.fold` says, for decoders built as Llama's that have run once.
 
     Returns a row for each layer with a recipe: "FP8", or left alone, in high precision, and why.
     Raises TypeError for what is not a module, ValueError where no layer can be in FP8, for layers
-    of another library, for a "delayed" layer without a history, and for a model whose factors are
-    not in its weights (``unit_scale(init="unit")``, modules of `unit_scaling`); ImportError without
+    of another library, for a "delayed" layer without a history, and for a model with factors that
+    no weight can hold (modules of `unit_scaling`, other unit-scaled models); ImportError without
     safetensors.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"export needs an nn.Module, got {type(model).__name__}")
     need("safetensors")
-    factors = _factors(model)
+    factors, ratios = _factors(model)
     rows, layers = _layers(model)
     if not layers:
         why = "; ".join(sorted({row.why for row in rows})) or "fp8.convert was not called"
         raise ValueError(f"no layer of {type(model).__name__} can be stored in FP8: {why}")
-    tensors = _plain(model, factors)
+    state = model.state_dict()
+    tensors = _plain(model, state, factors)
     for name, layer in layers.items():
-        tensors |= _stored(name, layer, tensors[f"{name}.weight"], factors)
+        factor = factors.get(id(layer.weight), 1.0)
+        weight = state[f"{name}.weight"].float()
+        tensors |= _stored(name, layer, weight, factor, ratios.get(name, 1.0))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write(model, folder, tensors, _config(model, layers))
     return Report(rows)
 
 
-def _factors(model: nn.Module) -> dict[int, float]:
-    """id of a parameter -> the factor that a transform has taken out of it."""
+def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
+    """What transforms have taken out of the model: id of a parameter -> the factor that it lacks;
+    layer -> how many times larger than without them its input is."""
     for name, module in model.named_modules():
-        if type(module).__module__.startswith("unit_scaling.") and name:
+        if type(module).__module__.startswith("unit_scaling._modules"):
             raise ValueError(f"{name} is a module of unit_scaling: its factors are in no weight")
     names: dict[str, float] = {}
+    ratios: dict[str, float] = {}
     for scope, _ in getattr(model, "_scopes", ()):
         if not hasattr(scope, "outside"):
             raise ValueError(f"{type(scope).__name__} is no part of the weights: export without it")
-        names |= scope.outside()
-    return {id(model.get_parameter(name)): factor for name, factor in names.items()}
+        weights, inputs = scope.outside(model)
+        names |= weights
+        ratios |= inputs
+    return {id(model.get_parameter(name)): factor for name, factor in names.items()}, ratios
 
 
 def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
@@ -132,22 +142,25 @@ def _unfit(recipe: Recipe) -> str:
     return ""
 
 
-def _plain(model: nn.Module, factors: dict[int, float]) -> dict[str, Tensor]:
+def _plain(
+    model: nn.Module, state: dict[str, Tensor], factors: dict[int, float]
+) -> dict[str, Tensor]:
     """The state_dict without histories, factors multiplied in again, ties kept."""
-    state = model.state_dict()
-    tensors = {name: state[name].detach() for name in state if name not in histories(model)}
+    known = histories(model)
+    tensors = {name: tensor for name, tensor in state.items() if name not in known}
     scaled: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         key = id(parameter)
         if key in factors:
-            tensors[name] = scaled.setdefault(key, tensors[name] * factors[key])
+            tensors[name] = scaled.setdefault(key, state[name] * factors[key])
     return tensors
 
 
-def _stored(name: str, layer: Any, weight: Tensor, factors: dict[int, float]) -> dict[str, Tensor]:
-    """The tensors of a layer in FP8, by name."""
-    factor = factors.get(id(layer.weight), 1.0)
-    weight = (weight / factor).float()
+def _stored(
+    name: str, layer: Any, weight: Tensor, factor: float, ratio: float
+) -> dict[str, Tensor]:
+    """The tensors of a layer in FP8, by name. factor: that ``weight`` lacks. ratio: of its input
+    to the one that it has when it is served."""
     recipe, known = layer.fp8_recipe, histories(layer)
     scale = _scale(name, weight, recipe.weight, known.get("fp8_amax_weight"))
     units = quantize(weight, E4M3, scale=scale) / scale
@@ -156,8 +169,8 @@ def _stored(name: str, layer: Any, weight: Tensor, factors: dict[int, float]) ->
         f"{name}.weight_scale": torch.atleast_1d(scale * factor),
     }
     if not _INPUTS[recipe.input.scaling][1]:
-        input_scale = _scale(name, weight, recipe.input, known.get("fp8_amax_input"))
-        stored[f"{name}.input_scale"] = torch.atleast_1d(input_scale)
+        scale = _scale(name, weight, recipe.input, known.get("fp8_amax_input"))
+        stored[f"{name}.input_scale"] = torch.atleast_1d(scale / ratio)
     return stored
 
 

@@ -132,6 +132,24 @@ def test_factors_of_unit_scaling_are_put_back(recipe, tie, tmp_path):
     torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
 
 
+@pytest.mark.parametrize("recipe", ["unit", "delayed", "row"])
+def test_factors_of_unit_scaling_fold_into_scales(recipe, tmp_path):
+    """Those of residual branches, attention, activations and the readout: the plain class computes
+    the same logits. They are no powers of two, so that a product differs in its last bit, and an
+    input next to a tie may go to the other e4m3 number: 2**-4 of one term in some 20 000."""
+    model = fp8.convert(llama(attention_bias=True), RECIPES[recipe], where="hidden")
+    model = trained(unit_scale(model))
+    fp8.export(model, tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    if recipe == "unit":
+        assert stored["model.layers.0.mlp.down_proj.input_scale"].item() == pytest.approx(
+            0.566, abs=1e-3
+        )
+    got, want = logits(served(tmp_path)), logits(model)
+    assert (got - want).norm() < 1e-3 * want.norm()
+    assert (want - logits(fp8.revert(model))).norm() > 1e-2 * want.norm()
+
+
 def test_files(tmp_path):
     model = trained(fp8.convert(llama(), "unit", where="hidden"))
     weight = model.model.layers[0].mlp.up_proj.weight.detach()
@@ -182,8 +200,14 @@ def test_refused_by_name(tmp_path):
         fp8.export(fp8.convert(llama(), "mxfp8"), tmp_path)
     with pytest.raises(ValueError, match="no history yet: train the model first"):
         fp8.export(fp8.convert(llama(), "delayed"), tmp_path)
-    with pytest.raises(ValueError, match="factors that are in no weight"):
+    with pytest.raises(ValueError, match="after a call of it"):
         fp8.export(unit_scale(fp8.convert(llama(), "unit")), tmp_path)
+    tied = trained(unit_scale(fp8.convert(llama(tie_word_embeddings=True), "unit")))
+    with pytest.raises(ValueError, match="its head is tied to its embedding"):
+        fp8.export(tied, tmp_path)
+    eager = trained(unit_scale(fp8.convert(llama(attn_implementation="eager"), "unit")))
+    with pytest.raises(ValueError, match="self_attn has no scaled scaled_dot_product_attention"):
+        fp8.export(eager, tmp_path)
     with pytest.raises(ValueError, match="0 is a module of unit_scaling"):
         fp8.export(fp8.convert(nn.Sequential(uu.Linear(16, 16)), "unit"), tmp_path)
     with pytest.raises(ValueError, match="Simulate is no part of the weights"):

@@ -16,6 +16,7 @@ from fp8.autocast import outside_compiler
 from ..parameter import remember_tags, tag
 from .calls import KINDS
 from .compile import copied
+from .fold import Folded, folded
 from .install import Call, find_scope, install, is_sharded, unwrapped
 from .plan import make_plan
 from .record import Recorder, tensors_in
@@ -204,17 +205,19 @@ class UnitScale:
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
             self.weights.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
 
-    def outside(self) -> dict[str, float]:
-        """Parameter name -> the factor that its values lack, for `fp8.export`.
+    def outside(self, model: nn.Module) -> Folded:
+        """What `fp8.export` needs to write the weights of the plain model: see `transforms.fold`.
 
-        Raises ValueError where these factors are not all that the plain model lacks.
+        Raises ValueError where weights cannot hold all that the plain model lacks.
         """
-        if self.init != "preserve" or self.replacements:
-            raise ValueError(
-                "a model of unit_scale(init='unit') computes with factors that are in no weight: "
-                "of residual branches, attention, activations; init='preserve' has none of these"
-            )
-        return dict(self.weights.factors)
+        if self.replacements:
+            raise ValueError("functions that unit_scale was given in replace are in no weight")
+        if self.init == "preserve":
+            return dict(self.weights.factors), {}
+        whole = [plan for form, plan in self.plans.items() if form[0] == ""]
+        if not whole:
+            raise ValueError("a unit-scaled model is exported after a call of it: none was seen")
+        return folded(model, whole[-1])
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
