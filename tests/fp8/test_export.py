@@ -78,8 +78,8 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model(input_ids=IDS).logits
 
 
-def served(folder: Any) -> nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def served(folder: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def tolerance(want: torch.Tensor) -> float:
@@ -98,6 +98,26 @@ def test_served_as_it_was_trained(name, tmp_path):
     torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
     plain = logits(fp8.revert(model))
     assert (want - plain).abs().max() > 1e-3 * plain.abs().max()
+
+
+def test_served_in_16_bits(tmp_path):
+    """To the bit: scales are 1, and so are the operands of every product the same."""
+    config = llama().config
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = trained(fp8.convert(model, "unit", where="hidden"))
+    fp8.export(model, tmp_path)
+    assert torch.equal(logits(served(tmp_path, torch.bfloat16)), logits(model))
+
+
+def test_weights_of_a_level(tmp_path):
+    """That are stored in FP8 as they are kept."""
+    model = fp8.convert(llama(), "unit", where="hidden")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, _ = fp8.initialize(model, optimizer, opt_level="O3", recipe=None)
+    trained(model)
+    fp8.export(model, tmp_path)
+    want = logits(model)
+    torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
 
 
 @pytest.mark.parametrize("name", ["tensor", "row"])
