@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +10,19 @@ from torch import Tensor
 
 from .moments import ENCODINGS, Encoding, Stored, decode, scales_for, write, zeros
 
-__all__ = ["FIRST", "MASTER", "SECOND", "convert", "has", "keep", "local", "names", "read", "start"]
+__all__ = [
+    "FIRST",
+    "MASTER",
+    "SECOND",
+    "convert",
+    "everywhere",
+    "has",
+    "keep",
+    "local",
+    "names",
+    "read",
+    "start",
+]
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 """What a state holds. The first two are torch's names."""
@@ -25,6 +38,17 @@ def local(tensor: Tensor) -> Tensor:
     """The part of a sharded tensor that is here; any other tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def everywhere(true: bool, parameters: Iterable[Tensor]) -> bool:
+    """Whether it is true on all processes that hold a shard of one of the parameters."""
+    meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in parameters)
+    for mesh in filter(None, meshes):  # in the same order on all of them
+        flag = torch.tensor(float(true), device=mesh.device_type)
+        for group in mesh.get_all_groups():
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group)
+        true = bool(flag)
+    return true
 
 
 def is_plain(tensor: Tensor) -> bool:
