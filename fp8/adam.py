@@ -12,7 +12,19 @@ import torch
 from torch import Tensor
 
 from .moments import BLOCK, ENCODINGS, HEADROOM, Encoding, Stored, decode, scales_for, write
-from .optim_state import FIRST, MASTER, SECOND, Group, State, is_plain, local, names, read, start
+from .optim_state import (
+    FIRST,
+    MASTER,
+    SECOND,
+    Group,
+    State,
+    everywhere,
+    is_plain,
+    local,
+    names,
+    read,
+    start,
+)
 from .quantize import CHUNK
 from .rounding import Key, bits_from_key, fewer_bits, random_key
 
@@ -130,7 +142,7 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
     """
     found: dict[Any, _Unit] = {}
     for number, parameter in enumerate(group["params"], index):
-        if parameter.grad is None or not local(parameter).numel():
+        if parameter.grad is None:
             continue
         if parameter.grad.layout != torch.strided:
             raise RuntimeError(f"Adam needs dense gradients, got {parameter.grad.layout}")
@@ -159,7 +171,8 @@ def step_units(units: list[_Unit]) -> bool:
     if not units:
         return True
     largest = [_largest(unit.gradient()) for unit in units]
-    if not all(x < LARGEST for x in torch.stack([x.cpu() for x in largest]).tolist()):
+    fine = all(x < LARGEST for x in torch.stack([x.cpu() for x in largest]).tolist())
+    if not everywhere(fine, (p for unit in units for p in unit.parameters)):
         return False
     batches: dict[Any, list[int]] = {}
     for number, unit in enumerate(units):
@@ -176,7 +189,9 @@ def step_units(units: list[_Unit]) -> bool:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest magnitude, 0-dim float32; NaN where there is one."""
+    """The largest magnitude, 0-dim float32; NaN where there is one, 0 of an empty shard."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).to(torch.float32)
 

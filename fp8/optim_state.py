@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .moments import ENCODINGS, Encoding, Stored, decode, scales_for, write, zeros
 
-__all__ = ["FIRST", "MASTER", "SECOND", "convert", "has", "keep", "local", "names", "read", "start"]
+__all__ = [
+    "FIRST",
+    "MASTER",
+    "SECOND",
+    "convert",
+    "everywhere",
+    "has",
+    "keep",
+    "local",
+    "names",
+    "read",
+    "start",
+]
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 """What a state holds. The first two are torch's names."""
@@ -25,6 +39,17 @@ def local(tensor: Tensor) -> Tensor:
     """The part of a sharded tensor that is here; any other tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def everywhere(fine: bool, parameters: Iterable[Tensor]) -> bool:
+    """Whether ``fine`` is so on every process that has a shard of these: one all-reduce."""
+    mesh = next((p.device_mesh for p in parameters if hasattr(p, "device_mesh")), None)
+    if mesh is None:
+        return fine
+    agreed = torch.tensor(float(fine), device=mesh.device_type)
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, mesh.get_group(dimension))
+    return bool(agreed)
 
 
 def is_plain(tensor: Tensor) -> bool:

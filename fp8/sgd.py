@@ -12,7 +12,7 @@ from torch.optim.sgd import sgd
 
 from .moments import ENCODINGS, MASTERS, decode
 from .optim_base import LowPrecision
-from .optim_state import MASTER, Group, State, has, is_plain, keep, local, read
+from .optim_state import MASTER, Group, State, everywhere, has, is_plain, keep, local, read
 from .scaled_tensor import DTYPES, plain
 
 __all__ = ["SGD"]
@@ -118,7 +118,8 @@ class SGD(LowPrecision):
             (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
         finite = [plain(local(p.grad)).isfinite().all().cpu() for p, _ in trained]
-        if finite and not torch.stack(finite).all():
+        fine = not finite or bool(torch.stack(finite).all())
+        if not everywhere(fine, (p for p, _ in trained)):
             return False
         for parameter, group in trained:
             _step(parameter, self.state[parameter], group)
