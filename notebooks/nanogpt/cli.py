@@ -149,8 +149,10 @@ def _session(args: argparse.Namespace, ranks: Ranks = ALONE) -> Session:
     if ranks.kind is not None and args.compile:
         raise ValueError("--compile and --parallel have not been tried together; choose one")
     check_installed(settings.optimizer)
-    if ranks.kind == "fsdp" and settings.optimizer != "adamw":
-        raise ValueError("--parallel fsdp is for --optimizer adamw: no other shards its states")
+    if ranks.kind == "fsdp" and settings.optimizer in ("bitsandbytes", "torchao"):
+        raise ValueError(
+            f"--parallel fsdp saves states whole, and those of {settings.optimizer} are by shard"
+        )
     return Session(
         ranks=ranks,
         corpus=load_corpus(args.data, tokens=settings.tokens, context=settings.context),
