@@ -37,8 +37,9 @@ format: $(STAMP)  ## format the code
 bench: $(STAMP)  ## every benchmark, results in benchmarks/results
 	$(BIN)/python -m benchmarks
 
-docs: $(STAMP)  ## write docs/tables.md from the tables in the code
+docs: $(STAMP)  ## write the pages that are made from the code, and the site to out/site
 	$(BIN)/python -m docs.build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -18,7 +18,6 @@ from benchmarks.common import Finished, Row, report
 from benchmarks.recipe_loss import SIZE
 from fp8.adapters import probe
 from notebooks.nanogpt.data import Corpus, load_corpus
-from notebooks.nanogpt.optimizers import OPTIMIZERS
 from notebooks.nanogpt.settings import PRESETS, Settings
 from notebooks.nanogpt.train import Training, deterministic
 from notebooks.nanogpt.variants import VARIANTS, build_model

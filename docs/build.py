@@ -21,6 +21,7 @@ import unit_scaling.functional  # noqa: F401 - fills OPS
 from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats import FORMATS, Format
 from fp8.levels import LEVELS
+from fp8.moments import ENCODINGS, MASTERS, MOMENTS, Encoding
 from fp8.products import EXPANDED, OPAQUE, PRODUCTS
 from fp8.recipe import RECIPES, Cast, Recipe
 from fp8.scaling import RULES, SCALINGS, Scaling
@@ -146,6 +147,12 @@ def scaling(name: str, row: Scaling) -> list[str]:
     return [f"`{name}`", row.about, " x ".join(sides), code(row.rules) or "none"]
 
 
+def encoding(name: str, row: Encoding) -> list[str]:
+    places = {**MOMENTS, "master_weights": MASTERS}
+    shares = {"none": "none", "tensor": "the tensor", "block": "each 128 elements"}[row.scale]
+    return [f"`{name}`", f"`{row.dtype}`", shares, code(p for p, n in places.items() if name in n)]
+
+
 def documented(rows: Mapping[str, Callable[..., Any]]) -> list[list[str]]:
     """Name and documentation of the functions of a table."""
     return [[f"`{name}`", first_paragraph(function)] for name, function in rows.items()]
@@ -196,6 +203,12 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         "is a power of two.",
         " | ".join(LEVEL_HEADS),
         [[f"`{row.name}`", *level_row(row)[1:]] for row in LEVELS.values()],
+    ),
+    (
+        "Optimizer states",
+        "`fp8.moments.ENCODINGS`: how `fp8.optim` keeps a tensor, in units of a power of two.",
+        "name | stored as | one scale for | may be",
+        [encoding(name, row) for name, row in ENCODINGS.items()],
     ),
     (
         "Products",

@@ -4,7 +4,7 @@ eager mode does piece by piece and `torch.compile` in one pass."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,17 +162,16 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
     return list(found.values())
 
 
-def step_units(units: list[_Unit]) -> bool:
+def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     """Steps all of them; or none, and returns False, where a gradient or its square is not finite.
 
+    parameters: all that the optimizer has; of those that are sharded, all processes agree.
     The gradients are looked at first, all of them, which gives each moment its scale as well: that
     of the largest that it can become.
     """
-    if not units:
-        return True
     largest = [_largest(unit.gradient()) for unit in units]
-    fine = all(x < LARGEST for x in torch.stack([x.cpu() for x in largest]).tolist())
-    if not everywhere(fine, (p for unit in units for p in unit.parameters)):
+    finite = all(x < LARGEST for x in _on_cpu(largest))
+    if not everywhere(finite, parameters):
         return False
     batches: dict[Any, list[int]] = {}
     for number, unit in enumerate(units):
@@ -186,6 +185,11 @@ def step_units(units: list[_Unit]) -> bool:
         for unit, new in zip(batch, scales, strict=True):
             _step(unit, new)
     return True
+
+
+def _on_cpu(numbers: list[Tensor]) -> list[float]:
+    """0-dim tensors as numbers: the one time that the host waits for a GPU."""
+    return torch.stack([x.cpu() for x in numbers]).tolist() if numbers else []
 
 
 def _largest(x: Tensor) -> Tensor:

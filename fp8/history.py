@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AmaxHistory", "LayerHistory", "forget", "reduce_amax", "remember"]
+__all__ = ["AmaxHistory", "LayerHistory", "forget", "histories", "reduce_amax", "remember"]
 
 Group = torch.distributed.ProcessGroup | None
 
@@ -128,6 +128,12 @@ def forget(layer: nn.Module) -> None:
             delattr(layer, _BUFFER + role)
 
 
+def histories(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that `remember` has made in a model, by name."""
+    named = model.named_buffers()
+    return {name: b for name, b in named if name.rpartition(".")[2].startswith(_BUFFER)}
+
+
 def reduce_amax(model: nn.Module, group: Group = None) -> None:
     """Makes the histories of a model that `fp8.convert` gave a recipe with scaling "delayed" equal
     over the processes of ``group`` (None: all): for each entry the largest.
@@ -137,5 +143,4 @@ def reduce_amax(model: nn.Module, group: Group = None) -> None:
     process the buffers of the first before each pass; for gradient accumulation, make it not to
     (``forward_sync_buffers=False``, before torch 2.13 ``broadcast_buffers=False``).
     """
-    named = sorted(model.named_buffers())
-    _reduce([b for name, b in named if name.rpartition(".")[2].startswith(_BUFFER)], group)
+    _reduce([history for _, history in sorted(histories(model).items())], group)

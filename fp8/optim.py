@@ -115,7 +115,7 @@ class _Adam(LowPrecision):
         for group in self.param_groups:
             units += units_of(group, self.state, index, self.decoupled)
             index += len(group["params"])
-        return step_units(units)
+        return step_units(units, (p for group in self.param_groups for p in group["params"]))
 
 
 class Adam(_Adam):

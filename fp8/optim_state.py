@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .moments import ENCODINGS, Encoding, Stored, decode, scales_for, write, zeros
@@ -41,15 +40,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
-def everywhere(fine: bool, parameters: Iterable[Tensor]) -> bool:
-    """Whether ``fine`` is so on every process that has a shard of these: one all-reduce."""
-    mesh = next((p.device_mesh for p in parameters if hasattr(p, "device_mesh")), None)
-    if mesh is None:
-        return fine
-    agreed = torch.tensor(float(fine), device=mesh.device_type)
-    for dimension in range(mesh.ndim):
-        dist.all_reduce(agreed, dist.ReduceOp.MIN, mesh.get_group(dimension))
-    return bool(agreed)
+def everywhere(true: bool, parameters: Iterable[Tensor]) -> bool:
+    """Whether it is true on all processes that hold a shard of one of the parameters."""
+    meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in parameters)
+    for mesh in filter(None, meshes):  # in the same order on all of them
+        flag = torch.tensor(float(true), device=mesh.device_type)
+        for group in mesh.get_all_groups():
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group)
+        true = bool(flag)
+    return true
 
 
 def is_plain(tensor: Tensor) -> bool:

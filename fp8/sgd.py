@@ -118,8 +118,8 @@ class SGD(LowPrecision):
             (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
         finite = [plain(local(p.grad)).isfinite().all().cpu() for p, _ in trained]
-        fine = not finite or bool(torch.stack(finite).all())
-        if not everywhere(fine, (p for p, _ in trained)):
+        ours = not finite or bool(torch.stack(finite).all())
+        if not everywhere(ours, (p for group in self.param_groups for p in group["params"])):
             return False
         for parameter, group in trained:
             _step(parameter, self.state[parameter], group)

@@ -72,6 +72,9 @@ def _tables() -> Iterator[None]:
 
 # torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# Trainers' own: of torch's trees, of few workers, of folders and devices.
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
 @pytest.mark.usefixtures("_tables")
 @each_document
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -151,7 +151,7 @@ def _session(args: argparse.Namespace, ranks: Ranks = ALONE) -> Session:
     check_installed(settings.optimizer)
     if ranks.kind == "fsdp" and settings.optimizer in ("bitsandbytes", "torchao"):
         raise ValueError(
-            f"--parallel fsdp saves states whole, and those of {settings.optimizer} are by shard"
+            f"--parallel fsdp has not been tried with --optimizer {settings.optimizer}"
         )
     return Session(
         ranks=ranks,

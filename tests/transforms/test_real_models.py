@@ -150,6 +150,12 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["HuBERT", "RWKV"])
+def test_nothing_is_left_alone(name: str) -> None:
+    """A CTC loss with targets one after the other; quotients of exponentials."""
+    assert zoo.examine(name).left_alone == 0
+
+
 def test_the_zoo_says_what_became_of_a_model() -> None:
     found = zoo.examine("OPT")
     assert (found.result, found.left_alone, found.residuals) == ("converted", 0, 4)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import unit_scaling as uu
 import unit_scaling.functional as U
 from tests.transforms.models import GPT, Net, batch, gpt, same, step
-from unit_scaling.transforms import unit_scale
+from unit_scaling.transforms import simulate_fp8, unit_scale
 
 attention = F.scaled_dot_product_attention
 
@@ -319,3 +319,13 @@ def test_report_counts_every_weight_and_call() -> None:
 def test_bad_input(call, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+def test_recurrent_layers_are_simulated_without_a_warning() -> None:
+    """Torch's kernel hides its products, and a warning says so; what takes its place does not."""
+    x = torch.randn(5, 3, 8)
+    with pytest.warns(UserWarning, match="lstm cannot run under"):
+        simulate_fp8(nn.LSTM(8, 8))(x)
+    for model in (simulate_fp8(unit_scale(nn.LSTM(8, 8))), unit_scale(simulate_fp8(nn.LSTM(8, 8)))):
+        first, second = model(x)[0], model(x)[0]  # warnings are errors here
+        assert torch.equal(first, second)

@@ -1,0 +1,185 @@
+"""Lightning: models trained by its Trainer or its Fabric in FP8.
+
+    trainer = Trainer(plugins=FP8Precision("unit"))
+    fabric = Fabric(plugins=FP8FabricPrecision("unit", precision="bf16-mixed"))
+
+A plugin derives from Lightning's own for the rest of the precision (float32, autocast, 16 bits), so
+that gradient scaling, clipping and casts of the batch are Lightning's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..convert import ADAPTERS, convert
+from ..history import histories
+from ..matmul import checked_backend
+from ..recipe import Recipe, get_recipe
+from ..swap import Where
+from . import need
+
+__all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
+
+PRECISIONS = {
+    "32-true": "Precision",
+    "16-mixed": "MixedPrecision",
+    "bf16-mixed": "MixedPrecision",
+    "16-true": "HalfPrecision",
+    "bf16-true": "HalfPrecision",
+}
+"""Lightning's name of what is not in FP8 -> its plugin, which ours derives from."""
+
+
+def FP8Precision(
+    recipe: str | Recipe = "unit",
+    *,
+    precision: str = "32-true",
+    backend: str = "auto",
+    where: str | Where | None = None,
+    rest: str | Recipe | None = None,
+    library: str | None = None,
+    **options: Any,
+) -> Any:
+    """A plugin for ``Trainer(plugins=...)``, under which it trains and evaluates in FP8.
+
+    When it sets the model up, the Trainer has it converted by `fp8.convert`: in place, with the
+    parameters that the optimizer knows. It stays converted: `fp8.report` has a row for each layer,
+    `fp8.revert` takes it back. Validation, test and prediction run under the recipe too, as
+    `fp8.convert` has it.
+
+    Checkpoints have the plain model's state_dict, and under "FP8Precision" the recipe and, with
+    scaling "delayed", the history of each layer, with which training resumes to the bit. One that
+    was trained under another recipe is loaded with a UserWarning.
+
+    recipe, backend, where, rest: as in `fp8.convert`.
+    precision: one of `PRECISIONS`, of whatever is not in FP8; "mixed" is torch.autocast.
+    library: "lightning" or "pytorch_lightning", whose Trainer it is for; None: the one imported,
+    of both the first.
+    options: ``device`` and ``scaler`` of Lightning's MixedPrecision; device is that of the
+    accelerator unless given.
+    Raises ValueError for an unknown name, TypeError for other options, ImportError where Lightning
+    is not installed.
+    """
+    base = _base(("lightning", "pytorch_lightning"), ".pytorch", precision, library)
+    return _kind(base, True)(recipe, precision, (backend, where, rest), options)
+
+
+def FP8FabricPrecision(
+    recipe: str | Recipe = "unit",
+    *,
+    precision: str = "32-true",
+    backend: str = "auto",
+    where: str | Where | None = None,
+    rest: str | Recipe | None = None,
+    library: str | None = None,
+    **options: Any,
+) -> Any:
+    """As `FP8Precision`, for ``Fabric(plugins=...)``: ``setup`` converts the model.
+
+    Checkpoints are the caller's: with scaling "delayed" the histories are in the model's
+    state_dict, as `fp8.convert` has it.
+    library: "lightning" or "lightning_fabric".
+    """
+    base = _base(("lightning", "lightning_fabric"), ".fabric", precision, library)
+    return _kind(base, False)(recipe, precision, (backend, where, rest), options)
+
+
+def _base(names: tuple[str, str], part: str, precision: str, library: str | None) -> Any:
+    """The class of Lightning's plugin. part: of the first library; the second is that alone."""
+    for what, got, allowed in (("precision", precision, PRECISIONS), ("library", library, names)):
+        if got is not None and got not in allowed:
+            choices = ", ".join(map(repr, allowed))
+            raise ValueError(f"unknown {what} {got!r}; choose one of {choices}")
+    if library is None:
+        library = next((name for name in names if name in sys.modules), names[0])
+    if library == "lightning":
+        need("lightning")
+        library += part
+    plugins = importlib.import_module(f"{library}.plugins.precision")
+    return getattr(plugins, PRECISIONS[precision])
+
+
+@functools.cache
+def _kind(base: Any, of_trainer: bool) -> Any:
+    name = "FP8Precision" if of_trainer else "FP8FabricPrecision"
+    return type(name, (_Converting, base), {"_of_trainer": of_trainer, "_base": base})
+
+
+def _blank(base: Any, of_trainer: bool) -> Any:
+    return object.__new__(_kind(base, of_trainer))
+
+
+class _Converting:
+    """What is ours of the plugins. recipe: of the model that they convert."""
+
+    _of_trainer: bool
+    _base: Any
+
+    def __init__(
+        self, recipe: str | Recipe, precision: str, how: tuple[Any, Any, Any], options: Any
+    ) -> None:
+        self.recipe = get_recipe(recipe)
+        self._how = dict(zip(("backend", "where", "rest"), how, strict=True))
+        self._model: nn.Module | None = None
+        if self._how["backend"] not in ADAPTERS:
+            checked_backend(self._how["backend"], self.recipe)
+        if PRECISIONS[precision] == "MixedPrecision":
+            found = torch.accelerator.current_accelerator()
+            options = {"device": "cpu" if found is None else found.type, **options}
+        elif options:
+            raise TypeError(f"{', '.join(options)}: for a mixed precision, not for {precision!r}")
+        given = {} if precision == "32-true" else {"precision": precision}
+        super().__init__(**given, **options)
+
+    def __reduce__(self) -> Any:
+        return _blank, (self._base, self._of_trainer), vars(self)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The model under the recipe, with the histories that it has."""
+        module = super().convert_module(module)  # type: ignore[misc]
+        before = _copies(module)
+        self._model = convert(module, self.recipe, **self._how)
+        if self._of_trainer:  # which loads a state_dict before it converts
+            for name, history in histories(self._model).items():
+                path, _, leaf = name.rpartition(".")
+                owner = self._model.get_submodule(path)
+                owner.register_buffer(leaf, history, persistent=False)
+        self._remember(before)
+        return self._model
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of Lightning's plugin, the recipe and the histories."""
+        ours: dict[str, Any] = {"recipe": self.recipe.to_dict()}
+        if self._model is not None:
+            ours["histories"] = _copies(self._model)
+        return {**super().state_dict(), "fp8": ours}  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from them. Warns where the recipe was another."""
+        rest = dict(state_dict)
+        ours = rest.pop("fp8", {})
+        super().load_state_dict(rest)  # type: ignore[misc]
+        if "recipe" in ours and ours["recipe"] != self.recipe.to_dict():
+            was, now = ours["recipe"]["name"], self.recipe.name
+            warnings.warn(
+                f"the checkpoint was trained under the recipe {was!r}, goes on under {now!r}",
+                stacklevel=2,
+            )
+        self._remember(ours.get("histories", {}))
+
+    @torch.no_grad()
+    def _remember(self, known: dict[str, Tensor]) -> None:
+        for name, history in ({} if self._model is None else histories(self._model)).items():
+            if name in known and known[name].shape == history.shape:
+                history.copy_(known[name])
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: history.clone() for name, history in histories(model).items()}

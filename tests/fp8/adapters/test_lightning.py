@@ -1,0 +1,368 @@
+"""Lightning, run for real on the CPU: its Trainer under both its names, and its Fabric."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import fp8
+from fp8.adapters import bitsandbytes
+from fp8.adapters.lightning import PRECISIONS, FP8FabricPrecision, FP8Precision
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("lightning", reason="the library that is adapted")
+    import lightning
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+
+TRAINERS = ["lightning", "pytorch_lightning"]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    """What Lightning's own conversion loses: a tie, a frozen layer, a norm without weight, a
+    layer of an odd size before others, attention, a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 32)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.norm = nn.LayerNorm(32, elementwise_affine=False)
+        self.up = nn.Linear(32, 24)
+        self.down = nn.Linear(24, 32)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.head = nn.Linear(32, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(tokens)
+        x = x + self.attention(self.norm(x), x, x)[0]
+        return self.head(self.frozen(x + self.down(F.gelu(self.up(x)))))
+
+
+class Mlp(nn.Module):
+    """Without attention, of which "delayed" cannot keep the histories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 64), nn.GELU())
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(self.layers(tokens))
+
+
+def loss_of(net: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def adam(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+OPTIMIZERS = {
+    "torch": adam,
+    "fp8.optim": lambda net: fp8.optim.AdamW(net.parameters(), lr=1e-2, min_size=0),
+    "bitsandbytes": lambda net: bitsandbytes.optimizer("AdamW8bit", net.parameters(), lr=1e-2),
+}
+
+
+def module(library: str, net: nn.Module, optimizer: str = "torch") -> Any:
+    """A LightningModule around ``net``, of that library."""
+
+    class Lit(importlib.import_module(library).LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+            self.losses: list[float] = []
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss = loss_of(self.net, batch)
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: Tensor, index: int) -> None:
+            self.seen.append(loss_of(self.net, batch).item())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return OPTIMIZERS[optimizer](self.net)
+
+    return Lit()
+
+
+def trainer(library: str, plugin: Any, folder: Path, epochs: int, **options: Any) -> Any:
+    return importlib.import_module(library).Trainer(
+        plugins=plugin,
+        accelerator="cpu",
+        max_epochs=epochs,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"enable_checkpointing": False, "gradient_clip_val": 1.0, **options},
+    )
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(32, (8, 17), generator=generator) for _ in range(4)]
+
+
+def loader() -> Any:
+    return DataLoader(batches(), batch_size=None)
+
+
+def plain_loop(net: nn.Module, precision: str, epochs: int, optimizer: Any = adam) -> list[float]:
+    """What the Trainer does, spelled out: autocast, gradient scaling, clipping."""
+    optimizer = optimizer(net)
+    dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(precision)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
+    losses = []
+    for tokens in batches() * epochs:
+        with torch.autocast("cpu", dtype=dtype, cache_enabled=False, enabled=dtype is not None):
+            loss = loss_of(net, tokens)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return losses
+
+
+@pytest.mark.parametrize("library", TRAINERS)
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_the_same_losses_as_a_plain_loop(library, precision, tmp_path):
+    net = Net()
+    other = fp8.convert(copy.deepcopy(net), "tensor")
+    lit = module(library, net)
+    plugin = FP8Precision("tensor", precision=precision, library=library)
+    trainer(library, plugin, tmp_path, 2).fit(lit, loader())
+    assert lit.losses == plain_loop(other, precision, 2)
+    assert lit.losses[-1] < lit.losses[0]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("optimizer", ["fp8.optim", "bitsandbytes"])
+def test_8_bit_optimizers(optimizer, precision, tmp_path):
+    """Beside FP8 as beside Lightning's own precisions."""
+    net = Net()
+    other = fp8.convert(copy.deepcopy(net), "unit")
+    lit = module("lightning", net, optimizer)
+    trainer("lightning", FP8Precision("unit", precision=precision), tmp_path, 2).fit(lit, loader())
+    assert lit.losses == plain_loop(other, precision, 2, OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_weights_in_16_bits(precision, tmp_path):
+    lit = module("lightning", Mlp())
+    trainer("lightning", FP8Precision("unit", precision=precision), tmp_path, 1).fit(lit, loader())
+    dtype = torch.float16 if precision == "16-true" else torch.bfloat16
+    assert {p.dtype for p in lit.parameters()} == {dtype}
+    assert all(row.done == "converted" for row in fp8.report(lit) if "Linear" in row.what)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision"),
+    [
+        ("unit", "32-true"),
+        ("delayed", "32-true"),
+        ("delayed", "bf16-mixed"),
+        ("tensor", "16-mixed"),
+    ],
+)
+@pytest.mark.parametrize("library", TRAINERS)
+def test_resumed_as_if_it_had_not_stopped(library, recipe, precision, tmp_path):
+    """To the bit, in a model that has never been converted, from a checkpoint of the second of
+    four epochs."""
+    path = tmp_path / "checkpoint.ckpt"
+
+    def plugin() -> Any:
+        return FP8Precision(recipe, precision=precision, library=library)
+
+    first = module(library, Mlp())
+    start = copy.deepcopy(first)
+    run = trainer(library, plugin(), tmp_path, 2)
+    run.fit(first, loader())
+    run.save_checkpoint(path)
+    resumed = copy.deepcopy(start)
+    trainer(library, plugin(), tmp_path, 4).fit(resumed, loader(), ckpt_path=path)
+    trainer(library, plugin(), tmp_path, 4).fit(start, loader())
+    assert first.losses + resumed.losses == start.losses
+    weights = start.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in resumed.state_dict().items())
+
+
+@pytest.mark.parametrize("recipe", ["unit", "delayed"])
+def test_checkpoints_are_those_of_the_plain_model(recipe, tmp_path):
+    net = Mlp()
+    names = list(net.state_dict())
+    lit = module("lightning", net)
+    run = trainer("lightning", FP8Precision(recipe), tmp_path, 1)
+    run.fit(lit, loader())
+    run.save_checkpoint(tmp_path / "checkpoint.ckpt")
+    saved = torch.load(tmp_path / "checkpoint.ckpt", weights_only=True)
+    assert list(saved["state_dict"]) == [f"net.{name}" for name in names]
+    module("lightning", Mlp()).load_state_dict(saved["state_dict"])  # strict
+    assert saved["FP8Precision"]["fp8"]["recipe"]["name"] == recipe
+    histories = saved["FP8Precision"]["fp8"]["histories"]
+    assert bool(histories) == (recipe == "delayed")
+    assert all(bool((history > 0).any()) for history in histories.values())
+
+
+def test_another_recipe_is_said(tmp_path):
+    lit = module("lightning", Mlp())
+    run = trainer("lightning", FP8Precision("unit"), tmp_path, 1)
+    run.fit(lit, loader())
+    run.save_checkpoint(tmp_path / "checkpoint.ckpt")
+    run = trainer("lightning", FP8Precision("tensor"), tmp_path, 2)
+    with pytest.warns(UserWarning, match="under the recipe 'unit', goes on under 'tensor'"):
+        run.fit(lit, loader(), ckpt_path=tmp_path / "checkpoint.ckpt")
+
+
+def test_evaluated_under_the_recipe(tmp_path):
+    """And the histories of training are not lost or changed by it, whichever Trainer it is."""
+    lit = module("lightning", Mlp())
+    trainer("lightning", FP8Precision("delayed"), tmp_path, 1).fit(lit, loader())
+    before = {name: buffer.clone() for name, buffer in lit.named_buffers()}
+    trainer("lightning", FP8Precision("delayed"), tmp_path, 1).validate(
+        lit, loader(), verbose=False
+    )
+    with torch.no_grad():
+        assert lit.seen == [loss_of(lit.net.eval(), tokens).item() for tokens in batches()]
+        after = dict(lit.named_buffers())
+        assert before
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        plain = fp8.revert(lit)
+        assert lit.seen != [loss_of(plain.net, tokens).item() for tokens in batches()]
+
+
+def test_nothing_of_the_model_is_lost(tmp_path):
+    """Each of these Lightning's TransformerEnginePrecision loses, or raises at."""
+    net = Net()
+    seen: list[int] = []
+    net.up.register_forward_hook(lambda *_: seen.append(1))
+    parameters = dict(net.named_parameters())
+    frozen = net.frozen.weight.clone()
+    lit = module("lightning", net)
+    trainer("lightning", FP8Precision("unit"), tmp_path, 1).fit(lit, loader())
+    assert net.head.weight is net.embed.weight
+    assert all(value is parameters[name] for name, value in net.named_parameters())
+    assert not net.frozen.weight.requires_grad
+    assert torch.equal(net.frozen.weight, frozen)
+    assert len(seen) == 4
+    rows = {row.path: row for row in fp8.report(lit)}
+    assert rows["net.attention"].done == "converted"
+    assert rows["net.attention.out_proj"].why == "computed by net.attention"
+    assert rows["net.down"].done == rows["net.frozen"].done == "converted"
+    assert "24 is no multiple of 16" in rows["net.up"].why
+    assert rows["net.embed"].left_alone
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("recipe", ["unit", "delayed"])
+def test_fabric(recipe, precision):
+    """A root that is a layer itself among what it sets up."""
+    net = Mlp()
+    other = fp8.convert(copy.deepcopy(net), recipe)
+    plugin = FP8FabricPrecision(recipe, precision=precision)
+    fabric = lightning.Fabric(plugins=plugin, accelerator="cpu")
+    model, optimizer = fabric.setup(net, adam(net))
+    losses = []
+    for tokens in batches():
+        loss = loss_of(model, tokens)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+    # Fabric's autocast is around the forward pass alone, and its output is float32.
+    tolerance = 0 if precision == "32-true" else 0.02
+    assert losses == pytest.approx(plain_loop(other, precision, 1), rel=tolerance, abs=0)
+    layer = nn.Linear(32, 32)
+    assert fp8.report(fabric.setup(layer).module)[0].done == "converted"
+
+
+def test_fabric_goes_on_from_a_checkpoint(tmp_path):
+    def prepared(net: nn.Module) -> Any:
+        fabric = lightning.Fabric(plugins=FP8FabricPrecision("delayed"), accelerator="cpu")
+        return fabric, *fabric.setup(net, adam(net))
+
+    def train(fabric: Any, model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for tokens in batches():
+            loss = loss_of(model, tokens)
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+        return losses
+
+    fabric, model, optimizer = prepared(Mlp())
+    train(fabric, model, optimizer)
+    fabric.save(tmp_path / "checkpoint.ckpt", {"model": model, "optimizer": optimizer})
+    expected = train(fabric, model, optimizer)
+    fabric, model, optimizer = prepared(Mlp())
+    fabric.load(tmp_path / "checkpoint.ckpt", {"model": model, "optimizer": optimizer})
+    assert train(fabric, model, optimizer) == expected
+
+
+def test_only_the_chosen_layers(tmp_path):
+    lit = module("lightning", Mlp())
+    plugin = FP8Precision("unit", where=lambda name, layer: "head" not in name, rest="bf16")
+    trainer("lightning", plugin, tmp_path, 1).fit(lit, loader())
+    rows = {row.path: row for row in fp8.report(lit)}
+    assert rows["net.head"].why.startswith("bf16")
+    assert rows["net.layers.1"].why.startswith("unit")
+
+
+@pytest.mark.parametrize("make", [FP8Precision, FP8FabricPrecision])
+def test_pickled(make):
+    """Processes that are spawned get it by pickle."""
+    plugin = make("block", precision="bf16-mixed", device="cpu")
+    other = pickle.loads(pickle.dumps(plugin))
+    assert type(other) is type(plugin)
+    assert other.recipe == plugin.recipe
+    assert other.precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize("library", ["lightning", "pytorch_lightning", "lightning_fabric"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_it_is_a_plugin_of_that_library(library, precision):
+    make = FP8FabricPrecision if library == "lightning_fabric" else FP8Precision
+    plugin = make("unit", precision=precision, library=library)
+    base = importlib.import_module(f"{library}.fabric" if library == "lightning" else library)
+    assert isinstance(plugin, base.plugins.Precision)
+    assert plugin.precision == precision
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="unknown precision 'fp8'; choose one of '32-true'"):
+        FP8Precision("unit", precision="fp8")
+    with pytest.raises(ValueError, match="unknown library 'keras'"):
+        FP8Precision("unit", library="keras")
+    with pytest.raises(ValueError, match="recipe"):
+        FP8Precision("unknown")
+    with pytest.raises(ValueError, match="backend"):
+        FP8Precision("unit", backend="unknown")
+    with pytest.raises(TypeError, match="device"):
+        FP8Precision("unit", device="cpu")
