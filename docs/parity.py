@@ -71,6 +71,6 @@ def render() -> str:
     parts = [PREAMBLE]
     for system, document in DOCUMENTS.items():
         rows = [line(feature, found) for feature in FEATURES if feature.system == system]
-        lines = table("feature | section | tests | what they do not show", rows)
+        lines = table("feature | section | tests | remarks", rows)
         parts.append(f"## {system}\n\n{document}.\n\n{lines}")
     return "\n\n".join(parts) + "\n"
