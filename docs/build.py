@@ -1,7 +1,8 @@
-"""`python -m docs.build`: writes docs/tables.md and docs/benchmarks.md.
+"""`python -m docs.build`: writes docs/tables.md, docs/benchmarks.md and docs/parity.md.
 
 The first from the tables in the code, one section for each, one line for each row; the second from
-benchmarks/results. tests/test_tables.py fails while a file is stale.
+benchmarks/results; the third (docs/parity.py) from marks of tests. tests/test_tables.py fails while
+a file is stale.
 """
 
 from __future__ import annotations
@@ -289,6 +290,9 @@ def render_benchmarks() -> str:
 
 
 if __name__ == "__main__":
-    for path, text in ((TABLES, render()), (BENCHMARKS, render_benchmarks())):
+    from docs import parity  # which imports this module
+
+    texts = {TABLES: render(), BENCHMARKS: render_benchmarks(), parity.PARITY: parity.render()}
+    for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")

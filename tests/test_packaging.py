@@ -128,6 +128,7 @@ print(json.dumps([fp8.__file__, unit_scaling.__file__]))
 """
 
 
+@pytest.mark.proves("unit-scaling", "pip install", how="own")
 def test_wheel_works_with_core_dependencies_alone(wheel: Path, tmp_path: Path):
     """In an interpreter that sees the wheel, torch, numpy, einops and what these need.
 

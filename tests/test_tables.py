@@ -1,6 +1,12 @@
-"""docs/tables.md says what the code says, docs/benchmarks.md what was measured."""
+"""docs/tables.md says what the code says, docs/benchmarks.md what was measured, docs/parity.md what
+the tests show."""
 
-from docs import build
+from pathlib import Path
+
+import pytest
+
+from docs import build, parity
+from docs.features import DOCUMENTS, FEATURES, HOW
 
 
 def test_tables_are_up_to_date():
@@ -19,3 +25,35 @@ def test_every_row_is_there():
     for table in (*tables, build.CONSTRAINTS, build.LR_RULES):
         assert all(f"| `{name}` |" in text for name in table)
     assert all(f"| `U.{name}` |" in text for name in build.OPS)
+
+
+def test_parity_is_up_to_date():
+    assert parity.PARITY.read_text(encoding="utf-8") == parity.render(), "run `make docs`"
+
+
+def test_every_feature_has_a_test_or_a_reason():
+    found = {(proof.system, proof.feature) for proof in parity.proofs()}
+    bare = [f for f in FEATURES if (f.system, f.name) not in found and not f.note]
+    assert not bare, f"without a test and a reason: {bare}"
+
+
+def test_every_mark_names_a_feature():
+    known = {(feature.system, feature.name) for feature in FEATURES}
+    assert len(known) == len(FEATURES)
+    assert {feature.system for feature in FEATURES} == DOCUMENTS.keys()
+    for proof in parity.proofs():
+        assert (proof.system, proof.feature) in known, proof
+        assert proof.how in HOW, proof
+
+
+def test_marks_are_read(tmp_path: Path):
+    """Of functions and classes; not what is computed, which no table can show."""
+    file = tmp_path / "tests" / "test_a.py"
+    file.parent.mkdir()
+    mark = '@pytest.mark.proves("timm", "export", how="own")\ndef test_x(): ...\n'
+    file.write_text(mark)
+    expected = parity.Proof("timm", "export", "own", "tests/test_a.py::test_x")
+    assert list(parity.proofs(file.parent)) == [expected]
+    file.write_text(mark.replace('"export"', "name"))
+    with pytest.raises(ValueError, match=r"test_a.py::test_x: the mark is proves\(system"):
+        list(parity.proofs(file.parent))

@@ -81,6 +81,7 @@ def test_output_and_gradients_are_those_of_float64_rounded_once(
         assert error(result, reference) < tolerance
 
 
+@pytest.mark.proves("timm", "one operation over the channels", how="own")
 @pytest.mark.parametrize("shape", [(4, 6), (4, 6, 5), (2, 6, 3, 2, 2), (3, 1, 2, 2), (0, 6, 2, 2)])
 def test_any_number_of_dimensions(shape: tuple[int, ...]):
     x, (w, b) = image(*shape), parameters(shape[1])
@@ -148,6 +149,7 @@ def test_equal_channels_are_zero_before_the_bias():
         )
 
 
+@pytest.mark.proves("timm", "no E[x²] - E[x]²", how="own")
 @each_layout
 @pytest.mark.parametrize("how", ["eager", "formula", "compiled"])
 def test_no_less_accurate_than_torch(how: str, layout: str):
@@ -172,6 +174,7 @@ def test_no_less_accurate_than_torch(how: str, layout: str):
         assert error(ours(x, w, b), reference) <= limit * error(torchs(x, w, b), reference)
 
 
+@pytest.mark.proves("timm", "no E[x²] - E[x]²", how="own")
 def test_far_from_zero_the_formula_keeps_its_digits():
     """The mean of float32 numbers is not one: without its correction 1e-3 would be lost here."""
     x, (w, b) = image(2, 768, 4, 4, mean=0.0) + 1e4, parameters(768)
@@ -180,6 +183,7 @@ def test_far_from_zero_the_formula_keeps_its_digits():
     assert error(layer_norm2d(x, w, b), reference) > 1e-5  # what torch's kernel has
 
 
+@pytest.mark.proves("timm", "LayerNorm2d(num_channels, eps, affine)", how="own")
 def test_constructor_is_timms():
     norm = fp8.LayerNorm2d(6, eps=1e-3, device="cpu", dtype=torch.float64)
     assert norm.eps == 1e-3
@@ -190,6 +194,7 @@ def test_constructor_is_timms():
     assert repr(norm) == "LayerNorm2d(6, eps=0.001, affine=True)"
 
 
+@pytest.mark.proves("timm", "TorchScript", how="own")
 @each_layout
 @pytest.mark.parametrize("affine", [True, False])
 # torch's own: TorchScript is deprecated, and still what servers run.
@@ -204,6 +209,7 @@ def test_scripted_saved_and_loaded(layout: str, affine: bool):
     assert y.stride() == x.stride()
 
 
+@pytest.mark.proves("timm", "export", how="own")
 @each_layout
 def test_exported_to_torchs_operations(layout: str):
     norm, x = fp8.LayerNorm2d(6), image(2, 6, 4, 4, layout=layout)
@@ -226,6 +232,8 @@ def test_compiled_with_another_batch():
         assert compiled(x).stride() == x.stride()
 
 
+@pytest.mark.proves("timm", "channels-last without copies", how="own")
+@pytest.mark.proves("timm", "fused by the compiler", how="own")
 def test_compiled_it_is_one_kernel_and_for_channels_last_one_loop():
     """As a benchmark would show it: forward, without a gradient, on one thread."""
     from torch._inductor.utils import run_and_get_code

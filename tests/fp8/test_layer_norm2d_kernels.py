@@ -63,6 +63,7 @@ def interpreted() -> None:
                     check(shape, layout, dtype, affine)
 
 
+@pytest.mark.proves("timm", "kernels for few channels", how="own")
 def test_in_tritons_interpreter():
     root = Path(__file__).parents[2]
     code = "from tests.fp8.test_layer_norm2d_kernels import interpreted; interpreted()"
@@ -75,6 +76,7 @@ def test_in_tritons_interpreter():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.proves("timm", "kernels for few channels", how="own")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", ["forward", "backward"])

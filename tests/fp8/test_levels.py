@@ -70,6 +70,9 @@ def same_bytes(one, other):
 # --- what it does -------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("MS-AMP", "O1", how="own")
+@pytest.mark.proves("MS-AMP", "O2", how="own")
+@pytest.mark.proves("MS-AMP", "O3", how="own")
 @each_level
 @each_kind
 def test_training_goes_on(level, name):
@@ -248,6 +251,7 @@ ALLOWED = {"O1": 11.1, "O2": 6.1, "O3": 7.1}
 """Bytes for each covered weight: of it, its gradient, master and moments."""
 
 
+@pytest.mark.proves("MS-AMP", "the precisions of O1, O2, O3", how="own")
 @each_level
 def test_bytes(level):
     torch.manual_seed(0)

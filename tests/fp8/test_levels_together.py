@@ -79,6 +79,7 @@ def _one_process():
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.proves("MS-AMP", "communication in FP8", how="own")
 @each_level
 @pytest.mark.usefixtures("_one_process")
 @pytest.mark.parametrize("hooked", [False, True])

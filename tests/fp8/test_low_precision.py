@@ -97,6 +97,8 @@ def dtypes(model: Model, x: Tensor) -> dict[str, torch.dtype]:
     return found
 
 
+@pytest.mark.proves("Composer", "autocast off inside, input in low precision", how="own")
+@pytest.mark.proves("timm", "GroupNorm as well", how="own")
 def test_follows_autocast_and_does_nothing_outside(model: Model, x: Tensor):
     before = model(x)
     assert fp8.low_precision_norms(model) is model
@@ -108,6 +110,7 @@ def test_follows_autocast_and_does_nothing_outside(model: Model, x: Tensor):
     # That it asks for the device of the input, not for CUDA: Composer's has no effect here.
 
 
+@pytest.mark.proves("Composer", "amp is float16, bf16 bfloat16", how="own")
 @pytest.mark.parametrize("precision", [name for name, dtype in PRECISIONS.items() if dtype])
 def test_a_named_precision_holds_everywhere(model: Model, x: Tensor, precision: str):
     dtype = PRECISIONS[precision]
@@ -124,6 +127,7 @@ def test_a_named_precision_holds_everywhere(model: Model, x: Tensor, precision: 
         assert module(x).dtype == dtype
 
 
+@pytest.mark.proves("Composer", "no effect in fp32 and fp16", how="own")
 @pytest.mark.parametrize("precision", [name for name, dtype in PRECISIONS.items() if not dtype])
 def test_precisions_without_effect(model: Model, precision: str):
     fp8.low_precision_norms(model, precision)
@@ -138,6 +142,7 @@ def test_float64_stays(model: Model, x: Tensor):
     assert model.norm(x.double()).dtype == torch.float64
 
 
+@pytest.mark.proves("Composer", "normalized_shape and eps are kept", how="own")
 def test_everything_is_kept(model: Model, x: Tensor):
     """Composer's LPLayerNorm is a new float32 module: dtype, requires_grad, the evaluation flag and
     hooks are lost, and a bias=False layer is built with one."""
@@ -261,6 +266,7 @@ def test_with_converted_layers(model: Model, x: Tensor):
     assert fp8.report(model)[0].done == "converted"
 
 
+@pytest.mark.proves("Composer", "apply_low_precision_layernorm", how="own")
 def test_composers_function_changes_layer_norms(model: Model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings():

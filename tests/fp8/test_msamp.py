@@ -74,6 +74,9 @@ def ours(level, steps):
     return fp8.export_weights(model, optimizer=optimizer)["weight"].numpy()
 
 
+@pytest.mark.proves("MS-AMP", "O1", how="own")
+@pytest.mark.proves("MS-AMP", "O2", how="own")
+@pytest.mark.proves("MS-AMP", "O3", how="own")
 @pytest.mark.parametrize("level", FORMATS)
 def test_one_step(level):
     """To the unit in the last place of fp16, which only sums in another order change."""
@@ -83,6 +86,7 @@ def test_one_step(level):
     assert np.mean(result == expected) > 0.99
 
 
+@pytest.mark.proves("MS-AMP", "no degraded accuracy", how="own")
 @pytest.mark.parametrize("level", FORMATS)
 def test_a_run(level):
     """The two differ by less than half of what their roundings move them from float32."""

@@ -65,6 +65,8 @@ def error(value: Tensor, reference: Tensor) -> float:
     return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
+@pytest.mark.proves("Composer", "math equivalent", how="own")
+@pytest.mark.proves("timm", "statistics in float32 whatever the dtype", how="own")
 @each_low
 @each_norm
 @pytest.mark.parametrize("mean", [0.0, 20.0])
@@ -80,6 +82,7 @@ def test_rounded_operands_wide_statistics_one_rounding_of_the_output(
     assert error(y, reference) < torch.finfo(dtype).eps / 2 + 1e-7 * mean + 1e-6
 
 
+@pytest.mark.proves("timm", "statistics in float32 whatever the dtype", how="own")
 @each_norm
 @pytest.mark.parametrize("affine", [True, False])
 def test_gradients_use_wide_statistics(name: str, affine: bool):
@@ -96,6 +99,7 @@ def test_gradients_use_wide_statistics(name: str, affine: bool):
         assert error(value, reference) < 0.02  # torch's kernels on a CPU sum rows in bfloat16
 
 
+@pytest.mark.proves("Composer", "autocast off inside, input in low precision", how="own")
 @each_norm
 def test_in_autocasts_dtype_and_outside_as_it_came(name: str):
     ours, torchs, *_ = CALLS[name]
@@ -207,6 +211,7 @@ def test_errors_name_what_was_given():
         norm.layer_norm(torch.randn(2, 4), (4,), output="e9m9")
 
 
+@pytest.mark.proves("timm", "fast norm, off unless asked for", how="own")
 def test_fast_norm_holds_for_what_is_made_while_it_is_set():
     x = torch.randn(2, 6, 3, 3)
     before = fp8.LayerNorm2d(6)
@@ -240,6 +245,7 @@ def test_unit_scaling_sees_the_norm():
     assert error(model[1].weight.grad, plain) < 0.02
 
 
+@pytest.mark.proves("timm", "one operation over the channels", how="own")
 def test_unit_scaling_sees_layer_norm_2d():
     """It is a call like those of torch: its row gives the weight a unit-scaled gradient."""
     import unit_scaling as uu

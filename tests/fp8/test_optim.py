@@ -140,6 +140,7 @@ def assert_same(a, b) -> None:
             assert torch.equal(a[i][key].float(), b[i][key].float()), (i, key)
 
 
+@pytest.mark.proves("MS-AMP", "FP16 AMP", how="own")
 def test_grad_scaler():
     """It unscales, skips what is not finite by itself, and so counts there and not here."""
     params = parameters()

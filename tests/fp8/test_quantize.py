@@ -46,6 +46,7 @@ def flush_denormal() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
+@pytest.mark.proves("unit-scaling", "FP16 and FP8", how="own")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("format", "overflow"), CASES, ids=IDS)
 def test_every_16_bit_pattern(format: Format, overflow: str, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ DATA = {data!r}
 """
 
 
+@pytest.mark.proves("unit-scaling", "nanoGPT, plain, in FP8 and unit-scaled in FP8", how="own")
 def test_notebook(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     parameters = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]

@@ -89,6 +89,7 @@ def test_flushed_share(gradients: list[float], share: float) -> None:
     assert model.layer.weight.grad is None
 
 
+@pytest.mark.proves("unit-scaling", "FP8 loses accuracy, unit scaling regains it", how="own")
 def test_plain_gradients_are_lost_and_unit_scaled_ones_are_kept(text_file) -> None:
     from notebooks.nanogpt.data import load_corpus
     from notebooks.nanogpt.train import Training

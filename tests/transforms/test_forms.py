@@ -59,6 +59,7 @@ TORCH: dict[str, tuple[Callable[[], nn.Module], int]] = {
 """torch.nn's own models, and how many inputs they take."""
 
 
+@pytest.mark.proves("unit-scaling", "any PyTorch model", how="own")
 @pytest.mark.parametrize("name", TORCH)
 def test_models_of_torch(name: str) -> None:
     build, inputs = TORCH[name]

@@ -211,6 +211,7 @@ def test_gradient_checkpointing_of_blocks() -> None:
 ORDERS = list(itertools.permutations(["unit", "fp8", "compile"]))
 
 
+@pytest.mark.proves("unit-scaling", "unit_scale(simulate_fp8(model))", how="own")
 @pytest.mark.parametrize("order", [("unit", "fp8"), ("fp8", "unit"), *ORDERS[:1], *ORDERS[-1:]])
 def test_any_order_applies_each_once(order: tuple[str, ...]) -> None:
     """unit_scale and a coarse format change every value: twice or not at all, it shows."""
@@ -253,6 +254,7 @@ def test_autocast_around_and_inside() -> None:
         same(step(model), expected)
 
 
+@pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @every_transform
 def test_fullgraph_after_the_first_call(name: str, backend: str) -> None:
@@ -263,6 +265,7 @@ def test_fullgraph_after_the_first_call(name: str, backend: str) -> None:
     same(step(compiled), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
 @every_transform
 def test_compiled_before_the_first_call(name: str) -> None:
     torch._dynamo.reset()

@@ -70,6 +70,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+@pytest.mark.proves("unit-scaling", "unit_scale(model)", how="own")
 @pytest.mark.parametrize("name", MODELS)
 def test_unit_scale_trains_and_finds_the_residuals(name: str) -> None:
     model, ids = build(name)
@@ -94,6 +95,7 @@ def test_preserve_keeps_the_function(name: str) -> None:
     torch.testing.assert_close(loss_of(ours, ids), loss_of(model, ids), rtol=1e-5, atol=0)
 
 
+@pytest.mark.proves("unit-scaling", "simulate_fp8(model)", how="own")
 @pytest.mark.parametrize("name", MODELS)
 def test_simulate_fp8_quantises(name: str) -> None:
     model, ids = build(name)
@@ -156,6 +158,7 @@ def test_nothing_is_left_alone(name: str) -> None:
     assert zoo.examine(name).left_alone == 0
 
 
+@pytest.mark.proves("unit-scaling", "any PyTorch model", how="own")
 def test_the_zoo_says_what_became_of_a_model() -> None:
     found = zoo.examine("OPT")
     assert (found.result, found.left_alone, found.residuals) == ("converted", 0, 4)

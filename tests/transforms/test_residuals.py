@@ -63,6 +63,7 @@ RESIDUAL = {
 }
 
 
+@pytest.mark.proves("unit-scaling", "skip and residual additions", how="own")
 @pytest.mark.parametrize("name", RESIDUAL)
 def test_residual_adds_are_found(name: str) -> None:
     fn, taus = RESIDUAL[name]

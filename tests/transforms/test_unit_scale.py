@@ -27,6 +27,7 @@ def grads(y: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(y, of, cotangent)
 
 
+@pytest.mark.proves("unit-scaling", "the unit-scaled MLP", how="own")
 def test_mlp_is_the_hand_written_one() -> None:
     torch.manual_seed(0)
     model = unit_scale(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)))
@@ -82,6 +83,7 @@ def test_gpt_is_the_hand_written_one() -> None:
     same(step(model), theirs, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.proves("unit-scaling", "unit_scale(model)", how="own")
 def test_every_tensor_has_unit_scale() -> None:
     torch.manual_seed(0)
     model = unit_scale(GPT(width=128, heads=2))

@@ -52,6 +52,7 @@ SIGNATURES = {  # the parameters of 0.3.5, in order; further ones may only follo
 }
 
 
+@pytest.mark.proves("unit-scaling", "U for F", how="own")
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature_is_a_drop_in(name: str):
     parameters = list(inspect.signature(getattr(U, name)).parameters)
@@ -307,6 +308,7 @@ def test_embedding_forms():
     assert renormed.norm(dim=-1).max() <= 1 + 1e-5
 
 
+@pytest.mark.proves("unit-scaling", "skip and residual additions", how="own")
 def test_residual_branch_equals_its_weighted_sum():
     """split and add together have the gradient of the weighted sum itself."""
     tau, x = 0.3, X.clone().requires_grad_()

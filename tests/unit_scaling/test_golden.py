@@ -130,6 +130,7 @@ def first_two(*tensors: Tensor) -> list[float]:
     return [value for t in tensors for value in t.flatten()[:2].tolist()]
 
 
+@pytest.mark.proves("unit-scaling", "names, parameters and defaults", how="own")
 @pytest.mark.parametrize("name", GOLDEN)
 def test_function(name: str):
     f, *inputs = CASES[name]

@@ -44,6 +44,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.proves("unit-scaling", "losses", how="own")
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("case", LOSSES)
@@ -93,6 +94,7 @@ def test_cross_entropy_gradient_of_many_tokens_in_half_precision():
     assert grad.float().square().mean().sqrt().item() == pytest.approx(1, rel=2**-8)
 
 
+@pytest.mark.proves("unit-scaling", "losses", how="own")
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(4, 6), (6,), (1, 6)], ids=str)

@@ -47,6 +47,7 @@ SIGNATURES = {  # the parameters of 0.3.5, in order; further ones may only follo
 }
 
 
+@pytest.mark.proves("unit-scaling", "uu for nn", how="own")
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature_is_a_drop_in(name: str):
     parameters = list(inspect.signature(getattr(uu, name)).parameters)
@@ -81,6 +82,7 @@ def tags(module: nn.Module) -> list[tuple[str, str, int | None]]:
     return [(n, p.mup_type, p.mup_scaling_depth) for n, p in module.named_parameters()]
 
 
+@pytest.mark.proves("unit-scaling", "uu for nn", how="own")
 @each_module
 def test_is_the_torch_module(name: str):
     make, _ = MODULES[name]

@@ -214,6 +214,7 @@ each_torch_function = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.proves("unit-scaling", "U for F", how="own")
 @each_op
 def test_unit_scale_without_constraint(op: Op):
     """Five standard errors of an RMS over n values: 5 / sqrt(2 n), n counting rows and columns.
@@ -250,6 +251,7 @@ def test_constrained_gradient_is_parallel_to_torch(op: Op):
         torch.testing.assert_close(ours[name], theirs[name] * s[name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.proves("unit-scaling", "FP16 and FP8", how="own")
 @each_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtype_is_kept(op: Op, dtype: torch.dtype):

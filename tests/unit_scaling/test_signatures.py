@@ -73,6 +73,7 @@ def compare(name: str, theirs: dict[str, Any], value: Any) -> list[str]:
     return found
 
 
+@pytest.mark.proves("unit-scaling", "names, parameters and defaults", how="signatures")
 @pytest.mark.parametrize("name", NAMES)
 def test_signature(name: str):
     module, _, leaf = name.rpartition(".")

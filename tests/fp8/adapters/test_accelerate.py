@@ -105,6 +105,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+@pytest.mark.proves("Accelerate", "FP8 by prepare", how="library")
 @pytest.mark.parametrize("recipe", ["unit", "tensor", "block"])
 def test_the_same_losses_as_a_plain_loop(recipe):
     model = Model()
@@ -138,6 +139,7 @@ def test_checkpointed_and_resumed_as_if_it_had_not_stopped(tmp_path):
     assert (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.proves("Accelerate", "BF16 around FP8", how="library")
 def test_with_bf16_and_gradient_accumulation():
     model = Model()
     other = copy.deepcopy(model)
@@ -167,6 +169,7 @@ def te_kwargs(**given: Any) -> Any:
     return TERecipeKwargs(**given)
 
 
+@pytest.mark.proves("Accelerate", "TERecipeKwargs", how="signatures")
 def test_recipe_object_of_transformer_engine(te):
     """Accelerate drops amax_compute_algo="most_recent", which it documents, since that is its own
     default: TransformerEngine's, "max", is what then runs."""
@@ -187,6 +190,7 @@ def test_recipe_object_of_transformer_engine(te):
     assert isinstance(model.norm, te.LayerNorm)
 
 
+@pytest.mark.proves("Accelerate", "TERecipeKwargs", how="signatures")
 @pytest.mark.parametrize("in_eval", [False, True])
 def test_in_eval_as_it_says(te, in_eval):
     accelerator, model = library.Accelerator(cpu=True), Model()
@@ -208,6 +212,8 @@ def test_mxfp8_of_transformer_engine(te):
         accelerate.prepare(accelerator, Model(), recipe=given)
 
 
+@pytest.mark.proves("TransformerEngine", "interval", how="signatures")
+@pytest.mark.proves("TransformerEngine", "override_linear_precision", how="signatures")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -262,6 +268,7 @@ def test_training_with_the_standin_follows_our_own(te):
     assert got == pytest.approx(plain_loop(other, adam(other), batches(6)), rel=1e-5)
 
 
+@pytest.mark.proves("Accelerate", "AORecipeKwargs", how="library")
 @pytest.mark.parametrize("config", [True, False])
 def test_recipe_object_of_torchao(config):
     """Its default configuration asks for an all-gather in FP8, for which torchao replaces every
@@ -310,6 +317,7 @@ def test_bad_input(te):
     assert type(model.up) is nn.Linear
 
 
+@pytest.mark.proves("Accelerate", "opt_level", how="library")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_levels(level, tmp_path):
     """Trained, checkpointed and resumed at a level, with the losses of a plain loop."""
@@ -333,6 +341,7 @@ def test_levels(level, tmp_path):
     assert accelerated(accelerator, *second, batches(3, start=3)) == got[3:]
 
 
+@pytest.mark.proves("Accelerate", "opt_level", how="library")
 @pytest.mark.parametrize("recipe", [MSAMPRecipeKwargs(), MSAMPRecipeKwargs(opt_level="O1"), "unit"])
 def test_recipe_object_of_ms_amp(recipe):
     accelerator, model = library.Accelerator(cpu=True), Model()
@@ -345,6 +354,7 @@ def test_recipe_object_of_ms_amp(recipe):
     assert {row.why.partition(",")[0] for row in report if not row.left_alone} == {products}
 
 
+@pytest.mark.proves("Accelerate", "FP8RecipeKwargs", how="signatures")
 def test_deprecated_recipe_object(te):
     """Accelerate leaves its opt_level None where the backend is MS-AMP."""
     accelerator, model = library.Accelerator(cpu=True), Model()
@@ -357,6 +367,7 @@ def test_deprecated_recipe_object(te):
     assert isinstance(model.up, te.Linear)
 
 
+@pytest.mark.proves("Accelerate", "TransformerEngine with MS-AMP", how="signatures")
 @pytest.mark.parametrize("backend", ["transformer_engine", "torchao"])
 def test_layers_of_another_library_and_a_level(te, backend):
     """ "Combining the two": the products are TransformerEngine's, the states of the optimizer those

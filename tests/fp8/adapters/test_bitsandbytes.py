@@ -42,6 +42,7 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
 
 
+@pytest.mark.proves("Lightning", "the 8-bit optimizer of bitsandbytes", how="library")
 @pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit", "PagedAdamW8bit"])
 def test_it_follows_torch(name):
     """An 8-bit state moves a weight by 2 % more or less than torch's (measured over 50 steps). All

@@ -149,6 +149,10 @@ def plain_loop(net: nn.Module, precision: str, epochs: int, optimizer: Any = ada
     return losses
 
 
+@pytest.mark.proves("Lightning", "precision=32", how="library")
+@pytest.mark.proves("Lightning", "precision=16, with a scaled loss", how="library")
+@pytest.mark.proves("Lightning", "precision=bf16", how="library")
+@pytest.mark.proves("Lightning", "bf16 on CPU", how="library")
 @pytest.mark.parametrize("library", TRAINERS)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 def test_the_same_losses_as_a_plain_loop(library, precision, tmp_path):
@@ -161,6 +165,7 @@ def test_the_same_losses_as_a_plain_loop(library, precision, tmp_path):
     assert lit.losses[-1] < lit.losses[0]
 
 
+@pytest.mark.proves("Lightning", "the 8-bit optimizer of bitsandbytes", how="library")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("optimizer", ["fp8.optim", "bitsandbytes"])
 def test_8_bit_optimizers(optimizer, precision, tmp_path):

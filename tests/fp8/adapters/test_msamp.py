@@ -37,6 +37,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
+@pytest.mark.proves("MS-AMP", "msamp.initialize", how="own")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_ours_where_there_is_none(model, level):
     optimizer = torch.optim.AdamW(model.parameters())
@@ -51,6 +52,7 @@ def test_ours_where_there_is_none(model, level):
     assert not torch.equal(model[0].weight, weight)
 
 
+@pytest.mark.proves("MS-AMP", "msamp.initialize", how="own")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_its_own_where_it_can_be_imported(model, library, level):
     optimizer = torch.optim.Adam(model.parameters())

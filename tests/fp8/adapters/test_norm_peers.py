@@ -59,6 +59,7 @@ def ours(function: Any) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.proves("Composer", "apply_low_precision_layernorm", how="signatures")
 def test_functions_take_what_those_of_the_same_name_take():
     kept = KEPT[COMPOSER][SURGERY]["apply_low_precision_layernorm"]
     assert ours(fp8.apply_low_precision_layernorm) == parameters(kept)
@@ -109,6 +110,7 @@ def state(model: nn.Module, precision: Any) -> SimpleNamespace:
     return SimpleNamespace(model=model, optimizers=optimizers, precision=precision)
 
 
+@pytest.mark.proves("Composer", "LowPrecisionLayerNorm", how="library")
 def test_algorithm_of_composers_own_class(real_composer: Any):
     core = real_composer.core
     algorithm = composer.LowPrecisionLayerNorm()
@@ -135,6 +137,7 @@ def test_algorithm_refuses_other_events(real_composer: Any):
         composer.LowPrecisionLayerNorm(apply_at=events.FIT_START)
 
 
+@pytest.mark.proves("Composer", "LowPrecisionLayerNorm", how="signatures")
 def test_algorithm_has_composers_methods(real_composer: Any):
     algorithm = composer.LowPrecisionLayerNorm
     kept = {**KEPT[COMPOSER][SURGERY], **KEPT[COMPOSER][ALGORITHM]}
@@ -165,6 +168,8 @@ def timm_norms(wheels: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Any:
     return sys.modules["timm.layers.norm"]
 
 
+@pytest.mark.proves("timm", "LayerNorm2d(num_channels, eps, affine)", how="library")
+@pytest.mark.proves("timm", "contiguous stays contiguous", how="library")
 @pytest.mark.parametrize("fast", [False, True])
 def test_layer_norm_2d_as_timms_but_for_the_memory_format(timm_norms: Any, fast: bool):
     torch.manual_seed(0)

@@ -113,6 +113,12 @@ def test_scales_of_unit_are_one(library):
     assert not te_recipe.te_recipe("unit").reduce_amax
 
 
+@pytest.mark.proves("TransformerEngine", "margin", how="library")
+@pytest.mark.proves("TransformerEngine", "fp8_format", how="library")
+@pytest.mark.proves("TransformerEngine", "amax_history_len", how="library")
+@pytest.mark.proves("TransformerEngine", "amax_compute_algo", how="library")
+@pytest.mark.proves("TransformerEngine", "interval", how="library")
+@pytest.mark.proves("TransformerEngine", "override_linear_precision", how="library")
 def test_documented_options_are_honoured_or_refused(library):
     """None is dropped for being some default, and none ignored for being unknown."""
     made = delayed_scaling(

@@ -75,6 +75,8 @@ def loss(model: nn.Module) -> Tensor:
     return model(TOKENS).square().mean()
 
 
+@pytest.mark.proves("TransformerEngine", "nn.Linear to te.Linear", how="signatures")
+@pytest.mark.proves("TransformerEngine", "nn.LayerNorm to te.LayerNorm", how="signatures")
 def test_each_layer_is_converted_or_said_to_be_left_alone(te):
     """An odd layer ends neither the walk (accelerate) nor a layer of 24 -> 32 passes (Lightning,
     which checks in % 8 and out % 16); norms without weight raise nothing."""
@@ -155,6 +157,7 @@ def test_dtype_is_kept(dtype):
     assert row.why == "TransformerEngine has no torch.float64"
 
 
+@pytest.mark.proves("TransformerEngine", "FP8 products, everything else as it is", how="signatures")
 @pytest.mark.parametrize("recipe", ["tensor", "unit"])
 def test_it_computes_what_our_own_products_do(recipe):
     ours, theirs = Model(), Model()
@@ -373,6 +376,8 @@ def test_the_fast_path_of_the_encoder_does_not_skip_its_layers():
         assert torch.allclose(got, model(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.proves("TransformerEngine", "nn.Linear to te.Linear", how="library")
+@pytest.mark.proves("TransformerEngine", "nn.LayerNorm to te.LayerNorm", how="library")
 def test_with_the_packages_own_python(wheel):
     """Its real classes, contexts and update of scales, with mocks for what is compiled."""
     pytest.importorskip("pydantic", reason="the package's recipes are pydantic dataclasses")

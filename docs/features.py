@@ -1,0 +1,172 @@
+"""What the documents of seven systems describe: the rows of docs/parity.md.
+
+`DOCUMENTS` are those that the rows are from. A test proves a row by the mark
+``@pytest.mark.proves(system, feature, how=...)``; ``how`` is a name in `HOW`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: How a test proves a feature.
+HOW = {
+    "library": "runs the real library",
+    "signatures": "bound to its published signatures",
+    "own": "own implementation",
+}
+
+#: System -> the document, as it is titled.
+DOCUMENTS = {
+    "unit-scaling": "Graphcore's announcement of the library",
+    "Accelerate": "Low Precision Training Methods",
+    "TransformerEngine": "Low Precision Training Methods, of Accelerate",
+    "MS-AMP": "Low Precision Training Methods, of Accelerate",
+    "Lightning": "N-Bit Precision (Intermediate)",
+    "Composer": "Low Precision LayerNorm",
+    "timm": 'The issue "hack ln implementation in convnext"',
+}
+
+_PYTHON = "its Python was run, with stand-ins for what is compiled; no GPU"
+_NO_GPU = "not shown: nothing here has been run on a GPU"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row. ``where``: the section of the document. ``note``: what its tests do not show, and
+    why; a feature without a test has one."""
+
+    system: str
+    name: str
+    where: str
+    note: str = ""
+
+
+def _rows(system: str, where: str, *rows: str | tuple[str, str]) -> list[Feature]:
+    pairs = [(row, "") if isinstance(row, str) else row for row in rows]
+    return [Feature(system, name, where, note) for name, note in pairs]
+
+
+FEATURES = [
+    *_rows(
+        "unit-scaling",
+        "the library in action",
+        "unit_scale(model)",
+        "simulate_fp8(model)",
+        "unit_scale(simulate_fp8(model))",
+        "nanoGPT, plain, in FP8 and unit-scaled in FP8",
+        ("FP8 loses accuracy, unit scaling regains it", "[measured](benchmarks.md#training)"),
+        ("any PyTorch model", "[51 architectures](benchmarks.md#zoo) were tried"),
+        "with torch.compile",
+        ("overhead that can be neglected", "[measured](benchmarks.md#transforms); no test asserts"),
+    ),
+    *_rows(
+        "unit-scaling",
+        "implementing unit scaling",
+        "uu for nn",
+        "U for F",
+        "the unit-scaled MLP",
+        "skip and residual additions",
+        "losses",
+        "FP16 and FP8",
+    ),
+    *_rows(
+        "unit-scaling",
+        "using the library",
+        "pip install",
+        "names, parameters and defaults",
+    ),
+    *_rows(
+        "Accelerate",
+        "introduction and TransformersEngine",
+        "FP8 by prepare",
+        "BF16 around FP8",
+        "TERecipeKwargs",
+        "FP8RecipeKwargs",
+    ),
+    *_rows("Accelerate", "MS-AMP", "opt_level", "AORecipeKwargs"),
+    *_rows("Accelerate", "combining the two", "TransformerEngine with MS-AMP"),
+    *_rows(
+        "TransformerEngine",
+        "TransformersEngine",
+        ("nn.Linear to te.Linear", _PYTHON),
+        ("nn.LayerNorm to te.LayerNorm", _PYTHON),
+        "FP8 products, everything else as it is",
+        "margin",
+        ("interval", "TransformerEngine ignores it: refused, but for 1"),
+        "fp8_format",
+        "amax_history_len",
+        "amax_compute_algo",
+        ("override_linear_precision", "TransformerEngine ignores it: refused, but for its default"),
+        ("numerics and speed of its products", _NO_GPU),
+    ),
+    *_rows(
+        "MS-AMP",
+        "a quick chart",
+        "the precisions of O1, O2, O3",
+        ("FP16 AMP", "torch.amp's, with our optimizers"),
+    ),
+    *_rows(
+        "MS-AMP",
+        "MS-AMP",
+        "O1",
+        "O2",
+        "O3",
+        "communication in FP8",
+        "no degraded accuracy",
+        ("msamp.initialize", "the library cannot be installed: a stand-in takes its place"),
+        (
+            "O3 with DeepSpeed",
+            "not had: a DeepSpeed engine is refused; O3 runs alone and under DDP",
+        ),
+        ("throughput", _NO_GPU),
+    ),
+    *_rows(
+        "Lightning",
+        "N-bit precision",
+        "precision=32",
+        "precision=16, with a scaled loss",
+        "precision=bf16",
+        "bf16 on CPU",
+        "the 8-bit optimizer of bitsandbytes",
+        ("TPUs", "not had: CPU and CUDA devices alone"),
+    ),
+    *_rows(
+        "Composer",
+        "how to use",
+        "apply_low_precision_layernorm",
+        ("LowPrecisionLayerNorm", "its Trainer was not run: it does not install beside this torch"),
+        "amp is float16, bf16 bfloat16",
+        "no effect in fp32 and fp16",
+    ),
+    *_rows(
+        "Composer",
+        "implementation details",
+        "autocast off inside, input in low precision",
+        "normalized_shape and eps are kept",
+        "math equivalent",
+        ("Fused LayerNorm before torch 1.13", "not had: torch 2.11 is the oldest"),
+        ("training is faster", "not shown: on CPU it is measured by benchmarks.norms, no GPU"),
+    ),
+    *_rows(
+        "timm",
+        "LayerNorm2d",
+        "LayerNorm2d(num_channels, eps, affine)",
+        "contiguous stays contiguous",
+        "channels-last without copies",
+        "TorchScript",
+        "export",
+        "one operation over the channels",
+        "fused by the compiler",
+        ("kernels for few channels", "in Triton's interpreter; never run on a GPU"),
+        "no E[x²] - E[x]²",
+        ("images per second", _NO_GPU),
+    ),
+    *_rows(
+        "timm",
+        "the fast path",
+        "fast norm, off unless asked for",
+        "statistics in float32 whatever the dtype",
+        "GroupNorm as well",
+        ("Apex", "not needed: the kernels are our own"),
+    ),
+]
