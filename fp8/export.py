@@ -68,6 +68,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report:
     if not isinstance(model, nn.Module):
         raise TypeError(f"export needs an nn.Module, got {type(model).__name__}")
     need("safetensors")
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     factors, ratios = _factors(model)
     rows, layers = _layers(model)
     if not layers:

@@ -37,23 +37,24 @@ def folded(model: Any, plan: Plan) -> Folded:
     Raises ValueError for a model that is built otherwise, one whose head is tied to its embedding,
     and a call that scales something besides, by name.
     """
-    fold = _Fold(model, plan)
     try:
-        layers = list(model.model.layers)
-        head, embedding = model.lm_head, model.model.embed_tokens
-    except AttributeError as error:
+        return _folded(model, plan)
+    except AttributeError as error:  # a part that it does not have
         raise ValueError(f"{_OTHERWISE}: {error}") from error
-    if head.weight is embedding.weight:
+
+
+def _folded(model: Any, plan: Plan) -> Folded:
+    if model.lm_head.weight is model.model.embed_tokens.weight:
         raise ValueError(f"{_OTHERWISE}: its head is tied to its embedding")
+    fold = _Fold(model, plan)
     fold.take("model.embed_tokens", "embedding")
     ratio = 1.0
-    for i in range(len(layers)):
+    for i in range(len(model.model.layers)):
         ratio = fold.layer(f"model.layers.{i}", ratio)
     fold.linear("lm_head", 1.0, 1.0)
-    left = [key for key in fold.steps if key[1] != "cross_entropy"]
-    if left:
-        path, kind, _ = left[0]
-        raise ValueError(f"{_OTHERWISE}: {kind} in {path or 'the model itself'} is scaled")
+    for path, kind, _ in fold.steps:
+        if kind != "cross_entropy":
+            raise ValueError(f"{_OTHERWISE}: {kind} in {path or 'the model itself'} is scaled")
     return fold.factors, fold.inputs
 
 
@@ -95,10 +96,12 @@ class _Fold:
                 self.linear(f"{path}.{part}.{name}", 1.0, 1.0)
             inner = self.attention(path) if add == 0 else self.gate(path)
             step = self.take(path, "add", add)
-            by_term = {slot: forward for slot, forward, _ in step.slots}
-            ratio *= by_term.get((0,), 1.0)
+            if len(step.slots) != 2:
+                raise ValueError(f"{_OTHERWISE}: add {add} of {path} has no branch of its own")
+            skip, branch = (forward for _, forward, _ in step.slots)  # in the order of residuals
+            ratio *= skip
             output = "o_proj" if add == 0 else "down_proj"
-            self.linear(f"{path}.{part}.{output}", inner, ratio / by_term.get((1,), 1.0))
+            self.linear(f"{path}.{part}.{output}", inner, ratio / branch)
         return ratio
 
     def attention(self, path: str) -> float:
@@ -110,9 +113,10 @@ class _Fold:
 
     def gate(self, path: str) -> float:
         """The ratio of the gated values."""
-        (key,) = [key for key in self.steps if key[0] == f"{path}.mlp.act_fn"]
+        owner = f"{path}.mlp.act_fn"
+        kind = next((kind for where, kind, _ in self.steps if where == owner), "activation")
         value = torch.empty(1, device="meta")
-        activated = _output(self.take(*key), (value,))
+        activated = _output(self.take(owner, kind), (value,))
         return activated * _output(self.take(f"{path}.mlp", "mul"), (value, value))
 
 
