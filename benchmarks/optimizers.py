@@ -29,8 +29,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], float | None, str]] = {
     "fp8 compiled": (
         lambda p: fp8.optim.AdamW(p, compile=True),
         2.0,
-        "arithmetic: a look at the gradient before the step, and torch's conversions of float16 "
-        "and e4m3, which are bit by bit without hardware for them",
+        "arithmetic, not memory: a look at all of the gradient before the step, and e4m3, which is "
+        "converted in software",
     ),
     "fp8 eager": (fp8.optim.AdamW, None, ""),
     "fp8 compiled, 8-bit blocks": (lambda p: fp8.optim.AdamW(p, compile=True, **BLOCKS), None, ""),

@@ -3,6 +3,7 @@
 from . import optim
 from .autocast import autocast, checkpoint_contexts
 from .convert import convert, report, revert
+from .export import export
 from .formats import FORMATS, Format, get_format
 from .history import AmaxHistory, reduce_amax
 from .level_state import state
@@ -37,6 +38,7 @@ __all__ = [
     "autocast",
     "checkpoint_contexts",
     "convert",
+    "export",
     "export_weights",
     "get_format",
     "get_recipe",

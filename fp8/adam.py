@@ -142,7 +142,7 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
     """
     found: dict[Any, _Unit] = {}
     for number, parameter in enumerate(group["params"], index):
-        if parameter.grad is None or not local(parameter).numel():
+        if parameter.grad is None:
             continue
         if parameter.grad.layout != torch.strided:
             raise RuntimeError(f"Adam needs dense gradients, got {parameter.grad.layout}")
@@ -193,7 +193,9 @@ def _on_cpu(numbers: list[Tensor]) -> list[float]:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest magnitude, 0-dim float32; NaN where there is one."""
+    """The largest magnitude, 0-dim float32; NaN where there is one, 0 of an empty shard."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).to(torch.float32)
 

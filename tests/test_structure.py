@@ -57,6 +57,7 @@ fp8.convert, fp8.optim_state <- fp8.fsdp
 fp8.files
 fp8.low_precision, fp8.adapters <- fp8.adapters.composer
 fp8.adapters <- fp8.adapters.lightning
+fp8.adapters, fp8.history, fp8.recipe, fp8.swap <- fp8.export
 fp8.subclass, fp8.report <- unit_scaling.transforms, fp8.convert
 fp8.scaling <- fp8.distributed
 fp8.convert <- fp8.fsdp, fp8.files

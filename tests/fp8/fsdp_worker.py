@@ -188,6 +188,24 @@ def check_skipped(model: nn.Module, opt: torch.optim.Optimizer) -> None:
     assert all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
 
 
+def check_skipped_steps() -> None:
+    """NaN in one shard skips the step on both; of a weight of one row, one shard is empty."""
+    for formats in ({}, {"first_moment": "e4m3_block", "second_moment": "e5m3_block"}):
+        model = nn.Sequential(nn.Linear(20, 65), nn.Linear(65, 1))
+        fully_shard(model)
+        opt = fp8.optim.AdamW(model.parameters(), 1e-2, min_size=0, **formats)
+        for i in range(3):
+            model(torch.randn(4, 20)).square().mean().backward()
+            if i == 1 and dist.get_rank() == 0:
+                model[1].bias.grad.to_local().fill_(torch.nan)
+            opt.step()
+            opt.zero_grad()
+        assert opt.skipped_steps == 1
+        for i, state in portable_state_dict(opt)["state"].items():
+            assert state["step"] == 2
+            assert state["exp_avg"].full_tensor().shape == list(model.parameters())[i].shape
+
+
 def main(rank: int, store: Path) -> None:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for recipe in ("unit", "tensor"):
@@ -197,6 +215,7 @@ def main(rank: int, store: Path) -> None:
     check_unit_scaled()
     check_checkpoint(store.parent)
     check_fp8_states(store.parent)
+    check_skipped_steps()
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="weight is sharded: call gather_in_fp8"):
         gather_in_fp8(model)

@@ -103,6 +103,7 @@ def test_two_processes_train_as_one_and_resume_after_a_kill(tmp_path: Path, argv
     plain = argv(variants="fp32", iters=10, sample=0)
     scaled = argv(variants="unit_scaled_fp8", iters=10, sample=0)
     ways = {("fsdp", "fp32"): scaled, ("fsdp", "fp8"): plain, ("ddp", "fp8"): scaled}
+    eight_bit = [*scaled, "--optimizer=8bit", *flags("fsdp", "fp8", tmp_path / "8bit")]
     dropout = argv("--resume", variants="unit_scaled_fp8", dropout=0.2, sample=0)
     killed, undisturbed = (
         {
@@ -118,13 +119,14 @@ def test_two_processes_train_as_one_and_resume_after_a_kill(tmp_path: Path, argv
         assert (tmp_path / f"{kind}-killed" / "checkpoints" / "unit_scaled_fp8-seed0.pt").exists()
     names = {way: tmp_path / "-".join(way) for way in ways}
     runs = [[*command, *flags(*way, names[way])] for way, command in ways.items()]
-    for code, printed in two([*runs, *killed.values(), *undisturbed.values()]):
+    for code, printed in two([*runs, eight_bit, *killed.values(), *undisturbed.values()]):
         assert code == 0, printed
     for kind in ("ddp", "fsdp"):
         expected = losses(tmp_path / f"{kind}-undisturbed")
         assert losses(tmp_path / f"{kind}-killed") == expected
     main([*plain, f"--out={tmp_path / 'plain'}"])
     main([*scaled, f"--out={tmp_path / 'scaled'}"])
+    check_close(losses(tmp_path / "scaled"), losses(tmp_path / "8bit"), "fp8")
     for way, folder in names.items():
         one = tmp_path / ("plain" if ways[way] is plain else "scaled")
         check_close(losses(one), losses(folder), way[1])

@@ -16,6 +16,7 @@ from fp8.autocast import outside_compiler
 from ..parameter import remember_tags, tag
 from .calls import KINDS
 from .compile import copied
+from .fold import Folded, folded
 from .install import Call, find_scope, install, is_sharded, unwrapped
 from .plan import make_plan
 from .record import Recorder, tensors_in
@@ -203,6 +204,20 @@ class UnitScale:
         for depth, count in counts.items():
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
             self.weights.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
+
+    def outside(self, model: nn.Module) -> Folded:
+        """What `fp8.export` needs to write the weights of the plain model: see `transforms.fold`.
+
+        Raises ValueError where weights cannot hold all that the plain model lacks.
+        """
+        if self.replacements:
+            raise ValueError("functions that unit_scale was given in replace are in no weight")
+        if self.init == "preserve":
+            return dict(self.weights.factors), {}
+        whole = [plan for form, plan in self.plans.items() if form[0] == ""]
+        if not whole:
+            raise ValueError("a unit-scaled model is exported after a call of it: none was seen")
+        return folded(model, whole[-1])
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""

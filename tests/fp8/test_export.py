@@ -1,0 +1,215 @@
+"""Files for serving, read back by the libraries that serve them, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+import unit_scaling as uu
+from fp8 import Cast, Recipe
+from unit_scaling.transforms import simulate_fp8, unit_scale
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    safetensors = pytest.importorskip("safetensors.torch")
+    transformers = pytest.importorskip("transformers", reason="reads the files")
+    pytest.importorskip("compressed_tensors", reason="reads the files")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    torch.manual_seed(0)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def exact(name: str, scaling: str) -> Recipe:
+    """With scales as compressed-tensors finds them: amax / 448."""
+    cast = Cast(format="e4m3", scaling=scaling, rule="exact")
+    return Recipe(name=name, input=cast, weight=cast)
+
+
+RECIPES: dict[str, Any] = {
+    "unit": "unit",
+    "delayed": "delayed",
+    "tensor": exact("exact", "tensor"),
+    "row": exact("exact rows", "row"),
+    "mixed": Recipe(
+        name="mixed", input=Cast(format="e4m3"), weight=Cast(format="e4m3", scaling="row")
+    ),
+}
+
+IDS = torch.arange(24).reshape(2, 12) % 64
+
+
+def llama(**options: Any) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.2,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """After two steps, with which "delayed" has a history."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def served(folder: Any) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def tolerance(want: torch.Tensor) -> float:
+    """The operands are the same numbers. What is left is the order in which float32 is summed and
+    scaled, of up to 64 terms in each of 14 layers: sqrt(64 * 14) * 2**-24 = 2e-6, and 5 times that.
+    """
+    return 1e-5 * want.abs().max().item()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_served_as_it_was_trained(name, tmp_path):
+    model = trained(fp8.convert(llama(), RECIPES[name], where="hidden"))
+    report = fp8.export(model, tmp_path)
+    assert [row.done for row in report] == ["FP8"] * 14
+    want = logits(model)
+    torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
+    plain = logits(fp8.revert(model))
+    assert (want - plain).abs().max() > 1e-3 * plain.abs().max()
+
+
+@pytest.mark.parametrize("name", ["tensor", "row"])
+def test_scales_that_are_powers_of_two(name, tmp_path):
+    """Weights are those of the recipe; inputs are rounded under another scale, with an error of the
+    same size: both are as far from high precision, and no farther from each other than the two
+    independent errors together."""
+    model = trained(fp8.convert(llama(), name))
+    fp8.export(model, tmp_path)
+    got, want = logits(served(tmp_path)), logits(model)
+    plain = logits(fp8.revert(model))
+    ours, theirs = (want - plain).norm(), (got - plain).norm()
+    assert (got - want).norm() <= (ours**2 + theirs**2).sqrt() * 1.1
+    assert theirs < 1.5 * ours
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "row"])
+def test_factors_of_unit_scaling_are_put_back(recipe, tie, tmp_path):
+    """Weights divided by powers of two are multiplied by them again, in their scales or in the
+    weights themselves."""
+    model = llama(tie_word_embeddings=tie)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(8)
+    model = fp8.convert(model, RECIPES[recipe], where="hidden")
+    model = trained(unit_scale(model, init="preserve"))
+    fp8.export(model, tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    scales = [stored[f"model.layers.0.mlp.{name}_proj.weight_scale"] for name in ("gate", "up")]
+    assert scales[1].mean() > 4 * scales[0].mean()
+    want = logits(model)
+    torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
+
+
+@pytest.mark.parametrize("recipe", ["unit", "delayed", "row"])
+def test_factors_of_unit_scaling_fold_into_scales(recipe, tmp_path):
+    """Those of residual branches, attention, activations and the readout: the plain class computes
+    the same logits. They are no powers of two, so that a product differs in its last bit, and an
+    input next to a tie may go to the other e4m3 number: 2**-4 of one term in some 20 000."""
+    model = fp8.convert(llama(attention_bias=True), RECIPES[recipe], where="hidden")
+    model = trained(unit_scale(model))
+    fp8.export(model, tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    if recipe == "unit":
+        assert stored["model.layers.0.mlp.down_proj.input_scale"].item() == pytest.approx(
+            0.566, abs=1e-3
+        )
+    got, want = logits(served(tmp_path)), logits(model)
+    assert (got - want).norm() < 1e-3 * want.norm()
+    assert (want - logits(fp8.revert(model))).norm() > 1e-2 * want.norm()
+
+
+def test_files(tmp_path):
+    model = trained(fp8.convert(llama(), "unit", where="hidden"))
+    weight = model.model.layers[0].mlp.up_proj.weight.detach()
+    fp8.export(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    prefix = "model.layers.0.mlp.up_proj"
+    assert stored[f"{prefix}.weight"].dtype == torch.float8_e4m3fn
+    assert torch.equal(stored[f"{prefix}.weight"].float(), fp8.quantize(weight, "e4m3"))
+    assert (
+        stored[f"{prefix}.weight_scale"].tolist() == stored[f"{prefix}.input_scale"].tolist() == [1]
+    )
+    assert stored["lm_head.weight"].dtype == torch.float32
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layer = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_model_of_ones_own(tmp_path):
+    model = fp8.convert(Tied(), "row")
+    report = {row.path: row for row in fp8.export(model, tmp_path)}
+    assert report["layer"].done == "FP8"
+    assert report["head"].why == "its weight is tied to another module's"
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    about = json.loads((tmp_path / "fp8.json").read_text())
+    assert about["tied"] == {"head.weight": "embed.weight"}
+    assert about["quantization_config"]["ignore"] == ["head"]
+    assert set(stored) == {"embed.weight", "layer.weight", "layer.weight_scale", "layer.bias"}
+    product = stored["layer.weight"].float() * stored["layer.weight_scale"]
+    bias, identity = model.layer.bias, torch.eye(16)
+    assert torch.equal(model.layer(identity) - bias, product.T + bias - bias)
+
+
+def test_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match=r"an nn\.Module, got str"):
+        fp8.export("model", tmp_path)
+    with pytest.raises(ValueError, match=r"fp8\.convert was not called"):
+        fp8.export(llama(), tmp_path)
+    with pytest.raises(ValueError, match="no layout for recipe 'mxfp8'"):
+        fp8.export(fp8.convert(llama(), "mxfp8"), tmp_path)
+    with pytest.raises(ValueError, match="no history yet: train the model first"):
+        fp8.export(fp8.convert(llama(), "delayed"), tmp_path)
+    with pytest.raises(ValueError, match="after a call of it"):
+        fp8.export(unit_scale(fp8.convert(llama(), "unit")), tmp_path)
+    tied = trained(unit_scale(fp8.convert(llama(tie_word_embeddings=True), "unit")))
+    with pytest.raises(ValueError, match="its head is tied to its embedding"):
+        fp8.export(tied, tmp_path)
+    eager = trained(unit_scale(fp8.convert(llama(attn_implementation="eager"), "unit")))
+    with pytest.raises(ValueError, match="self_attn has no scaled scaled_dot_product_attention"):
+        fp8.export(eager, tmp_path)
+    with pytest.raises(ValueError, match="0 is a module of unit_scaling"):
+        fp8.export(fp8.convert(nn.Sequential(uu.Linear(16, 16)), "unit"), tmp_path)
+    with pytest.raises(ValueError, match="Simulate is no part of the weights"):
+        fp8.export(simulate_fp8(llama()), tmp_path)
+    assert not list(tmp_path.iterdir())
