@@ -33,6 +33,7 @@ MODULES = (
     "fp8.adapters.accelerate",
     "fp8.adapters.bitsandbytes",
     "fp8.adapters.composer",
+    "fp8.adapters.lightning",
     "fp8.adapters.msamp",
     "fp8.adapters.torchao",
     "fp8.adapters.transformer_engine",
@@ -48,6 +49,10 @@ MODULES = (
     "unit_scaling.constraints",
     "unit_scaling.scale",
 )
+
+
+# Before a line that begins with `name: ` or `name, name: `, or with the dash of a list.
+_ARGUMENT = re.compile(r"\n\s*(?=[\w*]+(?:, [\w*]+)*: |- )")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +138,8 @@ def prose(docstring: str, known: dict[str, str]) -> str:
         elif all(line.startswith("    ") for line in part.splitlines()):
             parts.append(f"<pre>{html.escape(inspect.cleandoc(part))}</pre>")
         else:
-            lines = re.sub(r"\n\s*(?=[\w, *]+: |- )", "<br>\0", html.escape(part, quote=False))
-            parts.append(f"<p>{_with_code(lines.replace(chr(0), ''), known)}</p>")
+            lines = _ARGUMENT.sub("<br>", html.escape(part, quote=False))
+            parts.append(f"<p>{_with_code(lines, known)}</p>")
     return "\n\n".join(parts)
 
 
