@@ -117,15 +117,10 @@ def signature(entry: Entry) -> str:
 
 
 def _cleaned(text: str) -> str:
-    """Annotations without quotes, functions and modules by name, without where they are."""
+    """An argument or annotation: types without quotes, functions and modules by name alone."""
     text = re.sub(r"<(?:module '([\w.]+)' [^>]*|function (\S+) at [^>]*)>", r"\1\2", text)
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
-    name, colon, rest = text.partition(": ")
-    return name + colon + rest.replace("'", "") if colon and " = " not in rest else _typed(text)
-
-
-def _typed(text: str) -> str:
-    """``a: 'int' = 'b'`` without the quotes of the annotation alone."""
+    text = re.sub(r"\.<locals>\.\w+", "()", text)  # what a function of the module has made
     return re.sub(r"^(\**\w+: )'(.*?)'(?= = |$)|^'(.*)'$", r"\1\2\3", text)
 
 
