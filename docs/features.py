@@ -32,8 +32,8 @@ DOCUMENTS = {
     ),
     "MS-AMP": (
         _GUIDE,
-        "It has no distribution and does not run on today's torch: the tests compute its arithmetic "
-        "independently.",
+        "It has no distribution and does not run on today's torch: the tests compute its "
+        "arithmetic independently.",
     ),
     "Lightning": ("N-Bit Precision (Intermediate)", "Installed and run on CPU."),
     "Composer": (
