@@ -33,6 +33,7 @@ MODULES = (
     "fp8.adapters.accelerate",
     "fp8.adapters.bitsandbytes",
     "fp8.adapters.composer",
+    "fp8.adapters.lightning",
     "fp8.adapters.msamp",
     "fp8.adapters.torchao",
     "fp8.adapters.transformer_engine",
@@ -48,6 +49,10 @@ MODULES = (
     "unit_scaling.constraints",
     "unit_scaling.scale",
 )
+
+
+# Before a line that begins with `name: ` or `name, name: `, or with the dash of a list.
+_ARGUMENT = re.compile(r"\n\s*(?=[\w*]+(?:, [\w*]+)*: |- )")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,15 +117,10 @@ def signature(entry: Entry) -> str:
 
 
 def _cleaned(text: str) -> str:
-    """Annotations without quotes, functions and modules by name, without where they are."""
+    """An argument or annotation: types without quotes, functions and modules by name alone."""
     text = re.sub(r"<(?:module '([\w.]+)' [^>]*|function (\S+) at [^>]*)>", r"\1\2", text)
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
-    name, colon, rest = text.partition(": ")
-    return name + colon + rest.replace("'", "") if colon and " = " not in rest else _typed(text)
-
-
-def _typed(text: str) -> str:
-    """``a: 'int' = 'b'`` without the quotes of the annotation alone."""
+    text = re.sub(r"\.<locals>\.\w+", "()", text)  # what a function of the module has made
     return re.sub(r"^(\**\w+: )'(.*?)'(?= = |$)|^'(.*)'$", r"\1\2\3", text)
 
 
@@ -133,8 +133,8 @@ def prose(docstring: str, known: dict[str, str]) -> str:
         elif all(line.startswith("    ") for line in part.splitlines()):
             parts.append(f"<pre>{html.escape(inspect.cleandoc(part))}</pre>")
         else:
-            lines = re.sub(r"\n\s*(?=[\w, *]+: |- )", "<br>\0", html.escape(part, quote=False))
-            parts.append(f"<p>{_with_code(lines.replace(chr(0), ''), known)}</p>")
+            lines = _ARGUMENT.sub("<br>", html.escape(part, quote=False))
+            parts.append(f"<p>{_with_code(lines, known)}</p>")
     return "\n\n".join(parts)
 
 

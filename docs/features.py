@@ -15,15 +15,36 @@ HOW = {
     "own": "own implementation",
 }
 
-#: System -> the document, as it is titled.
+_GUIDE = "Low Precision Training Methods, of Accelerate's documentation"
+
+#: System -> the document, and how far its own code is run here.
 DOCUMENTS = {
-    "unit-scaling": "Graphcore's announcement of the library",
-    "Accelerate": "Low Precision Training Methods",
-    "TransformerEngine": "Low Precision Training Methods, of Accelerate",
-    "MS-AMP": "Low Precision Training Methods, of Accelerate",
-    "Lightning": "N-Bit Precision (Intermediate)",
-    "Composer": "Low Precision LayerNorm",
-    "timm": 'The issue "hack ln implementation in convnext"',
+    "unit-scaling": (
+        "Graphcore's announcement of the library",
+        "This package takes its place, so that the two cannot be installed together: tests compare "
+        "with recorded values and signatures of 0.3.5.",
+    ),
+    "Accelerate": (_GUIDE, "Installed and run on CPU, with a stand-in for TransformerEngine."),
+    "TransformerEngine": (
+        _GUIDE,
+        "It needs a GPU: its published Python is run, and a CPU stand-in that is made from its "
+        "signatures.",
+    ),
+    "MS-AMP": (
+        _GUIDE,
+        "It has no distribution and does not run on today's torch: the tests compute its "
+        "arithmetic independently.",
+    ),
+    "Lightning": ("N-Bit Precision (Intermediate)", "Installed and run on CPU."),
+    "Composer": (
+        "Low Precision LayerNorm",
+        "It does not install beside the torch that this package needs: its signatures, and its "
+        "Algorithm and Event classes, are those of the published package.",
+    ),
+    "timm": (
+        'The issue "hack ln implementation in convnext"',
+        "The code of its norms is run, from the published package.",
+    ),
 }
 
 _PYTHON = "its Python was run, with stand-ins for what is compiled; no GPU"
@@ -128,6 +149,7 @@ FEATURES = [
         "precision=bf16",
         "bf16 on CPU",
         "the 8-bit optimizer of bitsandbytes",
+        "no casts by hand",
         ("TPUs", "not had: CPU and CUDA devices alone"),
     ),
     *_rows(
@@ -135,6 +157,7 @@ FEATURES = [
         "how to use",
         "apply_low_precision_layernorm",
         ("LowPrecisionLayerNorm", "its Trainer was not run: it does not install beside this torch"),
+        ("the Trainer's precision", "on the Algorithm and Event classes of its package"),
         "amp is float16, bf16 bfloat16",
         "no effect in fp32 and fp16",
     ),
@@ -158,8 +181,10 @@ FEATURES = [
         "one operation over the channels",
         "fused by the compiler",
         ("kernels for few channels", "in Triton's interpreter; never run on a GPU"),
+        ("backward in one pass", "in Triton's interpreter; never run on a GPU"),
         "no E[x²] - E[x]²",
         ("images per second", _NO_GPU),
+        ("older torch, XLA", "not had: torch 2.11 to 2.13, CPU and CUDA devices"),
     ),
     *_rows(
         "timm",

@@ -69,8 +69,8 @@ def render() -> str:
     """The text of docs/parity.md."""
     found = list(proofs())
     parts = [PREAMBLE]
-    for system, document in DOCUMENTS.items():
+    for system, (document, run) in DOCUMENTS.items():
         rows = [line(feature, found) for feature in FEATURES if feature.system == system]
         lines = table("feature | section | tests | remarks", rows)
-        parts.append(f"## {system}\n\n{document}.\n\n{lines}")
+        parts.append(f"## {system}\n\n{document}. {run}\n\n{lines}")
     return "\n\n".join(parts) + "\n"

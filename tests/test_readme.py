@@ -120,7 +120,7 @@ def test_make_targets_exist():
 
 
 def test_readme_is_short():
-    """About twenty lines of code: what does not fit belongs into docs/guide.md."""
+    """About twenty lines of code: what does not fit belongs into docs/."""
     code = [b.text for b in blocks(ROOT / "README.md") if b.language == "python"]
     lines = [line for text in code for line in text.splitlines() if line.strip()]
     assert 15 <= len(lines) <= 30

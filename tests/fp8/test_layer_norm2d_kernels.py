@@ -64,6 +64,7 @@ def interpreted() -> None:
 
 
 @pytest.mark.proves("timm", "kernels for few channels", how="own")
+@pytest.mark.proves("timm", "backward in one pass", how="own")
 def test_in_tritons_interpreter():
     root = Path(__file__).parents[2]
     code = "from tests.fp8.test_layer_norm2d_kernels import interpreted; interpreted()"

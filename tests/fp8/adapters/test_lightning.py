@@ -152,6 +152,7 @@ def plain_loop(net: nn.Module, precision: str, epochs: int, optimizer: Any = ada
 @pytest.mark.proves("Lightning", "precision=32", how="library")
 @pytest.mark.proves("Lightning", "precision=16, with a scaled loss", how="library")
 @pytest.mark.proves("Lightning", "precision=bf16", how="library")
+@pytest.mark.proves("Lightning", "no casts by hand", how="library")
 @pytest.mark.proves("Lightning", "bf16 on CPU", how="library")
 @pytest.mark.parametrize("library", TRAINERS)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])

@@ -111,6 +111,7 @@ def state(model: nn.Module, precision: Any) -> SimpleNamespace:
 
 
 @pytest.mark.proves("Composer", "LowPrecisionLayerNorm", how="library")
+@pytest.mark.proves("Composer", "the Trainer's precision", how="library")
 def test_algorithm_of_composers_own_class(real_composer: Any):
     core = real_composer.core
     algorithm = composer.LowPrecisionLayerNorm()
