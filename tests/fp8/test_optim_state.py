@@ -270,3 +270,20 @@ def blockwise(values: Tensor) -> Tensor:
     scale = 2.0 ** (rows.amax(1, keepdim=True) / 61440).log2().ceil()
     floor = torch.where(rows > 0, rows.clamp(min=2.0**-15 * scale), 0.0)
     return floor.flatten()[: len(values)]
+
+
+def test_e4m3_compiled_is_e4m3():
+    """Every finite code is read, and every finite bfloat16 written, as torch's casts do; what is
+    below the smallest normal number, toward zero; what is beyond the largest is the largest."""
+    codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
+    stored = Stored(codes.view(torch.float8_e4m3fn))
+    read = torch.compile(decode, fullgraph=True)(stored)
+    assert torch.equal(read.view(torch.int32), decode(stored).view(torch.int32))  # -0 too
+
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = patterns.view(torch.bfloat16).float()
+    x = torch.cat([x[x.isfinite()], torch.tensor([2**-6 - 2**-30, 464.0, -464.0, 448.1])])
+    expected, found = (zeros(len(x), ENCODINGS["e4m3"], x.device) for _ in range(2))
+    write(x, expected, ENCODINGS["e4m3"], None)
+    torch.compile(write, fullgraph=True)(x, found, ENCODINGS["e4m3"], None)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
