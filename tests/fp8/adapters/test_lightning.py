@@ -284,6 +284,22 @@ def test_nothing_of_the_model_is_lost(tmp_path):
     assert rows["net.embed"].left_alone
 
 
+def fabric_loop(
+    fabric: Any, model: Any, optimizer: Any, max_norm: float | None = None
+) -> list[float]:
+    """The losses of a loop in Fabric; max_norm: to which gradients are clipped."""
+    losses = []
+    for tokens in batches():
+        loss = loss_of(model, tokens)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        if max_norm is not None:
+            fabric.clip_gradients(model, optimizer, max_norm=max_norm)
+        optimizer.step()
+    return losses
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("recipe", ["unit", "delayed"])
 def test_fabric(recipe, precision):
@@ -293,14 +309,7 @@ def test_fabric(recipe, precision):
     plugin = FP8FabricPrecision(recipe, precision=precision)
     fabric = lightning.Fabric(plugins=plugin, accelerator="cpu")
     model, optimizer = fabric.setup(net, adam(net))
-    losses = []
-    for tokens in batches():
-        loss = loss_of(model, tokens)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()
+    losses = fabric_loop(fabric, model, optimizer, max_norm=1.0)
     # Fabric's autocast is around the forward pass alone, and its output is float32.
     tolerance = 0 if precision == "32-true" else 0.02
     assert losses == pytest.approx(plain_loop(other, precision, 1), rel=tolerance, abs=0)
@@ -313,23 +322,13 @@ def test_fabric_goes_on_from_a_checkpoint(tmp_path):
         fabric = lightning.Fabric(plugins=FP8FabricPrecision("delayed"), accelerator="cpu")
         return fabric, *fabric.setup(net, adam(net))
 
-    def train(fabric: Any, model: Any, optimizer: Any) -> list[float]:
-        losses = []
-        for tokens in batches():
-            loss = loss_of(model, tokens)
-            losses.append(loss.item())
-            optimizer.zero_grad()
-            fabric.backward(loss)
-            optimizer.step()
-        return losses
-
     fabric, model, optimizer = prepared(Mlp())
-    train(fabric, model, optimizer)
+    fabric_loop(fabric, model, optimizer)
     fabric.save(tmp_path / "checkpoint.ckpt", {"model": model, "optimizer": optimizer})
-    expected = train(fabric, model, optimizer)
+    expected = fabric_loop(fabric, model, optimizer)
     fabric, model, optimizer = prepared(Mlp())
     fabric.load(tmp_path / "checkpoint.ckpt", {"model": model, "optimizer": optimizer})
-    assert train(fabric, model, optimizer) == expected
+    assert fabric_loop(fabric, model, optimizer) == expected
 
 
 def test_only_the_chosen_layers(tmp_path):
