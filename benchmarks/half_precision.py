@@ -6,19 +6,17 @@ at half its size, once for each row. Run again, it continues with what is missin
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
-from pathlib import Path
 
 import torch
 
 from benchmarks.common import Finished, Row, report
-from benchmarks.recipe_loss import SIZE
+from benchmarks.recipe_loss import asked
 from fp8.adapters import probe
-from notebooks.nanogpt.data import Corpus, load_corpus
-from notebooks.nanogpt.settings import PRESETS, Settings
+from notebooks.nanogpt.data import Corpus
+from notebooks.nanogpt.settings import Settings
 from notebooks.nanogpt.train import Training, deterministic
 from notebooks.nanogpt.variants import VARIANTS, build_model
 
@@ -83,23 +81,10 @@ def rows(corpus: Corpus, settings: Settings, finished: Finished, seeds: list[int
 
 def main() -> int:
     """Trains what is missing, prints the rows and records them."""
-    parser = argparse.ArgumentParser(prog="benchmarks.half_precision", description=__doc__)
-    parser.add_argument("--data", help="text to train on (default: the standard library's source)")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--iters", type=int, default=300)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/benchmark-half-precision.jsonl"))
-    args = parser.parse_args()
-    settings = dataclasses.replace(PRESETS["small"], iters=args.iters, **SIZE)
-    corpus = load_corpus(args.data, context=settings.context)
-    seeds = [int(seed) for seed in args.seeds.split(",")]
-    with deterministic(args.threads):
-        found = rows(corpus, settings, Finished(args.out), seeds)
-    question = (
-        f"held-out loss on {corpus.name} after {args.iters} steps of a GPT with "
-        f"{settings.layers} layers, {settings.width} wide"
-    )
-    report("half_precision", question, found)
+    run = asked("half_precision", __doc__, 300)
+    with deterministic(run.threads):
+        found = rows(run.corpus, run.settings, run.finished, run.seeds)
+    report("half_precision", run.question, found)
     return 0
 
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -111,26 +111,47 @@ def rows(found: Losses) -> list[Row]:
     return result
 
 
-def main() -> int:
-    """Trains what is missing, prints the rows and records them."""
-    parser = argparse.ArgumentParser(prog="benchmarks.recipe_loss", description=__doc__)
+class Setting(NamedTuple):
+    """What the command line of a benchmark of held-out loss asks for."""
+
+    corpus: Corpus
+    settings: Settings
+    finished: Finished
+    seeds: list[int]
+    threads: int
+
+    @property
+    def question(self) -> str:
+        """What all its losses are of."""
+        return (
+            f"held-out loss on {self.corpus.name} after {self.settings.iters} steps of a GPT with "
+            f"{self.settings.layers} layers, {self.settings.width} wide"
+        )
+
+
+def asked(name: str, description: str | None, iters: int) -> Setting:
+    """From the command line of ``benchmarks.name``; iters: the steps of a run by default."""
+    out = Path(f"out/benchmark-{name.replace('_', '-')}.jsonl")
+    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
     parser.add_argument("--data", help="text to train on (default: the standard library's source)")
     parser.add_argument("--seeds", default=SEEDS)
-    parser.add_argument("--iters", type=int, default=ITERS)
+    parser.add_argument("--iters", type=int, default=iters)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("out/benchmark-recipe-loss.jsonl"))
+    parser.add_argument("--out", type=Path, default=out)
     args = parser.parse_args()
     settings = dataclasses.replace(PRESETS["small"], iters=args.iters, **SIZE)
     corpus = load_corpus(args.data, context=settings.context)
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    with deterministic(args.threads):
-        found = losses(Finished(args.out), corpus, settings, seeds)
-        question = (
-            f"held-out loss on {corpus.name} after {args.iters} steps of a GPT with "
-            f"{settings.layers} layers, {settings.width} wide, and its gap to fp32, "
-            f"seeds {args.seeds}"
-        )
-        report("recipe_loss", question, rows(found))
+    return Setting(corpus, settings, Finished(args.out), seeds, args.threads)
+
+
+def main() -> int:
+    """Trains what is missing, prints the rows and records them."""
+    run = asked("recipe_loss", __doc__, ITERS)
+    with deterministic(run.threads):
+        found = losses(run.finished, run.corpus, run.settings, run.seeds)
+        seeds = ",".join(map(str, run.seeds))
+        report("recipe_loss", f"{run.question}, and its gap to fp32, seeds {seeds}", rows(found))
     return 0
 
 
