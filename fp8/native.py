@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from .casting import Spec, format_of
-from .function import apply
+from .function import apply, own
 from .kept import once
 from .quantize import quantize
 from .recipe import Cast, Recipe
@@ -72,10 +72,9 @@ def _pairs(recipe: Recipe) -> list[tuple[Cast, Cast]]:
 
 def why_not_device(device: torch.device) -> str:
     """Why ``device`` has no FP8 product; "" if it has."""
-    if not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
     if device.type == "cpu":
-        return ""
+        old = torch.__version__ < (2, 12)
+        return f"torch {torch.__version__} has no FP8 product for CPUs, 2.12 has" if old else ""
     if device.type != "cuda":
         return f"no FP8 product is known for {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -205,7 +204,7 @@ class _Native(Function):
     ) -> Tensor:
         transposed = Stored(b_data.t(), b_scale.mT if b_scale.dim() else b_scale)
         y = multiply(Stored(a_data, a_scale), transposed, s_y, getattr(torch, dtype))
-        return y if bias is None else y.add_(bias)
+        return y if bias is None else own(y.add_(bias))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
