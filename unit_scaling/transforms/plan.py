@@ -29,6 +29,7 @@ from .record import MASKING, Graph, Node
 from .residuals import Residuals, find_residuals
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
+from .unread import unread_parts
 
 __all__ = ["make_plan"]
 
@@ -67,6 +68,7 @@ class _Planner:
             )
             self.residuals = find_residuals(flow, settings.residual)
         self.bridges = flow.bridges([unit.calls for unit in self.units.values()])
+        self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts()
         self.uses = Counter(
@@ -224,6 +226,11 @@ class _Planner:
         slots = [s for s in slots if abs(s[1] - 1) > 0.1]
         return with_slots(with_slots(None, self._shares(node)), slots), "scaled", f"a gain{why}"
 
+    def _cat(self, index: int, node: Node) -> Decision | None:
+        step = with_slots(None, self.unread.get(index, []))
+        why = "gradient only: of what is not read at the end"
+        return None if step is None else (step, "scaled", why)
+
     def _softmax(self, index: int, node: Node) -> Decision | None:
         """The softmax of attention: scaled for a fixed number of keys."""
         product = self.flow.weighs(index)
@@ -375,7 +382,7 @@ class _Planner:
 
 
 _SPECIAL_KINDS = frozenset(
-    "add sub mul div softmax matmul grouped_mm scaled_dot_product_attention".split()
+    "add sub mul div cat softmax matmul grouped_mm scaled_dot_product_attention".split()
 )
 """Kinds with a method of the planner."""
 
