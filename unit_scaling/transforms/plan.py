@@ -23,16 +23,7 @@ from typing import Any
 import torch
 
 from ..ops import OPS, find_op
-from .calls import (
-    AVERAGES,
-    KEPT,
-    NEUTRAL,
-    POSITIVE,
-    PRODUCTS,
-    RANGED,
-    SELECTIONS,
-    TRANSPARENT,
-)
+from .calls import AVERAGES, KEPT, NEUTRAL, POSITIVE, PRODUCTS, RANGED, SELECTIONS, TRANSPARENT
 from .flow import Flow
 from .record import Graph, Node, sees_the_past
 from .residuals import Residuals, find_residuals
