@@ -102,6 +102,24 @@ class Flow:
             todo += new
         return all(seen.issuperset(self.readers[i]) for i in seen - {index})
 
+    def mixes(self, adds: Iterable[int]) -> list[bool]:
+        """For each node, whether its result goes on into products or one of these adds."""
+        ends = {*adds, *filter(self.is_product, range(len(self.nodes)))}
+        after = [False] * len(self.nodes)
+        for index in reversed(range(len(self.nodes))):
+            for source in self.sources[index]:
+                after[source] = after[source] or after[index] or index in ends
+        return after
+
+    def is_logged(self, index: int) -> bool:
+        """Whether a logarithm is taken of the result of a call, kept from 0 at most."""
+        guarded = TRANSPARENT | {"add", "clamp"}
+        kinds = [(reader, self.nodes[reader].kind) for reader in self.readers[index]]
+        return any(
+            kind.startswith("log") or (kind in guarded and self.is_logged(reader))
+            for reader, kind in kinds
+        )
+
     def up(self, index: int, kinds: Iterable[str]) -> int | None:
         """The source of a call of one of these kinds; None for another, or with more sources."""
         sources = self.sources[index]

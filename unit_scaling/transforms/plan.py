@@ -9,7 +9,8 @@
    (Unit Scaling, section 3: cut edges). Elsewhere its scales are tied. Parameters do not count as
    paths: a tied weight gets the sum of differently scaled gradients, as in the peer libraries.
 4. A number that multiplies a value is taken out: the op before it has made the scale 1 already.
-5. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
+5. What comes after the last product and has a range (a probability, a direction) keeps its values.
+6. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..ops import OPS, find_op
-from .calls import AVERAGES, KEPT, NEUTRAL, POSITIVE, PRODUCTS, SELECTIONS, TRANSPARENT
+from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, RANGED, SELECTIONS, TRANSPARENT
 from .flow import Flow
-from .record import MASKING, Graph, Node
-from .residuals import Residuals, find_residuals
+from .growth import gradient_factors
+from .record import Graph, Node, sees_the_past
+from .residuals import Residuals, find_residuals, leans
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
+from .unread import unread_parts
 
 __all__ = ["make_plan"]
 
@@ -36,6 +38,8 @@ Decision = tuple[Step | None, str, str]
 """(step, what the report says was done or "" for no line, why)."""
 
 _NOTHING: Decision = (None, "", "")
+
+_RESULT = "after the last product: keeps its values, gradient only"
 
 
 def make_plan(graph: Graph, settings: Settings) -> Plan:
@@ -67,7 +71,10 @@ class _Planner:
             )
             self.residuals = find_residuals(flow, settings.residual)
         self.bridges = flow.bridges([unit.calls for unit in self.units.values()])
+        self.unread = unread_parts(flow, self.bridges, self.residuals)
+        self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
+        self.mixes = flow.mixes(self.residuals.adds)
         self.inner = self._inner_readouts()
         self.uses = Counter(
             (node.path, flow.parameters[i.node])
@@ -79,14 +86,10 @@ class _Planner:
 
     def _inner_readouts(self) -> frozenset[str]:
         """The readout weights with products, residual adds or a second path to the loss around."""
-        after = [False] * len(self.nodes)
         inner: set[str | None] = set()
-        for index in reversed(range(len(self.nodes))):
-            mixes = self.flow.is_product(index) or index in self.residuals.adds
-            if self.flow.is_product(index) and (after[index] or not self.bridges[index]):
+        for index in range(len(self.nodes)):
+            if self.flow.is_product(index) and (self.mixes[index] or not self.bridges[index]):
                 inner |= {self.flow.parameters[i.node] for i in self.nodes[index].inputs}
-            for source in self.flow.sources[index]:
-                after[source] = after[source] or after[index] or mixes
         return frozenset(name for name in inner if name is not None) & self.settings.readouts
 
     def decide(self, index: int, node: Node) -> tuple[Step | None, Row | None]:
@@ -99,6 +102,11 @@ class _Planner:
         step, done, why = self._choose(index, node, kind) if self._concerns(node) else _NOTHING
         if done == "left alone" and node.where:
             why = f"{why} ({node.where})"
+        if index in self.regained:
+            step, factor = step or Step(), self.regained[index]
+            step = replace(step, output=(step.output[0], step.output[1] * factor))
+            done = done or "scaled"
+            why = f"{why}{', ' if why else ''}gradient divided by {1 / factor:.3g} for batch norms"
         if splits:
             step = with_slots(step, splits)
             if node.key is None:
@@ -129,7 +137,7 @@ class _Planner:
         if index in self.residuals.adds:
             slots, why = self.residuals.adds[index]
             return Step(slots=slots), "scaled", why
-        if kind in AVERAGES | {"relu"} and self._leans(self.flow.sources[index]):
+        if leans(self.flow, self.residuals, index):
             return self._positive(index, node)
         special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
         decision = special(index, node) if special is not None else None
@@ -154,20 +162,12 @@ class _Planner:
         calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
         bridge = self.bridges[index] and unit.name == "formula"
         input = unit.input if bridge else unit.output
-        why = f"{unit.name} of {calls}, factor {unit.output:.3g}"
-        return replace(step or Step(), output=(unit.output, input)), "scaled", why
-
-    def _leans(self, sources: list[int]) -> bool:
-        """Whether values are positive, or the sum of positive ones and the branch beside them."""
-        while len(sources) == 1:
-            kind = self.nodes[sources[0]].kind
-            if kind in POSITIVE:
-                return True
-            skip = self.residuals.skips.get(sources[0])
-            if skip is None and kind not in TRANSPARENT and not kind.startswith("max_pool"):
-                return False
-            sources = self.flow.sources[sources[0]] if skip is None else [skip]
-        return False
+        name = f"{unit.name} of {calls}"
+        if unit.name == "formula" and not self.mixes[index]:
+            output = (1.0, input if bridge else 1.0)
+            return replace(step or Step(), output=output), "scaled", f"{name}, {_RESULT}"
+        output = (unit.output, input)
+        return replace(step or Step(), output=output), "scaled", f"{name}, factor {unit.output:.3g}"
 
     def _positive(self, index: int, node: Node) -> Decision:
         """A relu of values that are mostly positive, or their average, has their RMS as it is."""
@@ -224,6 +224,11 @@ class _Planner:
         slots = [s for s in slots if abs(s[1] - 1) > 0.1]
         return with_slots(with_slots(None, self._shares(node)), slots), "scaled", f"a gain{why}"
 
+    def _cat(self, index: int, node: Node) -> Decision | None:
+        step = with_slots(None, self.unread.get(index, []))
+        why = "gradient only: of what is not read at the end"
+        return None if step is None else (step, "scaled", why)
+
     def _softmax(self, index: int, node: Node) -> Decision | None:
         """The softmax of attention: scaled for a fixed number of keys."""
         product = self.flow.weighs(index)
@@ -249,7 +254,7 @@ class _Planner:
         op = OPS[node.kind]
         given = op.bind(node.args, node.kwargs, node.function)
         mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
-        keys, always = self._keys(node, given["value"].shape[-2], causal or _sees_the_past(mask))
+        keys, always = self._keys(node, given["value"].shape[-2], causal or sees_the_past(mask))
         settings: tuple[tuple[str, Any], ...]
         settings, output = (("context_length", keys), ("is_causal", always)), 1.0
         if mask is None and causal != always:  # the argument does more than choose the factor
@@ -279,6 +284,10 @@ class _Planner:
         if kind == "linear" and weights & (self.settings.readouts - self.inner):
             step = Step(op="linear_readout", constraint=None, slots=slots)
             return step, "scaled", "readout: 1/fan_in"
+        if kind in RANGED and not self.mixes[index]:
+            factors = op.scales(node.args, node.kwargs, func=node.function, constraint=None)
+            free = self.bridges[index] and not self.flow.is_logged(index)
+            return Step(output=(1.0, factors["input"] if free else 1.0)), "scaled", _RESULT
         constraint = None if self.bridges[index] else "to_output_scale"
         why = "not constrained: on the only path" if constraint is None else ""
         return Step(op=op.name, constraint=constraint, slots=slots), "scaled", why
@@ -375,14 +384,6 @@ class _Planner:
 
 
 _SPECIAL_KINDS = frozenset(
-    "add sub mul div softmax matmul grouped_mm scaled_dot_product_attention".split()
+    "add sub mul div cat softmax matmul grouped_mm scaled_dot_product_attention".split()
 )
 """Kinds with a method of the planner."""
-
-
-def _sees_the_past(mask: Tensor | None) -> bool:
-    """Whether a mask of attention lets the first query see the first key only."""
-    if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2:
-        return False
-    seen = mask if mask.dtype == torch.bool else mask > MASKING
-    return not bool(seen[..., 0, 1:].any())

@@ -18,12 +18,22 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fp8.autocast import EXPANDED, FIRST_LOOK
+from fp8.autocast import EXPANDED
+from fp8.function import FIRST_LOOK
 
 from . import install
-from .calls import PRODUCTS, TRANSPARENT
+from .calls import CONSTANT, PRODUCTS, TRANSPARENT
 
-__all__ = ["MASKING", "Graph", "Input", "Node", "Recorder", "Slot", "replaced", "tensors_in"]
+__all__ = [
+    "Graph",
+    "Input",
+    "Node",
+    "Recorder",
+    "Slot",
+    "replaced",
+    "sees_the_past",
+    "tensors_in",
+]
 
 Slot = tuple[int | str, ...]
 """Where a tensor stands in a call: (1,) the second argument, ("weight",), (0, 2) within a list."""
@@ -250,7 +260,8 @@ class Recorder(TorchFunctionMode):
         largest = max(written, key=Tensor.numel, default=None)
         node.shape = tuple(largest.shape) if largest is not None else ()
         node.floating = any(t.is_floating_point() or t.is_complex() for t in written)
-        node.live = node.floating and node.kind != "detach" and any(s.live for s in sources)
+        differs = node.floating and node.kind not in CONSTANT
+        node.live = differs and any(s.live for s in sources)
         node.masking = node.floating and not node.live and _any_masking(written)
         if node.computed and largest is not None:
             node.rms = _rms(largest)
@@ -282,6 +293,14 @@ def _rms(tensor: Tensor) -> float:
 
 def _any_masking(tensors: list[Tensor]) -> bool:
     return any(bool((t <= MASKING).any()) for t in tensors if t.is_floating_point())
+
+
+def sees_the_past(mask: Tensor | None) -> bool:
+    """Whether a mask of attention lets the first query see the first key only."""
+    if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2:
+        return False
+    seen = mask if mask.dtype == torch.bool else mask > MASKING
+    return not bool(seen[..., 0, 1:].any())
 
 
 _INSTALL = install.__file__
