@@ -179,7 +179,7 @@ ZOO: dict[str, Entry] = {
     "BART": _translation("BartForConditionalGeneration"),
     "Pegasus": _translation("PegasusForConditionalGeneration"),
     "Marian": _translation("MarianMTModel"),
-    "ViT": _vision("ViTForImageClassification", num_hidden_layers=4),
+    "ViT": _vision("ViTForImageClassification"),
     "DeiT": _vision("DeiTForImageClassification"),
     "BEiT": _vision("BeitForImageClassification"),
     "Swin": Entry(

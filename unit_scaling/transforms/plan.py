@@ -30,6 +30,7 @@ from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
+from .unread import unread_parts
 
 __all__ = ["make_plan"]
 
@@ -72,6 +73,7 @@ class _Planner:
         units = [unit.calls for unit in self.units.values()]
         closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
         self.bridges = flow.bridges(units, closed)
+        self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.results = Results(flow, self.residuals.adds, settings.whole)
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
@@ -233,6 +235,11 @@ class _Planner:
         slots = [s for s in slots if abs(s[1] - 1) > 0.1]
         return with_slots(with_slots(None, self._shares(node)), slots), "scaled", f"a gain{why}"
 
+    def _cat(self, index: int, node: Node) -> Decision | None:
+        step = with_slots(None, self.unread.get(index, []))
+        why = "gradient only: of what is not read at the end"
+        return None if step is None else (step, "scaled", why)
+
     def _softmax(self, index: int, node: Node) -> Decision | None:
         """The softmax of attention: scaled for a fixed number of keys."""
         product = self.flow.weighs(index)
@@ -388,6 +395,6 @@ class _Planner:
 
 
 _SPECIAL_KINDS = frozenset(
-    "add sub mul div softmax matmul grouped_mm scaled_dot_product_attention".split()
+    "add sub mul div cat softmax matmul grouped_mm scaled_dot_product_attention".split()
 )
 """Kinds with a method of the planner."""

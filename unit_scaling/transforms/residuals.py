@@ -51,6 +51,7 @@ class _Branch:
 class Residuals:
     """adds: node of a weighted add -> (its weights, what to say about it). skips: -> its skip term.
 
+    attended: -> the factor of the gradient that its attention branches hand back, 0 without any.
     splits: (node, slot) -> factor. The gradient of a branch is scaled where the branch leaves, so
     that inside it has unit scale whatever its weight. depths: parameter in a branch -> how many
     layers of two branches, as those of a transformer are, its stream has.
@@ -58,6 +59,7 @@ class Residuals:
 
     adds: dict[int, tuple[Weights, str]] = field(default_factory=dict)
     skips: dict[int, int] = field(default_factory=dict)
+    attended: dict[int, float] = field(default_factory=dict)
     splits: dict[tuple[int, Slot], float] = field(default_factory=dict)
     depths: dict[str, int] = field(default_factory=dict)
 
@@ -89,6 +91,7 @@ def find_residuals(flow: Flow, rule: str) -> Residuals:
             branches[part.end, index] = part
             for name in _weights(flow, part):
                 found.depths[name] = max(depth, found.depths.get(name, 1))
+        found.attended[index] = math.hypot(*(p.factor for p in parts or [branch] if p.attention))
         if parts:
             inner = tuple((part.end_slot, part.tau / branch.tau, 1.0) for part in parts)
             taus = " and ".join(f"{part.tau:.3g}" for part in parts)

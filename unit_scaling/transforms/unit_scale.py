@@ -318,7 +318,8 @@ def unit_scale(
     What each call needs is worked out at the first call, from the model's data flow, and shown by
     `unit_scaling.report`. The copy is the same model in every other way.
 
-    replace: torch function -> function to call in its place, e.g. {F.gelu: U.silu}.
+    replace: torch function -> function to call in its place, with the same arguments, e.g.
+    {F.relu: U.relu_squared}.
     init: "unit" brings every weight to RMS 1 and every bias to 0; "preserve" keeps the function
     that the model computes, to rounding: the scale of each weight moves into the op's factor.
     residual: the weights of residual branches: "fixed", 0.5 for feed-forward and 0.01 for
