@@ -208,6 +208,19 @@ def test_compiled_and_eager_keep_the_same_bits(formats):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), -1e30])
+def test_a_compiled_step_is_skipped_where_an_eager_one_is(bad: float):
+    params = parameters()[:1]
+    optimizer = AdamW(params, compile=True)
+    steps(optimizer, params, 1)
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    params[0].grad.view(-1)[77] = bad
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert torch.equal(params[0], before[0][0])
+    assert_same(optimizer.state_dict()["state"], before[1])
+
+
 def test_compiled_by_the_user():
     eager, params = parameters()[:1], parameters()[:1]
     optimizer = AdamW(params)
