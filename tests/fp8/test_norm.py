@@ -178,9 +178,9 @@ def test_the_next_product_takes_it_as_it_is(recipe: str, backend: str, monkeypat
         assert torch.equal(a, c)
     if backend == "native":
         casts: list[tuple[int, ...]] = []
-        real = fp8.native.quantize
+        real = fp8.kernels.quantize
         monkeypatch.setattr(
-            fp8.native,
+            fp8.kernels,
             "quantize",
             lambda x, *a, **k: casts.append(tuple(x.shape)) or real(x, *a, **k),
         )
