@@ -34,7 +34,7 @@ NOTES = {
     "contiguous": "torch's compiler for CPUs reads the input for the statistics, a vector of pixels"
     " at a time down all channels, and again to normalize it",
     "channels_last": "per pixel sums across a vector, a root and a division wait for each other;"
-    " bfloat16 is read twice, and rounding to it takes about as long as the copy",
+    " bfloat16 is read three times, and rounding to it takes about as long as the copy",
 }
 """Where the time goes, where the target is missed."""
 
