@@ -148,12 +148,17 @@ class Finished:
         return self._losses[key]
 
 
-def report(name: str, question: str, rows: Sequence[Row]) -> Path:
-    """Print the rows and write them with the question and the machine to results/NAME.json."""
+def show(name: str, question: str, rows: Sequence[Row]) -> None:
+    """Print the rows."""
     print(f"\n{name}: {question}")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([str(row.get(key, "")) for key in columns] for row in rows)]
     print(as_table(cells))
+
+
+def report(name: str, question: str, rows: Sequence[Row]) -> Path:
+    """Print the rows and write them with the question and the machine to results/NAME.json."""
+    show(name, question, rows)
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     record = {"question": question, "machine": machine(), "rows": list(rows)}

@@ -197,10 +197,12 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Stored:
     if kind == "block":
         data = y.to(format_of(spec).dtype)
         if across == 1:
-            return Stored(data, F.pad(scale.mT, (0, len(y) - len(scale)), value=1.0).contiguous())
+            return Stored(
+                data, F.pad(scale.mT, (0, y.shape[0] - scale.shape[0]), value=1.0).contiguous()
+            )
         return Stored(data, F.pad(scale, (0, -scale.shape[1] % 4), value=1.0))
     if across > 1:
-        scale = scale.repeat_interleave(across, 0)[: len(y)]
+        scale = scale.repeat_interleave(across, 0)[: y.shape[0]]
     scale = F.pad(scale, (0, y.shape[1] // along - scale.shape[1]), value=1.0)
     four = spec[0] == "e2m1"
     if four:  # which has no NaN; the scales have
@@ -248,8 +250,8 @@ def multiply(kind: str, a: Stored, b: Stored, factor: float, dtype: torch.dtype)
         left = left * factor
     elif kind == "row":
         how = (types.RowWise, types.RowWise)
-        left = (left * factor).expand(len(x), 1).flatten()[:, None]
-        right = right.expand(len(y), 1).flatten()[None]
+        left = (left * factor).expand(x.shape[0], 1).flatten()[:, None]
+        right = right.expand(y.shape[0], 1).flatten()[None]
     elif kind == "block":
         how = (_block_type(x, left), _block_type(y, right))
         left, right = (left * factor).mT, right.mT
