@@ -150,11 +150,16 @@ class Finished:
 
 def report(name: str, question: str, rows: Sequence[Row]) -> Path:
     """Print the rows and `write` them."""
+    show(name, question, rows)
+    return write(name, question, rows)
+
+
+def show(name: str, question: str, rows: Sequence[Row]) -> None:
+    """Print the rows."""
     print(f"\n{name}: {question}")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([str(row.get(key, "")) for key in columns] for row in rows)]
     print(as_table(cells))
-    return write(name, question, rows)
 
 
 def write(name: str, question: str, rows: Sequence[Row]) -> Path:

@@ -151,11 +151,11 @@ def convert(
 
     recipe: a name in `fp8.RECIPES` or a `Recipe`.
     backend: as in `fp8.autocast`. Convolutions, recipes and weights of sizes that the kernels do
-    not take are simulated; a number of tokens that is no multiple of 16 is filled up with zeros
-    where the gradient of the weight sums over it. The report says both, the latter once it was
-    seen in eager mode, on whatever device the model is. Or "transformer_engine" or
-    "torchao", whose layers take the place of those of the model (`fp8.adapters`); a model that is
-    itself a layer is replaced by what is returned.
+    not take are simulated; a number of tokens that is no multiple of 16 (of 32 under MX and NVFP4,
+    128 under "block") is filled up with zeros. The report says both, the latter once it was seen
+    in eager mode, on whatever device the model is, and why kernels of this device are not used.
+    Or "transformer_engine" or "torchao", whose layers take the place of those of the model
+    (`fp8.adapters`); a model that is itself a layer is replaced by what is returned.
     where: (name, layer) -> whether to convert it; or by name one of `fp8.where.WHERE`:
     "hidden", the layers of the blocks that the model repeats, and "umup", those but the ones that
     join the residual stream. None converts every layer.
