@@ -259,7 +259,7 @@ def test_hands_fp8_on_to_a_converted_layer(precision: str | None):
 
 
 def test_compiled_the_norm_writes_what_the_product_reads():
-    """One loop from 16-bit input to FP8 bytes, then torch's kernel for the product of such bytes."""
+    """One loop from 16-bit input to FP8 bytes, then torch's kernel for their product."""
     from torch._inductor.utils import run_and_get_code
 
     torch.manual_seed(0)

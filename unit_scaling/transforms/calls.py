@@ -64,7 +64,7 @@ NEUTRAL = (
         (
             "cat stack pad masked_fill where gather __setitem__ copy_ neg abs arange zeros ones "
             "full empty tensor as_tensor maximum minimum clamp sin cos topk tril triu outer max "
-            "min amax amin max_pool1d max_pool2d max_pool3d"
+            "min amax amin broadcast_tensors max_pool1d max_pool2d max_pool3d"
         ).split()
     )
     | CONSTANT

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 from ..ops import OPS, find_op
-from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, RANGED, SELECTIONS, TRANSPARENT
+from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .flow import Flow
 from .growth import gradient_factors
 from .record import Graph, Node, sees_the_past
 from .residuals import Residuals, find_residuals, leans
+from .results import KEEPS, Results
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
 from .unread import unread_parts
@@ -39,7 +40,7 @@ Decision = tuple[Step | None, str, str]
 
 _NOTHING: Decision = (None, "", "")
 
-_RESULT = "after the last product: keeps its values, gradient only"
+_DATA = "on what the model is called with"
 
 
 def make_plan(graph: Graph, settings: Settings) -> Plan:
@@ -70,12 +71,14 @@ class _Planner:
                 flow, lambda node: find_op(node.function) is not None, settings.settled.units
             )
             self.residuals = find_residuals(flow, settings.residual)
-        self.bridges = flow.bridges([unit.calls for unit in self.units.values()])
+        units = [unit.calls for unit in self.units.values()]
+        closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
+        self.bridges = flow.bridges(units, closed)
         self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
-        self.mixes = flow.mixes(self.residuals.adds)
-        self.inner = self._inner_readouts()
+        self.results = Results(flow, self.residuals.adds, settings.whole)
+        self.inner = self._inner_readouts(flow.bridges(units, flow.data))
         self.uses = Counter(
             (node.path, flow.parameters[i.node])
             for node in self.nodes
@@ -84,11 +87,11 @@ class _Planner:
         )
         self.averages: dict[int, int] = {}  # product of attention weights and values -> keys
 
-    def _inner_readouts(self) -> frozenset[str]:
+    def _inner_readouts(self, bridges: list[bool]) -> frozenset[str]:
         """The readout weights with products, residual adds or a second path to the loss around."""
         inner: set[str | None] = set()
         for index in range(len(self.nodes)):
-            if self.flow.is_product(index) and (self.mixes[index] or not self.bridges[index]):
+            if self.flow.is_product(index) and (self.results.mixes[index] or not bridges[index]):
                 inner |= {self.flow.parameters[i.node] for i in self.nodes[index].inputs}
         return frozenset(name for name in inner if name is not None) & self.settings.readouts
 
@@ -163,11 +166,10 @@ class _Planner:
         bridge = self.bridges[index] and unit.name == "formula"
         input = unit.input if bridge else unit.output
         name = f"{unit.name} of {calls}"
-        if unit.name == "formula" and not self.mixes[index]:
-            output = (1.0, input if bridge else 1.0)
-            return replace(step or Step(), output=output), "scaled", f"{name}, {_RESULT}"
-        output = (unit.output, input)
-        return replace(step or Step(), output=output), "scaled", f"{name}, factor {unit.output:.3g}"
+        output, why = (unit.output, input), f"factor {unit.output:.3g}"
+        if self.results.is_ranged(unit.calls):
+            output, why = (1.0, input if bridge else 1.0), KEEPS
+        return replace(step or Step(), output=output), "scaled", f"{name}, {why}"
 
     def _positive(self, index: int, node: Node) -> Decision:
         """A relu of values that are mostly positive, or their average, has their RMS as it is."""
@@ -186,6 +188,8 @@ class _Planner:
             return shares, "unchanged", "adds a mask"
         if not all(source.live for source in sources):
             return shares, "unchanged", "adds a constant"
+        if self.flow.data[index]:
+            return None, "unchanged", _DATA
         weights = [self.flow.parameters[i.node] for i in node.inputs if self._computed(i.node)]
         if weights and not any(name in self.settings.factors for name in weights):
             return shares, "unchanged", "adds a bias"
@@ -200,6 +204,8 @@ class _Planner:
     def _mul(self, index: int, node: Node) -> Decision | None:
         if self.flow.inverts(index):
             return None
+        if self.flow.data[index]:
+            return None, "unchanged", _DATA
         values = self.flow.sources[index]
         numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
         others = [self.nodes[i.node] for i in node.inputs if i.node not in values]
@@ -281,14 +287,14 @@ class _Planner:
             return None, "unchanged", "keeps the scale"
         weights = {self.flow.parameters[i.node] for i in node.inputs}
         slots = (*self._computed_weights(node), *self._shared_weights(node))
-        if kind == "linear" and weights & (self.settings.readouts - self.inner):
-            step = Step(op="linear_readout", constraint=None, slots=slots)
-            return step, "scaled", "readout: 1/fan_in"
-        if kind in RANGED and not self.mixes[index]:
-            factors = op.scales(node.args, node.kwargs, func=node.function, constraint=None)
-            free = self.bridges[index] and not self.flow.is_logged(index)
-            return Step(output=(1.0, factors["input"] if free else 1.0)), "scaled", _RESULT
         constraint = None if self.bridges[index] else "to_output_scale"
+        if kind == "linear" and weights & (self.settings.readouts - self.inner):
+            step = Step(op="linear_readout", constraint=constraint, slots=slots)
+            return step, "scaled", "readout: 1/fan_in"
+        if self.results.is_ranged((index,)):
+            factors = op.scales(node.args, node.kwargs, func=node.function, constraint=None)
+            free = self.bridges[index] and not self.results.is_logged(index)
+            return Step(output=(1.0, factors["input"] if free else 1.0)), "scaled", KEEPS
         why = "not constrained: on the only path" if constraint is None else ""
         return Step(op=op.name, constraint=constraint, slots=slots), "scaled", why
 

@@ -64,7 +64,8 @@ class Node:
 
     path: of the module that runs. live: whether it depends on a parameter or a floating-point
     input. computed: whether it depends on parameters only. rms: of the values, where it is
-    computed. where: file and line of the call. inside: the autograd function that makes the call.
+    computed. wanted: whether it is an input that requires a gradient. where: file and line of the
+    call. inside: the autograd function that makes the call.
     """
 
     key: Key | None
@@ -80,6 +81,7 @@ class Node:
     computed: bool = False
     floating: bool = False
     masking: bool = False
+    wanted: bool = False
     rms: float = 1.0
     where: str = ""
     inside: str = ""
@@ -138,7 +140,8 @@ class Recorder(TorchFunctionMode):
 
     kinds: the table of `transforms.calls`. parameters: names by id. factors: what the parameters
     were divided by, by name; what is computed from parameters alone is computed from their
-    original values. inputs: the ids of the tensors that the model is called with. path: gives the
+    original values. inputs: the tensors that the model is called with, by id,
+    and whether each requires a gradient. path: gives the
     module that is running. parametrizations: the paths of modules that compute a weight.
     The outputs of matrix products are brought to RMS 1, as they will be, so that what follows
     them sees values of the size that it will see.
@@ -149,7 +152,7 @@ class Recorder(TorchFunctionMode):
         kinds: dict[Callable[..., Any], str],
         parameters: dict[int, str],
         factors: dict[str, float],
-        inputs: set[int],
+        inputs: dict[int, bool],
         path: Callable[[], str],
         parametrizations: frozenset[str] = frozenset(),
     ) -> None:
@@ -234,6 +237,7 @@ class Recorder(TorchFunctionMode):
             node.computed = name is not None
             known = node.computed or id(tensor) in self._inputs
             node.live = node.floating and known and not node.masking
+            node.wanted = self._inputs.get(id(tensor), False)
             if name is not None:
                 node.rms = _rms(tensor)
             self.graph.nodes.append(node)

@@ -216,7 +216,7 @@ class Replay(TorchFunctionMode):
         if step.op in SPECIAL:
             return SPECIAL[step.op](step, args, kwargs)
         if step.op == "linear_readout":
-            return OPS["linear_readout"].fn(*args, **kwargs)
+            return OPS["linear_readout"].fn(*args, **kwargs, constraint=step.constraint)
         settings = {"constraint": step.constraint, **dict(step.settings)}
         return OPS[step.op].call(args, kwargs, func=function, **settings)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -95,10 +96,11 @@ def _scripted(model: nn.Module) -> list[Row]:
     """Rows for the TorchScript functions that a forward names: nothing sees what they call."""
     rows = []
     for path, module in model.named_modules():
-        code = getattr(bare_class(module).forward, "__code__", None)
-        values = getattr(bare_class(module).forward, "__globals__", {})
-        for name in code.co_names if code is not None else ():
-            if isinstance(values.get(name), torch.jit.ScriptFunction):
+        forward = bare_class(module).forward
+        if not isinstance(forward, FunctionType):
+            continue
+        for name in forward.__code__.co_names:
+            if isinstance(forward.__globals__.get(name), torch.jit.ScriptFunction):
                 rows.append(Row(path, name, LEFT_ALONE, "a TorchScript function: it is not seen"))
     return rows
 
