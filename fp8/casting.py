@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .formats import Format, get_format
-from .function import apply
+from .function import apply, own
 from .quantize import check_dtype, quantize
 from .recipe import Cast, Recipe
 from .rounding import KEY_START
@@ -200,7 +200,7 @@ class _Round(Function):
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
-        return _rounded(x, scale, spec, axis)
+        return own(_rounded(x, scale, spec, axis))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

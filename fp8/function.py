@@ -6,10 +6,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["FIRST_LOOK", "apply", "is_inference_graph"]
+__all__ = ["FIRST_LOOK", "apply", "is_inference_graph", "own"]
 
 # Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
 # order they were entered. An autocast that starts inside them puts them back on top.
@@ -40,6 +41,15 @@ def apply(function: type[Function], *args: Any) -> Any:
 def is_inference_graph() -> bool:
     """Whether what runs now is being compiled or exported, without a backward pass."""
     return torch.compiler.is_compiling() and not torch.is_grad_enabled()
+
+
+def own(output: Tensor) -> Tensor:
+    """``output``, which an autograd function's forward has changed in place, as it can be returned.
+
+    Itself in eager code, a copy in a graph, where it is fused away: torch 2.11 compiles such a
+    function to one whose gradient is zero.
+    """
+    return output.clone() if torch.compiler.is_compiling() else output
 
 
 def is_plain(ctx: Any) -> bool:

@@ -116,8 +116,8 @@ def _kind(spec: Spec) -> str:
 
 def why_not_device(device: torch.device) -> str:
     """Why ``device`` has no FP8 product at all; "" if it has."""
-    if not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
+    if device.type == "cpu" and torch.__version__ < (2, 12):
+        return f"torch {torch.__version__} has no FP8 product for CPUs, 2.12 has"
     if device.type not in ("cpu", "cuda"):
         return f"no FP8 product is known for {device.type}"
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from . import proof
 from .casting import Spec, format_of, spec_of
-from .function import apply
+from .function import apply, own
 from .kept import once
 from .kernels import ALIGNMENT, KERNELS, Stored, kernel_of, multiply, store, turned, why_not_device
 from .recipe import Recipe
@@ -143,7 +143,7 @@ class _Native(Function):
         left, right, *_ = _stored(operands)
         y = multiply(kinds[0], left, right, s_y, getattr(torch, dtype))
         y = _first(y, a.shape[0])
-        return y if bias is None else y.add_(bias)
+        return y if bias is None else own(y.add_(bias))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""The wheel: what it contains, and that it imports with the core dependencies alone."""
+"""The sdist, and the wheel made of it: what they contain, and that the wheel imports with the core
+dependencies alone."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,9 @@ import torch
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"fp8", "unit_scaling"}
 CORE = ("torch", "numpy", "einops")
+EXTRAS = set(
+    "plot te torchao bitsandbytes accelerate lightning transformers composer docs dev".split()
+)
 
 #: Libraries that some part of the project, or a user of it, works with. None is needed to import.
 OPTIONAL = (
@@ -38,11 +43,11 @@ OPTIONAL = (
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, since a build leaves files in the tree."""
+    """Built from the sdist, and that from a copy, since a build leaves files in the tree."""
     folder = tmp_path_factory.mktemp("wheel")
     skip = shutil.ignore_patterns(".*", "build", "dist", "out", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT, folder / "source", ignore=skip)
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
     done = subprocess.run([*build, str(folder / "source")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("*.whl")
@@ -71,6 +76,14 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path):
     assert {name for name in names if name.endswith(".py")} == sources
 
 
+def test_sdist_holds_no_part_of_the_tests(wheel: Path):
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        tops = {name.split("/")[1] for name in archive.getnames() if "/" in name}
+    assert {*PACKAGES, "pyproject.toml", "README.md", "LICENSE"} <= tops
+    assert not tops & {"tests", "benchmarks", "notebooks", "docs"}
+
+
 def test_wheel_says_what_it_is(wheel: Path):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
@@ -79,6 +92,10 @@ def test_wheel_says_what_it_is(wheel: Path):
     assert (fields["Name"], fields["License-Expression"]) == ("unit-scaling-fp8", "Apache-2.0")
     needed = {_name(r) for r in about.requires or [] if "extra ==" not in r}
     assert needed == set(CORE)
+    assert set(fields.get_all("Provides-Extra")) >= EXTRAS
+    assert {entry.value for entry in about.entry_points if entry.name == "fp8"} == {
+        "fp8.__main__:main"
+    }
     assert "unit_scale" in fields.get_payload()  # the README
 
 

@@ -23,7 +23,7 @@ def constant(fn: Callable[..., T], *args: Any) -> T:
     takes the result as a constant of the graph. Raises what ``fn`` raises.
     """
     if torch.compiler.is_compiling():
-        from .traced import evaluate
+        from fp8.traced import evaluate
 
         return evaluate(*[specialised(value) for value in (_kept, fn, *args)])
     return _worked_out(fn, *args)

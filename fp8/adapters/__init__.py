@@ -44,7 +44,12 @@ LIBRARIES: dict[str, Library] = {
     "accelerate": Library("accelerate", "accelerate", _extra("accelerate")),
     "lightning": Library("lightning", "lightning", _extra("lightning")),
     "transformers": Library("transformers", "transformers", _extra("transformers")),
-    "composer": Library("composer", "mosaicml", _extra("composer")),
+    "composer": Library(  # with what mosaicml 0.32.1 was seen to run beside
+        "composer",
+        "mosaicml",
+        f"uv {_extra('composer')} --override FILE, where FILE says torch==2.13.0 and "
+        "torchvision==0.28.0: by itself mosaicml asks for torch below 2.7.1",
+    ),
     "safetensors": Library("safetensors.torch", "safetensors", _extra("export")),
 }
 """Name -> where a library is found and how it is installed."""
