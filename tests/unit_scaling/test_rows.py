@@ -339,3 +339,15 @@ def test_ops_take_what_torch_hands_on(name: str):
         defaults = {p.name: p.default for p in given if p.default is not p.empty}
         bound = op.bind(needed, defaults, function)
         assert bound.keys() <= inspect.signature(op.fn).parameters.keys()
+
+
+def test_wrong_operands_are_named():
+    a = torch.randn(3, 3)
+    with pytest.raises(TypeError, match="a tuple of the others"):
+        U.einsum("ij,jk,kl->il", a, a, a)
+    with pytest.raises(TypeError, match="takes an equation"):
+        U.einsum(a, [0, 1], a)
+    with pytest.raises(ValueError, match=r"weight of shape \(out, in\), got \(3,\)"):
+        U.linear(a, a[0])
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        U.softmax(a, 5)
