@@ -197,10 +197,8 @@ ZOO: dict[str, Entry] = {
     "ResNet": _vision(
         "ResNetForImageClassification",
         64,
-        embedding_size=32,
-        hidden_sizes=[64, 128],
-        depths=[2, 3],
-        layer_type="basic",
+        embedding_size=16,
+        hidden_sizes=[32, 64, 128, 256],
     ),
     "DINOv2": _vision("Dinov2ForImageClassification", mlp_ratio=2),
     "SegFormer": _vision(

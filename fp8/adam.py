@@ -43,7 +43,7 @@ PLAIN = {
 """How weights without a master are kept, by their dtype."""
 
 COMPILED = 1 << 20
-"""Elements that a compiled step takes at once on a CPU, so that copies of them stay in its cache."""
+"""Elements that a compiled step takes at once on a CPU, so that copies of them stay in cache."""
 
 HALF = 15
 """Random bits for each of the two moments, from one word of 32."""

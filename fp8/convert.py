@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import torchao, transformer_engine
-from .autocast import FIRST_LOOK, autocast
+from .autocast import autocast
 from .casting import is_whole
 from .checkpoint import in_recomputation
+from .function import FIRST_LOOK
 from .history import LayerHistory, forget, remember
 from .matmul import checked_backend, linear
 from .native import alignment, devices, why_not_here, why_not_recipe

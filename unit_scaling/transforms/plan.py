@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from ..ops import OPS, find_op
-from .calls import AVERAGES, KEPT, NEUTRAL, POSITIVE, PRODUCTS, SELECTIONS, TRANSPARENT
+from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .flow import Flow
+from .growth import gradient_factors
 from .record import Graph, Node, sees_the_past
-from .residuals import Residuals, find_residuals
+from .residuals import Residuals, find_residuals, leans
 from .results import KEEPS, Results
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
@@ -74,6 +75,7 @@ class _Planner:
         closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
         self.bridges = flow.bridges(units, closed)
         self.unread = unread_parts(flow, self.bridges, self.residuals)
+        self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.results = Results(flow, self.residuals.adds, settings.whole)
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
@@ -103,6 +105,11 @@ class _Planner:
         step, done, why = self._choose(index, node, kind) if self._concerns(node) else _NOTHING
         if done == "left alone" and node.where:
             why = f"{why} ({node.where})"
+        if index in self.regained:
+            step, factor = step or Step(), self.regained[index]
+            step = replace(step, output=(step.output[0], step.output[1] * factor))
+            done = done or "scaled"
+            why = f"{why}{', ' if why else ''}gradient divided by {1 / factor:.3g} for batch norms"
         if splits:
             step = with_slots(step, splits)
             if node.key is None:
@@ -133,7 +140,7 @@ class _Planner:
         if index in self.residuals.adds:
             slots, why = self.residuals.adds[index]
             return Step(slots=slots), "scaled", why
-        if kind in AVERAGES | {"relu"} and self._leans(self.flow.sources[index]):
+        if leans(self.flow, self.residuals, index):
             return self._positive(index, node)
         special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
         decision = special(index, node) if special is not None else None
@@ -163,18 +170,6 @@ class _Planner:
         if self.results.is_ranged(unit.calls):
             output, why = (1.0, input if bridge else 1.0), KEEPS
         return replace(step or Step(), output=output), "scaled", f"{name}, {why}"
-
-    def _leans(self, sources: list[int]) -> bool:
-        """Whether values are positive, or the sum of positive ones and the branch beside them."""
-        while len(sources) == 1:
-            kind = self.nodes[sources[0]].kind
-            if kind in POSITIVE:
-                return True
-            skip = self.residuals.skips.get(sources[0])
-            if skip is None and kind not in TRANSPARENT and not kind.startswith("max_pool"):
-                return False
-            sources = self.flow.sources[sources[0]] if skip is None else [skip]
-        return False
 
     def _positive(self, index: int, node: Node) -> Decision:
         """A relu of values that are mostly positive, or their average, has their RMS as it is."""

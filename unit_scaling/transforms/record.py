@@ -18,7 +18,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fp8.autocast import EXPANDED, FIRST_LOOK
+from fp8.autocast import EXPANDED
+from fp8.function import FIRST_LOOK
 
 from . import install
 from .calls import CONSTANT, PRODUCTS, TRANSPARENT

@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8 import matmul
-from fp8.autocast import EXPANDED, FIRST_LOOK
+from fp8.autocast import EXPANDED
 from fp8.checkpoint import checkpointed
+from fp8.function import FIRST_LOOK
 
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each, scale_output

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .calls import TRANSPARENT
+from .calls import AVERAGES, POSITIVE, TRANSPARENT
 from .flow import Flow
 from .record import Slot
 
-__all__ = ["RESIDUALS", "Residuals", "find_residuals"]
+__all__ = ["RESIDUALS", "Residuals", "find_residuals", "leans"]
 
 # Branch weights of the automatic transform (Unit Scaling library guide: "tau"): attention branches
 # need a much smaller one than feed-forward branches, or training suffers.
@@ -98,6 +98,22 @@ def find_residuals(flow: Flow, rule: str) -> Residuals:
             found.adds[branch.end] = inner, f"joins parallel branches, tau {taus}"
     _split(flow, found.splits, list(branches.values()))
     return found
+
+
+def leans(flow: Flow, residuals: Residuals, index: int) -> bool:
+    """Whether a call is a relu or an average of values that are positive, or the sum of positive
+    ones and the branch beside them.
+    """
+    sources = flow.sources[index] if flow.nodes[index].kind in AVERAGES | {"relu"} else []
+    while len(sources) == 1:
+        kind = flow.nodes[sources[0]].kind
+        if kind in POSITIVE:
+            return True
+        skip = residuals.skips.get(sources[0])
+        if skip is None and kind not in TRANSPARENT and not kind.startswith("max_pool"):
+            return False
+        sources = flow.sources[sources[0]] if skip is None else [skip]
+    return False
 
 
 def _terms(flow: Flow, index: int) -> list[tuple[Slot, int]]:
