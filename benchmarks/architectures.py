@@ -179,7 +179,7 @@ ZOO: dict[str, Entry] = {
     "BART": _translation("BartForConditionalGeneration"),
     "Pegasus": _translation("PegasusForConditionalGeneration"),
     "Marian": _translation("MarianMTModel"),
-    "ViT": _vision("ViTForImageClassification", num_hidden_layers=4),
+    "ViT": _vision("ViTForImageClassification"),
     "DeiT": _vision("DeiTForImageClassification"),
     "BEiT": _vision("BeitForImageClassification"),
     "Swin": Entry(
@@ -197,10 +197,8 @@ ZOO: dict[str, Entry] = {
     "ResNet": _vision(
         "ResNetForImageClassification",
         64,
-        embedding_size=32,
-        hidden_sizes=[64, 128],
-        depths=[2, 3],
-        layer_type="basic",
+        embedding_size=16,
+        hidden_sizes=[32, 64, 128, 256],
     ),
     "DINOv2": _vision("Dinov2ForImageClassification", mlp_ratio=2),
     "SegFormer": _vision(

@@ -42,12 +42,20 @@ PLAIN = {
 }
 """How weights without a master are kept, by their dtype."""
 
-COMPILED = 1 << 22
-"""Elements that a compiled step takes at once on a CPU. What it allocates then comes from the heap;
-larger blocks glibc maps anew each time, with a page fault for every 4 KiB."""
+COMPILED = 1 << 20
+"""Elements that a compiled step takes at once on a CPU, so that copies of them stay in cache."""
 
 HALF = 15
 """Random bits for each of the two moments, from one word of 32."""
+
+
+class _How(NamedTuple):
+    """How the weight and the moments are kept, and which of them are rounded stochastically."""
+
+    weight: Encoding
+    first: Encoding
+    second: Encoding
+    stochastic: tuple[bool, bool, bool]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +71,7 @@ class _Unit:
     decoupled: bool
     index: int
 
-    @property
+    @functools.cached_property
     def encodings(self) -> dict[str, Encoding]:
         """Of the weight and the moments, by name."""
         kept = names(self.parameters[0], self.group)
@@ -106,15 +114,21 @@ class _Unit:
         size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
         return torch.tensor([decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"]])
 
-    def stochastic(self) -> tuple[bool, bool, bool]:
-        """Whether the weight and the moments are rounded stochastically."""
+    @functools.cached_property
+    def how(self) -> _How:
+        """How the weight and the moments are kept and rounded."""
         weight, *moments = (self.encodings[name] for name in (MASTER, FIRST, SECOND))
         first, second = (
             e.rounds_stochastically(beta)
             for e, beta in zip(moments, self.group["betas"], strict=True)
         )
         of_weight = self.group["stochastic_weights"] and weight.dtype != torch.float32
-        return of_weight, first, second
+        return _How(weight, *moments, (of_weight, first, second))
+
+    def keys(self) -> list[Key]:
+        """Of the random bits of this step: for the moments, and for the weight."""
+        seed = (self.group["seed"], int(self.states[0]["step"]), self.index)
+        return [random_key((*seed, stream)) for stream in range(2)]
 
     def finish(self, weight: Stored, first: Stored, second: Stored) -> None:
         """Writes what was stepped to where it comes from."""
@@ -232,15 +246,6 @@ def _scales(units: list[_Unit], largest: Tensor) -> list[Scales]:
     return [*zip(found[MASTER], found[FIRST], found[SECOND], strict=True)]
 
 
-class _How(NamedTuple):
-    """How the weight and the moments are kept, and which of them are rounded stochastically."""
-
-    weight: Encoding
-    first: Encoding
-    second: Encoding
-    stochastic: tuple[bool, bool, bool]
-
-
 Kept = tuple[Stored, Stored, Stored]
 """The weight and the moments."""
 
@@ -249,22 +254,15 @@ def _step(unit: _Unit, scales: Scales) -> None:
     """One unit, all of it or in pieces that stay in a processor's cache."""
     grad, numbers = unit.gradient(), unit.numbers()
     kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
-    encodings = unit.encodings
-    how = _How(encodings[MASTER], encodings[FIRST], encodings[SECOND], unit.stochastic())
-    seed = (unit.group["seed"], int(unit.states[0]["step"]), unit.index)
-    keys: list[Key] = [random_key((*seed, stream)) for stream in range(2)]
-    compiled = unit.group["compile"] and len(unit.states) == 1
+    how, compiled = unit.how, unit.group["compile"] and len(unit.states) == 1
+    keys = unit.keys() if any(how.stochastic) else []
     if compiled:
         keys = [torch.tensor(key, device=grad.device) for key in keys]
     largest = []
     for begin, end in _pieces(grad, compiled):
         parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
-        run = _compiled() if compiled and (end - begin) % BLOCK == 0 else _adam
-        weight, new = run(parts, grad[begin:end], numbers, how, scales, keys, begin)
-        largest.append(weight)
-        for part, values in zip(parts, new, strict=True):
-            if values is not None:
-                part.values.copy_(values)
+        step = _in_float32 if compiled and (end - begin) % BLOCK == 0 else _adam
+        largest.append(step(parts, grad[begin:end], numbers, how, scales, keys, begin))
     if kept[0].amax is not None:
         kept[0].amax.copy_(torch.stack(largest).amax())
     for stored, scale in zip(kept, scales, strict=True):
@@ -286,6 +284,20 @@ def _pieces(x: Tensor, compiled: bool) -> Iterator[tuple[int, int]]:
         yield whole, count
 
 
+def _in_float32(kept: Kept, grad: Tensor, *rest: Any) -> Tensor:
+    """`_adam`, compiled. On a CPU what has 16 bits is widened before and narrowed after it: loops
+    that torch compiles for AVX-512 read and write 16-bit numbers under masks, which takes twice the
+    time (such loads are not prefetched, and such stores are waited for by the next)."""
+    if not grad.is_cpu:
+        return _compiled()(kept, grad, *rest)
+    weight, first, second = (stored.widened() for stored in kept)
+    largest = _compiled()((weight, first, second), grad.to(torch.float32), *rest)
+    for stored, new in zip(kept, (weight, first, second), strict=True):
+        if new is not stored:
+            stored.values.copy_(new.values)
+    return largest
+
+
 def _adam(
     kept: Kept,
     grad: Tensor,
@@ -294,7 +306,7 @@ def _adam(
     scales: Scales,
     keys: list[Key],
     begin: int,
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+) -> Tensor:
     """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay, in place.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
@@ -302,7 +314,7 @@ def _adam(
 
     In float32, from the new moments before they are rounded. grad: (n,), the elements from
     ``begin``. numbers: see `_Unit.numbers`. Returns the largest magnitude of a weight that has a
-    scale, else 0, and what `write` returns.
+    scale, else 0.
     """
     weight, first, second = kept
     decay, b1, c1, b2, c2, size, root, eps = numbers.unbind()
@@ -318,14 +330,12 @@ def _adam(
         low = fewer_bits(word << 16, HALF) if of_second else None
     if of_weight:
         bits = bits_from_key(g.shape, keys[1], device=g.device, start=begin)
-    new = (
-        write(w, weight, how.weight, scales[0], bits=bits),
-        write(m, first, how.first, scales[1], bits=high),
-        write(v, second, how.second, scales[2], away=True, bits=low),
-    )
-    return (w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())), new
+    write(w, weight, how.weight, scales[0], bits=bits)
+    write(m, first, how.first, scales[1], bits=high)
+    write(v, second, how.second, scales[2], away=True, bits=low)
+    return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
 
 
 @functools.cache
-def _compiled() -> Callable[..., tuple[Tensor, tuple[Tensor | None, ...]]]:
+def _compiled() -> Callable[..., Tensor]:
     return torch.compile(_adam)

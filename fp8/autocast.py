@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .activations import ACTIVATIONS
 from .checkpoint import checkpointed, in_reentrant
+from .function import FIRST_LOOK
 from .history import AmaxHistory
 from .matmul import ACTIVE, Block, active_recipe, checked_backend
 from .products import EXPANDED, OPAQUE, PRODUCTS
@@ -26,17 +27,12 @@ from .recipe import Recipe, get_recipe
 
 __all__ = [
     "EXPANDED",
-    "FIRST_LOOK",
     "OPAQUE",
     "PRODUCTS",
     "autocast",
     "checkpoint_contexts",
     "outside_compiler",
 ]
-
-# Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
-# order they were entered. An autocast that starts inside them puts them back on top.
-FIRST_LOOK: list[TorchFunctionMode] = []
 
 
 def _forced_eager(call: Callable[[], Any]) -> Any:

@@ -30,9 +30,11 @@ __all__ = [
     "format_of",
     "is_symmetric",
     "is_whole",
+    "rotated",
     "round_straight",
     "rounded",
     "spec_of",
+    "untiled",
 ]
 
 aten = torch.ops.aten
@@ -131,7 +133,7 @@ def rounded(
     check_dtype(x)
     *_, hadamard, _ = spec
     if hadamard:
-        x = _rotated(x, hadamard, axis)
+        x = rotated(x, hadamard, axis)
     scale = _whole_scale(x, spec, history, record)
     if not torch.is_grad_enabled():
         return _rounded(x, scale, spec, axis), scale
@@ -171,14 +173,14 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
         tiles, dims = scaled_tiles(x, tile, axis)
         if scale is None:
             scale = scale_of(tiles, dims, format, rule) * 2.0**margin
-        y = _untiled(quantize(tiles, format, scale=scale, **how), x, tile, axis)
-        whole = _untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
+        y = untiled(quantize(tiles, format, scale=scale, **how), x, tile, axis)
+        whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
     if label:
         observe(label, x, y, whole, format)
     return y
 
 
-def _untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
+def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
     """What has the shape of the result of `scaled_tiles`, in that of ``x`` again."""
     if y.shape == x.shape:
         return y
@@ -240,7 +242,7 @@ def _hadamard_matrix(size: int) -> list[list[float]]:
     ]
 
 
-def _rotated(x: Tensor, size: int, axis: int) -> Tensor:
+def rotated(x: Tensor, size: int, axis: int) -> Tensor:
     """``x`` multiplied along ``axis``, ``size`` elements at a time, by an orthogonal matrix.
 
     Two operands rotated along the axis that their product sums over have the same product, and an

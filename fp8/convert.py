@@ -12,12 +12,13 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from .adapters import torchao, transformer_engine
-from .autocast import FIRST_LOOK, autocast
+from .autocast import autocast
 from .casting import is_whole
 from .checkpoint import in_recomputation
+from .function import FIRST_LOOK
 from .history import LayerHistory, forget, remember
 from .matmul import checked_backend, linear
-from .native import ALIGNMENT, why_not_recipe
+from .native import alignment, devices, why_not_here, why_not_recipe
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, check_module, check_not_scripted, gain, lose
@@ -63,7 +64,8 @@ _PATCHED = "its forward was replaced on the instance: convert the model before t
 # In evaluation these compute their whole forward in one kernel that reads the weights of their
 # layers, which then do not run. Under a mode they do not; a recipe without casts is one.
 _SET = tuple(
-    f"fp8_{name}" for name in ("recipe", "asked", "backend", "why", "transposed", "ragged")
+    f"fp8_{name}"
+    for name in ("recipe", "asked", "backend", "why", "transposed", "multiple", "ragged")
 )
 """What `convert` sets on a layer, besides its class and buffers."""
 
@@ -85,6 +87,8 @@ class _Converted(Gained):
     #: Why it does not have the recipe of the chosen layers.
     fp8_why: str
     fp8_transposed: bool
+    #: What its kernels want sizes to be multiples of.
+    fp8_multiple: int
     #: The last number of tokens seen in eager mode that the kernels do not take.
     fp8_ragged: int
 
@@ -119,7 +123,7 @@ def _linear(layer: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     (input,) = (*args, *kwargs.values())
     if layer.fp8_backend != "simulate" and not torch.compiler.is_compiling():
         tokens = input.numel() // weight.shape[1]
-        if tokens % ALIGNMENT:
+        if tokens % layer.fp8_multiple:
             vars(layer)["fp8_ragged"] = tokens
     given = {"recipe": layer.fp8_recipe, "backend": layer.fp8_backend}
     return linear(input, weight, layer.bias, **given)
@@ -228,7 +232,7 @@ def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, re
 
 def _begin(module: nn.Module, recipe: Recipe, backends: tuple[str, str], why: str) -> None:
     gain(module, _Converted)
-    values = (recipe, *backends, why, _is_transposed(module), 0)
+    values = (recipe, *backends, why, _is_transposed(module), alignment(recipe), 0)
     vars(module).update(zip(_SET, values, strict=True))
     if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
         remember(module, recipe)
@@ -294,18 +298,22 @@ def _how(module: Any) -> str:
         return (
             f"{name}, keeps {'bits' if isinstance(module, nn.ReLU) else recipe.saved_activations}"
         )
-    why_not = "" if module.fp8_asked == "simulate" else why_not_recipe(recipe)
+    none = "" if module.fp8_asked == "simulate" else why_not_recipe(recipe)
     if backend == "simulate":
-        return f"{name}, simulated: {why_not}" if why_not else str(name)
+        return f"{name}, simulated: {none}" if none else str(name)
     if not isinstance(module, nn.Linear) and not module.fp8_transposed:
         return f"{name}, simulated: the kernels multiply matrices"
-    odd = [size for size in reversed(module.weight.shape) if size % ALIGNMENT]
+    multiple, weight = module.fp8_multiple, module.weight
+    odd = [size for size in reversed(weight.shape) if size % multiple]
     if odd:
-        return f"{name}, simulated: {odd[0]} is no multiple of {ALIGNMENT}"
-    where = {"native": "native", "auto": "native on CUDA devices with FP8"}
+        return f"{name}, simulated: {odd[0]} is no multiple of {multiple}"
+    predicted = backend == "auto" and weight.device.type != "cuda"
+    if not predicted and (why := why_not_here(recipe, weight.device, weight.dtype)):
+        return f"{name}, simulated: {why}"
+    where = f"native on {devices(recipe)}" if predicted else "native"
     tokens = module.fp8_ragged
-    ragged = f"; {tokens} tokens filled up to {tokens + -tokens % ALIGNMENT}" if tokens else ""
-    return f"{name}, {where[backend]}{ragged}"
+    ragged = f"; {tokens} tokens filled up to {tokens + -tokens % multiple}" if tokens else ""
+    return f"{name}, {where}{ragged}"
 
 
 def _candidates(model: nn.Module, activations: bool = False) -> dict[str, nn.Module]:

@@ -7,7 +7,8 @@ import platform
 import torch
 
 from .adapters import LIBRARIES, probe
-from .native import why_not_device, why_not_recipe
+from .kernels import why_not_device
+from .native import why_not_here
 from .recipe import RECIPES
 from .report import as_table
 
@@ -52,9 +53,9 @@ def _device(device: torch.device) -> dict[str, str]:
 
 
 def _recipe(name: str, device: torch.device) -> dict[str, str]:
-    why_not = why_not_device(device) or why_not_recipe(RECIPES[name])
-    runs = "simulated" if why_not else "native"
-    return {"recipe": name, "device": str(device), "runs": runs, "why": why_not}
+    why = why_not_here(RECIPES[name], device, torch.bfloat16)
+    runs = "simulated" if why else "native"
+    return {"recipe": name, "device": str(device), "runs": runs, "why": why}
 
 
 def _library(name: str) -> dict[str, str]:

@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["apply", "is_inference_graph"]
+__all__ = ["FIRST_LOOK", "apply", "is_inference_graph"]
+
+# Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
+# order they were entered. An autocast that starts inside them puts them back on top.
+FIRST_LOOK: list[TorchFunctionMode] = []
 
 
 def apply(function: type[Function], *args: Any) -> Any:

@@ -1,8 +1,9 @@
 """What is kept between the forward and the backward pass: operands in the bytes of their format.
 
 An operand whose values are those of a format, times one scale, is kept in the dtype of that format,
-and is the same to the bit when it is needed again. So it is in eager and in compiled code. Under
-torch.func, where a backward pass may itself be differentiated, operands are kept as they are.
+and is the same to the bit when it is needed again. So it is in eager and in compiled code; there a
+parameter, which is in memory anyway, may be cast a second time instead. Under torch.func, where a
+backward pass may itself be differentiated, operands are kept as they are.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def keep(ctx: Any, *operands: Operand) -> None:
         if dtype is None:
             saved.append(x)
         elif scale is None:
-            saved.append(x.to(dtype))
+            saved.append(_stored(x, dtype))
         else:
-            saved += [(x / scale).to(dtype), scale]
+            saved += [_stored(x / scale, dtype), scale]
         notes.append((dtype is not None, dtype is not None and scale is not None))
     ctx.kept = tuple(notes)
     ctx.save_for_backward(*saved)
@@ -64,6 +65,14 @@ def _dtype(x: Tensor, spec: Spec) -> torch.dtype | None:
         return None
     dtype = format_of(spec).dtype
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None
+
+
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``. For a compiler, which weighs what to keep, by a copy: a conversion it
+    takes for twice the bytes that it has, and so it would keep 16-bit numbers themselves."""
+    if torch.compiler.is_compiling():
+        return torch.zeros_like(x, dtype=dtype).copy_(x)
+    return x.to(dtype)
 
 
 def _restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import layer_norm2d_kernels as kernels
-from .function import apply
+from .function import FIRST_LOOK, apply
 
 __all__ = ["layer_norm2d"]
 
@@ -42,6 +42,12 @@ def layer_norm2d(
     tensors = tuple(t for t in (input, weight, bias) if t is not None)
     if has_torch_function(tensors):  # a mode sees the call, as it does those of torch.nn.functional
         return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
+    if torch.compiler.is_compiling() and FIRST_LOOK:  # it shows modes the calls of torch alone
+        mode = FIRST_LOOK.pop()
+        try:
+            return mode.__torch_function__(layer_norm2d, (), (input, weight, bias, eps))
+        finally:
+            FIRST_LOOK.append(mode)
     _check(input, weight, bias)
     if torch.compiler.is_exporting():
         return _normalized(input, weight, bias, eps)[0]
@@ -104,8 +110,7 @@ class _LayerNorm2d(Function):
         if torch.compiler.is_compiling():
             result = _gradients(grad, x, mean, rstd, weight)
         elif torch.is_grad_enabled():  # a gradient that will be differentiated again
-            mean, rest, rstd = _statistics(wide(x, x), ctx.eps)
-            result = _gradients(grad, x, mean + rest, rstd, weight)
+            result = _gradients(grad, x, *_statistics(x, ctx.eps)[2:], weight)
         elif kernels.take(x):
             result = kernels.backward(grad, x, mean, rstd, weight)
         else:
@@ -126,31 +131,47 @@ def _across(x: Tensor, value: Tensor) -> Any:
     return wide(x, value).view(-1, *[1] * (x.dim() - 2))
 
 
-def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, d, 1/sqrt(var + eps)), where m + d is the mean over the channels of ``x``.
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x - m, d, m + d, 1/sqrt(var + eps)), where m + d is the mean over the channels of ``x``, and
+    d the mean of x - m. The differences keep the digits that m + d, rounded, has lost.
 
-    m is the mean as a sum of n numbers has it; d, the mean of x - m, is what rounding took from it,
-    and corrects the variance too (Chan, Golub and LeVeque 1983, the corrected two-pass algorithm).
+    Of float32 and wider x, m is the mean as a sum of n numbers has it, and d what rounding took
+    from it, which corrects the variance too (Chan, Golub and LeVeque 1983, the corrected two-pass
+    algorithm). Of 16-bit x, m is the first channel, which saves a pass: it is at most sqrt(n - 1)
+    standard deviations from the mean, so that the variance loses no more than n 2^-24 of itself.
     """
     # A product with 1/n, not a division by n: compiled code does it once more for each element.
     share = 1.0 / x.shape[1]
-    mean = x.sum(1, keepdim=True) * share
-    centred = x - mean
+    x, narrow = wide(x, x), x.element_size() == 2
+    middle = x[:, :1] if narrow else x.sum(1, keepdim=True) * share
+    centred = x - middle
     rest = centred.sum(1, keepdim=True) * share
     var = (centred.square().sum(1, keepdim=True) * share - rest.square()).clamp_min(0.0)
-    return mean, rest, torch.rsqrt(var + eps)
+    return centred, rest, middle + rest, torch.rsqrt(var + eps)
 
 
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rest, rstd = _statistics(wide(x, x), eps)
-    y = (wide(x, x) - mean - rest) * rstd
+    centred, rest, mean, rstd = _statistics(x, eps)
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and _is_parted(x):
+        rstd = rstd.as_strided(rstd.shape, rstd.stride())  # the compiler writes what this is of
+    y = (centred - rest) * rstd
     if weight is not None:
         y = y * _across(x, weight)
     if bias is not None:
         y = y + _across(x, bias)
-    return y.to(x.dtype), mean + rest, rstd
+    return y.to(x.dtype), mean, rstd
+
+
+def _is_parted(x: Tensor) -> bool:
+    """Whether compiled code finishes the statistics of all pixels before it normalizes one.
+
+    torch's compiler for CPUs would take the root again at every element. Where the channels lie
+    together it goes from pixel to pixel, which saves reading x again, and is slower for 16 bits
+    all the same: rounding to them is long enough to hold up the next pixel.
+    """
+    return x.is_cpu and not (x.element_size() > 2 and x.movedim(1, -1).is_contiguous())
 
 
 def _gradients(
@@ -162,8 +183,9 @@ def _gradients(
     channels; grad n and grad, summed over the pixels.
     """
     grad, normal = wide(x, grad), (wide(x, x) - mean) * rstd
-    pixels = [0, *range(2, x.dim())]
-    dweight, dbias = (grad * normal).sum(pixels), grad.sum(pixels)
+    # By images first: torch's compiler for CPUs then stays within one that is in the cache.
+    pixels = [*range(2, x.dim())]
+    dweight, dbias = ((t.sum(pixels) if pixels else t).sum(0) for t in (grad * normal, grad))
     g = grad if weight is None else grad * _across(x, weight)
     share = 1.0 / x.shape[1]
     along = normal * ((g * normal).sum(1, keepdim=True) * share)

@@ -264,7 +264,8 @@ def _multiply(
     of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
     if recipe is not None and not name and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
-        return native.product(a, b, bias, scales, casts, histories, like.dtype)
+        if kinds := native.kernels(backend, a, b, casts, like.dtype):
+            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype)
     first, second, casts = with_copies(a, b, casts)
     x, scale_x = rounded(a, casts.a, -1, of_a)
     w, scale_w = rounded(b, casts.b, -1, of_b)

@@ -105,6 +105,11 @@ class Stored(NamedTuple):
     scale: Tensor | None = None
     amax: Tensor | None = None
 
+    def widened(self) -> Stored:
+        """With a copy of 16-bit values in float32."""
+        wide = self.values.element_size() == 2
+        return self._replace(values=self.values.to(torch.float32)) if wide else self
+
     def part(self, start: int, stop: int) -> Stored:
         """Elements from ``start``, a multiple of `BLOCK`, to ``stop``, as views."""
         scale = self.scale
@@ -155,11 +160,8 @@ def write(
     *,
     away: bool = False,
     bits: Tensor | None = None,
-) -> Tensor | None:
+) -> None:
     """Stores ``x``, float32 (n,), in place of ``to``. What is beyond the largest value saturates.
-
-    Or returns what is to be copied to ``to.values``: 16-bit values that are read and written in one
-    loop that torch compiles for a CPU take twice the time (their stores overlap the next loads).
 
     scale: of the whole tensor, written by the caller. None where there is none, or blocks have
     their own, which are written here.
@@ -177,16 +179,12 @@ def write(
         y = x * scale.reciprocal()
     if bits is None and _by_bits(to.values):
         to.values.view(torch.uint8).copy_(_to_e4m3(y))
-        return None
+        return
     y = _rounded(y, encoding, away, bits)
     if encoding.dtype == torch.uint8:
         y = (y.view(torch.int32) >> _SHIFT) - _CODE
         y = y.clamp(min=0)
-    y = y.to(encoding.dtype)
-    if torch.compiler.is_compiling() and y.is_cpu and y.element_size() == 2:
-        return y
     to.values.copy_(y)
-    return None
 
 
 def _by_bits(values: Tensor) -> bool:

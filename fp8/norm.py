@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from .casting import spec_of
 from .formats import Format, get_format
 from .function import apply
+from .kernels import store
 from .layer_norm2d import layer_norm2d as over_channels
 from .layer_norm2d import scripted, wide
 from .matmul import to_autocast_dtype
-from .native import store
 from .quantize import quantize_forward
 from .recipe import Cast
 from .scaled_tensor import ScaledTensor
@@ -205,7 +205,8 @@ class _HandedOn(Function):
 
     @staticmethod
     def forward(y: Tensor, format: str) -> Tensor:
-        return ScaledTensor(*store(y, spec_of(Cast(format=format))), y.dtype)
+        data, scale, _ = store(y, spec_of(Cast(format=format)))
+        return ScaledTensor(data, scale, y.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

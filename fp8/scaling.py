@@ -16,7 +16,16 @@ from .formats import Format, get_format
 from .quantize import quantize
 from .rounding import LAYOUTS
 
-__all__ = ["RULES", "SCALINGS", "Scaling", "delayed_scale", "in_format", "scale_of", "scaled_tiles"]
+__all__ = [
+    "RULES",
+    "SCALINGS",
+    "Scaling",
+    "delayed_scale",
+    "in_format",
+    "scale_of",
+    "scaled_tiles",
+    "unit_of",
+]
 
 aten = torch.ops.aten
 
@@ -78,10 +87,16 @@ def _e4m3(amax: Tensor, format: Format) -> Tensor:
     """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
     (NVFP4, arXiv:2509.25149, section 2). The e4m3 number is at least 2**-6, as in torchao."""
     scale_format = get_format("e4m3")
-    whole = _largest(amax, None).to(amax.dtype)
-    unit = _defined(whole / (scale_format.max * format.max), whole)
+    unit = unit_of(amax, format)
     scale = quantize(amax / format.max / unit, scale_format)
     return scale.clamp(min=scale_format.min_normal) * unit
+
+
+def unit_of(x: Tensor, format: Format) -> Tensor:
+    """What the scales of ``x``, or of the largest magnitudes of its tiles, are multiples of by the
+    rule "e4m3": 0-dim, in float32 (float64 for float64). x must not be empty."""
+    whole = _largest(x, None).to(torch.promote_types(x.dtype, torch.float32))
+    return _defined(whole / (get_format("e4m3").max * format.max), whole)
 
 
 RULES: dict[str, Callable[[Tensor, Format], Tensor]] = {

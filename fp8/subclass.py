@@ -7,8 +7,10 @@ its parameters still does.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +28,9 @@ class Gained:
     _gained: ClassVar[tuple[type[Gained], ...]]
     #: Those of them that have an ``around``.
     _active: ClassVar[tuple[type[Gained], ...]]
+    #: Attributes of the instance that a class's own way to be copied (einops' layers, GraphModule)
+    #: would leave behind.
+    _attributes: ClassVar[tuple[str, ...]] = ()
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """The module's forward: what calls ``forward(*args, **kwargs)``, which is bound."""
@@ -33,13 +38,58 @@ class Gained:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the original class, which can be imported, and made into this class on arrival."""
+        if self._original.__reduce__ is not object.__reduce__:
+            with _bare(self):
+                make, args, *rest = self.__reduce_ex__(protocol)
+            return (_regain, (make, args, self._gained, self._kept(())), *rest)
         reduced = super().__reduce_ex__(protocol)
-        return (_restore, (self._original, self._gained), *reduced[2:])
+        kept = self._kept(reduced[2])
+        return (_restore, (self._original, self._gained, kept), *reduced[2:])
+
+    def _kept(self, state: Any) -> dict[str, Any]:
+        """Those of its attributes that are not in the state it is copied with."""
+        return {n: vars(self)[n] for n in self._attributes if n in vars(self) and n not in state}
 
 
-def _restore(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> nn.Module:
+def _restore(
+    original: type[nn.Module], gained: tuple[type[Gained], ...], kept: dict[str, Any]
+) -> nn.Module:
     cls = _subclass(original, gained)
-    return cls.__new__(cls)
+    module = cls.__new__(cls)
+    vars(module).update(kept)
+    return module
+
+
+def _regain(
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    gained: tuple[type[Gained], ...],
+    kept: dict[str, Any],
+) -> nn.Module:
+    module: nn.Module = make(*args)
+    vars(module).update(kept)
+    _become(module, gained)
+    return module
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """For a class that copies itself: so it does, and the copy gains what this one has."""
+    with _bare(self):
+        result = self.__deepcopy__(memo)
+    vars(result).update(copy.deepcopy(self._kept(()), memo))
+    _become(result, self._gained)
+    return result
+
+
+@contextmanager
+def _bare(module: Any) -> Iterator[None]:
+    """The module has its original class meanwhile."""
+    gained = module._gained
+    module.__class__ = module._original
+    try:
+        yield
+    finally:
+        _become(module, gained)
 
 
 _SUBCLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
@@ -72,6 +122,7 @@ def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) 
         "_gained": gained,
         "_active": active,
         **({"forward": forward} if behaviour in active else {}),
+        **({"__deepcopy__": _deepcopy} if hasattr(original, "__deepcopy__") else {}),
     }
     return type(base.__name__, (behaviour, base), names)
 

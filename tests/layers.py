@@ -9,6 +9,7 @@ fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor
 fp8.formats <- fp8.tally <- fp8.casting
 fp8.recipe, fp8.scaled_tensor <- fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
+fp8.casting <- fp8.kernels <- fp8.proof <- fp8.native
 fp8.kept <- fp8.activations
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
 fp8.activations, fp8.products, fp8.checkpoint, fp8.history <- fp8.autocast
@@ -32,7 +33,7 @@ fp8.files
 fp8.adapters, fp8.recipe <- fp8.adapters.te_recipe
 fp8.subclass <- fp8.adapters.padding
 fp8.swap, fp8.adapters.padding, fp8.adapters.te_recipe <- fp8.adapters.transformer_engine
-fp8.swap, fp8.adapters.padding, fp8.adapters, fp8.native <- fp8.adapters.torchao
+fp8.swap, fp8.adapters.padding, fp8.adapters, fp8.kernels <- fp8.adapters.torchao
 fp8.adapters.torchao, fp8.adapters.transformer_engine <- fp8.convert
 fp8.adapters, fp8.low_precision <- fp8.adapters.composer
 fp8.adapters <- fp8.adapters.bitsandbytes

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..formats import get_format
-from ..native import ALIGNMENT, why_not_device
+from ..kernels import ALIGNMENT, why_not_device
 from ..recipe import RECIPES, Cast, Recipe, get_recipe
 from ..subclass import bare_class, gain
 from ..swap import Where, forget, inside_attention, swap, why_not_exact

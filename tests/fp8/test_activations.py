@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
@@ -115,8 +115,8 @@ class MLP(nn.Module):
         return self.down(functions[self.kind](up))
 
 
-def bytes_kept(run: Callable[[], Tensor]) -> int:
-    """Of the storages that autograd holds after ``run()``, each once."""
+def bytes_kept(run: Callable[[], Tensor], *, beside: Iterable[Tensor] = ()) -> int:
+    """Of the storages that autograd holds after ``run()``, each once, those of ``beside`` not."""
     held: list[Tensor] = []
 
     def keep(t: Tensor) -> Tensor:
@@ -127,22 +127,54 @@ def bytes_kept(run: Callable[[], Tensor]) -> int:
         y = run()
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     assert y.requires_grad
-    return sum(sizes.values())
+    there = {t.untyped_storage().data_ptr() for t in beside}
+    return sum(size for pointer, size in sizes.items() if pointer not in there)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.35), (torch.bfloat16, 0.6)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float32, 0.35), (torch.bfloat16, 0.6), (None, 0.6)], ids=str
+)
 @pytest.mark.parametrize("backend", ["simulate", "native"])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ["gelu", "swiglu", "relu", "U.gelu", "U.silu_glu", "U.relu"])
 def test_what_a_whole_mlp_keeps(kind, name, backend, dtype, most):
-    model, x = MLP(kind, dtype), randn(512, 64, dtype=dtype)
-    plain = MLP(kind.replace("U.silu_glu", "swiglu").removeprefix("U."), dtype)
+    """Of what torch keeps. dtype None: float32 under torch.autocast."""
+    model, x = MLP(kind, dtype or torch.float32), randn(512, 64, dtype=dtype or torch.float32)
+    plain = MLP(kind.replace("U.silu_glu", "swiglu").removeprefix("U."), dtype or torch.float32)
 
     def run() -> Tensor:
         with fp8.autocast(RECIPES[name], backend=backend):
             return model(x)
 
-    assert bytes_kept(run) <= most * bytes_kept(lambda: plain(x))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None):
+        assert bytes_kept(run) <= most * bytes_kept(lambda: plain(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "backend", "compiler"),
+    [  # The first compiler is inductor's choice of what to keep, without its kernels.
+        ("gelu", torch.float32, "simulate", "aot_eager_decomp_partition"),
+        ("gelu", torch.bfloat16, "native", "aot_eager_decomp_partition"),
+        ("swiglu", None, "simulate", "aot_eager_decomp_partition"),
+        ("relu", torch.bfloat16, "simulate", "inductor"),
+    ],
+    ids=str,
+)
+def test_what_a_compiled_mlp_keeps(kind, dtype, backend, compiler):
+    """At most what it keeps in eager mode, parameters aside. dtype None as above."""
+    torch.compiler.reset()
+    model, x = MLP(kind, dtype or torch.float32), randn(512, 64, dtype=dtype or torch.float32)
+
+    def run() -> Tensor:
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=dtype is None),
+            fp8.autocast(RECIPES["tensor"], backend=backend),
+        ):
+            return model(x)
+
+    compiled = torch.compile(run, fullgraph=True, backend=compiler)
+    compiled()
+    assert bytes_kept(compiled, beside=model.parameters()) <= bytes_kept(run)
 
 
 @pytest.mark.parametrize(("kind", "dynamic"), [("swiglu", False), ("relu", True)])

@@ -3,12 +3,13 @@ the CPU C++ functions."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.nn import functional as F
 
 import fp8
@@ -51,6 +52,23 @@ def test_the_cast_of_a_recipe_and_its_bytes():
         return fp8.casting.cast_forward(F.gelu(x), cast).to(torch.float8_e4m3fn)
 
     assert kernels(function, randn(64, 128).detach()) == 1
+
+
+def test_the_bytes_kept_for_the_backward_pass_are_written_by_the_kernel_that_casts():
+    """An MLP has one kernel before each of its six products, two forward and four backward."""
+    cast = fp8.RECIPES["unit"].input
+    recipe = dataclasses.replace(fp8.RECIPES["unit"], saved_activations=cast)
+    x, up, down = randn(64, 128), randn(256, 128), randn(128, 256)
+
+    def mlp(x: Tensor) -> Tensor:
+        with fp8.autocast(recipe):
+            return F.linear(F.gelu(F.linear(x, up)), down)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, fullgraph=True)
+    _, (forward, backward) = run_fw_bw_and_get_code(lambda: compiled(x))
+    torch._dynamo.reset()
+    assert [code.count("async_compile.cpp_pybinding(") for code in (forward, backward)] == [2, 4]
 
 
 def test_what_cannot_be_fused_is_counted():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import warnings
 from typing import Any
 
@@ -255,6 +256,26 @@ def test_hands_fp8_on_to_a_converted_layer(precision: str | None):
         assert torch.equal(ours.grad, theirs.grad)
     assert fp8.norm_report(model)[0].why.endswith("hands on e4m3")
     assert not isinstance(fp8.revert_norms(model)[0](x), fp8.ScaledTensor)
+
+
+def test_compiled_the_norm_writes_what_the_product_reads():
+    """One loop from 16-bit input to FP8 bytes, then torch's kernel for their product."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48, bias=False)).bfloat16()
+    fp8.low_precision_norms(model, "amp_bf16", output="e4m3")
+    fp8.convert(model, "unit", backend="native")
+    x = torch.randn(16, 32).bfloat16()
+    with torch.no_grad():
+        y, (code,) = run_and_get_code(torch.compile(model, fullgraph=True), x)
+        expected = model(x)
+    before, after = code.split("def call(")[0], code.split("def call(")[1]
+    signatures = re.findall(r"cpp_pybinding\(\[(.*?)\]", before)
+    assert any("'at::Float8_e4m3fn*'" in text for text in signatures)
+    assert not any("'at::BFloat16*'" in text for text in signatures)  # unlike 'const at::BFloat16*'
+    assert after.count("_scaled_mm") >= 1
+    assert (y - expected).abs().max() < 0.05 * expected.abs().max()  # a code apart next to a tie
 
 
 def test_with_converted_layers(model: Model, x: Tensor):

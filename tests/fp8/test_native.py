@@ -7,28 +7,34 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8 import RECIPES, Cast, Recipe, casting, native
+from fp8 import RECIPES, Cast, Recipe, casting, kernels, native
 from fp8.matmul import casts_of, linear
+from tests.fp8.scaled_mm import emulated, forget
 from tests.fp8.test_matmul import randn
 
-NATIVE = [name for name, recipe in RECIPES.items() if not native.why_not_recipe(recipe)]
+__all__ = ["emulated"]
+
+CPU = torch.device("cpu")
+KNOWN = [name for name, recipe in RECIPES.items() if not native.why_not_recipe(recipe)]
+NATIVE = [name for name in KNOWN if native.alignment(RECIPES[name]) == kernels.ALIGNMENT]
+TILED = [name for name in KNOWN if name not in NATIVE]
 STATELESS = [name for name in NATIVE if not RECIPES[name].keeps_history]
 SHAPES = [(16, 16, 16), (48, 32, 64), (5, 32, 16), (1, 16, 32), (33, 128, 48)]  # rows, in, out
+TILED_SHAPES = [(128, 128, 256), (33, 384, 128), (1, 128, 640)]
+GRID = [(recipe, shape) for recipe in NATIVE for shape in SHAPES]
+GRID += [(recipe, shape) for recipe in TILED for shape in TILED_SHAPES]
 NO_GPU = "" if torch.cuda.is_available() else "no CUDA device"
-NO_GPU = NO_GPU or native.why_not_device(torch.device("cuda"))
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)]),
-]
+NO_GPU = NO_GPU or kernels.why_not_device(torch.device("cuda"))
 
 pytestmark = pytest.mark.skipif(
-    bool(native.why_not_device(torch.device("cpu"))), reason="no FP8 product on this device"
+    bool(kernels.why_not_device(CPU)), reason="no FP8 product on this device"
 )
 
 
 def run(backend: str, recipe: str, tensors: tuple[Tensor, ...], scales=(1.0, 1.0, 1.0)) -> list:
     """The output and the gradients of input, weight and bias; with a history, in a third pass."""
     options = {"history": fp8.AmaxHistory()} if RECIPES[recipe].keeps_history else {}
+    torch.manual_seed(0)  # of gradients that are rounded stochastically
     for grow in (4.0, 2.0, 1.0) if options else (1.0,):
         leaves = [(grow * t).detach().clone().requires_grad_() for t in tensors]
         with fp8.autocast(recipe, backend=backend, **options):
@@ -44,8 +50,10 @@ def tensors(rows: int, inner: int, outer: int, dtype=torch.float32) -> tuple[Ten
 
 def test_some_recipes_have_kernels_and_the_others_say_why_not():
     assert {"unit", "unit_e4m3", "tensor", "row"} <= set(NATIVE)
+    assert {"block", "mxfp8", "nvfp4"} == set(TILED)
     reasons = {name: native.why_not_recipe(recipe) for name, recipe in RECIPES.items()}
-    assert "scaling 'mx'" in reasons["mxfp8"]
+    assert "format 'e2m3'" in reasons["mxfp6"]
+    assert "e2m1 by e2m1 with scales by mx" in reasons["mxfp4"]
     assert "high precision" in reasons["row_gw_hp"]
     assert "format 'bf16'" in reasons["bf16"]
     e5m2 = Cast(format="e5m2")
@@ -54,26 +62,52 @@ def test_some_recipes_have_kernels_and_the_others_say_why_not():
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**6], ids=["small", "one", "large"])
-@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.5, 0.125)], ids=["plain", "unit"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("recipe", NATIVE)
-def test_native_is_the_simulation(recipe, shape, scales, size, device):
-    """Operands are the same to the bit, so products differ by the order of float32 sums.
+def check(recipe: str, shape: tuple[int, int, int], size: float, scales, device: str) -> None:
+    """Operands are the same to the bit, so products differ by the order of sums, and by what a sum
+    keeps: all of float32, or on a GPU 14 bits (see `fp8.proof`).
 
-    Of n terms a sum has an error of at most n * 2**-24 times the sum of magnitudes, which is at
-    most n times the product of the largest operands (rounded up: 1.5 is more than enough); both
-    have it.
+    Of n terms a sum has an error of at most n * 2**-24, or 2**-13, times the sum of magnitudes,
+    which is at most the product of the norms of a row and a column; both have it. So of all sums,
+    in the norm. A cast doubles a magnitude at most, in the steps next to zero.
     """
     x, w, b = (t.to(device) for t in tensors(*shape))
     given = (x * size, w, b)
     got, want = (run(backend, recipe, given, scales) for backend in ("native", "simulate"))
-    sums = (shape[1], shape[2], shape[0], shape[0])
-    grad, largest = randn(shape[0], shape[2], seed=9).abs().max(), [t.abs().max() for t in given]
-    tops = (largest[0] * largest[1] + largest[2], grad * largest[1], grad * largest[0], grad)
-    for g, w, n, top in zip(got, want, sums, tops, strict=True):
-        assert (g - w).abs().max() <= 2 * (n + 4) ** 2 * 2**-24 * 1.5 * top
+    rows, inner, outer = shape
+    sums = (inner, outer, rows, rows)
+    x, w, b, grad = (float(t.detach().norm()) for t in (*given, randn(rows, outer, seed=9)))
+    norms = (x * w + b * rows**0.5, grad * w, grad * x, grad * rows**0.5)
+    unit = 2.0 ** (-24 if device == "cpu" else -13)
+    for g, w, n, norm in zip(got, want, sums, norms, strict=True):
+        assert (g - w).norm() <= 2 * (n + 4) * unit * 4 * norm
+
+
+@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**6], ids=["small", "one", "large"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.5, 0.125)], ids=["plain", "unit"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("recipe", NATIVE)
+def test_native_is_the_simulation(recipe, shape, scales, size):
+    check(recipe, shape, size, scales, "cpu")
+
+
+@pytest.mark.parametrize("size", [2.0**-10, 2.0**6], ids=["small", "large"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.3, 0.125)], ids=["plain", "unit"])
+@pytest.mark.parametrize("shape", TILED_SHAPES, ids=str)
+@pytest.mark.parametrize("recipe", TILED)
+def test_native_is_the_simulation_with_scales_of_tiles(recipe, shape, scales, size, emulated):
+    """By kernels that are emulated from their documents: layouts, gradients and fillings."""
+    check(recipe, shape, size, scales, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)
+@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**6], ids=["small", "one", "large"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.5, 0.125)], ids=["plain", "unit"])
+@pytest.mark.parametrize(("recipe", "shape"), GRID, ids=str)
+def test_native_is_the_simulation_on_a_gpu(recipe, shape, scales, size):
+    if why := native.why_not_here(RECIPES[recipe], torch.device("cuda", 0), torch.float32):
+        pytest.skip(why)
+    check(recipe, shape, size, scales, "cuda:0")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -96,9 +130,10 @@ def test_operands_are_the_same_to_the_bit(recipe):
     casts = casts_of(RECIPES[recipe])
     for spec in set(casts):
         for axis in (-1, -2):
-            stored = native.store(x, spec, axis)
+            stored = kernels.store(x, spec, axis)
             simulated = casting.round_straight(x, spec, axis)
-            assert torch.equal(stored.data.float() * stored.scale, simulated)
+            got = stored.data.float() * stored.scale
+            assert torch.equal(got if axis == -1 else got.mT, simulated)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -183,20 +218,50 @@ def test_the_report_says_what_is_simulated_or_filled_up_and_why():
     layer(torch.zeros(3, 11, 32))
     assert fp8.report(layer)[0].why == f"{row.why}; 33 tokens filled up to 48"
     for recipe, reason in {
-        "mxfp8": "the kernels for scaling 'mx' (CUDA 10.0) are not called yet",
-        "block": "the kernels for scaling 'block' (CUDA 9.0) are not called yet",
+        "mxfp6": "the kernels have no format 'e2m3'",
         "row_gw_hp": "an operand stays in high precision",
     }.items():
         assert fp8.report(fp8.convert(layer, recipe))[0].why == f"{recipe}, simulated: {reason}"
     assert fp8.report(fp8.convert(layer, "mxfp8", backend="simulate"))[0].why == "mxfp8"
 
 
+def test_the_report_predicts_what_other_devices_do():
+    """Multiples of 16 for all, of 128 for blocks and of 32 for MX; as the kernels want them."""
+    layer = nn.Linear(96, 128)
+    hopper, later = (f"native on CUDA devices of compute capability {c}" for c in ("9.0", "10.0"))
+    for recipe, why in {
+        "block": "simulated: 96 is no multiple of 128",
+        "mxfp8": f"{later} and up",
+        "nvfp4": f"{later} and up",
+    }.items():
+        assert fp8.report(fp8.convert(layer, recipe))[0].why == f"{recipe}, {why}"
+    layer(torch.zeros(40, 96))
+    assert fp8.report(layer)[0].why == f"nvfp4, {later} and up; 40 tokens filled up to 64"
+    layer = fp8.convert(nn.Linear(256, 128), "block")
+    assert fp8.report(layer)[0].why == f"block, {hopper}"
+    layer(torch.zeros(40, 256))
+    assert fp8.report(layer)[0].why == f"block, {hopper}; 40 tokens filled up to 128"
+    (row,) = fp8.report(fp8.convert(nn.Linear(96, 48), "mxfp8"))
+    assert row.why == "mxfp8, simulated: 48 is no multiple of 32"
+
+
+def test_native_without_a_kernel_on_the_device_simulates_and_says_so():
+    layer, x = fp8.convert(nn.Linear(96, 128), "mxfp8", backend="native"), randn(8, 96).detach()
+    why = "scales by mx need CUDA devices of compute capability 10.0 and up"
+    assert fp8.report(layer)[0].why == f"mxfp8, simulated: {why}"
+    forget()
+    with pytest.warns(RuntimeWarning, match=f"simulated on cpu: {why}"):
+        y = layer(x)
+    assert torch.equal(layer(x), y)  # and warns once
+    assert torch.equal(fp8.convert(layer, "mxfp8")(x), y)
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="unknown backend 'gpu'; choose one of simulate, native"):
         fp8.autocast("unit", backend="gpu")
-    with pytest.raises(ValueError, match=r"recipe 'mxfp8' has no kernels: .* scaling 'mx'"):
-        fp8.autocast("mxfp8", backend="native")
-    assert fp8.autocast("mxfp8", backend="auto").backend == "simulate"
+    with pytest.raises(ValueError, match=r"recipe 'mxfp6' has no kernels: .* format 'e2m3'"):
+        fp8.autocast("mxfp6", backend="native")
+    assert fp8.autocast("mxfp6", backend="auto").backend == "simulate"
     x, w, _ = tensors(16, 16, 16)
     with pytest.raises(RuntimeError, match="'native': no FP8 product is known for meta"):
         linear(x.to("meta"), w.to("meta"), recipe=RECIPES["unit"], backend="native")

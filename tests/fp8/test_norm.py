@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -177,9 +178,9 @@ def test_the_next_product_takes_it_as_it_is(recipe: str, backend: str, monkeypat
         assert torch.equal(a, c)
     if backend == "native":
         casts: list[tuple[int, ...]] = []
-        real = fp8.native.quantize
+        real = fp8.kernels.quantize
         monkeypatch.setattr(
-            fp8.native,
+            fp8.kernels,
             "quantize",
             lambda x, *a, **k: casts.append(tuple(x.shape)) or real(x, *a, **k),
         )
@@ -260,12 +261,23 @@ def test_unit_scaling_sees_layer_norm_2d():
     assert y.is_contiguous()
 
 
-def test_a_compiled_unit_scaled_layer_norm_2d_is_refused_by_name():
-    """The compiler shows a mode what the call is made of, not the call: no wrong scale passes."""
+@pytest.mark.proves("timm", "one operation over the channels", how="own")
+@pytest.mark.parametrize("around", [False, True])
+def test_compiled_it_is_unit_scaled_as_in_eager_mode(around: bool):
+    """The compiler shows a mode no call but torch's: this one goes to the mode by itself."""
     import unit_scaling as uu
 
-    x = torch.randn(2, C, 4, 4)
-    model = uu.transforms.unit_scale(nn.Sequential(nn.Conv2d(C, C, 1), fp8.LayerNorm2d(C)))
-    model(x)
-    with pytest.raises(Exception, match="PlanMissError"):
-        torch.compile(model, fullgraph=True, backend="eager")(x)
+    torch.manual_seed(0)
+    layers = [fp8.LayerNorm2d(C), nn.Conv2d(C, C, 1), fp8.LayerNorm2d(C)]
+    model = uu.transforms.unit_scale(nn.Sequential(nn.Conv2d(C, C, 1), *layers))
+    tensors = [torch.randn(2, C, 4, 4), *model.parameters()]
+
+    def run(*leaves: Tensor) -> Tensor:
+        parameters = dict(zip(dict(model.named_parameters()), leaves[1:], strict=True))
+        with fp8.autocast("unit") if around else contextlib.nullcontext():
+            return torch.func.functional_call(model, parameters, leaves[0])
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    eager, graph = ([f(*tensors).detach(), *gradients(f, tensors)] for f in (run, compiled))
+    for value, reference in zip(graph, eager, strict=True):
+        assert error(value, reference) < (0.02 if around else 1e-5)

@@ -217,7 +217,19 @@ def normalize_scales(
     return tie(constraint, output=norm, input=norm)
 
 
-@row(normalize_scales, replaces=(F.normalize,))
+def _torch_normalize(
+    input: Tensor,
+    p: float = 2.0,
+    dim: int | Sequence[int] = 1,
+    eps: float = 1e-12,
+    out: Tensor | None = None,
+) -> dict[str, Any]:
+    if out is not None:
+        raise TypeError("unit-scaled normalize has no out= argument")
+    return {"input": input, "p": p, "dim": dim, "eps": eps}
+
+
+@row(normalize_scales, adapters={F.normalize: _torch_normalize})
 def normalize(
     input: Tensor,
     p: float = 2.0,

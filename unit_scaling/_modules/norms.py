@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from fp8 import norm
 
 from .. import functional as U
 from ..parameter import TaggedModule
@@ -111,14 +112,13 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
     unbatched = 4
 
 
-class LayerNorm2d(TaggedModule):
+class LayerNorm2d(_Norm, norm.LayerNorm2d):
     """`unit_scaling.functional.layer_norm2d` as a module: over the channels of each pixel.
 
     Input and output (batch, num_channels, ...). affine: with weight and bias (num_channels,).
     """
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
+    op = staticmethod(U.layer_norm2d)
 
     def __init__(
         self,
@@ -128,26 +128,4 @@ class LayerNorm2d(TaggedModule):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
-        self.num_channels = num_channels
-        self.eps = eps
-        self.affine = affine
-        self.weight = self.bias = None
-        if affine:
-            self.weight = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
-            self.bias = nn.Parameter(torch.empty(num_channels, device=device, dtype=dtype))
-        self.reset_parameters()
-        self.tag_parameters(weight="norm", bias="bias")
-
-    def reset_parameters(self) -> None:
-        """Sets the weight to one and the bias to zero."""
-        if self.weight is not None and self.bias is not None:
-            nn.init.ones_(self.weight)
-            nn.init.zeros_(self.bias)
-            self.restore_tags()
-
-    def extra_repr(self) -> str:
-        return f"{self.num_channels}, eps={self.eps}, affine={self.affine}"
-
-    def forward(self, input: Tensor) -> Tensor:
-        return U.layer_norm2d(input, self.weight, self.bias, self.eps)
+        super().__init__(num_channels, eps, affine, device, dtype)

@@ -21,6 +21,7 @@ __all__ = [
     "ATTENTION",
     "AVERAGES",
     "CASTS",
+    "CONSTANT",
     "ELEMENTWISE",
     "KEPT",
     "KINDS",
@@ -29,6 +30,7 @@ __all__ = [
     "NEUTRAL",
     "POSITIVE",
     "PRODUCTS",
+    "RANGED",
     "RECURRENT",
     "SELECTIONS",
     "TRANSPARENT",
@@ -39,7 +41,7 @@ TRANSPARENT = frozenset(
         "bfloat16 broadcast_to clone contiguous double dropout expand expand_as flatten float half "
         "moveaxis movedim permute ravel repeat repeat_interleave reshape select squeeze swapaxes "
         "swapdims t tile to transpose type type_as unflatten unsqueeze view view_as __getitem__ "
-        "narrow index_select chunk split unbind flip roll"
+        "narrow index_select chunk split unbind flip roll view_as_complex view_as_real"
     ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""
@@ -47,13 +49,25 @@ TRANSPARENT = frozenset(
 SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
 """Kinds that take a part of a value."""
 
-NEUTRAL = TRANSPARENT | frozenset(
+CONSTANT = frozenset(
     (
-        "cat stack pad masked_fill where detach gather __setitem__ copy_ neg abs arange zeros "
-        "ones full empty zeros_like ones_like full_like empty_like tensor as_tensor maximum "
-        "minimum clamp sin cos argmax topk multinomial tril triu outer max min max_pool1d "
-        "max_pool2d max_pool3d"
+        "detach zeros_like ones_like full_like empty_like rand_like randn_like randint_like "
+        "new_zeros new_ones new_full new_empty new_tensor bernoulli multinomial argmax argmin sign "
+        "round floor ceil"
     ).split()
+)
+"""Kinds that hand on no gradient."""
+
+NEUTRAL = (
+    TRANSPARENT
+    | frozenset(
+        (
+            "cat stack pad masked_fill where gather __setitem__ copy_ neg abs arange zeros ones "
+            "full empty tensor as_tensor maximum minimum clamp sin cos topk tril triu outer max "
+            "min amax amin broadcast_tensors max_pool1d max_pool2d max_pool3d"
+        ).split()
+    )
+    | CONSTANT
 )
 """Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
 
@@ -96,6 +110,9 @@ ELEMENTWISE = LINEAR | frozenset(
 POSITIVE = frozenset("relu relu6 sigmoid hardsigmoid softplus exp abs square softmax".split())
 """Kinds whose results are all of one sign: their mean is not near 0."""
 
+RANGED = frozenset("sigmoid hardsigmoid tanh softplus exp softmax softmin normalize".split())
+"""Kinds whose results mean something by their range: probabilities, pixels, widths, directions."""
+
 AVERAGES = frozenset(
     (
         "mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
@@ -112,7 +129,7 @@ _OTHERS = (
     "batch_norm instance_norm local_response_norm normalize embedding_bag interpolate "
     "alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout nll_loss l1_loss "
     "smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "cosine_similarity pixel_shuffle multi_dot logsumexp amax prod vector_norm"
+    "cosine_similarity pixel_shuffle multi_dot logsumexp prod vector_norm"
 ).split()
 
 _OPERATORS = {

@@ -26,6 +26,7 @@ class Flow:
             for source in sources:
                 self.readers[source].append(index)
         self.parameters = _parameter_origins(self.nodes)
+        self.data = self._data()
         self.parents = self._dominators()
 
     def _sources(self, node: Node) -> list[int]:
@@ -33,6 +34,28 @@ class Flow:
             return []
         inputs = dict.fromkeys(i.node for i in node.inputs)
         return [i for i in inputs if self.nodes[i].live and not self.nodes[i].computed]
+
+    def _data(self) -> list[bool]:
+        """Whether values are what the model is called with, or made of it without parameters.
+
+        What a product makes of them is no data.
+        """
+        data: list[bool] = []
+        for index, node in enumerate(self.nodes):
+            made = not self.is_product(index) and not any(
+                self.nodes[i.node].computed for i in node.inputs
+            )
+            sources = self.sources[index]
+            given = node.key is None and not node.function and node.live and not node.computed
+            data.append(given or (bool(sources) and made and all(data[s] for s in sources)))
+        return data
+
+    def wanted(self) -> list[bool]:
+        """For each node, whether it depends on an input that requires a gradient."""
+        wanted: list[bool] = []
+        for node, sources in zip(self.nodes, self.sources, strict=True):
+            wanted.append(node.wanted or any(wanted[s] for s in sources))
+        return wanted
 
     def is_product(self, index: int) -> bool:
         """Whether the call mixes features: what makes a branch of a network more than a formula."""
@@ -107,10 +130,11 @@ class Flow:
         sources = self.sources[index]
         return sources[0] if self.nodes[index].kind in kinds and len(sources) == 1 else None
 
-    def bridges(self, units: Sequence[tuple[int, ...]]) -> list[bool]:
+    def bridges(self, units: Sequence[tuple[int, ...]], closed: Sequence[bool]) -> list[bool]:
         """For each node, whether it has sources, all of them by bridges: no path goes around one.
 
-        units: the calls of each, taken together as one.
+        units: the calls of each, taken together as one. closed: nodes that need no gradient, paths
+        from which do not count.
         """
         whole = list(range(len(self.nodes)))
         for calls in units:
@@ -121,6 +145,11 @@ class Flow:
         for index, node in enumerate(self.nodes):
             used = [i.node for i in node.inputs if i.node in self.sources[index]]
             edges += [(whole[source], whole[index]) for source in used]
+        into: list[list[bool]] = [[] for _ in self.nodes]
+        for source, index in edges:
+            if closed[source]:
+                into[index].append(True)
+        edges = [edge for edge in edges if not closed[edge[0]]]
         inner = {edge for edge in edges if edge[1] in ends}
         edges = [edge for edge in edges if edge[1] not in ends] + [e for e in inner if e[0] != e[1]]
         around: list[list[int]] = [[] for _ in self.nodes]
@@ -128,7 +157,6 @@ class Flow:
             around[source].append(number)
             around[index].append(number)
         bridge = _bridge_edges(len(self.nodes), edges, around)
-        into: list[list[bool]] = [[] for _ in self.nodes]
         for number, (_, index) in enumerate(edges):
             into[index].append(bridge[number])
         return [bool(into[w]) and all(into[w]) for w in whole]

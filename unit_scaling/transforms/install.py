@@ -46,6 +46,7 @@ class _Transformed(Gained, TaggedModule):
     """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
 
     _scopes: tuple[tuple[Any, str], ...] = ()
+    _attributes = ("_scopes", "mup_tags")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, hooks included, told apart from its forward.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fp8.autocast import EXPANDED, FIRST_LOOK
+from fp8.autocast import EXPANDED
+from fp8.function import FIRST_LOOK
 
 from ..ops import OPS, WATCHERS
 from .install import HOOKS, Call

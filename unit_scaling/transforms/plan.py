@@ -9,7 +9,8 @@
    (Unit Scaling, section 3: cut edges). Elsewhere its scales are tied. Parameters do not count as
    paths: a tied weight gets the sum of differently scaled gradients, as in the peer libraries.
 4. A number that multiplies a value is taken out: the op before it has made the scale 1 already.
-5. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
+5. What comes after the last product and has a range (a probability, a direction) keeps its values.
+6. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..ops import OPS, find_op
-from .calls import AVERAGES, KEPT, NEUTRAL, POSITIVE, PRODUCTS, SELECTIONS, TRANSPARENT
+from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .flow import Flow
-from .record import MASKING, Graph, Node
-from .residuals import Residuals, find_residuals
+from .growth import gradient_factors
+from .record import Graph, Node, sees_the_past
+from .residuals import Residuals, find_residuals, leans
+from .results import KEEPS, Results
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
+from .unread import unread_parts
 
 __all__ = ["make_plan"]
 
@@ -36,6 +39,8 @@ Decision = tuple[Step | None, str, str]
 """(step, what the report says was done or "" for no line, why)."""
 
 _NOTHING: Decision = (None, "", "")
+
+_DATA = "on what the model is called with"
 
 
 def make_plan(graph: Graph, settings: Settings) -> Plan:
@@ -66,9 +71,14 @@ class _Planner:
                 flow, lambda node: find_op(node.function) is not None, settings.settled.units
             )
             self.residuals = find_residuals(flow, settings.residual)
-        self.bridges = flow.bridges([unit.calls for unit in self.units.values()])
+        units = [unit.calls for unit in self.units.values()]
+        closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
+        self.bridges = flow.bridges(units, closed)
+        self.unread = unread_parts(flow, self.bridges, self.residuals)
+        self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
-        self.inner = self._inner_readouts()
+        self.results = Results(flow, self.residuals.adds, settings.whole)
+        self.inner = self._inner_readouts(flow.bridges(units, flow.data))
         self.uses = Counter(
             (node.path, flow.parameters[i.node])
             for node in self.nodes
@@ -77,16 +87,12 @@ class _Planner:
         )
         self.averages: dict[int, int] = {}  # product of attention weights and values -> keys
 
-    def _inner_readouts(self) -> frozenset[str]:
+    def _inner_readouts(self, bridges: list[bool]) -> frozenset[str]:
         """The readout weights with products, residual adds or a second path to the loss around."""
-        after = [False] * len(self.nodes)
         inner: set[str | None] = set()
-        for index in reversed(range(len(self.nodes))):
-            mixes = self.flow.is_product(index) or index in self.residuals.adds
-            if self.flow.is_product(index) and (after[index] or not self.bridges[index]):
+        for index in range(len(self.nodes)):
+            if self.flow.is_product(index) and (self.results.mixes[index] or not bridges[index]):
                 inner |= {self.flow.parameters[i.node] for i in self.nodes[index].inputs}
-            for source in self.flow.sources[index]:
-                after[source] = after[source] or after[index] or mixes
         return frozenset(name for name in inner if name is not None) & self.settings.readouts
 
     def decide(self, index: int, node: Node) -> tuple[Step | None, Row | None]:
@@ -99,6 +105,11 @@ class _Planner:
         step, done, why = self._choose(index, node, kind) if self._concerns(node) else _NOTHING
         if done == "left alone" and node.where:
             why = f"{why} ({node.where})"
+        if index in self.regained:
+            step, factor = step or Step(), self.regained[index]
+            step = replace(step, output=(step.output[0], step.output[1] * factor))
+            done = done or "scaled"
+            why = f"{why}{', ' if why else ''}gradient divided by {1 / factor:.3g} for batch norms"
         if splits:
             step = with_slots(step, splits)
             if node.key is None:
@@ -129,7 +140,7 @@ class _Planner:
         if index in self.residuals.adds:
             slots, why = self.residuals.adds[index]
             return Step(slots=slots), "scaled", why
-        if kind in AVERAGES | {"relu"} and self._leans(self.flow.sources[index]):
+        if leans(self.flow, self.residuals, index):
             return self._positive(index, node)
         special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
         decision = special(index, node) if special is not None else None
@@ -154,20 +165,11 @@ class _Planner:
         calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
         bridge = self.bridges[index] and unit.name == "formula"
         input = unit.input if bridge else unit.output
-        why = f"{unit.name} of {calls}, factor {unit.output:.3g}"
-        return replace(step or Step(), output=(unit.output, input)), "scaled", why
-
-    def _leans(self, sources: list[int]) -> bool:
-        """Whether values are positive, or the sum of positive ones and the branch beside them."""
-        while len(sources) == 1:
-            kind = self.nodes[sources[0]].kind
-            if kind in POSITIVE:
-                return True
-            skip = self.residuals.skips.get(sources[0])
-            if skip is None and kind not in TRANSPARENT and not kind.startswith("max_pool"):
-                return False
-            sources = self.flow.sources[sources[0]] if skip is None else [skip]
-        return False
+        name = f"{unit.name} of {calls}"
+        output, why = (unit.output, input), f"factor {unit.output:.3g}"
+        if self.results.is_ranged(unit.calls):
+            output, why = (1.0, input if bridge else 1.0), KEEPS
+        return replace(step or Step(), output=output), "scaled", f"{name}, {why}"
 
     def _positive(self, index: int, node: Node) -> Decision:
         """A relu of values that are mostly positive, or their average, has their RMS as it is."""
@@ -186,6 +188,8 @@ class _Planner:
             return shares, "unchanged", "adds a mask"
         if not all(source.live for source in sources):
             return shares, "unchanged", "adds a constant"
+        if self.flow.data[index]:
+            return None, "unchanged", _DATA
         weights = [self.flow.parameters[i.node] for i in node.inputs if self._computed(i.node)]
         if weights and not any(name in self.settings.factors for name in weights):
             return shares, "unchanged", "adds a bias"
@@ -200,6 +204,8 @@ class _Planner:
     def _mul(self, index: int, node: Node) -> Decision | None:
         if self.flow.inverts(index):
             return None
+        if self.flow.data[index]:
+            return None, "unchanged", _DATA
         values = self.flow.sources[index]
         numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
         others = [self.nodes[i.node] for i in node.inputs if i.node not in values]
@@ -223,6 +229,11 @@ class _Planner:
         why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
         slots = [s for s in slots if abs(s[1] - 1) > 0.1]
         return with_slots(with_slots(None, self._shares(node)), slots), "scaled", f"a gain{why}"
+
+    def _cat(self, index: int, node: Node) -> Decision | None:
+        step = with_slots(None, self.unread.get(index, []))
+        why = "gradient only: of what is not read at the end"
+        return None if step is None else (step, "scaled", why)
 
     def _softmax(self, index: int, node: Node) -> Decision | None:
         """The softmax of attention: scaled for a fixed number of keys."""
@@ -249,7 +260,7 @@ class _Planner:
         op = OPS[node.kind]
         given = op.bind(node.args, node.kwargs, node.function)
         mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
-        keys, always = self._keys(node, given["value"].shape[-2], causal or _sees_the_past(mask))
+        keys, always = self._keys(node, given["value"].shape[-2], causal or sees_the_past(mask))
         settings: tuple[tuple[str, Any], ...]
         settings, output = (("context_length", keys), ("is_causal", always)), 1.0
         if mask is None and causal != always:  # the argument does more than choose the factor
@@ -276,10 +287,14 @@ class _Planner:
             return None, "unchanged", "keeps the scale"
         weights = {self.flow.parameters[i.node] for i in node.inputs}
         slots = (*self._computed_weights(node), *self._shared_weights(node))
-        if kind == "linear" and weights & (self.settings.readouts - self.inner):
-            step = Step(op="linear_readout", constraint=None, slots=slots)
-            return step, "scaled", "readout: 1/fan_in"
         constraint = None if self.bridges[index] else "to_output_scale"
+        if kind == "linear" and weights & (self.settings.readouts - self.inner):
+            step = Step(op="linear_readout", constraint=constraint, slots=slots)
+            return step, "scaled", "readout: 1/fan_in"
+        if self.results.is_ranged((index,)):
+            factors = op.scales(node.args, node.kwargs, func=node.function, constraint=None)
+            free = self.bridges[index] and not self.results.is_logged(index)
+            return Step(output=(1.0, factors["input"] if free else 1.0)), "scaled", KEEPS
         why = "not constrained: on the only path" if constraint is None else ""
         return Step(op=op.name, constraint=constraint, slots=slots), "scaled", why
 
@@ -375,14 +390,6 @@ class _Planner:
 
 
 _SPECIAL_KINDS = frozenset(
-    "add sub mul div softmax matmul grouped_mm scaled_dot_product_attention".split()
+    "add sub mul div cat softmax matmul grouped_mm scaled_dot_product_attention".split()
 )
 """Kinds with a method of the planner."""
-
-
-def _sees_the_past(mask: Tensor | None) -> bool:
-    """Whether a mask of attention lets the first query see the first key only."""
-    if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2:
-        return False
-    seen = mask if mask.dtype == torch.bool else mask > MASKING
-    return not bool(seen[..., 0, 1:].any())

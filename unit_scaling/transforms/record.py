@@ -18,12 +18,22 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fp8.autocast import EXPANDED, FIRST_LOOK
+from fp8.autocast import EXPANDED
+from fp8.function import FIRST_LOOK
 
 from . import install
-from .calls import PRODUCTS, TRANSPARENT
+from .calls import CONSTANT, PRODUCTS, TRANSPARENT
 
-__all__ = ["MASKING", "Graph", "Input", "Node", "Recorder", "Slot", "replaced", "tensors_in"]
+__all__ = [
+    "Graph",
+    "Input",
+    "Node",
+    "Recorder",
+    "Slot",
+    "replaced",
+    "sees_the_past",
+    "tensors_in",
+]
 
 Slot = tuple[int | str, ...]
 """Where a tensor stands in a call: (1,) the second argument, ("weight",), (0, 2) within a list."""
@@ -54,7 +64,8 @@ class Node:
 
     path: of the module that runs. live: whether it depends on a parameter or a floating-point
     input. computed: whether it depends on parameters only. rms: of the values, where it is
-    computed. where: file and line of the call. inside: the autograd function that makes the call.
+    computed. wanted: whether it is an input that requires a gradient. where: file and line of the
+    call. inside: the autograd function that makes the call.
     """
 
     key: Key | None
@@ -70,6 +81,7 @@ class Node:
     computed: bool = False
     floating: bool = False
     masking: bool = False
+    wanted: bool = False
     rms: float = 1.0
     where: str = ""
     inside: str = ""
@@ -128,7 +140,8 @@ class Recorder(TorchFunctionMode):
 
     kinds: the table of `transforms.calls`. parameters: names by id. factors: what the parameters
     were divided by, by name; what is computed from parameters alone is computed from their
-    original values. inputs: the ids of the tensors that the model is called with. path: gives the
+    original values. inputs: the tensors that the model is called with, by id,
+    and whether each requires a gradient. path: gives the
     module that is running. parametrizations: the paths of modules that compute a weight.
     The outputs of matrix products are brought to RMS 1, as they will be, so that what follows
     them sees values of the size that it will see.
@@ -139,7 +152,7 @@ class Recorder(TorchFunctionMode):
         kinds: dict[Callable[..., Any], str],
         parameters: dict[int, str],
         factors: dict[str, float],
-        inputs: set[int],
+        inputs: dict[int, bool],
         path: Callable[[], str],
         parametrizations: frozenset[str] = frozenset(),
     ) -> None:
@@ -224,6 +237,7 @@ class Recorder(TorchFunctionMode):
             node.computed = name is not None
             known = node.computed or id(tensor) in self._inputs
             node.live = node.floating and known and not node.masking
+            node.wanted = self._inputs.get(id(tensor), False)
             if name is not None:
                 node.rms = _rms(tensor)
             self.graph.nodes.append(node)
@@ -250,7 +264,8 @@ class Recorder(TorchFunctionMode):
         largest = max(written, key=Tensor.numel, default=None)
         node.shape = tuple(largest.shape) if largest is not None else ()
         node.floating = any(t.is_floating_point() or t.is_complex() for t in written)
-        node.live = node.floating and node.kind != "detach" and any(s.live for s in sources)
+        differs = node.floating and node.kind not in CONSTANT
+        node.live = differs and any(s.live for s in sources)
         node.masking = node.floating and not node.live and _any_masking(written)
         if node.computed and largest is not None:
             node.rms = _rms(largest)
@@ -282,6 +297,14 @@ def _rms(tensor: Tensor) -> float:
 
 def _any_masking(tensors: list[Tensor]) -> bool:
     return any(bool((t <= MASKING).any()) for t in tensors if t.is_floating_point())
+
+
+def sees_the_past(mask: Tensor | None) -> bool:
+    """Whether a mask of attention lets the first query see the first key only."""
+    if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2:
+        return False
+    seen = mask if mask.dtype == torch.bool else mask > MASKING
+    return not bool(seen[..., 0, 1:].any())
 
 
 _INSTALL = install.__file__

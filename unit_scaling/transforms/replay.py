@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8 import matmul
-from fp8.autocast import EXPANDED, FIRST_LOOK
+from fp8.autocast import EXPANDED
 from fp8.checkpoint import checkpointed
+from fp8.function import FIRST_LOOK
 
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each, scale_output
@@ -215,7 +216,7 @@ class Replay(TorchFunctionMode):
         if step.op in SPECIAL:
             return SPECIAL[step.op](step, args, kwargs)
         if step.op == "linear_readout":
-            return OPS["linear_readout"].fn(*args, **kwargs)
+            return OPS["linear_readout"].fn(*args, **kwargs, constraint=step.constraint)
         settings = {"constraint": step.constraint, **dict(step.settings)}
         return OPS[step.op].call(args, kwargs, func=function, **settings)
 

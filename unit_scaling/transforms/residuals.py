@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .calls import TRANSPARENT
+from .calls import AVERAGES, POSITIVE, TRANSPARENT
 from .flow import Flow
 from .record import Slot
 
-__all__ = ["RESIDUALS", "Residuals", "find_residuals"]
+__all__ = ["RESIDUALS", "Residuals", "find_residuals", "leans"]
 
 # Branch weights of the automatic transform (Unit Scaling library guide: "tau"): attention branches
 # need a much smaller one than feed-forward branches, or training suffers.
@@ -51,6 +51,7 @@ class _Branch:
 class Residuals:
     """adds: node of a weighted add -> (its weights, what to say about it). skips: -> its skip term.
 
+    attended: -> the factor of the gradient that its attention branches hand back, 0 without any.
     splits: (node, slot) -> factor. The gradient of a branch is scaled where the branch leaves, so
     that inside it has unit scale whatever its weight. depths: parameter in a branch -> how many
     layers of two branches, as those of a transformer are, its stream has.
@@ -58,6 +59,7 @@ class Residuals:
 
     adds: dict[int, tuple[Weights, str]] = field(default_factory=dict)
     skips: dict[int, int] = field(default_factory=dict)
+    attended: dict[int, float] = field(default_factory=dict)
     splits: dict[tuple[int, Slot], float] = field(default_factory=dict)
     depths: dict[str, int] = field(default_factory=dict)
 
@@ -89,12 +91,29 @@ def find_residuals(flow: Flow, rule: str) -> Residuals:
             branches[part.end, index] = part
             for name in _weights(flow, part):
                 found.depths[name] = max(depth, found.depths.get(name, 1))
+        found.attended[index] = math.hypot(*(p.factor for p in parts or [branch] if p.attention))
         if parts:
             inner = tuple((part.end_slot, part.tau / branch.tau, 1.0) for part in parts)
             taus = " and ".join(f"{part.tau:.3g}" for part in parts)
             found.adds[branch.end] = inner, f"joins parallel branches, tau {taus}"
     _split(flow, found.splits, list(branches.values()))
     return found
+
+
+def leans(flow: Flow, residuals: Residuals, index: int) -> bool:
+    """Whether a call is a relu or an average of values that are positive, or the sum of positive
+    ones and the branch beside them.
+    """
+    sources = flow.sources[index] if flow.nodes[index].kind in AVERAGES | {"relu"} else []
+    while len(sources) == 1:
+        kind = flow.nodes[sources[0]].kind
+        if kind in POSITIVE:
+            return True
+        skip = residuals.skips.get(sources[0])
+        if skip is None and kind not in TRANSPARENT and not kind.startswith("max_pool"):
+            return False
+        sources = flow.sources[sources[0]] if skip is None else [skip]
+    return False
 
 
 def _terms(flow: Flow, index: int) -> list[tuple[Slot, int]]:

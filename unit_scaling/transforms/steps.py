@@ -80,7 +80,8 @@ class Settings:
     factors: parameter name -> what its values were divided by. readouts: names of the readout
     weights. preserve: keep the function that the model computes. residual: "fixed" or "umup".
     context: the number of keys of attention, None for that of the first call. settled: by the
-    plans that were made before; this one adds to it.
+    plans that were made before; this one adds to it. whole: whether what runs is the model and not
+    a part of it.
     """
 
     factors: dict[str, float]
@@ -90,6 +91,7 @@ class Settings:
     residual: str = "fixed"
     context: int | None = None
     settled: Settled = field(default_factory=Settled)
+    whole: bool = True
 
 
 def with_slots(step: Step | None, more: list[Scaling]) -> Step | None:

@@ -232,10 +232,12 @@ class UnitScale:
         The copy has buffers of its own and no hooks; the random state is put back afterwards.
         """
         twin = _twin(module, self)
+        wanted = [t.requires_grad for _, t in tensors_in((args, kwargs))]
         args, kwargs = _detached((args, kwargs), self)
         prefix = f"{path}." if path else ""
         names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
-        given = {id(t) for _, t in tensors_in((args, kwargs))}
+        copies = [id(t) for _, t in tensors_in((args, kwargs))]
+        given = dict(zip(copies, wanted, strict=True))
         factors = {n: f for n, f in self.weights.factors.items() if f != 1.0}
         computing = parametrizations(twin, prefix)
         recorder = Recorder(self.kinds, names, factors, given, lambda: self.path[-1], computing)
@@ -255,6 +257,7 @@ class UnitScale:
             residual=self.residual,
             context=self.context_length,
             settled=self._settled,
+            whole=not path,
         )
         return make_plan(recorder.graph, settings)
 
@@ -266,7 +269,8 @@ def _covers(plan: Plan, path: str) -> bool:
 def _form(value: Any) -> Any:
     """What of an argument may change which calls a model makes: its structure, not its sizes."""
     if isinstance(value, Tensor):
-        return ("tensor", value.dim(), tuple(bool(size == 1) for size in value.shape))
+        ones = tuple(bool(size == 1) for size in value.shape)
+        return ("tensor", value.dim(), ones, value.requires_grad)
     if isinstance(value, list | tuple):
         return tuple(_form(item) for item in value)
     if isinstance(value, dict):
@@ -314,7 +318,8 @@ def unit_scale(
     What each call needs is worked out at the first call, from the model's data flow, and shown by
     `unit_scaling.report`. The copy is the same model in every other way.
 
-    replace: torch function -> function to call in its place, e.g. {F.gelu: U.silu}.
+    replace: torch function -> function to call in its place, with the same arguments, e.g.
+    {F.relu: U.relu_squared}.
     init: "unit" brings every weight to RMS 1 and every bias to 0; "preserve" keeps the function
     that the model computes, to rounding: the scale of each weight moves into the op's factor.
     residual: the weights of residual branches: "fixed", 0.5 for feed-forward and 0.01 for

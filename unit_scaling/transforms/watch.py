@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8.autocast import FIRST_LOOK, OPAQUE
+from fp8.autocast import OPAQUE
 from fp8.autocast import PRODUCTS as FP8_PRODUCTS
+from fp8.function import FIRST_LOOK
 
 from .calls import KINDS, PRODUCTS, RECURRENT, TRANSPARENT
 from .observe import Observer, mapped, unseen

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import FunctionType
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+
+from fp8.report import LEFT_ALONE
+from fp8.subclass import bare_class
 
 from ..parameter import remember_tags, tag
 from .steps import Row
@@ -65,6 +69,7 @@ def prepare(model: nn.Module, init: str) -> Weights:
         else:
             _unit_gain(parameter, init, path, leaf, weights.rows)
             tag(parameter, "norm")
+    weights.rows += _scripted(model)
     remember_tags(model)
     return weights
 
@@ -85,6 +90,19 @@ def refuse_hooks(model: nn.Module) -> None:
                     f"{path or 'the model'} has its weight computed by a hook "
                     f"({type(hook).__name__}): use torch.nn.utils.parametrizations instead"
                 )
+
+
+def _scripted(model: nn.Module) -> list[Row]:
+    """Rows for the TorchScript functions that a forward names: nothing sees what they call."""
+    rows = []
+    for path, module in model.named_modules():
+        forward = bare_class(module).forward
+        if not isinstance(forward, FunctionType):
+            continue
+        for name in forward.__code__.co_names:
+            if isinstance(forward.__globals__.get(name), torch.jit.ScriptFunction):
+                rows.append(Row(path, name, LEFT_ALONE, "a TorchScript function: it is not seen"))
+    return rows
 
 
 def _readout(model: nn.Module) -> str | None:

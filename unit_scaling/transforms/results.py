@@ -1,0 +1,60 @@
+"""What a model computes after its last product: its results.
+
+Those that mean something by their range (a probability, a pixel, a width, a direction) keep their
+values, as nothing multiplies them any more; their gradient alone is scaled. A gate, which is
+multiplied with another value, is no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .calls import LINEAR, RANGED, TRANSPARENT
+from .flow import Flow
+
+__all__ = ["KEEPS", "Results"]
+
+KEEPS = "after the last product: keeps its values, gradient only"
+"""What the report says of a result."""
+
+
+class Results:
+    """The results of a model. adds: its residual adds. whole: False for a part of a model, which
+    has none. mixes: for each node, whether it goes on into products or residual connections.
+    """
+
+    def __init__(self, flow: Flow, adds: Iterable[int], whole: bool) -> None:
+        self.flow = flow
+        self.whole = whole
+        self.mixes = self._before({*adds, *filter(flow.is_product, range(len(flow.nodes)))})
+        self._gated = self._before({i for i in range(len(flow.nodes)) if self._is_gated(i)})
+
+    def _before(self, ends: set[int]) -> list[bool]:
+        """For each node, whether its result goes on into one of these calls."""
+        before = [False] * len(self.flow.nodes)
+        for index in reversed(range(len(before))):
+            for source in self.flow.sources[index]:
+                before[source] = before[source] or before[index] or index in ends
+        return before
+
+    def _is_gated(self, index: int) -> bool:
+        return self.flow.nodes[index].kind == "mul" and len(self.flow.sources[index]) > 1
+
+    def __contains__(self, index: int) -> bool:
+        inner = self.mixes[index] or self._gated[index] or self.flow.data[index]
+        return self.whole and not inner
+
+    def is_ranged(self, calls: tuple[int, ...]) -> bool:
+        """Whether calls are a function with a range and linear ones: ``(tanh(x) + 1) / 2``."""
+        kinds = {self.flow.nodes[call].kind for call in calls} - LINEAR
+        chain = all(len(self.flow.sources[call]) == 1 for call in calls)
+        return calls[-1] in self and chain and bool(kinds) and kinds <= RANGED
+
+    def is_logged(self, index: int) -> bool:
+        """Whether a logarithm is taken of a result, kept from 0 at most."""
+        guarded = TRANSPARENT | {"add", "clamp"}
+        readers = [(reader, self.flow.nodes[reader].kind) for reader in self.flow.readers[index]]
+        return any(
+            kind.startswith("log") or (kind in guarded and self.is_logged(reader))
+            for reader, kind in readers
+        )
