@@ -121,20 +121,19 @@ class ScaledTensor(Parts):
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
         if id(self) not in memo:
             parts = self.stored.clone(), self.scale.clone()
-            rest: Any = copy.deepcopy(self._rest(), memo)
-            memo[id(self)] = _rebuild(*parts, *rest, kept_in=self.stored.dtype)
+            memo[id(self)] = _rebuild(*parts, *copy.deepcopy(self._rest(), memo))
             memo[id(self)].grad = copy.deepcopy(self.grad, memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As plain bytes: pickle cannot read torch's tensors of 8-bit formats.
         bits = self.stored.view(torch.uint8) if self.stored.itemsize == 1 else self.stored
-        return _rebuild, (bits, self.scale, *self._rest(), self.stored.dtype)
+        return _rebuild, (bits, self.scale, *self._rest())
 
     def _rest(self) -> tuple[Any, ...]:
         """What there is to know beside the two tensors."""
         own = {k: v for k, v in vars(self).items() if k not in OWN}
-        return self.dtype, self.whole, self.requires_grad, own
+        return self.dtype, self.whole, self.requires_grad, own, self.stored.dtype
 
     def _write(self, numbers: Tensor) -> ScaledTensor:
         """Stores other numbers."""
