@@ -129,6 +129,8 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     if unknown := sorted(saved.keys() - known):
         advice = "; amsgrad is not had here" if "max_exp_avg_sq" in unknown else ""
         raise ValueError(f"{', '.join(unknown)} is not part of the state of Adam{advice}")
+    if "step" not in saved:
+        raise ValueError("the state of a parameter has no step: it is not that of Adam")
     state: State = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()}
     for name in (FIRST, SECOND):
         _convert(state, name, parameter, kept[name], saved)

@@ -193,6 +193,16 @@ def _of_amsgrad(params):
     return run(torch.optim.AdamW, amsgrad=True)[1].state_dict()
 
 
+def _of_a_negative_rate(params):
+    state = run(AdamW)[1].state_dict()
+    state["param_groups"][0]["lr"] = -1.0
+    return state
+
+
+def _of_nothing(params):
+    return run(AdamW)[1].state_dict() | {"state": {0: {}}}
+
+
 def _of_another_model(params):
     state = run(AdamW)[1].state_dict()
     state["state"][0], state["state"][1] = state["state"][1], state["state"][0]
@@ -204,6 +214,8 @@ def _of_another_model(params):
     [
         (_of_sgd, "momentum_buffer is not part of the state of Adam"),
         (_of_amsgrad, "amsgrad"),
+        (_of_a_negative_rate, "lr must be finite and not negative, got -1.0"),
+        (_of_nothing, "has no step: it is not that of Adam"),
         (_of_another_model, r"shape \(4097,\), its parameter \(64, 96\): this is the state of an"),
     ],
 )
