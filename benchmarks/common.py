@@ -149,11 +149,21 @@ class Finished:
 
 
 def report(name: str, question: str, rows: Sequence[Row]) -> Path:
-    """Print the rows and write them with the question and the machine to results/NAME.json."""
+    """Print the rows and `write` them."""
+    show(name, question, rows)
+    return write(name, question, rows)
+
+
+def show(name: str, question: str, rows: Sequence[Row]) -> None:
+    """Print the rows."""
     print(f"\n{name}: {question}")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([str(row.get(key, "")) for key in columns] for row in rows)]
     print(as_table(cells))
+
+
+def write(name: str, question: str, rows: Sequence[Row]) -> Path:
+    """Write the rows with the question and the machine to results/NAME.json."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     record = {"question": question, "machine": machine(), "rows": list(rows)}

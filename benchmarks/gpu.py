@@ -5,7 +5,9 @@ python -m benchmarks.gpu [--device cuda] [--small] [case ...]
 One run compares bfloat16 with the recipes here, natively, and with torchao's where that is
 installed, each compiled: forward and backward, the median over rounds in which all take turns.
 "delayed" leaves the attention of the transformer layer in bfloat16: its history is of one product.
-"--device cpu --small" only shows that the script runs.
+A recipe whose kernels the device does not have, or that fail their proof there, is a row that says
+so: simulation is not timed. "--device cpu --small" only shows that the script runs; it is not
+compiled to code, and nothing is written.
 """
 
 from __future__ import annotations
@@ -13,22 +15,24 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 import fp8
-from benchmarks.common import Row, compare, fix_allocator, report
+from benchmarks.common import Row, compare, fix_allocator, report, show
+from fp8.native import why_not_here
 
 QUESTION = "what does a step of a bf16 layer cost under an FP8 recipe on a GPU, relative to bf16?"
 
 WIDTHS, TOKENS = (1024, 2048, 4096, 8192), (4096, 8192, 16384, 32768)
-SMALL = ((64,), (128,))
-OURS = ("unit", "tensor", "row", "delayed")
+SMALL = ((128,), (128,))
+OURS = ("unit", "tensor", "row", "delayed", "block", "mxfp8", "nvfp4")
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 CONTEXT, HEAD = 1024, 64
+DTYPE = torch.bfloat16
 TARGET = (4096, 16384, 1 / 1.5)
 """Width, tokens, and what "unit" may cost there, in steps of bf16."""
 
@@ -57,10 +61,10 @@ def as_torchao(model: nn.Module, recipe: str) -> nn.Module:
     return convert_to_float8_training(model, config=config)
 
 
-def variants(model: nn.Module) -> dict[str, nn.Module]:
+def variants(model: nn.Module, names: Iterable[str] = OURS) -> dict[str, nn.Module]:
     """Name -> the model under it; "bf16" is the model itself."""
     found = {"bf16": model}
-    found |= {name: fp8.convert(copy.deepcopy(model), name, backend="native") for name in OURS}
+    found |= {name: fp8.convert(copy.deepcopy(model), name, backend="native") for name in names}
     if importlib.util.find_spec("torchao"):
         found |= {f"torchao {name}": as_torchao(copy.deepcopy(model), name) for name in TORCHAO}
     return found
@@ -68,7 +72,7 @@ def variants(model: nn.Module) -> dict[str, nn.Module]:
 
 def step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
     """Forward and backward, waited for."""
-    run = torch.compile(model)
+    run = torch.compile(model, backend="inductor" if x.device.type == "cuda" else "eager")
 
     def call() -> None:
         run(x).sum().backward()
@@ -83,13 +87,15 @@ def measure(case: str, width: int, tokens: int, device: str, rounds: int) -> lis
     """One row for each variant of a case at one size; of one that fails, the error."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = CASES[case](width).to(device, torch.bfloat16)
+    model = CASES[case](width).to(device, DTYPE)
     context = min(CONTEXT, tokens)
-    x = torch.randn(tokens // context, context, width, device=device, dtype=torch.bfloat16)
+    x = torch.randn(tokens // context, context, width, device=device, dtype=DTYPE)
     x.requires_grad_()
-    steps, failed = {}, []
     where = {"case": case, "width": width, "tokens": tokens}
-    for name, variant in variants(model).items():
+    why = {name: why_not_here(fp8.RECIPES[name], x.device, DTYPE) for name in OURS}
+    failed = [{**where, "name": name, "error": why[name]} for name in OURS if why[name]]
+    steps = {}
+    for name, variant in variants(model, [n for n in OURS if not why[n]]).items():
         call = step(variant, x)
         try:
             call()
@@ -108,7 +114,8 @@ def _target(row: Row, width: int, tokens: int) -> Row:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures what the arguments ask for and writes results/gpu.json, or gpu_small.json."""
+    """Measures what the arguments ask for and writes results/gpu.json; with --small, or on another
+    device, it prints only."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="one small size, to try the script")
@@ -129,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     device = torch.cuda.get_device_name() if given.device == "cuda" else given.device
     rows = [{"device": device, **row} for row in rows]
-    report("gpu_small" if given.small else "gpu", QUESTION, rows)
+    (report if device != given.device and not given.small else show)("gpu", QUESTION, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .moments import BLOCK, ENCODINGS, HEADROOM, Encoding, Stored, decode, scales_for, write
+from .moments import BLOCK, ENCODINGS, HEADROOM, Encoding, Stored, decode, scale_for, write
 from .optim_state import (
     FIRST,
     MASTER,
@@ -42,8 +42,9 @@ PLAIN = {
 }
 """How weights without a master are kept, by their dtype."""
 
-COMPILED = 1 << 20
-"""Elements that a compiled step takes at once on a CPU, so that copies of them stay in cache."""
+COMPILED = 1 << 21
+"""Numbers that a compiled step copies to float32 at once on a CPU: 8 MiB, which stay in its cache
+until they are copied back."""
 
 HALF = 15
 """Random bits for each of the two moments, from one word of 32."""
@@ -56,6 +57,10 @@ class _How(NamedTuple):
     first: Encoding
     second: Encoding
     stochastic: tuple[bool, bool, bool]
+
+
+Scales = tuple[float | None, float | None, float | None]
+"""Of the weight and the moments, where one is for a whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,24 +111,64 @@ class _Unit:
             grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
         return grad
 
-    def numbers(self) -> Tensor:
-        """The scalars of a step, (8,), each computed in float64 and rounded once."""
+    def amaxes(self) -> list[Tensor]:
+        """Of what is kept with one scale for the whole tensor, in the order of `encodings`."""
+        of_tensor = [name for name, e in self.encodings.items() if e.scale == "tensor"]
+        found = [read(self.states[0], name).amax for name in of_tensor]
+        return [amax for amax in found if amax is not None]
+
+    def scales(self, largest: float, amaxes: Iterator[float]) -> Scales:
+        """New ones, for gradients of up to ``largest``; ``amaxes``: the values of `amaxes`.
+
+        A moment has no magnitude beyond the same moment of the largest magnitudes, which is kept
+        for it as ``amax``: one pass over the gradient is all that a scale costs.
+        """
+        b1, b2 = self.group["betas"]
+        found: list[float | None] = []
+        for name, encoding in self.encodings.items():
+            if encoding.scale != "tensor":
+                found.append(None)
+                continue
+            amax = next(amaxes)
+            if name == MASTER:
+                amax *= HEADROOM
+            elif name == FIRST:
+                amax = b1 * amax + (1 - b1) * largest
+            else:
+                amax = b2 * amax + (1 - b2) * largest**2
+            if name != MASTER:
+                kept = read(self.states[0], name).amax
+                assert kept is not None
+                kept.fill_(amax)
+            found.append(scale_for(amax, encoding))
+        weight, first, second = found
+        return weight, first, second
+
+    def numbers(self, scales: Scales) -> Tensor:
+        """The scalars of a step, (11,), each computed in float64 and rounded once; the scales."""
         group = self.group
         step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
         decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
         size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
-        return torch.tensor([decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"]])
+        adam = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
+        return torch.tensor([*adam, *(1.0 if x is None else x for x in scales)])
 
     @functools.cached_property
     def how(self) -> _How:
         """How the weight and the moments are kept and rounded."""
-        weight, *moments = (self.encodings[name] for name in (MASTER, FIRST, SECOND))
-        first, second = (
-            e.rounds_stochastically(beta)
-            for e, beta in zip(moments, self.group["betas"], strict=True)
+        weight, first, second = (self.encodings[name] for name in (MASTER, FIRST, SECOND))
+        b1, b2 = self.group["betas"]
+        stochastic = (
+            self.group["stochastic_weights"] and weight.dtype != torch.float32,
+            first.rounds_stochastically(b1),
+            second.rounds_stochastically(b2),
         )
-        of_weight = self.group["stochastic_weights"] and weight.dtype != torch.float32
-        return _How(weight, *moments, (of_weight, first, second))
+        return _How(weight, first, second, stochastic)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether torch compiles the step."""
+        return self.group["compile"] and len(self.states) == 1
 
     def keys(self) -> list[Key]:
         """Of the random bits of this step: for the moments, and for the weight."""
@@ -183,67 +228,40 @@ def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     The gradients are looked at first, all of them, which gives each moment its scale as well: that
     of the largest that it can become.
     """
-    largest = [_largest(unit.gradient()) for unit in units]
-    finite = all(x < LARGEST for x in _on_cpu(largest))
-    if not everywhere(finite, parameters):
+    looks = [_largest(unit.gradient(), unit.compiled) for unit in units]
+    looks += [amax for unit in units for amax in unit.amaxes()]
+    numbers = _on_cpu(looks)
+    largest, amaxes = numbers[: len(units)], iter(numbers[len(units) :])
+    if not everywhere(all(x < LARGEST for x in largest), parameters):
         return False
-    batches: dict[Any, list[int]] = {}
-    for number, unit in enumerate(units):
+    for unit, x in zip(units, largest, strict=True):
         for state in unit.states:
             state["step"] += 1
-        key = (id(unit.group), unit.parameters[0].device, *unit.encodings.values())
-        batches.setdefault(key, []).append(number)
-    for numbers in batches.values():
-        batch = [units[number] for number in numbers]
-        scales = _scales(batch, torch.stack([largest[number] for number in numbers]))
-        for unit, new in zip(batch, scales, strict=True):
-            _step(unit, new)
+        _step(unit, unit.scales(x, amaxes))
     return True
 
 
 def _on_cpu(numbers: list[Tensor]) -> list[float]:
     """0-dim tensors as numbers: the one time that the host waits for a GPU."""
-    return torch.stack([x.cpu() for x in numbers]).tolist() if numbers else []
+    if len({x.device for x in numbers}) > 1:
+        numbers = [x.cpu() for x in numbers]
+    return torch.stack(numbers).tolist() if numbers else []
 
 
-def _largest(x: Tensor) -> Tensor:
+def _largest(x: Tensor, compiled: bool) -> Tensor:
     """The largest magnitude, 0-dim float32; NaN where there is one, 0 of an empty shard."""
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
+    if compiled and x.is_cpu and x.dtype == torch.float32:
+        return _compiled(_by_bits)(x)
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).to(torch.float32)
 
 
-Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of the weight and the moments, 0-dim, where one is for a whole tensor."""
-
-
-def _scales(units: list[_Unit], largest: Tensor) -> list[Scales]:
-    """New scales for units of one group and of the same encodings; largest: of their gradients.
-
-    A moment has no magnitude beyond the same moment of the largest magnitudes, which is kept for it
-    as ``amax``: one pass over the gradient is all that a scale costs.
-    """
-    b1, b2 = units[0].group["betas"]
-    found: dict[str, list[Tensor | None]] = {}
-    for name, encoding in units[0].encodings.items():
-        kept = [read(unit.states[0], name).amax for unit in units if encoding.scale == "tensor"]
-        amaxes = [amax for amax in kept if amax is not None]
-        if not amaxes:
-            found[name] = [None] * len(units)
-            continue
-        amax = torch.stack(amaxes)
-        if name == MASTER:
-            amax = HEADROOM * amax
-        elif name == FIRST:
-            amax = b1 * amax + (1 - b1) * largest
-        else:
-            amax = b2 * amax + (1 - b2) * largest.square()
-        if name != MASTER:
-            for old, new in zip(amaxes, amax.unbind(), strict=True):
-                old.copy_(new)
-        found[name] = scales_for(amax, encoding)
-    return [*zip(found[MASTER], found[FIRST], found[SECOND], strict=True)]
+def _by_bits(x: Tensor) -> Tensor:
+    """`_largest`, of float32: magnitudes are in the order of their bits, NaN last, and integers are
+    compared in less time than floats with NaN."""
+    return (x.view(torch.int32) & 0x7FFFFFFF).amax().view(torch.float32)
 
 
 Kept = tuple[Stored, Stored, Stored]
@@ -252,31 +270,36 @@ Kept = tuple[Stored, Stored, Stored]
 
 def _step(unit: _Unit, scales: Scales) -> None:
     """One unit, all of it or in pieces that stay in a processor's cache."""
-    grad, numbers = unit.gradient(), unit.numbers()
+    grad, numbers = unit.gradient(), unit.numbers(scales)
     kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
-    how, compiled = unit.how, unit.group["compile"] and len(unit.states) == 1
+    how, compiled = unit.how, unit.compiled
     keys = unit.keys() if any(how.stochastic) else []
     if compiled:
-        keys = [torch.tensor(key, device=grad.device) for key in keys]
+        keys = [
+            torch.tensor(key, device=grad.device) for key in keys
+        ]  # else compiled anew for each
     largest = []
-    for begin, end in _pieces(grad, compiled):
+    for begin, end in _pieces(grad, kept, compiled):
         parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
         step = _in_float32 if compiled and (end - begin) % BLOCK == 0 else _adam
-        largest.append(step(parts, grad[begin:end], numbers, how, scales, keys, begin))
+        largest.append(step(parts, grad[begin:end], numbers, how, keys, begin))
     if kept[0].amax is not None:
         kept[0].amax.copy_(torch.stack(largest).amax())
     for stored, scale in zip(kept, scales, strict=True):
         if stored.scale is not None and scale is not None:
-            stored.scale.copy_(scale)
+            stored.scale.fill_(scale)
     unit.finish(*kept)
 
 
-def _pieces(x: Tensor, compiled: bool) -> Iterator[tuple[int, int]]:
-    """Where a flat tensor is cut: into what stays in a processor's cache, or for what is compiled
-    into pieces whose results need no fresh memory, and a rest that is no whole number of blocks."""
-    count, size = len(x), len(x)
-    if x.is_cpu:
-        size = COMPILED if compiled else CHUNK * torch.get_num_threads()
+def _pieces(grad: Tensor, kept: Kept, compiled: bool) -> Iterator[tuple[int, int]]:
+    """Where flat tensors are cut: into what stays in a processor's cache; and where that is
+    compiled, a rest that is no whole number of blocks."""
+    count = size = len(grad)
+    if grad.is_cpu and compiled:
+        wide = sum(x.element_size() == 2 for x in (grad, *(stored.values for stored in kept)))
+        size = COMPILED // max(wide, 1) // BLOCK * BLOCK
+    elif grad.is_cpu:
+        size = CHUNK * torch.get_num_threads()
     whole = count - count % BLOCK if compiled else count
     for begin in range(0, whole, size):
         yield begin, min(begin + size, whole)
@@ -289,9 +312,9 @@ def _in_float32(kept: Kept, grad: Tensor, *rest: Any) -> Tensor:
     that torch compiles for AVX-512 read and write 16-bit numbers under masks, which takes twice the
     time (such loads are not prefetched, and such stores are waited for by the next)."""
     if not grad.is_cpu:
-        return _compiled()(kept, grad, *rest)
+        return _compiled(_adam)(kept, grad, *rest)
     weight, first, second = (stored.widened() for stored in kept)
-    largest = _compiled()((weight, first, second), grad.to(torch.float32), *rest)
+    largest = _compiled(_adam)((weight, first, second), grad.to(torch.float32), *rest)
     for stored, new in zip(kept, (weight, first, second), strict=True):
         if new is not stored:
             stored.values.copy_(new.values)
@@ -303,7 +326,6 @@ def _adam(
     grad: Tensor,
     numbers: Tensor,
     how: _How,
-    scales: Scales,
     keys: list[Key],
     begin: int,
 ) -> Tensor:
@@ -317,7 +339,7 @@ def _adam(
     scale, else 0.
     """
     weight, first, second = kept
-    decay, b1, c1, b2, c2, size, root, eps = numbers.unbind()
+    decay, b1, c1, b2, c2, size, root, eps, *scales = numbers.unbind()
     g = grad.to(torch.float32)
     m = decode(first) * b1 + g * c1
     v = decode(second) * b2 + g * g * c2
@@ -337,5 +359,5 @@ def _adam(
 
 
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(_adam)
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function)

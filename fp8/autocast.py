@@ -97,10 +97,10 @@ class autocast(TorchFunctionMode):
     for it. Others do not read it.
 
     backend: "simulate" computes from rounded operands in the dtype of the tensors. "native" uses
-    torch's FP8 kernels for products of two matrices whose sizes they take (`fp8.native.fits`; the
-    others are simulated), and keeps one byte for each element of their operands; a ValueError
-    says why a recipe has no kernels. "auto" is "native" on CUDA devices that have them for this
-    recipe.
+    torch's kernels for products of two matrices whose sizes they take (`fp8.native.fits`; the
+    others are simulated), and keeps one byte or half a byte for each element of their operands; a
+    ValueError says why a recipe has no kernels, a RuntimeWarning why this device has none for it,
+    or none that passes its proof (`fp8.proof`), and simulates. "auto" is "native" on CUDA devices.
 
     The gradients of the products are computed under the recipe wherever the backward pass is run.
     float16, bfloat16, float32 and float64 tensors are rounded in their own dtype; integer, complex

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from .adapters import torchao, transformer_engine
 from .autocast import autocast
@@ -19,7 +21,7 @@ from .matmul import checked_backend, linear
 from .native import alignment, devices, why_not_here, why_not_recipe
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row, notes_on
-from .subclass import Gained, bare_class, gain, lose
+from .subclass import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from .swap import Where, adapted, inside_attention, is_replacement
 from .where import checked_where, choose
 
@@ -56,6 +58,8 @@ EXCEPTIONS: dict[type[nn.Module], str] = {
 
 _TWO_AXES = "it sums over two axes, and the recipe has scales along one"
 _NO_BUFFERS = "more than one product, and the recipe keeps a history of each"
+_MORE_KEYS = "add_bias_kv and add_zero_attn are not supported"
+_PATCHED = "its forward was replaced on the instance: convert the model before that"
 
 # In evaluation these compute their whole forward in one kernel that reads the weights of their
 # layers, which then do not run. Under a mode they do not; a recipe without casts is one.
@@ -151,11 +155,11 @@ def convert(
 
     recipe: a name in `fp8.RECIPES` or a `Recipe`.
     backend: as in `fp8.autocast`. Convolutions, recipes and weights of sizes that the kernels do
-    not take are simulated; a number of tokens that is no multiple of 16 is filled up with zeros
-    where the gradient of the weight sums over it. The report says both, the latter once it was
-    seen in eager mode, on whatever device the model is. Or "transformer_engine" or
-    "torchao", whose layers take the place of those of the model (`fp8.adapters`); a model that is
-    itself a layer is replaced by what is returned.
+    not take are simulated; a number of tokens that is no multiple of 16 (of 32 under MX and NVFP4,
+    128 under "block") is filled up with zeros. The report says both, the latter once it was seen
+    in eager mode, on whatever device the model is, and why kernels of this device are not used.
+    Or "transformer_engine" or "torchao", whose layers take the place of those of the model
+    (`fp8.adapters`); a model that is itself a layer is replaced by what is returned.
     where: (name, layer) -> whether to convert it; or by name one of `fp8.where.WHERE`:
     "hidden", the layers of the blocks that the model repeats, and "umup", those but the ones that
     join the residual stream. None converts every layer.
@@ -173,9 +177,9 @@ def convert(
     converted as well; a gate that is no module keeps its factors as torch does.
     Products that are no layer's (attention, `@`) stay in high precision: `fp8.autocast` around
     the call of the model is for those.
-    Raises TypeError for what is not a module, ValueError for an unknown recipe, backend or where,
-    for "native" with a recipe that has no kernels, and for ``rest`` with the layers of another
-    library.
+    Raises TypeError for what is not a module or is TorchScript, ValueError for an unknown recipe,
+    backend or where, for a lazy layer that has no weight yet, for "native" with a recipe that has
+    no kernels, and for ``rest`` with the layers of another library.
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), "unit")
@@ -185,8 +189,8 @@ def convert(
     <BLANKLINE>
     1 converted
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"convert needs an nn.Module, got {type(model).__name__}")
+    check_module("convert", model)
+    _check_ready(model)
     chosen, where = get_recipe(recipe), checked_where(where)
     if backend in ADAPTERS:
         return _adapt(model, chosen, ADAPTERS[backend], where, rest)
@@ -204,6 +208,14 @@ def convert(
             continue
         _begin(module, plan, (backend, backends[plan]), left.get(name, ""))
     return expand(model)
+
+
+def _check_ready(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        check_not_scripted(name, module)
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            path = name or type(module).__name__
+            raise ValueError(f"{path} has no weight yet: call the model once, then convert it")
 
 
 def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, rest: Any) -> M:
@@ -244,6 +256,7 @@ def revert(model: M) -> M:
 
     Of a single layer that an adapter replaced, the layer in its place is returned.
     """
+    check_module("revert", model)
     notes = [note for module in model.modules() if (note := adapted(module))]
     for adapter in {note.adapter for note in notes}:
         model = ADAPTERS[adapter].revert(model)
@@ -262,6 +275,7 @@ def report(model: nn.Module) -> Report:
 
     Of a layer that several names share, the first counts.
     """
+    check_module("report", model)
     note = adapted(model)
     if note is not None:
         return Report(note.report.rows, notes_on(model))
@@ -314,7 +328,11 @@ def _layers(
     converted and, if asked for, for activations."""
     inside = inside_attention(model)
     for name, module in model.named_modules():
-        weights = any(p.dim() > 1 for p in module.parameters(recurse=False))
+        if isinstance(module, parametrize.ParametrizationList):
+            continue  # of the layer that it computes a weight for
+        weights = parametrize.is_parametrized(module) or any(
+            is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)
+        )
         asked = activations and isinstance(module, ACTIVATIONS)
         if weights or asked or isinstance(module, _Converted):
             yield name, module, _why_not(module, inside.get(id(module)))
@@ -324,6 +342,10 @@ def _unfit(module: nn.Module, recipe: Recipe) -> str:
     """Why a layer cannot run under this recipe; "" if it can."""
     if isinstance(module, nn.Bilinear) and not is_whole(recipe):
         return _TWO_AXES
+    if isinstance(module, nn.MultiheadAttention) and (
+        module.bias_k is not None or module.add_zero_attn
+    ):
+        return _MORE_KEYS
     many = isinstance(module, nn.Bilinear | nn.MultiheadAttention)
     return _NO_BUFFERS if many and recipe.keeps_history else ""
 
@@ -338,6 +360,6 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
     if owner is not None:
         return f"computed by {owner}"
     if isinstance(module, (*LAYERS, *ACTIVATIONS)) or _is_transposed(module):
-        return None
+        return _PATCHED if "forward" in vars(module) else None
     known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
     return next(known, "its products are its own: run the model under fp8.autocast")

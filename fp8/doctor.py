@@ -20,7 +20,8 @@ Section = list[dict[str, str]]
 def examine() -> dict[str, Section]:
     """Rows on "system", "devices", "recipes" and "libraries".
 
-    recipes: for each device "native", by torch's FP8 kernels, or "simulated", and why. Native needs
+    recipes: for each device "native", by torch's kernels, which have passed their proof
+    (`fp8.proof`, for results in bfloat16), or "simulated", and why. Native needs
     backend="native" on a CPU, where simulation is what "auto" takes.
     libraries: "found", "missing", or "broken" where the import fails, and what installs it. All of
     `fp8.adapters.LIBRARIES` are imported to know.

@@ -121,6 +121,8 @@ def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
             why = "the layout has linear layers only"
         elif not name:
             why = "the model itself: it has no name to be stored under"
+        elif "weight" not in dict(module.named_parameters(recurse=False)):
+            why = "its weight is computed, not a parameter"
         elif uses.get(id(module.weight), 0) != 1:
             why = "its weight is tied to another module's"
         else:

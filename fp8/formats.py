@@ -16,6 +16,14 @@ MAX_MANTISSA_BITS = 23
 """As above: no more mantissa bits than float32 has."""
 
 _FLAGS = ("infinity", "nan", "negative_zero", "signed")
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "exponent_bits": int,
+    "mantissa_bits": int,
+    "bias": int,
+    "max": (int, float),
+    "dtype": (torch.dtype, type(None)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +46,10 @@ class Format:
         nan: whether there is a code for NaN. NaN in a tensor stays NaN in any case.
         negative_zero: whether -0 differs from +0. Where it does not, -0 becomes +0.
         signed: False for a format of positive scales.
-        dtype: the torch dtype with exactly these values, if there is one that tensors can be cast
-            to.
+        dtype: a torch dtype with these values that tensors can be cast to, if there is one.
 
-    Raises ValueError where the fields contradict each other or a value would not be a float32.
+    Raises ValueError where the fields contradict each other, where a value would not be a float32
+    and for a dtype without these values; TypeError for a name, number or dtype that is none.
     """
 
     name: str
@@ -64,6 +72,7 @@ class Format:
             if not condition:
                 raise ValueError(f"format {self.name!r}: {what}")
 
+        self._check_types()
         require(bool(self.name), "the name is empty")
         for field, value, low, high in (
             ("exponent_bits", self.exponent_bits, 1, MAX_EXPONENT_BITS),
@@ -90,10 +99,28 @@ class Format:
             f"max {self.max} needs more than {self.mantissa_bits} mantissa bits",
         )
         require(self.signed or not self.negative_zero, "an unsigned format has no -0")
+        require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} has not its values")
         flags = [getattr(self, flag) for flag in _FLAGS]
         numbers = (self.exponent_bits, self.mantissa_bits, self.bias, self.max, *map(int, flags))
         dtype = str(self.dtype or "").removeprefix("torch.")
         object.__setattr__(self, "text", "|".join([self.name, *map(repr, numbers), dtype]))
+
+    def _check_types(self) -> None:
+        for field, kind in _TYPES.items():
+            value = getattr(self, field)
+            if not isinstance(value, kind):
+                raise TypeError(f"format {self.name!r}: {field} cannot be {value!r}")
+
+    def _is_in(self, dtype: torch.dtype) -> bool:
+        """Whether a dtype has values this large, this small and this close to each other."""
+        if not dtype.is_floating_point:
+            return False
+        limits, low = torch.finfo(dtype), -self.max if self.signed else self.min_normal
+        fine = limits.eps <= 2.0**-self.mantissa_bits
+        smallest = limits.smallest_normal * 2.0**-self.mantissa_bits
+        return (
+            limits.min <= low and limits.max >= self.max and fine and smallest <= self.min_subnormal
+        )
 
     @staticmethod
     def from_text(text: str) -> Format:

@@ -116,7 +116,7 @@ def _kind(spec: Spec) -> str:
 
 def why_not_device(device: torch.device) -> str:
     """Why ``device`` has no FP8 product at all; "" if it has."""
-    if device.type == "cpu" and torch.__version__ < (2, 12):
+    if device.type == "cpu" and torch.__version__ < "2.12":
         return f"torch {torch.__version__} has no FP8 product for CPUs, 2.12 has"
     if device.type not in ("cpu", "cuda"):
         return f"no FP8 product is known for {device.type}"
@@ -197,20 +197,19 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Stored:
     if kind == "block":
         data = y.to(format_of(spec).dtype)
         if across == 1:
-            return Stored(data, F.pad(scale.mT, (0, len(y) - len(scale)), value=1.0).contiguous())
+            columns = F.pad(scale.mT, (0, y.shape[0] - scale.shape[0]), value=1.0)
+            return Stored(data, columns.contiguous())
         return Stored(data, F.pad(scale, (0, -scale.shape[1] % 4), value=1.0))
     if across > 1:
-        scale = scale.repeat_interleave(across, 0)[: len(y)]
+        scale = scale.repeat_interleave(across, 0)[: y.shape[0]]
     scale = F.pad(scale, (0, y.shape[1] // along - scale.shape[1]), value=1.0)
-    four = spec[0] == "e2m1"
-    if four:  # which has no NaN; the scales have
-        lost = y.isnan().unflatten(1, (-1, along)).any(-1)
-        scale = torch.where(lost, torch.nan, scale)
-    data = _in_pairs(y) if four else y.to(format_of(spec).dtype)
     if unit is None:
-        return Stored(data, swizzled(scale.to(torch.float8_e8m0fnu)))
-    # Exactly the e4m3 numbers that the rule found; without limit only where all of a tile is 0.
-    return Stored(data, swizzled((scale / unit).clamp(max=448.0).to(torch.float8_e4m3fn)), unit)
+        return Stored(y.to(format_of(spec).dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
+    # The e4m3 numbers that the rule found; more than they reach only where all of a tile is 0.
+    scale = (scale / unit).clamp(max=448.0)
+    lost = y.isnan().unflatten(1, (-1, along)).any(-1)  # e2m1 has no NaN, the scales have
+    scale = torch.where(lost, torch.nan, scale).to(torch.float8_e4m3fn)
+    return Stored(_in_pairs(y), swizzled(scale), unit)
 
 
 def _in_pairs(y: Tensor) -> Tensor:
@@ -248,8 +247,8 @@ def multiply(kind: str, a: Stored, b: Stored, factor: float, dtype: torch.dtype)
         left = left * factor
     elif kind == "row":
         how = (types.RowWise, types.RowWise)
-        left = (left * factor).expand(len(x), 1).flatten()[:, None]
-        right = right.expand(len(y), 1).flatten()[None]
+        left = (left * factor).expand(x.shape[0], 1).flatten()[:, None]
+        right = right.expand(y.shape[0], 1).flatten()[None]
     elif kind == "block":
         how = (_block_type(x, left), _block_type(y, right))
         left, right = (left * factor).mT, right.mT

@@ -110,7 +110,8 @@ class _LayerNorm2d(Function):
         if torch.compiler.is_compiling():
             result = _gradients(grad, x, mean, rstd, weight)
         elif torch.is_grad_enabled():  # a gradient that will be differentiated again
-            result = _gradients(grad, x, *_statistics(x, ctx.eps)[2:], weight)
+            mean, rest, rstd = _statistics(wide(x, x), ctx.eps)
+            result = _gradients(grad, x, mean + rest, rstd, weight)
         elif kernels.take(x):
             result = kernels.backward(grad, x, mean, rstd, weight)
         else:
@@ -131,44 +132,40 @@ def _across(x: Tensor, value: Tensor) -> Any:
     return wide(x, value).view(-1, *[1] * (x.dim() - 2))
 
 
-def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x - m, d, m + d, 1/sqrt(var + eps)), where m + d is the mean over the channels of ``x``, and
-    d the mean of x - m. The differences keep the digits that m + d, rounded, has lost.
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, d, 1/sqrt(var + eps)), where m + d is the mean over the channels of ``x``.
 
-    Of float32 and wider x, m is the mean as a sum of n numbers has it, and d what rounding took
-    from it, which corrects the variance too (Chan, Golub and LeVeque 1983, the corrected two-pass
-    algorithm). Of 16-bit x, m is the first channel, which saves a pass: it is at most sqrt(n - 1)
-    standard deviations from the mean, so that the variance loses no more than n 2^-24 of itself.
+    m is the mean as a sum of n numbers has it; d, the mean of x - m, is what rounding took from it,
+    and corrects the variance too (Chan, Golub and LeVeque 1983, the corrected two-pass algorithm).
     """
     # A product with 1/n, not a division by n: compiled code does it once more for each element.
     share = 1.0 / x.shape[1]
-    x, narrow = wide(x, x), x.element_size() == 2
-    middle = x[:, :1] if narrow else x.sum(1, keepdim=True) * share
-    centred = x - middle
+    mean = x.sum(1, keepdim=True) * share
+    centred = x - mean
     rest = centred.sum(1, keepdim=True) * share
     var = (centred.square().sum(1, keepdim=True) * share - rest.square()).clamp_min(0.0)
-    return centred, rest, middle + rest, torch.rsqrt(var + eps)
+    return mean, rest, torch.rsqrt(var + eps)
 
 
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    centred, rest, mean, rstd = _statistics(x, eps)
+    mean, rest, rstd = _statistics(wide(x, x), eps)
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and _is_parted(x):
         rstd = rstd.as_strided(rstd.shape, rstd.stride())  # the compiler writes what this is of
-    y = (centred - rest) * rstd
+    y = (wide(x, x) - mean - rest) * rstd
     if weight is not None:
         y = y * _across(x, weight)
     if bias is not None:
         y = y + _across(x, bias)
-    return y.to(x.dtype), mean, rstd
+    return y.to(x.dtype), mean + rest, rstd
 
 
 def _is_parted(x: Tensor) -> bool:
     """Whether compiled code finishes the statistics of all pixels before it normalizes one.
 
     torch's compiler for CPUs would take the root again at every element. Where the channels lie
-    together it goes from pixel to pixel, which saves reading x again, and is slower for 16 bits
+    together it could go from pixel to pixel, which saves reading x again, and is slower for 16 bits
     all the same: rounding to them is long enough to hold up the next pixel.
     """
     return x.is_cpu and not (x.element_size() > 2 and x.movedim(1, -1).is_contiguous())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .report import LEFT_ALONE, Report, Row, as_table
 from .scaled_tensor import ScaledTensor
-from .subclass import bare_class
+from .subclass import bare_class, check_module
 
 __all__ = ["Bytes", "State", "state"]
 
@@ -80,6 +80,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
     A gradient counts while it is there: look after a backward pass, before ``zero_grad``. Tied
     parameters count once.
     """
+    check_module("state", model)
     parameters = list(model.parameters())
     return State(
         scaled=_bytes((p for p in parameters if isinstance(p, ScaledTensor)), optimizer),

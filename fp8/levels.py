@@ -18,6 +18,7 @@ from .optim import AdamW
 from .recipe import Recipe, get_recipe
 from .scaled_tensor import DTYPES, ScaledTensor
 from .scaled_weights import scale_weights
+from .subclass import check_module
 
 __all__ = ["LEVELS", "Level", "initialize"]
 
@@ -106,6 +107,8 @@ def initialize(
     _check_model(model)
     if optimizer is None:
         optimizer = AdamW(model.parameters())
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"initialize needs a torch optimizer, got {type(optimizer).__name__}")
     trained = _trained(model, optimizer)
     weights = [p for p in _covered(model) if p in trained]
     settings_of(optimizer, level.formats)
@@ -117,7 +120,7 @@ def initialize(
 
 
 def _level(name: str) -> Level:
-    if name not in LEVELS:
+    if not isinstance(name, str) or name not in LEVELS:
         raise ValueError(f"unknown opt_level {name!r}; choose one of {', '.join(LEVELS)}")
     return LEVELS[name]
 
@@ -140,8 +143,7 @@ _WRAPPERS = {
 
 
 def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize needs an nn.Module, got {type(model).__name__}")
+    check_module("initialize", model)
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import norm
 from .report import LEFT_ALONE, Report, Row
-from .subclass import Gained, bare_class, gain, lose
+from .subclass import Gained, bare_class, check_module, gain, lose
 
 __all__ = [
     "NORMS",
@@ -97,8 +97,8 @@ def low_precision_norms(
     output: "e4m3" or "e5m2": what the norms hand on, as in `fp8.norm.layer_norm`, whatever the
     precision; for norms of which nothing but FP8 products takes the output. None: their dtype.
     where: (name, norm) -> whether to change it; None changes every norm.
-    float64 inputs stay in float64. Raises TypeError for what is not a module, ValueError for an
-    unknown precision or output.
+    float64 inputs stay in float64. Raises TypeError for what is not a module and a where that is no
+    function, ValueError for an unknown precision or output.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
@@ -112,8 +112,9 @@ def low_precision_norms(
     <BLANKLINE>
     1 low precision
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"low_precision_norms needs an nn.Module, got {type(model).__name__}")
+    check_module("low_precision_norms", model)
+    if not (where is None or callable(where)):
+        raise TypeError(f"where is a {type(where).__name__}; give (name, norm) -> bool or None")
     dtype = _dtype(precision)
     if output is not None:
         output = norm.checked_output(output).name
@@ -128,6 +129,7 @@ def low_precision_norms(
 
 def revert_norms(model: M) -> M:
     """Takes back what `low_precision_norms` did, in place; returns ``model``."""
+    check_module("revert_norms", model)
     for module in model.modules():
         if isinstance(module, _LowPrecision):
             lose(module, _LowPrecision)
@@ -141,6 +143,7 @@ def norm_report(model: nn.Module) -> Report:
     A norm is one of `NORMS`, or a layer without layers of its own that is called one. Of a norm
     that several names share, the first counts.
     """
+    check_module("norm_report", model)
     rows = []
     for name, module in _norms(model):
         kind = bare_class(module).__name__

@@ -25,6 +25,7 @@ from . import native
 from .casting import Spec, is_symmetric, round_straight, rounded, spec_of
 from .function import apply
 from .kept import keep, kept
+from .quantize import refuse_nested
 from .recipe import Cast, Recipe
 from .tally import labelled, product_name
 
@@ -290,7 +291,7 @@ def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
     tensor.
     """
     device = tensors[0].device.type  # type: ignore[union-attr]
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -336,6 +337,8 @@ def linear(
     """
     recipe, backend = _chosen(recipe, backend)
     scales = check_scales(scales)
+    if recipe is not None:
+        refuse_nested(input)
     if weight.dim() == 1:
         bias = None if bias is None else bias.reshape(1)
         given: Any = {"scales": scales, "recipe": recipe, "backend": backend}

@@ -13,6 +13,7 @@ make a later step too long:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from .formats import FORMATS, Format
 from .rounding import Grid, round_to_grid
-from .scaling import scale_of, scaled_tiles
+from .scaling import LARGEST, SMALLEST, scale_of, scaled_tiles
 
 __all__ = ["BLOCK", "ENCODINGS", "MASTERS", "MOMENTS", "Encoding", "Stored"]
 
@@ -145,11 +146,16 @@ def decode(stored: Stored) -> Tensor:
     return (_blocks(x) * scale[:, None]).flatten()[: len(x)]
 
 
-def scales_for(largest: Tensor, encoding: Encoding) -> list[Tensor | None]:
-    """The scale of each tensor whose magnitudes are at most ``largest``, (k,); None without one."""
+def scale_for(amax: float, encoding: Encoding) -> float | None:
+    """The scale of a tensor whose magnitudes are at most ``amax``: that of `fp8.scaling`'s rule
+    "up", on the host. None where the encoding has none for a whole tensor."""
     if encoding.scale != "tensor":
-        return [None] * len(largest)
-    return [*scale_of(largest[:, None], (-1,), encoding.format, "up").flatten().unbind()]
+        return None
+    if not 0 < amax < math.inf:
+        return 1.0
+    fraction, exponent = math.frexp(amax)
+    top, largest = math.frexp(encoding.format.max)
+    return 2.0 ** min(max(exponent - largest + (fraction > top), SMALLEST), LARGEST)
 
 
 def write(
@@ -163,7 +169,7 @@ def write(
 ) -> None:
     """Stores ``x``, float32 (n,), in place of ``to``. What is beyond the largest value saturates.
 
-    scale: of the whole tensor, written by the caller. None where there is none, or blocks have
+    scale: of the whole tensor, written by the caller; not used where there is none, or blocks have
     their own, which are written here.
     away: round away from zero below the smallest normal value, else toward zero.
     bits: int32 (n,) random bits, None to round to nearest.
@@ -175,7 +181,8 @@ def write(
         scales = scale_of(tiles, (-1,), encoding.format, "up")
         y = (tiles * scales.reciprocal()).flatten()[: len(x)]
         to.scale.copy_(scales.flatten())
-    elif scale is not None:
+    elif encoding.scale == "tensor":
+        assert scale is not None
         y = x * scale.reciprocal()
     if bits is None and _by_bits(to.values):
         to.values.view(torch.uint8).copy_(_to_e4m3(y))

@@ -31,7 +31,7 @@ from .adam import PLAIN, step_units, units_of
 from .moments import MASTERS, MOMENTS
 from .optim_base import LowPrecision
 from .optim_state import FIRST, MASTER, SECOND, convert, local, start
-from .sgd import SGD
+from .sgd import MOMENTUM, SGD
 
 __all__ = ["SGD", "Adam", "AdamW", "state_bytes"]
 
@@ -46,8 +46,13 @@ def _check(group: dict[str, Any]) -> None:
     for field in ("lr", "eps", "weight_decay", "min_size"):
         if not 0 <= group[field] < math.inf:
             raise ValueError(f"{field} must be finite and not negative, got {group[field]}")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"betas must be at least 0 and less than 1, got {group['betas']}")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"betas are two numbers, got {betas!r}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
+    if not isinstance(group["seed"], int):
+        raise TypeError(f"seed is an int, got {group['seed']!r}")
     for parameter in group["params"]:
         if parameter.dtype not in PLAIN:
             listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in PLAIN)
@@ -169,10 +174,11 @@ class AdamW(_Adam):
 
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:
     """Bytes of the tensors that an optimizer of this module keeps, by what they are for."""
-    kinds = {"first_moment": FIRST, "second_moment": SECOND, "master": MASTER, "step": "step"}
-    found = dict.fromkeys(kinds, 0)
+    kinds = {SECOND: "second_moment", FIRST: "first_moment", MASTER: "master", "step": "step"}
+    kinds[MOMENTUM] = "first_moment"
+    found = dict.fromkeys(("first_moment", "second_moment", "master", "step"), 0)
     for state in optimizer.state.values():
         for key, value in state.items():
-            kind = next(k for k, name in reversed(kinds.items()) if key.startswith(name))
+            kind = next(kind for name, kind in kinds.items() if key.startswith(name))
             found[kind] += local(value).nbytes
     return found

@@ -112,7 +112,7 @@ class LowPrecision(Optimizer):
         It is converted to the encodings that this one has: exactly where they are the same, else
         rounded to nearest. A master that is not kept here is written to its parameter.
         Raises ValueError, and changes nothing, for amsgrad's state, that of another kind of
-        optimizer, and shapes that are not those of the parameters.
+        optimizer, shapes that are not those of the parameters and settings out of range.
         """
         groups, state = self.param_groups, self.state
         hold = self.register_load_state_dict_pre_hook(_hold)
@@ -169,3 +169,4 @@ def _place(before: list[dict[str, Any]], optimizer: Any) -> None:
             if parameter in optimizer.state:
                 held = optimizer.state[parameter].state
                 optimizer.state[parameter] = optimizer.converted(parameter, held, group)
+        optimizer.check(group)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .moments import ENCODINGS, Encoding, Stored, decode, scales_for, write, zeros
+from .moments import ENCODINGS, Encoding, Stored, decode, scale_for, write, zeros
 
 __all__ = [
     "FIRST",
@@ -94,11 +94,11 @@ def keep(
     stored = zeros(here.numel(), encoding, here.device)
     if numbers is not None and len(numbers):
         amax = numbers.abs().amax()
-        (scale,) = scales_for(amax[None], encoding)
-        write(numbers, stored, encoding, scale, away=name == SECOND)
+        scale = scale_for(float(amax), encoding)
         if stored.scale is not None and stored.amax is not None and scale is not None:
-            stored.scale.copy_(scale)
+            stored.scale.fill_(scale)
             stored.amax.copy_(amax)
+        write(numbers, stored, encoding, stored.scale, away=name == SECOND)
     _put(state, name, stored, here.shape)
 
 
@@ -129,6 +129,8 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     if unknown := sorted(saved.keys() - known):
         advice = "; amsgrad is not had here" if "max_exp_avg_sq" in unknown else ""
         raise ValueError(f"{', '.join(unknown)} is not part of the state of Adam{advice}")
+    if "step" not in saved:
+        raise ValueError("the state of a parameter has no step: it is not that of Adam")
     state: State = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()}
     for name in (FIRST, SECOND):
         _convert(state, name, parameter, kept[name], saved)

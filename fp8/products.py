@@ -21,6 +21,7 @@ from .casting import cast_backward, cast_forward, is_whole
 from .convolution import conv, conv_transpose
 from .einsum import as_equation, einsum, sums_products
 from .multi_head import multi_head_attention_forward
+from .quantize import refuse_nested
 from .recipe import Recipe
 from .tally import product_name
 
@@ -45,6 +46,8 @@ def _refuse_out(out: object) -> None:
 def _floating(*values: object) -> bool:
     """Whether these are all tensors that a recipe applies to: not integer, complex or sparse."""
     for value in values:
+        if isinstance(value, Tensor):
+            refuse_nested(value)
         if not (isinstance(value, Tensor) and value.is_floating_point()) or value.is_sparse:
             return False
     return True

@@ -79,9 +79,9 @@ def quantize(
 
     No gradient flows through: see `quantize_forward` and `quantize_backward`.
 
-    Raises TypeError for a tensor that is not floating point, and ValueError for unknown names,
-    overflow="nonfinite" with a format that has neither Inf nor NaN, a scale that is not positive or
-    does not broadcast to `x`, and a seed without stochastic rounding.
+    Raises TypeError for what is not a dense tensor of these dtypes, and ValueError for unknown
+    names, overflow="nonfinite" with a format that has neither Inf nor NaN, a scale that is not
+    positive or does not broadcast to `x`, and a seed without stochastic rounding.
     """
     grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
     return _quantize(x.detach(), grid, rounding, scale, _key(rounding, seed, x.device))
@@ -175,10 +175,23 @@ class _Backward(torch.autograd.Function):
 
 
 def check_dtype(x: Tensor) -> None:
-    """Raises TypeError for a tensor that cannot be quantized."""
+    """Raises TypeError for what cannot be quantized."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"cannot quantize a {type(x).__name__}; give a tensor")
     if x.dtype not in DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"cannot quantize {x.dtype}; allowed are {allowed}")
+    refuse_nested(x)
+    if not torch.compiler.is_compiling() and x.layout != torch.strided:
+        raise TypeError(f"cannot quantize a tensor of layout {x.layout}; give x.to_dense()")
+
+
+def refuse_nested(x: Tensor) -> None:
+    """Raises NotImplementedError for a nested tensor: the operator @ hides a TypeError."""
+    if not torch.compiler.is_compiling() and x.is_nested:
+        raise NotImplementedError(
+            "a nested tensor cannot be quantized; give a padded one, or its values()"
+        )
 
 
 def _check(
@@ -244,6 +257,8 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
         return None
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if not isinstance(scale, Tensor):
+        if not isinstance(scale, int | float):
+            raise TypeError(f"scale is a {type(scale).__name__}; give a number or a tensor")
         if not 0 < scale < math.inf:
             raise ValueError(f"scale is {scale}, not positive and finite")
         return torch.full((), scale, dtype=dtype, device=x.device)

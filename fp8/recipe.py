@@ -54,9 +54,9 @@ class Cast:
     hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix of
     that size along the axis that the product sums over; 0: it is not. Both operands of a product
     need the same; only those of the gradients may have it.
-    Raises ValueError for an unknown name, for a rule or tile that the scaling does not take and for
-    overflow="nonfinite" with a format that has neither Inf nor NaN, TypeError for what is not a
-    name.
+    Raises ValueError for an unknown name, for a format without a sign, for a rule or tile that the
+    scaling does not take and for overflow="nonfinite" with a format that has neither Inf nor NaN,
+    TypeError for what is not a name.
     """
 
     format: str | Format
@@ -78,6 +78,8 @@ class Cast:
         _check("scaling", self.scaling, SCALINGS)
         _check("rounding", self.rounding, ROUNDINGS)
         _check("overflow", self.overflow, OVERFLOWS)
+        if not format.signed:
+            raise ValueError(f"format {format.name!r} has no negative values: it is for scales")
         if self.overflow == "nonfinite" and format.nonfinite is None:
             raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
         _check_int("random_bits", self.random_bits, 1, 31)
@@ -107,9 +109,12 @@ class Cast:
         delayed = self.scaling == "delayed"
         if self.history is None:
             object.__setattr__(self, "history", 16 if delayed else 0)
-        _check_int(f"history of scaling {self.scaling!r}", self.history, delayed, 4096 * delayed)
+        bounds = (1, 4096) if delayed else (0, 0)
+        _check_int(f"history of scaling {self.scaling!r}", self.history, *bounds)
         if self.margin and self.rule is None:
             raise ValueError(f"scaling {self.scaling!r} is 1 and has no margin")
+        if not isinstance(self.tile, tuple | list | type(None)):
+            raise TypeError(f"a tile is two numbers (across, along), not {self.tile!r}")
         tile = row.tile if self.tile is None else tuple(self.tile)
         if tile != row.tile:
             if not row.free:
@@ -157,7 +162,7 @@ class Cast:
             given = dict(values["format"])
             _check_keys("Format", given, (field.name for field in fields(Format)))
             dtype = given.get("dtype")
-            given["dtype"] = None if dtype is None else getattr(torch, dtype)
+            given["dtype"] = None if dtype is None else getattr(torch, str(dtype), dtype)
             values["format"] = Format(**given)
         return Cast(**values)
 

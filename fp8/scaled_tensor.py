@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .formats import FORMATS, Format, get_format
 from .function import apply
+from .scaled_parts import Parts
 from .scaling import in_format
 
 __all__ = ["ScaledTensor", "keep_gradients_in", "plain", "scaled"]
@@ -39,7 +40,7 @@ OWN = ("stored", "scale", "whole", "writes")
 """The attributes that a ScaledTensor has of itself."""
 
 
-class ScaledTensor(Tensor):
+class ScaledTensor(Parts):
     """A tensor of ``dtype`` and the shape of ``stored``, whose numbers are ``stored * scale``.
 
     stored: values of a format of `STORED`, in its torch dtype, any shape. scale: 0-dim float32, a
@@ -94,11 +95,6 @@ class ScaledTensor(Tensor):
         """The name of the format of the stored values, one of `STORED`."""
         return next(name for name in STORED if FORMATS[name].dtype == self.stored.dtype)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers as a plain tensor of ``dtype``, by default its own. No gradient flows."""
-        numbers = self.stored.detach().to(torch.float32) * self.scale
-        return numbers.to(self.dtype if dtype is None else dtype)
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ScaledTensor({self.dequantize()}, format={self.format!r})"
 
@@ -130,12 +126,14 @@ class ScaledTensor(Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.stored, self.scale, *self._rest())
+        # As plain bytes: pickle cannot read torch's tensors of 8-bit formats.
+        bits = self.stored.view(torch.uint8) if self.stored.itemsize == 1 else self.stored
+        return _rebuild, (bits, self.scale, *self._rest())
 
     def _rest(self) -> tuple[Any, ...]:
         """What there is to know beside the two tensors."""
         own = {k: v for k, v in vars(self).items() if k not in OWN}
-        return self.dtype, self.whole, self.requires_grad, own
+        return self.dtype, self.whole, self.requires_grad, own, self.stored.dtype
 
     def _write(self, numbers: Tensor) -> ScaledTensor:
         """Stores other numbers."""
@@ -232,9 +230,10 @@ def _rebuild(
     whole: bool,
     requires_grad: bool,
     attributes: dict[str, Any],
+    kept_in: torch.dtype,
 ) -> ScaledTensor:
     """The ScaledTensor that was copied or pickled. Hooks are not pickled, as in torch."""
-    x = ScaledTensor(stored, scale, dtype, whole)
+    x = ScaledTensor(stored.view(kept_in), scale, dtype, whole)
     vars(x).update(attributes)
     return x.requires_grad_(requires_grad)
 

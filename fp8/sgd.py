@@ -117,6 +117,9 @@ class SGD(LowPrecision):
         trained = [
             (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
+        for parameter, _ in trained:
+            if parameter.grad.layout != torch.strided:
+                raise RuntimeError(f"SGD needs dense gradients, got {parameter.grad.layout}")
         finite = [plain(local(p.grad)).isfinite().all().cpu() for p, _ in trained]
         ours = not finite or bool(torch.stack(finite).all())
         if not everywhere(ours, (p for group in self.param_groups for p in group["params"])):

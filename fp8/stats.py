@@ -10,6 +10,7 @@ from torch import nn
 
 from .autocast import STANCE
 from .report import as_table
+from .subclass import check_module
 from .tally import COUNTS, OPEN, Recorder
 
 __all__ = ["Stats", "StatsRow", "stats"]
@@ -105,8 +106,7 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
     >>> row.layer, row.operand, row.zero, row.saturated, row.nonfinite, row.elements
     ('(model)', 'input', 0.25, 0.25, 1, 4)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"stats needs an nn.Module, got {type(model).__name__}")
+    check_module("stats", model)
     for name, value in (("every", every), ("sample", sample)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number from 1, got {value!r}")

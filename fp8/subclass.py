@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-__all__ = ["Gained", "bare_class", "gain", "lose"]
+__all__ = ["Gained", "bare_class", "check_module", "check_not_scripted", "gain", "lose"]
 
 
 class Gained:
@@ -124,6 +125,19 @@ def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) 
         **({"__deepcopy__": _deepcopy} if hasattr(original, "__deepcopy__") else {}),
     }
     return type(base.__name__, (behaviour, base), names)
+
+
+def check_module(what: str, model: object) -> None:
+    """Raises TypeError unless ``model`` is a module. what: the function it was given to."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what} needs an nn.Module, got {type(model).__name__}")
+
+
+def check_not_scripted(path: str, module: nn.Module) -> None:
+    """Raises TypeError for a TorchScript module, which has no Python forward to run."""
+    if isinstance(module, torch.jit.ScriptModule):
+        name = path or type(module).__name__
+        raise TypeError(f"{name!r} is a TorchScript module, which cannot be transformed")
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:

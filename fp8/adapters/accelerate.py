@@ -85,7 +85,11 @@ def prepare(
         )
     model = _converted(model, plan)
     if plan.opt_level is not None:
-        model, optimizer = _leveled(model, optimizer, plan, plan.opt_level)
+        try:
+            model, optimizer = _leveled(model, optimizer, plan, plan.opt_level)
+        except (TypeError, ValueError):
+            revert(model)
+            raise
     if optimizer is None:
         return accelerator.prepare(model), None
     return accelerator.prepare(model, optimizer)

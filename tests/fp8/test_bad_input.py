@@ -73,3 +73,69 @@ def test_a_history_is_needed():
         fp8.autocast("delayed")
     with fp8.autocast("delayed", history=AmaxHistory()):
         assert nn.functional.linear(randn(2, 4), randn(3, 4)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([1.0, 2.0], TypeError, "cannot quantize a list; give a tensor"),
+        (torch.eye(3).to_sparse(), TypeError, r"layout torch.sparse_coo; give x.to_dense\(\)"),
+        (
+            torch.nested.nested_tensor([torch.ones(2, 8)], layout=torch.jagged),
+            NotImplementedError,
+            "nested tensor cannot be quantized",
+        ),
+    ],
+    ids=["list", "sparse", "nested"],
+)
+def test_what_is_no_dense_tensor(given, error, message):
+    with pytest.raises(error, match=message):
+        fp8.quantize(given, "e4m3")
+
+
+def test_a_scale_that_is_no_number():
+    with pytest.raises(TypeError, match="scale is a str; give a number or a tensor"):
+        fp8.quantize(torch.ones(2), "e4m3", scale="1")
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: x @ w.mT,
+        nn.functional.linear,
+        lambda x, w: fp8.convert(nn.Linear(8, 4))(x),
+        lambda x, w: nn.functional.scaled_dot_product_attention(*[x.unsqueeze(2).mT] * 3),
+    ],
+    ids=["matmul", "linear", "converted", "attention"],
+)
+def test_nested_tensors_in_products(product):
+    x = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+    with fp8.autocast("unit"), pytest.raises(NotImplementedError, match="nested tensor"):
+        product(x, torch.ones(4, 8))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(fp8.convert, fp8.revert, fp8.report, fp8.stats, fp8.state, fp8.initialize, fp8.export),
+        *(fp8.low_precision_norms, fp8.revert_norms, fp8.norm_report),
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_no_module(use):
+    with pytest.raises(TypeError, match=f"{use.__name__} needs an nn.Module, got list"):
+        use([nn.Linear(8, 8)], *(["folder"] if use is fp8.export else []))
+
+
+def test_models_that_cannot_be_converted_stay():
+    lazy = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
+    with pytest.raises(ValueError, match="1 has no weight yet: call the model once"):
+        fp8.convert(lazy)
+    assert [row.done for row in fp8.report(lazy)] == ["left alone"] * 2
+    lazy(torch.ones(2, 8))
+    assert [row.done for row in fp8.report(fp8.convert(lazy))] == ["converted"] * 2
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        scripted = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    with pytest.raises(TypeError, match="'1' is a TorchScript module"):
+        fp8.convert(scripted)
+    assert type(scripted[0]) is nn.Linear

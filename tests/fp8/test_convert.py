@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import fp8
@@ -269,3 +271,40 @@ def test_bad_input() -> None:
         fp8.convert(F.gelu)  # type: ignore[type-var]
     with pytest.raises(ValueError, match="unknown recipe 'int3'"):
         fp8.convert(nn.Linear(2, 2), "int3")
+
+
+@pytest.mark.parametrize("wrap", [weight_norm, orthogonal], ids=str)
+def test_a_layer_whose_weight_is_computed(wrap):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(wrap(nn.Linear(16, 16)), nn.Linear(16, 16)), torch.randn(4, 16)
+    with fp8.autocast("unit"):
+        expected = model(x)
+    assert [row.done for row in fp8.report(fp8.convert(model))] == ["converted"] * 2
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    parametrize.remove_parametrizations(fp8.revert(model)[0], "weight")
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_layer_with_another_forward_is_left_alone():
+    """As hooks of other libraries set it: what they call is the forward that was there before."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].forward = lambda x, forward=model[0].forward: forward(x)
+    assert [row.done for row in fp8.report(fp8.convert(model))] == ["left alone", "converted"]
+    assert "forward was replaced" in fp8.report(model)[0].why
+
+
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_attention_with_more_keys_is_left_alone(options):
+    model = fp8.convert(nn.Sequential(nn.MultiheadAttention(8, 2, **options)))
+    assert fp8.report(model)[0].why == "add_bias_kv and add_zero_attn are not supported"
+    x = torch.randn(3, 2, 8)
+    assert model[0](x, x, x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shapes_on_the_meta_device(recipe):
+    with torch.device("meta"):
+        model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8)), recipe)
+        assert model(torch.empty(4, 32)).shape == (4, 8)

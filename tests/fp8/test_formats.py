@@ -96,11 +96,38 @@ def test_a_format_is_frozen_and_prints_its_name() -> None:
         ({"max": 512.0}, "has exponent 9, allowed are -6 to 8"),
         ({"max": 433.0}, "needs more than 3 mantissa bits"),
         ({"signed": False}, "unsigned format has no -0"),
+        ({"dtype": torch.int8}, "torch.int8 has not its values"),
+        ({"dtype": torch.float8_e5m2}, "torch.float8_e5m2 has not its values"),  # too coarse
+        ({"dtype": torch.float8_e4m3fn, "max": 480.0}, "float8_e4m3fn has not its values"),
+        ({"dtype": torch.float8_e4m3fn, "bias": 8, "max": 240.0}, "has not its values"),
+        ({"dtype": torch.float8_e8m0fnu, "mantissa_bits": 0, "max": 256.0}, "has not its values"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         row(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": 3},
+        {"exponent_bits": 4.0},
+        {"bias": "7"},
+        {"max": "448"},
+        {"dtype": "float8_e4m3fn"},
+    ],
+    ids=str,
+)
+def test_fields_of_another_type_are_refused(changes: dict[str, object]) -> None:
+    (field,) = changes
+    with pytest.raises(TypeError, match=f"{field} cannot be"):
+        row(**changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16], ids=str)
+def test_a_dtype_with_more_values_will_do(dtype: torch.dtype) -> None:
+    assert row(dtype=dtype).dtype == dtype
 
 
 @pytest.mark.parametrize("exponent_bits", range(2, 9))

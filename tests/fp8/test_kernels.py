@@ -9,12 +9,18 @@ import fp8
 from fp8 import RECIPES, Cast, casting, kernels
 from fp8.casting import spec_of
 from fp8.kernels import KERNELS, kernel_of, store, swizzled
-from fp8.native import _pairs as pairs_of
+from fp8.matmul import casts_of
 from tests.fp8.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
 from tests.fp8.test_matmul import randn
 
 TILED = ["block", "mxfp8", "nvfp4"]
 SHAPES = [(16, 32), (5, 48), (130, 600), (257, 16), (300, 130)]
+
+
+def pairs_of(recipe: fp8.Recipe) -> tuple[tuple[casting.Spec, casting.Spec], ...]:
+    """The specs of the two operands of each of the three products."""
+    casts = casts_of(recipe)
+    return tuple(casts)[0:2], tuple(casts)[2:4], tuple(casts)[4:6]
 
 
 def decode(stored: kernels.Stored, kind: str) -> torch.Tensor:

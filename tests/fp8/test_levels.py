@@ -379,6 +379,8 @@ def test_bad_input_changes_nothing():
     refused(TypeError, "RMSprop", model, torch.optim.RMSprop(model.parameters()))
     refused(TypeError, "Unknown", model, Unknown(model.parameters()))
     refused(TypeError, "nn.Module", "model", optimizer)
+    refused(TypeError, "needs a torch optimizer, got generator", model, model.parameters())
+    refused(ValueError, "unknown opt_level", model, optimizer, ["O1"])
     refused(ValueError, "amsgrad", model, torch.optim.Adam(model.parameters(), amsgrad=True))
     mixed = nn.Sequential(model[0], nn.Linear(2, 2).double())
     refused(TypeError, "float64", mixed, torch.optim.SGD(mixed.parameters()))

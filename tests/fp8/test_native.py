@@ -211,6 +211,24 @@ def test_compiled_in_one_piece():
     assert layer.weight.grad is not None
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    ["block", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TILED[1:])],
+)
+def test_scales_of_tiles_compile_in_one_piece(recipe, emulated, monkeypatch):
+    """The kernel itself is left out: the emulated one is slow to trace."""
+    layer, x = fp8.convert(nn.Linear(128, 256), recipe, backend="native"), randn(45, 128)
+    layer(x).sum().backward()
+
+    def zeros(a: Tensor, b: Tensor, *_, output_dtype: torch.dtype) -> Tensor:
+        return a.new_zeros(a.shape[0], b.shape[1], dtype=output_dtype)
+
+    monkeypatch.setattr(nn.functional, "scaled_mm", zeros)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
 def test_the_report_says_what_is_simulated_or_filled_up_and_why():
     """On the CPU as on a device: what it says there holds here."""
     layer = nn.Linear(32, 16)

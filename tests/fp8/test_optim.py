@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8
 import unit_scaling as uu
-from fp8.optim import Adam, AdamW, state_bytes
+from fp8.optim import SGD, Adam, AdamW, state_bytes
 
 FLOAT32 = {"first_moment": "float32", "second_moment": "float32"}
 BLOCKS = {"first_moment": "e4m3_block", "second_moment": "e5m3_block"}
@@ -208,6 +208,19 @@ def test_compiled_and_eager_keep_the_same_bits(formats):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), -1e30])
+def test_a_compiled_step_is_skipped_where_an_eager_one_is(bad: float):
+    params = parameters()[:1]
+    optimizer = AdamW(params, compile=True)
+    steps(optimizer, params, 1)
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    params[0].grad.view(-1)[77] = bad
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert torch.equal(params[0], before[0][0])
+    assert_same(optimizer.state_dict()["state"], before[1])
+
+
 def test_compiled_by_the_user():
     eager, params = parameters()[:1], parameters()[:1]
     optimizer = AdamW(params)
@@ -323,8 +336,16 @@ def test_types_are_checked():
         AdamW([nn.Parameter(torch.zeros(2, dtype=torch.float64))])
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="dense gradients"):
-        AdamW(embedding.parameters()).step()
+    for optimizer in (AdamW(embedding.parameters()), SGD(embedding.parameters(), lr=0.1)):
+        with pytest.raises(RuntimeError, match="dense gradients"):
+            optimizer.step()
+    for settings, message in (
+        ({"betas": 0.9}, "betas are two numbers, got 0.9"),
+        ({"betas": (0.9,)}, r"betas are two numbers, got \(0.9,\)"),
+        ({"seed": 1.5}, "seed is an int, got 1.5"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            AdamW(parameters(), **settings)
 
 
 @pytest.mark.parametrize(
@@ -343,3 +364,11 @@ def test_bytes(formats, first: float, second: float):
     saved = io.BytesIO()
     torch.save(optimizer.state_dict(), saved)
     assert len(saved.getvalue()) < sum(found.values()) + 10_000
+
+
+def test_bytes_of_a_momentum():
+    weight = nn.Parameter(torch.ones(8, 8))
+    weight.sum().backward()
+    optimizer = SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.step()
+    assert state_bytes(optimizer) == state_bytes(optimizer) | {"first_moment": 256, "master": 0}

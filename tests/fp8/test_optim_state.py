@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8.moments import ENCODINGS, MOMENTS, Stored, decode, scales_for, write, zeros
+from fp8.moments import ENCODINGS, MOMENTS, Stored, decode, scale_for, write, zeros
 from fp8.optim import Adam, AdamW
+from fp8.scaling import scale_of
 
 SHAPES = ((64, 96), (4097,), (5,))
 FLOAT32 = {"first_moment": "float32", "second_moment": "float32", "min_size": 0}
@@ -192,6 +193,16 @@ def _of_amsgrad(params):
     return run(torch.optim.AdamW, amsgrad=True)[1].state_dict()
 
 
+def _of_a_negative_rate(params):
+    state = run(AdamW)[1].state_dict()
+    state["param_groups"][0]["lr"] = -1.0
+    return state
+
+
+def _of_nothing(params):
+    return run(AdamW)[1].state_dict() | {"state": {0: {}}}
+
+
 def _of_another_model(params):
     state = run(AdamW)[1].state_dict()
     state["state"][0], state["state"][1] = state["state"][1], state["state"][0]
@@ -203,6 +214,8 @@ def _of_another_model(params):
     [
         (_of_sgd, "momentum_buffer is not part of the state of Adam"),
         (_of_amsgrad, "amsgrad"),
+        (_of_a_negative_rate, "lr must be finite and not negative, got -1.0"),
+        (_of_nothing, "has no step: it is not that of Adam"),
         (_of_another_model, r"shape \(4097,\), its parameter \(64, 96\): this is the state of an"),
     ],
 )
@@ -223,10 +236,10 @@ def test_what_does_not_fit_changes_nothing(saved, message: str):
 def encoded(x: Tensor, name: str, away: bool = False) -> Tensor:
     encoding = ENCODINGS[name]
     stored = zeros(len(x), encoding, x.device)
-    (scale,) = scales_for(x.abs().amax()[None], encoding)
-    write(x, stored, encoding, scale, away=away)
+    scale = scale_for(float(x.abs().amax()), encoding)
     if scale is not None:
-        stored.scale.copy_(scale)
+        stored.scale.fill_(scale)
+    write(x, stored, encoding, stored.scale, away=away)
     return decode(stored)
 
 
@@ -252,6 +265,18 @@ def test_first_moments_are_no_larger_than_half_a_unit_above_themselves(name: str
     y = encoded(x, name)
     assert (y.abs() <= x.abs() * (1 + 2.0 ** -(ENCODINGS[name].format.mantissa_bits + 1))).all()
     assert (y * x >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "float16"])
+def test_scales_are_those_of_the_rule_up(name: str):
+    """On the host as in tensors: at each power of two and at the format's largest value times it,
+    beside these, and for zero, Inf and NaN."""
+    format = ENCODINGS[name].format
+    powers = 2.0 ** torch.arange(-149.0, 128)
+    x = torch.cat([powers, powers * format.max, torch.tensor([0.0, float("inf"), float("nan")])])
+    x = torch.cat([x, x.nextafter(torch.tensor(0.0)), x.nextafter(torch.tensor(float("inf")))])
+    expected = scale_of(x[:, None], (-1,), format, "up").flatten().tolist()
+    assert [scale_for(amax, ENCODINGS[name]) for amax in x.tolist()] == expected
 
 
 def test_every_code_of_e5m3_is_its_own_number():
@@ -284,6 +309,6 @@ def test_e4m3_compiled_is_e4m3():
     x = patterns.view(torch.bfloat16).float()
     x = torch.cat([x[x.isfinite()], torch.tensor([2**-6 - 2**-30, 464.0, -464.0, 448.1])])
     expected, found = (zeros(len(x), ENCODINGS["e4m3"], x.device) for _ in range(2))
-    write(x, expected, ENCODINGS["e4m3"], None)
-    torch.compile(write, fullgraph=True)(x, found, ENCODINGS["e4m3"], None)
+    write(x, expected, ENCODINGS["e4m3"], expected.scale)
+    torch.compile(write, fullgraph=True)(x, found, ENCODINGS["e4m3"], found.scale)
     assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -308,3 +309,40 @@ def test_a_converted_layer():
     assert isinstance(layer.weight, ScaledTensor)
     assert layer.weight.dtype == torch.bfloat16
     assert torch.equal(layer.weight.dequantize(torch.float32), weight().dequantize())
+
+
+def test_data_is_stored_anew():
+    """Initializers, averages of weights and merged adapters assign to ``.data``."""
+    (model, _), numbers = fp8.initialize(nn.Sequential(nn.Linear(16, 32))), torch.randn(32, 16)
+    weight = model[0].weight
+    writes = weight.writes[0]
+    weight.data = numbers
+    assert torch.equal(weight.dequantize(), scaled(numbers, "fp16").dequantize())
+    assert weight.writes[0] > writes
+    weight.data = numbers.mT.bfloat16()
+    assert (weight.shape, weight.dtype) == ((16, 32), torch.bfloat16)
+    assert torch.equal(weight.dequantize(), numbers.mT.bfloat16())
+    assert weight is model[0].weight
+    assert not weight.data.requires_grad
+
+
+def test_memory_is_shared_with_other_processes():
+    model, _ = fp8.initialize(nn.Sequential(nn.Linear(16, 32)))
+    before = model[0].weight.dequantize()
+    model.share_memory()
+    assert model[0].weight.is_shared()
+    assert torch.equal(model[0].weight.dequantize(), before)
+
+
+def test_arrays_and_lists():
+    x = scaled(torch.randn(4, 8), "e4m3")
+    assert torch.equal(torch.from_numpy(x.numpy()), x.dequantize())
+    assert x.tolist() == x.dequantize().tolist()
+
+
+@pytest.mark.parametrize("format", STORED)
+def test_plain_pickle(format):
+    x = scaled(torch.randn(4, 8), format)
+    y = pickle.loads(pickle.dumps(x))
+    assert (y.format, y.dtype) == (x.format, x.dtype)
+    assert torch.equal(y.dequantize(), x.dequantize())

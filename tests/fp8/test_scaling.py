@@ -147,19 +147,19 @@ def test_a_row_with_an_inf_does_not_touch_the_others():
 
 @pytest.mark.parametrize("size", [2, 16, 128])
 def test_a_rotation_is_orthogonal_and_sylvester_s(size):
-    from fp8.casting import _rotated
+    from fp8.casting import rotated
 
-    turned = _rotated(torch.eye(size, dtype=torch.float64), size, -2)
+    turned = rotated(torch.eye(size, dtype=torch.float64), size, -2)
     torch.testing.assert_close(turned, reference.rotation(size))
     torch.testing.assert_close(turned @ turned.mT, torch.eye(size, dtype=torch.float64))
     x = randn(3, size + 1).double()
-    assert _rotated(x, size, -1).shape == (3, 2 * size)
-    torch.testing.assert_close(_rotated(x, size, -1), _rotated(x.mT, size, -2).mT)
+    assert rotated(x, size, -1).shape == (3, 2 * size)
+    torch.testing.assert_close(rotated(x, size, -1), rotated(x.mT, size, -2).mT)
 
 
 def test_a_rotation_leaves_the_product_as_it_is():
-    from fp8.casting import _rotated
+    from fp8.casting import rotated
 
     a, b = randn(20, 7).double(), randn(20, 5, seed=1).double()
-    product = _rotated(a, 16, -2).mT @ _rotated(b, 16, -2)
+    product = rotated(a, 16, -2).mT @ rotated(b, 16, -2)
     torch.testing.assert_close(product, a.mT @ b)

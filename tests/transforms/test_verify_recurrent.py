@@ -25,3 +25,11 @@ def test_kernels_that_cannot_be_seen_through_are_noted():
 
     (note,) = uu.verify(Folded(), torch.randn(4, 4, 4, requires_grad=True)).notes
     assert note == "conv_tbc in the model itself is not measured: call conv1d"
+
+
+def test_products_that_compute_a_weight_are_none_of_the_models():
+    """The power iteration of a spectral norm multiplies the weight, which is then divided by it."""
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+    result = uu.verify(uu.transforms.unit_scale(layer), torch.randn(64, 32))
+    assert {row.call for row in result} == {"linear"}
+    assert result.share("weight") == 1

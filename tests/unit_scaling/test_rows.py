@@ -325,3 +325,29 @@ def test_transform_scales_a_convolutional_network():
     model(torch.randn(32, 3, 16, 16))
     assert not uu.report(model).left_alone
     assert all(1 / 2 < rms < 2 for rms in seen), seen
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_take_what_torch_hands_on(name: str):
+    """torch.nn.functional hands all of its arguments on by name, defaults too, as out=None."""
+    op = OPS[name]
+    for function in op.replaces:
+        if getattr(function, "__module__", "") != "torch.nn.functional":
+            continue
+        given = inspect.signature(function).parameters.values()
+        needed = [None for p in given if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        defaults = {p.name: p.default for p in given if p.default is not p.empty}
+        bound = op.bind(needed, defaults, function)
+        assert bound.keys() <= inspect.signature(op.fn).parameters.keys()
+
+
+def test_wrong_operands_are_named():
+    a = torch.randn(3, 3)
+    with pytest.raises(TypeError, match="a tuple of the others"):
+        U.einsum("ij,jk,kl->il", a, a, a)
+    with pytest.raises(TypeError, match="takes an equation"):
+        U.einsum(a, [0, 1], a)
+    with pytest.raises(ValueError, match=r"weight of shape \(out, in\), got \(3,\)"):
+        U.linear(a, a[0])
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        U.softmax(a, 5)

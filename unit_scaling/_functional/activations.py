@@ -133,7 +133,7 @@ def softmax_scales(
 
     The gradient: between n/mult and sqrt(n/mult) (u-muP, arXiv 2407.17465, appendix B).
     """
-    size = input.shape[_softmax_dim(input, dim)] if input.dim() else 1
+    size = input.size(_softmax_dim(input, dim)) if input.dim() else 1
     if size == 0:
         return tie(constraint, output=1.0, input=1.0)
     alpha = 1 / (1 + 4 / mult**2)

@@ -38,6 +38,15 @@ def _sizes(terms: Sequence[str], operands: Sequence[Tensor]) -> dict[str, int]:
     return sizes
 
 
+def _operands(equation: str, left: Tensor, right: Tensor | None, more: Any) -> list[Tensor]:
+    if not isinstance(equation, str) or isinstance(more, Tensor):
+        raise TypeError(
+            "unit-scaled einsum takes an equation, two operands and a tuple of the others: "
+            "einsum('ij,jk,kl', a, b, (c,))"
+        )
+    return [left, *([] if right is None else [right]), *more]
+
+
 def einsum_scales(
     equation: str,
     left: Tensor,
@@ -49,7 +58,7 @@ def einsum_scales(
 
     A dimension of size 1 that is broadcast counts as one it does not have.
     """
-    operands = [left, *([] if right is None else [right]), *more]
+    operands = _operands(equation, left, right, more)
     return _factors(*_letters(equation.replace(" ", ""), operands), operands, constraint)
 
 
@@ -135,9 +144,10 @@ def einsum(
     equation: as in `torch.einsum`, with or without "..." and "->". Two operands are multiplied by
     one (batched) matrix product, more of them two at a time from the left, so that a constraint
     between two operands does not exist for them: any other than None is "to_output_scale".
-    Raises ValueError where the equation does not fit the operands.
+    Raises ValueError where the equation does not fit the operands, TypeError where it is no string
+    or ``more`` no sequence.
     """
-    operands = [left, *([] if right is None else [right]), *more]
+    operands = _operands(equation, left, right, more)
     terms, output = _letters(equation.replace(" ", ""), operands)
     equation = f"{','.join(terms)}->{output}"
     if len(operands) > 2:

@@ -39,6 +39,8 @@ def linear_scales(
     weight_grad_mult: float = 1.0,
 ) -> Scales:
     """1/sqrt of what each product sums over: fan-in, fan-out, and the rows of the input."""
+    if weight.dim() != 2:
+        raise ValueError(f"linear needs a weight of shape (out, in), got {tuple(weight.shape)}")
     fan_out, fan_in = weight.shape
     grad = row_scale(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
     tied = tie(

@@ -28,9 +28,10 @@ __all__ = ["gradient_factors"]
 _NORMS = frozenset(["batch_norm", "instance_norm"])
 _POOLS = frozenset(["max_pool1d", "max_pool2d", "max_pool3d"])
 _ADDS = frozenset(["add", "sub"])
+_KEEPS = TRANSPARENT | frozenset(["pad"])
 _NEAR_ONE = 0.1
 """Energy that is nearer to 1 than this is left to the next bridge: a factor costs a pass."""
-_KNOWN = (_NORMS | _POOLS | _ADDS | ELEMENTWISE | TRANSPARENT | PRODUCTS) - ATTENTION
+_KNOWN = (_NORMS | _POOLS | _ADDS | _KEEPS | ELEMENTWISE | PRODUCTS) - ATTENTION
 
 
 def gradient_factors(flow: Flow, bridges: list[bool], residuals: Residuals) -> dict[int, float]:
@@ -90,6 +91,8 @@ class _Growth:
             return gain * math.prod(back**2 for slot, _, back in weights if slot == i.slot)
         if node.kind in _ADDS:
             return gain / len(self.flow.sources[index])
+        if node.kind == "pad":
+            gain *= node.numel / i.numel  # what the padding collects is lost
         mean = self.means[i.node]
         if node.kind not in _KNOWN or len(self.flow.sources[index]) > 1 or mean >= 1:
             return math.nan

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
-from fp8.subclass import Gained, gain
+from fp8.subclass import Gained, check_not_scripted, gain
 
 from ..parameter import TaggedModule
 
@@ -111,9 +110,7 @@ def install(model: nn.Module, scope: Scope) -> None:
     for path, module in unwrapped(model).named_modules():
         if unwrapped(module) is not module:
             continue  # what torch.compile wrapped is a module of its own, further down
-        if isinstance(module, torch.jit.ScriptModule):
-            name = path or type(module).__name__
-            raise TypeError(f"{name!r} is a TorchScript module: transform it before scripting it")
+        check_not_scripted(path, module)
         gain(module, _Transformed)
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]

@@ -101,9 +101,9 @@ def _scaled(value: Any, slot: Slot, fwd: float, bwd: float) -> Any:
 _OPERATORS = tuple(
     (function, kind)
     for function, kind in KINDS.items()
-    if isinstance(function, FunctionType) and hasattr(function, "__wrapped__")
+    if isinstance(function, FunctionType) and function.__qualname__.startswith("Tensor")
 )
-"""The operators of Tensor that are written in Python (``**``, ``1 - x``, ``1 / x``).
+"""The methods of Tensor that are written in Python (``**``, ``1 - x``, ``1 / x``, ``x.norm()``).
 
 The compiler of torch 2.13 knows them by identity, but does not find them in a dict.
 """

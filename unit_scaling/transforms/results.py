@@ -52,9 +52,13 @@ class Results:
 
     def is_logged(self, index: int) -> bool:
         """Whether a logarithm is taken of a result, kept from 0 at most."""
-        guarded = TRANSPARENT | {"add", "clamp"}
-        readers = [(reader, self.flow.nodes[reader].kind) for reader in self.flow.readers[index]]
-        return any(
-            kind.startswith("log") or (kind in guarded and self.is_logged(reader))
-            for reader, kind in readers
-        )
+        kinds = [node.kind for node in self.flow.nodes]
+        seen, todo = {index}, [index]
+        while todo:
+            new = set(self.flow.readers[todo.pop()]) - seen
+            if any(kinds[i].startswith("log") for i in new):
+                return True
+            new = {i for i in new if kinds[i] in TRANSPARENT | {"add", "clamp"}}
+            seen |= new
+            todo += new
+        return False

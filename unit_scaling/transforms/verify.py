@@ -24,6 +24,7 @@ from .observe import find_loss, plain
 from .record import tensors_in
 from .rows import as_csv, as_json
 from .watch import Watch
+from .weights import parametrizations
 
 __all__ = ["RANGES", "Measurement", "Verification", "verify"]
 
@@ -136,8 +137,8 @@ def verify(
     attention: each operand, the output, and the gradient of each. A gradient of an operand is what
     leaves this call towards it, its factor included and the weight of a residual branch (which is
     put on where the branch leaves the skip connection) not; the gradient of the output is what
-    arrives there. Biases, masks, integer and empty tensors have no row, and neither has a gradient
-    that is not computed.
+    arrives there. Biases, masks, integer and empty tensors have no row, nor have products within a
+    parametrization, nor a gradient that is not computed.
 
     The step is made by a copy of the model, in the model's mode (training or evaluation), eagerly:
     the model, its gradients, buffers and the random state stay as they are. Of a recurrent layer,
@@ -164,7 +165,7 @@ def verify(
         )
     twin = copy.deepcopy(model)
     twin.zero_grad()
-    watch = Watch({id(p): name for name, p in twin.named_parameters()})
+    watch = Watch({id(p): name for name, p in twin.named_parameters()}, parametrizations(twin))
     install(twin, watch)
     devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), torch.enable_grad():

@@ -91,13 +91,17 @@ class _Origin:
 
 
 class Watch(Observer):
-    """Measures one call of a model. parameters: names by id. notes: what could not be measured."""
+    """Measures one call of a model. parameters: names by id. notes: what could not be measured.
 
-    def __init__(self, parameters: dict[int, str]) -> None:
+    computing: the paths of modules that compute a weight; their products are none of the model's.
+    """
+
+    def __init__(self, parameters: dict[int, str], computing: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.active = True
         self.notes: list[str] = []
         self._parameters = parameters
+        self._computing = computing
         self._products: list[_Product] = []
         self._origins = WeakTensorKeyDictionary()
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -118,6 +122,7 @@ class Watch(Observer):
     ) -> Any:
         kind = KINDS.get(function, getattr(function, "__name__", ""))
         product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | _EMBEDDINGS | _UNCAST
+        product = product and self.path[-1] not in self._computing
         place = self.path[-1] or "the model itself"
         if kind in RECURRENT:
             self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")

@@ -152,10 +152,13 @@ def _zero_bias(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: l
 
 @torch.no_grad()
 def _unit_gain(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[Row]) -> None:
-    """A gain that starts as small as 1e-6 everywhere starts at 1, so that its branch has values."""
+    """A gain that starts as small as 1e-6 everywhere, or as noise (some libraries draw those of
+    batch norms as they draw weights), starts at RMS 1, so that its branch has values.
+    """
     if init != "unit" or parameter.is_meta or parameter.dim() != 1 or parameter.numel() < 2:
         return
-    low, high = abs(parameter.min().item()), abs(parameter.max().item())
-    if low == high and not 0.5 <= low <= 2 and 0 < low < math.inf:
-        parameter.div_(low)
-        rows.append(Row(path, leaf, "unit scale", f"a gain, divided by {low:.4g}"))
+    rms = parameter.double().square().mean().sqrt().item()
+    same = bool(parameter.abs().min() == parameter.abs().max())
+    if 0 < rms < 0.5 or (same and 2 < rms < math.inf):
+        parameter.div_(rms)
+        rows.append(Row(path, leaf, "unit scale", f"a gain, divided by {rms:.4g}"))

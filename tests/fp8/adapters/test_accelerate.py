@@ -390,6 +390,15 @@ def test_layers_of_another_library_and_a_level(te, backend):
         accelerate.prepare(accelerator, Model(), **options, opt_level="O3")
 
 
+@pytest.mark.parametrize("optimizer", [adam, lambda m: torch.optim.RMSprop(m.parameters())])
+def test_a_level_that_cannot_be_changes_nothing(optimizer):
+    model = Model()
+    level = "O4" if optimizer is adam else "O2"
+    with pytest.raises((TypeError, ValueError), match=r"unknown opt_level 'O4'|RMSprop"):
+        accelerate.prepare(library.Accelerator(cpu=True), model, optimizer(model), opt_level=level)
+    assert {row.done for row in fp8.report(model)} == {"left alone"}
+
+
 def test_layers_by_name():
     accelerator = library.Accelerator(cpu=True)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2)]

@@ -1,0 +1,56 @@
+"""What is asked of a tensor that is two tensors, and has no memory of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Parts"]
+
+
+class Parts(Tensor):
+    """A tensor whose numbers are those of ``stored``, times ``scale``."""
+
+    stored: Tensor
+    scale: Tensor
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The numbers as a plain tensor of ``dtype``, by default its own. No gradient flows."""
+        numbers = self.stored.detach().to(torch.float32) * self.scale
+        return numbers.to(self.dtype if dtype is None else dtype)
+
+    def _write(self, numbers: Tensor) -> Any:
+        raise NotImplementedError
+
+    @property
+    def data(self) -> Any:
+        """As of any tensor: an alias without gradient. Set, the numbers are stored anew, and shape
+        and dtype are those of what was given."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        if (self.stored.shape, self.stored.device) != (new.shape, new.device):
+            self.stored = self.stored.new_empty(new.shape, device=new.device)
+            self.scale = self.scale.to(new.device)
+        with torch.no_grad():
+            self._write(new.detach().to(torch.float32))
+
+    def share_memory_(self) -> Any:
+        """Moves both tensors to shared memory."""
+        self.stored.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.stored.is_shared()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The numbers, as an array of their own."""
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.dequantize().tolist()

@@ -1,0 +1,192 @@
+"""Both ends of a model: what it is called with, and what comes after its last product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unit_scaling as uu
+import unit_scaling.functional as U
+from tests.transforms.models import Net
+from unit_scaling.transforms import unit_scale
+
+WIDTH = 32
+Function = Callable[[Net, Tensor], Tensor]
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def model(fn: Function) -> nn.Module:
+    torch.manual_seed(0)
+    return unit_scale(Net(fn, a=linear(), b=linear()))
+
+
+def rows(net: nn.Module) -> dict[str, str]:
+    return {row.call: f"{row.done}: {row.why}" for row in uu.report(net) if not row.path}
+
+
+# Results
+
+RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softmax": lambda y: y.softmax(-1),
+    "deviation": lambda y: torch.exp(0.5 * y),
+    "pixels": lambda y: (torch.tanh(y) + 1) / 2,
+    "direction": lambda y: F.normalize(y, dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_keep_their_values(name: str) -> None:
+    """The gradient alone is scaled: by one factor, as that of an op without constraint."""
+    result = RESULTS[name]
+    ours = model(lambda m, x: result(m.b(F.relu(m.a(x)))))
+    logits = model(lambda m, x: m.b(F.relu(m.a(x))))
+    x = torch.randn(64, WIDTH)
+    y, plain = ours(x), result(logits(x))
+    torch.testing.assert_close(y, plain)
+    cotangent = torch.randn(y.shape)
+    mine, theirs = (
+        torch.autograd.grad(z, net.b.weight, cotangent)[0]
+        for z, net in ((y, ours), (plain, logits))
+    )
+    torch.testing.assert_close(F.cosine_similarity(mine, theirs, 0), torch.ones(WIDTH))
+    assert "keeps its values" in str(rows(ours))
+
+
+def test_probabilities_go_into_their_loss() -> None:
+    ours = model(lambda m, x: F.binary_cross_entropy(torch.sigmoid(m.b(m.a(x))), x))
+    assert ours(torch.rand(8, WIDTH)).item() == pytest.approx(0.7, abs=0.1)
+
+
+def test_a_probability_whose_logarithm_is_taken_keeps_its_gradient() -> None:
+    """The logarithm undoes what the softmax does to it: as log_softmax, which has a factor."""
+    by_hand = model(lambda m, x: torch.log(m.b(m.a(x)).softmax(-1) + 1e-9))
+    y = by_hand(torch.randn(64, WIDTH))
+    y.backward(torch.randn(y.shape))
+    assert 1 / 4 < by_hand.b.weight.grad.square().mean().sqrt() < 4
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda m, x: m.b(torch.sigmoid(m.a(x))),
+        lambda m, x: m.b(x) * torch.sigmoid(m.a(x)),
+        lambda m, x: x + m.b(torch.sigmoid(m.a(x))),
+    ],
+    ids=["product", "gate", "residual"],
+)
+def test_what_goes_on_is_no_result(fn: Function) -> None:
+    ours = model(fn)
+    ours(torch.randn(8, WIDTH))
+    assert "keeps its values" not in str(rows(ours))
+
+
+# What a model is called with
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda x: x / 255,
+        lambda x: 2 * (x / 255) - 1,
+        lambda x: (x - 127.5) / 127.5,
+        lambda x: x + x,
+    ],
+)
+def test_what_is_done_to_the_input_stays(prepare: Callable[[Tensor], Tensor]) -> None:
+    """It is data: no number is taken out of it, as no operation before has made its scale 1."""
+    ours = model(lambda m, x: m.a(prepare(x)))
+    x = torch.rand(8, WIDTH) * 255
+    torch.testing.assert_close(ours(x), U.linear(prepare(x), ours.a.weight))
+
+
+def test_the_input_as_target_is_no_second_path() -> None:
+    """An autoencoder with its loss inside: its last layer is the readout, its path the only one."""
+    ours = model(lambda m, x: F.mse_loss(m.b(torch.tanh(m.a(x))), x))
+    x = torch.randn(8, WIDTH)
+    ours(x)
+    why = {row.path: row.why for row in uu.report(ours) if row.call == "linear"}
+    assert why["b"] == "readout: 1/fan_in"
+    assert "only path" in rows(ours)["tanh"]
+
+
+def test_an_input_that_wants_a_gradient_is_a_path() -> None:
+    """Then its gradient is that of what is computed; the values are the same either way."""
+    ours = model(lambda m, x: m.b(torch.tanh(m.a(x))) * x).double()
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    values = ours(x)
+    x.requires_grad_()
+    torch.testing.assert_close(ours(x), values)
+    torch.autograd.gradcheck(ours, x, fast_mode=True)
+
+
+# Calls that need no rule
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda y: y + torch.zeros_like(y),
+        lambda y: y + y.new_zeros(y.shape),
+        lambda y: y * torch.randn_like(y),
+        lambda y: y - y.amax(-1, keepdim=True).detach(),
+        lambda y: torch.view_as_real(torch.view_as_complex(y.view(-1, 2))),
+        lambda y: torch.broadcast_tensors(y, y[:1])[0],
+    ],
+)
+def test_calls_that_need_no_rule_are_not_left_alone(call: Callable[[Tensor], Tensor]) -> None:
+    ours = model(lambda m, x: call(m.a(x)))
+    ours(torch.randn(8, WIDTH))
+    assert not uu.report(ours).left_alone
+
+
+def test_methods_of_tensor_that_are_written_in_python_are_compiled() -> None:
+    """The compiler does not find `Tensor.norm` in a dict of functions."""
+    torch.compiler.reset()
+    ours = model(lambda m, x: m.b(m.a(x) / m.a(x).norm(dim=-1, keepdim=True)))
+    x = torch.randn(8, WIDTH)
+    torch.testing.assert_close(torch.compile(ours, backend="eager")(x), ours(x))
+
+
+# Functions that cannot be copied or seen
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x * torch.erf(x)
+
+
+class Scripted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scripted(x)
+
+
+def test_a_torchscript_function_is_reported_by_name() -> None:
+    ours = unit_scale(nn.Sequential(linear(), Scripted(), linear()))
+    (row,) = uu.report(ours).left_alone
+    assert (row.path, row.call) == ("1", "scripted")
+
+
+@pytest.mark.parametrize("default", [True, False], ids=["default", "closure"])
+def test_a_function_that_holds_a_part_is_refused(default: bool) -> None:
+    """minGPT's ``self.mlpf = lambda x: ...``: a copy would run and train the original's layers."""
+    net = nn.Sequential(linear())
+    part = net[0]
+    net.apply_part = (lambda x, m=part: m(x)) if default else (lambda x: part(x))
+    with pytest.raises(TypeError, match=r"'apply_part' .* make it a method"):
+        unit_scale(net)
+
+
+def test_a_torchscript_function_as_attribute_is_refused() -> None:
+    net = nn.Sequential(linear())
+    net.activation = scripted
+    with pytest.raises(TypeError, match="'activation' is a TorchScript function"):
+        unit_scale(net)
