@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -96,7 +97,7 @@ def _scripted(model: nn.Module) -> list[Row]:
     """Rows for the TorchScript functions that a forward names: nothing sees what they call."""
     rows = []
     for path, module in model.named_modules():
-        forward = bare_class(module).forward
+        forward = inspect.getattr_static(bare_class(module), "forward", None)
         if not isinstance(forward, FunctionType):
             continue
         for name in forward.__code__.co_names:
