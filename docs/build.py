@@ -55,6 +55,7 @@ NAMESPACES = {
     "torch.sparse": torch.sparse,
     "operator": operator,
     "fp8.layer_norm2d": fp8.layer_norm2d,
+    "torch.ops.higher_order": torch.ops.higher_order,
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,7 +13,7 @@ from .matmul import active_recipe, histories, to_autocast_dtype
 from .recipe import Recipe
 from .tally import product_name
 
-__all__ = ["attention"]
+__all__ = ["attention", "flex_attention"]
 
 
 def attention(
@@ -36,15 +39,54 @@ def attention(
     value along S, the gradient along V.
     """
     recipe = recipe or active_recipe()
-    of_grad, name = None, product_name("attention")
-    if recipe is not None:
-        cast = recipe.input
-        *of, of_grad = histories(recipe, "attention", query, cast, cast, cast, recipe.grad)
-        query = cast_forward(query, cast, -1, of[0], name, "query")
-        key = cast_forward(key, cast, -1, of[1], name, "key")
-        value = cast_forward(value, cast, -2, of[2], name, "value")
-    query, key, value, attn_mask = to_autocast_dtype(query, key, value, attn_mask)
-    y = torch.ops.aten.scaled_dot_product_attention.default(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
+        return torch.ops.aten.scaled_dot_product_attention.default(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    (y,) = _cast_around(recipe, lambda *operands: (kernel(*operands),), query, key, value)
+    return y
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    recipe: Recipe | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    """What `torch.nn.attention.flex_attention` ends in, with operands cast as `attention` does.
+
+    query (B, H, L, E), key (B, K, S, E), value (B, K, S, V); the other arguments are torch's.
+    Returns the output (B, H, L, V) and statistics of its rows.
+    """
+    kernel = torch.ops.higher_order.flex_attention
+    return _cast_around(
+        recipe or active_recipe(),
+        lambda *operands: kernel(*operands, *args, **kwargs),
+        query,
+        key,
+        value,
     )
-    return cast_backward(y, recipe.grad, -1, of_grad, name) if recipe is not None else y
+
+
+def _cast_around(
+    recipe: Recipe | None,
+    kernel: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, ...]:
+    """A kernel of cast operands, and the cast of the gradient of the first of its results."""
+    if recipe is None:
+        return kernel(query, key, value)
+    name, cast = product_name("attention"), recipe.input
+    *of, of_grad = histories(recipe, "attention", query, cast, cast, cast, recipe.grad)
+    query = cast_forward(query, cast, -1, of[0], name, "query")
+    key = cast_forward(key, cast, -1, of[1], name, "key")
+    value = cast_forward(value, cast, -2, of[2], name, "value")
+    y, *rest = kernel(query, key, value)
+    return cast_backward(y, recipe.grad, -1, of_grad, name), *rest

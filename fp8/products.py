@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import matmul
-from .attention import attention
+from .attention import attention, flex_attention
 from .casting import cast_backward, cast_forward, is_whole
 from .convolution import conv, conv_transpose
 from .einsum import as_equation, einsum, sums_products
@@ -53,7 +53,7 @@ def _floating(*values: object) -> bool:
     return True
 
 
-def _layer(function: Callable[..., Tensor]) -> Handler:
+def _layer(function: Callable[..., Any]) -> Handler:
     """For functions with torch's own signature that find the open block themselves."""
 
     def handler(recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
@@ -277,6 +277,7 @@ PRODUCTS: dict[Callable[..., Any], Handler] = {
     F.conv_transpose2d: _layer(conv_transpose),
     F.conv_transpose3d: _layer(conv_transpose),
     F.scaled_dot_product_attention: _layer(attention),
+    torch.ops.higher_order.flex_attention: _layer(flex_attention),
 }
 """Torch function -> its handler."""
 

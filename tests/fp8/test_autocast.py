@@ -26,7 +26,8 @@ from tests.fp8.test_matmul import randn
 
 
 def test_every_row_of_products_is_here():
-    assert set(CALLS) == set(PRODUCTS)
+    without_gradients_on_cpus = {torch.ops.higher_order.flex_attention}  # see test_products.py
+    assert set(CALLS) == set(PRODUCTS) - without_gradients_on_cpus
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

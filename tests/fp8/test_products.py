@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fp8
 from fp8 import RECIPES
@@ -229,3 +230,25 @@ def test_sparse_products_are_left_alone():
         torch.testing.assert_close(a.to_sparse() @ b, torch.ops.aten.mm.default(a, b))
         with pytest.raises(NotImplementedError, match="sparse"):
             torch.sparse.mm(a.to_sparse(), b)
+
+
+# --- flex_attention, which has no gradients on CPUs
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp8"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention_is_attention(recipe, is_causal, compiled):
+    qkv = [randn(1, 2, 128, 32, seed=seed).detach() for seed in range(3)]
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 2, 128, 128, device="cpu")
+
+    def run(attention, **arguments):
+        with fp8.autocast(recipe):
+            return attention(*qkv, **arguments)
+
+    wanted = run(F.scaled_dot_product_attention, is_causal=is_causal)
+    assert not torch.equal(wanted, F.scaled_dot_product_attention(*qkv, is_causal=is_causal))
+    ours = torch.compile(run, backend="aot_eager") if compiled else run
+    got = ours(flex_attention, block_mask=mask if is_causal else None)
+    torch.testing.assert_close(got, wanted)  # not to the bit: another order of the same sums

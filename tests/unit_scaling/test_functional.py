@@ -63,8 +63,11 @@ def test_signature_is_a_drop_in(name: str):
 
 @pytest.mark.parametrize(
     ("name", "same"),
-    [("mm", "matmul"), ("bmm", "matmul"), ("mv", "matmul"), ("baddbmm", "addmm")]
-    + [("swiglu", "silu_glu")],
+    [
+        *((name, "matmul") for name in ("mm", "bmm", "mv")),
+        ("baddbmm", "addmm"),
+        ("swiglu", "silu_glu"),
+    ],
 )
 def test_other_names(name: str, same: str):
     assert getattr(U, name) is getattr(U, same)
