@@ -282,3 +282,29 @@ def test_a_sum_of_losses_stays_their_sum() -> None:
         head.register_forward_hook(lambda _, __, out: parts.append(F.cross_entropy(out, y)))
     loss = model(x, y)
     torch.testing.assert_close(loss, sum(parts[-4:]))
+
+
+def partial(decay: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    total, totals = v[:, 0], []
+    for t in range(1, k.shape[1]):
+        total = total + v[:, t]
+        totals.append(total)
+    return torch.stack(totals, 1)
+
+
+def scattered(decay: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As mixtures of experts add up: each writes into some of the rows."""
+    total = torch.zeros_like(v)
+    for t in range(k.shape[1]):
+        total[:, t:] += v[:, : k.shape[1] - t]
+    return total
+
+
+@pytest.mark.parametrize("loop", [partial, scattered])
+def test_a_running_sum_in_parts_is_unchanged(loop: Loop) -> None:
+    model, decay = unit(loop)
+    k, v, y, _ = model(torch.randn(BATCH, LENGTH, WIDTH))
+    torch.testing.assert_close(y, loop(decay, k, v), rtol=1e-5, atol=1e-5)
+    (row,) = [row for row in uu.report(model) if "running sum" in row.why]
+    assert row.done == "unchanged"
+    assert not uu.report(model).left_alone

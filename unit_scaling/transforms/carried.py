@@ -8,7 +8,8 @@ own earlier results with no product on the way, therefore compute what they did,
 2. gates: what multiplies the state, up to the products that they are computed from.
 
 A loop around products (a recurrent cell, layers) is a network like any other, and is scaled.
-A running sum of nothing but terms, read at its end alone, is one sum and gets one factor.
+A running sum of nothing but terms, read at its end alone, is one sum and gets one factor; read or
+written in parts (of experts, say), it has none, and its terms keep one weight.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = ["Carried"]
 
 _MULTIPLY = frozenset("mul div lerp addcmul addcdiv".split())
 _ARITHMETIC = ELEMENTWISE - CASTS | _MULTIPLY
+_ADDS = frozenset(["add", "sub"])
 _FORMED = _ARITHMETIC | MOVES
 _SUMS = frozenset("sum norm vector_norm amax cumsum softmax normalize".split())
 _GATES = _FORMED | AVERAGES | _SUMS
@@ -53,7 +55,9 @@ class Carried:
         for cycle in states:
             if not self._is_sum(cycle) and not cycle <= known.keys():
                 loop = len(known)
-                known.update({p: loop for p in self._around(cycle) if p not in known})
+                around = cycle if _is_plain(cycle) else self._around(cycle)
+                known.update({p: loop for p in around if p not in known})
+        self._states = {known[p] for p in known if not _is_plain({p})}
         self._loops = {i: loop for p, loop in known.items() for i in self._members.get(p, ())}
         self._first: dict[int, int] = {}
         for index in sorted(self._loops, reverse=True):
@@ -74,6 +78,8 @@ class Carried:
             return Step(output=(count**-0.5,) * 2), "scaled", f"a running sum of {count} terms"
         if index in self.sums or self._first.get(self._loops[index]) != index:
             return restored, "", ""
+        if self._loops[index] not in self._states:
+            return restored, "unchanged", "a running sum in parts: its terms keep one weight"
         return restored, "left alone", "a state carried through a loop: keeps its values"
 
     def _places(self, calls: Iterable[int], edges: list[list[int]]) -> list[Place]:
@@ -113,6 +119,11 @@ class Carried:
             gates |= new
             todo += new
         return found | gates
+
+
+def _is_plain(places: set[Place]) -> bool:
+    """Whether nothing is done there but adding and moving."""
+    return not {kind for _, kind, _ in places} & (_ARITHMETIC - _ADDS)
 
 
 def _cycles(edges: Mapping[Place, set[Place]]) -> list[set[Place]]:
