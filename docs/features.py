@@ -156,7 +156,7 @@ FEATURES = [
         "Composer",
         "how to use",
         "apply_low_precision_layernorm",
-        ("LowPrecisionLayerNorm", "its Trainer was run by hand beside torch 2.13, not by the tests"),
+        ("LowPrecisionLayerNorm", "its Trainer was run by hand with torch 2.13, not by tests"),
         ("the Trainer's precision", "on the Algorithm and Event classes of its package"),
         "amp is float16, bf16 bfloat16",
         "no effect in fp32 and fp16",

@@ -116,7 +116,7 @@ def _kind(spec: Spec) -> str:
 
 def why_not_device(device: torch.device) -> str:
     """Why ``device`` has no FP8 product at all; "" if it has."""
-    if device.type == "cpu" and torch.__version__ < (2, 12):
+    if device.type == "cpu" and torch.__version__ < "2.12":
         return f"torch {torch.__version__} has no FP8 product for CPUs, 2.12 has"
     if device.type not in ("cpu", "cuda"):
         return f"no FP8 product is known for {device.type}"

@@ -74,7 +74,7 @@ def kernels(
     casts: as in `product`. Where a device has FP8 products and not these, or one fails its proof,
     a warning says so.
     """
-    pairs = (casts[0:2], casts[2:4], casts[4:6])
+    pairs = ((casts[0], casts[1]), (casts[2], casts[3]), (casts[4], casts[5]))
     kinds = proof.kernels(backend, pairs, str(a.device), _name(dtype))
     return kinds if all(fits(a, b, KERNELS[kind].multiple) for kind in kinds) else ()
 

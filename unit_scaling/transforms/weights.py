@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8.report import LEFT_ALONE
-from fp8.subclass import bare_class
+from fp8.subclass import bare_class, check_not_scripted
 
 from ..parameter import remember_tags, tag
 from .steps import Row
@@ -96,6 +96,7 @@ def _scripted(model: nn.Module) -> list[Row]:
     """Rows for the TorchScript functions that a forward names: nothing sees what they call."""
     rows = []
     for path, module in model.named_modules():
+        check_not_scripted(path, module)
         forward = bare_class(module).forward
         if not isinstance(forward, FunctionType):
             continue
