@@ -158,6 +158,11 @@ from ._functional.unary import (
     tanhshrink,
 )
 
+# Other names of the same.
+mm = bmm = mv = matmul
+baddbmm = addmm
+swiglu = silu_glu
+
 __all__ = [
     "abs",
     "adaptive_avg_pool1d",
@@ -174,10 +179,12 @@ __all__ = [
     "avg_pool1d",
     "avg_pool2d",
     "avg_pool3d",
+    "baddbmm",
     "batch_norm",
     "bilinear",
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
+    "bmm",
     "cat",
     "celu",
     "clamp",
@@ -240,8 +247,10 @@ __all__ = [
     "max_pool3d",
     "mean",
     "mish",
+    "mm",
     "mse_loss",
     "mul",
+    "mv",
     "nll_loss",
     "normalize",
     "pow",
@@ -276,6 +285,7 @@ __all__ = [
     "std",
     "sub",
     "sum",
+    "swiglu",
     "tanh",
     "tanhshrink",
     "var",

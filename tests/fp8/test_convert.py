@@ -273,7 +273,7 @@ def test_bad_input() -> None:
         fp8.convert(nn.Linear(2, 2), "int3")
 
 
-@pytest.mark.parametrize("wrap", [weight_norm, orthogonal], ids=str)
+@pytest.mark.parametrize("wrap", [weight_norm, orthogonal], ids=lambda wrap: wrap.__name__)
 def test_a_layer_whose_weight_is_computed(wrap):
     torch.manual_seed(0)
     model, x = nn.Sequential(wrap(nn.Linear(16, 16)), nn.Linear(16, 16)), torch.randn(4, 16)

@@ -61,6 +61,15 @@ def test_signature_is_a_drop_in(name: str):
     assert name in U.__all__
 
 
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [("mm", "matmul"), ("bmm", "matmul"), ("mv", "matmul"), ("baddbmm", "addmm")]
+    + [("swiglu", "silu_glu")],
+)
+def test_other_names(name: str, same: str):
+    assert getattr(U, name) is getattr(U, same)
+
+
 W, B = torch.randn(3, 6, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
 INDICES = torch.tensor([[0, 2], [1, 2]])
 SIGNAL, KERNEL = torch.randn(2, 4, 9, dtype=torch.float64), torch.randn(6, 4, 3).double()
