@@ -167,6 +167,20 @@ def test_of_a_model_with_a_state_its_two_loops_are_left_alone(name: str) -> None
     assert found.verified or name == "Mamba"
 
 
+@torch.no_grad()
+def test_rwkv_continues_from_its_state() -> None:
+    """After a prompt, one position at a time, a loop of one pass each, computes what all do."""
+    model, batch = zoo.build("RWKV")
+    ours, ids = unit_scale(model).eval(), batch["input_ids"][:1]
+    whole = ours(ids).logits
+    result = ours(ids[:, :5], use_cache=True)
+    found = [result.logits]
+    for t in range(5, ids.shape[1]):
+        result = ours(ids[:, t : t + 1], state=result.state, use_cache=True)
+        found.append(result.logits)
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.proves("unit-scaling", "any PyTorch model", how="own")
 def test_the_zoo_says_what_became_of_a_model() -> None:
     found = zoo.examine("OPT")

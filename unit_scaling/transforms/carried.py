@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from .calls import AVERAGES, CASTS, ELEMENTWISE, LINEAR, MOVES
@@ -57,7 +58,7 @@ class Carried:
                 loop = len(known)
                 around = cycle if _is_plain(cycle) else self._around(cycle)
                 known.update({p: loop for p in around if p not in known})
-        self._states = {known[p] for p in known if not _is_plain({p})}
+        self._states = {loop for p, loop in known.items() if not _is_plain({p})}
         self._loops = {i: loop for p, loop in known.items() for i in self._members.get(p, ())}
         self._first: dict[int, int] = {}
         for index in sorted(self._loops, reverse=True):
@@ -75,7 +76,8 @@ class Carried:
         """As a decision of the plan. restored: the step that brings back the call's weights."""
         count = self.sums.get(index, 1)
         if count > 1:
-            return Step(output=(count**-0.5,) * 2), "scaled", f"a running sum of {count} terms"
+            step = replace(restored or Step(), output=(count**-0.5, count**-0.5))
+            return step, "scaled", f"a running sum of {count} terms"
         if index in self.sums or self._first.get(self._loops[index]) != index:
             return restored, "", ""
         if self._loops[index] not in self._states:
