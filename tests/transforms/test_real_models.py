@@ -154,10 +154,31 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["HuBERT", "RWKV"])
-def test_nothing_is_left_alone(name: str) -> None:
-    """A CTC loss with targets one after the other; quotients of exponentials."""
-    assert zoo.examine(name).left_alone == 0
+def test_nothing_is_left_alone() -> None:
+    """A CTC loss with targets one after the other."""
+    assert zoo.examine("HuBERT").left_alone == 0
+
+
+@pytest.mark.parametrize("name", ["RWKV", "Mamba"])
+def test_of_a_model_with_a_state_its_two_loops_are_left_alone(name: str) -> None:
+    """With RWKV's quotients of exponentials, which nothing else could make right."""
+    found = zoo.examine(name)
+    assert found.left_alone == 2
+    assert found.verified or name == "Mamba"
+
+
+@torch.no_grad()
+def test_rwkv_continues_from_its_state() -> None:
+    """After a prompt, one position at a time, a loop of one pass each, computes what all do."""
+    model, batch = zoo.build("RWKV")
+    ours, ids = unit_scale(model).eval(), batch["input_ids"][:1]
+    whole = ours(ids).logits
+    result = ours(ids[:, :5], use_cache=True)
+    found = [result.logits]
+    for t in range(5, ids.shape[1]):
+        result = ours(ids[:, t : t + 1], state=result.state, use_cache=True)
+        found.append(result.logits)
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.proves("unit-scaling", "any PyTorch model", how="own")

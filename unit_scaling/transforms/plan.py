@@ -24,6 +24,7 @@ import torch
 
 from ..ops import OPS, find_op
 from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
+from .carried import Carried
 from .flow import Flow
 from .growth import gradient_factors
 from .record import Graph, Node, sees_the_past
@@ -71,6 +72,8 @@ class _Planner:
                 flow, lambda node: find_op(node.function) is not None, settings.settled.units
             )
             self.residuals = find_residuals(flow, settings.residual)
+        self.carried = Carried(flow, self.residuals.adds, settings.settled.carried)
+        self.units = self.carried.spared(self.units)
         units = [unit.calls for unit in self.units.values()]
         closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
         self.bridges = flow.bridges(units, closed)
@@ -135,6 +138,8 @@ class _Planner:
             return self._preserve(node, kind)
         if node.computed:
             return self._weight(node, kind)
+        if index in self.carried:
+            return self.carried.decide(index, self._restored(node))
         if index in self.within:
             return self._unit(index, node)
         if index in self.residuals.adds:

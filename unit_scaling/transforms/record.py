@@ -28,6 +28,7 @@ __all__ = [
     "Graph",
     "Input",
     "Node",
+    "Place",
     "Recorder",
     "Slot",
     "replaced",
@@ -40,6 +41,11 @@ Slot = tuple[int | str, ...]
 
 Key = tuple[str, str, int]
 """(module path, kind, how many of that kind came before it in that module)."""
+
+Place = tuple[str, str, tuple[tuple[str, int, int], ...]]
+"""(module path, kind, what makes the call): the same at each pass of a loop. The last is for each
+function that is running within the module: its file, its line there, the place in its bytecode.
+"""
 
 MASKING = -1e4
 """A term below this is a mask, not a value: half of them are -inf, the others as low as fits."""
@@ -65,7 +71,7 @@ class Node:
     path: of the module that runs. live: whether it depends on a parameter or a floating-point
     input. computed: whether it depends on parameters only. rms: of the values, where it is
     computed. wanted: whether it is an input that requires a gradient. where: file and line of the
-    call. inside: the autograd function that makes the call.
+    call. site: as in `Place`. inside: the autograd function that makes the call.
     """
 
     key: Key | None
@@ -85,6 +91,7 @@ class Node:
     rms: float = 1.0
     where: str = ""
     inside: str = ""
+    site: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -94,6 +101,11 @@ class Node:
     def kind(self) -> str:
         """As in `transforms.calls`; "" for what is not in it."""
         return self.key[1] if self.key is not None else ""
+
+    @property
+    def place(self) -> Place:
+        """What is the same at each pass of a loop."""
+        return self.path, self.kind or self.name, self.site
 
 
 @dataclass
@@ -210,7 +222,7 @@ class Recorder(TorchFunctionMode):
             self._counts[path, kind] += 1
         name = getattr(function, "__name__", str(function))
         node = Node(key, name, path, function, inputs, args, kwargs)
-        node.where, node.inside = _site()
+        node.where, node.inside, node.site = _site()
         sources = [self.graph.nodes[i.node] for i in inputs]
         node.computed = _computed(node.kind, sources)
         if path in self._parametrizations:
@@ -314,13 +326,14 @@ _FUNCTION = str(Path(torch.autograd.function.__file__))
 _CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
 
 
-def _site() -> tuple[str, str]:
-    """(file and line that make the call that is running, the autograd function around it or "").
+def _site() -> tuple[str, str, tuple[tuple[str, int, int], ...]]:
+    """(file and line that make the call that is running, the autograd function around it or "",
+    the site of `Place`).
 
     Raises ValueError where `torch.utils.checkpoint` runs a function that is no module: it would be
     run again in the backward pass where no plan is in force.
     """
-    frame, where, inside = inspect.currentframe(), "", ""
+    frame, where, inside, site = inspect.currentframe(), "", "", []
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _INSTALL:
@@ -334,5 +347,7 @@ def _site() -> tuple[str, str]:
             )
         if not where and not file.startswith((*_OURS, _TORCH)):
             where = f"{file}:{frame.f_lineno}"
+        if not file.startswith(_OURS):
+            site.append((file, frame.f_code.co_firstlineno, frame.f_lasti))
         frame = frame.f_back
-    return where, inside
+    return where, inside, tuple(site)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8.report import LEFT_ALONE
 
-from .record import Key, Slot
+from .record import Key, Place, Slot
 
 __all__ = ["Plan", "Row", "Scaling", "Settings", "Settled", "Step", "with_slots"]
 
@@ -67,10 +67,12 @@ class Settled:
 
     keys: attention call -> (the number of keys it is scaled for, whether each query sees only the
     keys before it). units: last call of a unit -> factors of its output and of its gradient.
+    carried: as in `transforms.carried`.
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
     units: dict[Key, tuple[float, float]] = field(default_factory=dict)
+    carried: dict[Place, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
