@@ -43,13 +43,16 @@ def is_inference_graph() -> bool:
     return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
+_LOSES_GRADIENTS = torch.__version__ < "2.12"
+
+
 def own(output: Tensor) -> Tensor:
     """``output``, which an autograd function's forward has changed in place, as it can be returned.
 
-    Itself in eager code, a copy in a graph, where it is fused away: torch 2.11 compiles such a
-    function to one whose gradient is zero.
+    Itself, or in a graph of torch 2.11 a copy: that version compiles such a function to one whose
+    gradient is zero.
     """
-    return output.clone() if torch.compiler.is_compiling() else output
+    return output.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else output
 
 
 def is_plain(ctx: Any) -> bool:
