@@ -9,6 +9,8 @@ import sys
 BENCHMARKS = (
     "quantize",
     "ops",
+    "rows",
+    "recipes",
     "optim",
     "optimizers",
     "half_precision",

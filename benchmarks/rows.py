@@ -153,6 +153,8 @@ def functions(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., Any], Callab
 
 def measure(names: list[str]) -> list[Row]:
     rows = []
+    if unknown := set(names) - {*OPS, *COMPILERS}:
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; {__doc__}")
     chosen = [name for name in names if name not in COMPILERS]
     modes = [name for name in names if name in COMPILERS] or list(COMPILERS)
     for op in OPS.values():
