@@ -151,29 +151,34 @@ def functions(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., Any], Callab
     return lambda *given: plain(*filled(given)), scaled
 
 
-def measure(names: list[str]) -> list[Row]:
+def measure(mode: str, names: list[str]) -> list[Row]:
+    """The rows of these names, or all, in one mode of COMPILERS."""
     rows = []
-    if unknown := set(names) - {*OPS, *COMPILERS}:
-        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; {__doc__}")
-    chosen = [name for name in names if name not in COMPILERS]
-    modes = [name for name in names if name in COMPILERS] or list(COMPILERS)
     for op in OPS.values():
-        if op.name in LEFT_OUT or (chosen and op.name not in chosen):
+        if op.name in LEFT_OUT or (names and op.name not in names):
             continue
         torch.manual_seed(0)
         args = ARGUMENTS.get(op.name, lambda: (leaf(ROWS, WIDTH),))()
         leaves = [value for value in args if isinstance(value, Tensor)]
         product = op.fn.__module__.rpartition(".")[2] in PRODUCTS
-        for mode in modes:
-            torch.compiler.reset()
-            plain, scaled = (step(COMPILERS[mode](f), *leaves) for f in functions(op, args))
-            (row,) = compare(plain, {f"{op.name}, {mode}": scaled}, rounds=20)
-            target = COMPILED_TARGET if mode == "compiled" else 1.2 if product else 2.0
-            rows.append({**row, "target": target, "met": row["ratio"] <= target})
-            print(rows[-1], flush=True)
+        torch.compiler.reset()
+        plain, scaled = (step(COMPILERS[mode](f), *leaves) for f in functions(op, args))
+        (row,) = compare(plain, {op.name: scaled}, rounds=12)
+        target = COMPILED_TARGET if mode == "compiled" else 1.2 if product else 2.0
+        rows.append({**row, "target": target, "met": row["ratio"] <= target})
+        print(rows[-1], flush=True)
     return rows
+
+
+def main(names: list[str]) -> None:
+    """Measures and writes results/rows_eager.json and rows_compiled.json, or the one named."""
+    if unknown := set(names) - {*OPS, *COMPILERS}:
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; {__doc__}")
+    for mode in [name for name in names if name in COMPILERS] or COMPILERS:
+        rows = measure(mode, [name for name in names if name not in COMPILERS])
+        report(f"rows_{mode}", QUESTION, rows)
 
 
 if __name__ == "__main__":
     fix_allocator("benchmarks.rows")
-    report("rows", QUESTION, measure(sys.argv[1:]))
+    main(sys.argv[1:])
