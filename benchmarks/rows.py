@@ -6,14 +6,14 @@ python -m benchmarks.rows [eager|compiled] [NAME ...]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.common import Row, compare, fix_allocator, report
+from benchmarks.common import Row, compare, fix_allocator, write
 from benchmarks.ops import COMPILERS, leaf, step
 from unit_scaling.ops import OPS, Op
 
@@ -151,9 +151,8 @@ def functions(op: Op, args: tuple[Any, ...]) -> tuple[Callable[..., Any], Callab
     return lambda *given: plain(*filled(given)), scaled
 
 
-def measure(mode: str, names: list[str]) -> list[Row]:
+def measure(mode: str, names: list[str]) -> Iterator[Row]:
     """The rows of these names, or all, in one mode of COMPILERS."""
-    rows = []
     for op in OPS.values():
         if op.name in LEFT_OUT or (names and op.name not in names):
             continue
@@ -165,9 +164,7 @@ def measure(mode: str, names: list[str]) -> list[Row]:
         plain, scaled = (step(COMPILERS[mode](f), *leaves) for f in functions(op, args))
         (row,) = compare(plain, {op.name: scaled}, rounds=12)
         target = COMPILED_TARGET if mode == "compiled" else 1.2 if product else 2.0
-        rows.append({**row, "target": target, "met": row["ratio"] <= target})
-        print(rows[-1], flush=True)
-    return rows
+        yield {**row, "target": target, "met": row["ratio"] <= target}
 
 
 def main(names: list[str]) -> None:
@@ -175,8 +172,11 @@ def main(names: list[str]) -> None:
     if unknown := set(names) - {*OPS, *COMPILERS}:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; {__doc__}")
     for mode in [name for name in names if name in COMPILERS] or COMPILERS:
-        rows = measure(mode, [name for name in names if name not in COMPILERS])
-        report(f"rows_{mode}", QUESTION, rows)
+        rows: list[Row] = []
+        for row in measure(mode, [name for name in names if name not in COMPILERS]):
+            print(row, flush=True)
+            write(f"rows_{mode}", QUESTION, [*rows, row])
+            rows.append(row)
 
 
 if __name__ == "__main__":
