@@ -11,6 +11,7 @@ BENCHMARKS = (
     "ops",
     "rows",
     "recipes",
+    "stats",
     "optim",
     "optimizers",
     "half_precision",
