@@ -274,10 +274,8 @@ def _step(unit: _Unit, scales: Scales) -> None:
     kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     how, compiled = unit.how, unit.compiled
     keys = unit.keys() if any(how.stochastic) else []
-    if compiled:
-        keys = [
-            torch.tensor(key, device=grad.device) for key in keys
-        ]  # else compiled anew for each
+    if compiled:  # numbers would be compiled anew each time
+        keys = [torch.tensor(key, device=grad.device) for key in keys]
     largest = []
     for begin, end in _pieces(grad, kept, compiled):
         parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))

@@ -22,6 +22,7 @@ from .quantize import quantize
 from .recipe import Cast, Recipe
 from .report import LEFT_ALONE, Report, Row
 from .scaling import delayed_scale, scale_of
+from .subclass import check_module
 from .swap import is_replacement
 
 __all__ = ["export"]
@@ -65,8 +66,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report:
     no weight can hold (modules of `unit_scaling`, other unit-scaled models); ImportError without
     safetensors.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"export needs an nn.Module, got {type(model).__name__}")
+    check_module("export", model)
     need("safetensors")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     factors, ratios = _factors(model)

@@ -26,7 +26,7 @@ from .quantize import quantize
 from .recipe import Cast, Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row
 from .scaling import scale_of
-from .subclass import bare_class
+from .subclass import bare_class, check_module
 
 __all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
 
@@ -65,8 +65,7 @@ def gather_in_fp8(
     Returns a report, one row for each layer with a weight. Raises TypeError for what is not a
     module, ValueError for a recipe with another cast and for a model that is sharded already.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"gather_in_fp8 needs an nn.Module, got {type(model).__name__}")
+    check_module("gather_in_fp8", model)
     chosen = get_recipe(recipe)
     cast = _checked(chosen)
     for name, parameter in model.named_parameters():

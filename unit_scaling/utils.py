@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.autograd import Function
 
 from fp8.autocast import outside_compiler
+from fp8.subclass import check_module
 
 from . import functional
 from .ops import OPS
@@ -113,8 +114,7 @@ def analyse_module(
         relu = F.relu(input, inplace=False);  (-> 0.0, <- 0.0)
         return relu
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"analyse_module needs an nn.Module, got {type(module).__name__}")
+    check_module("analyse_module", module)
     twin = copy.deepcopy(unwrapped(module))
     tap = Tap((), recurse_modules)
     install(twin, tap)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fp8.subclass import check_module
+
 from .install import Call, find_scope, install, unwrapped
 from .observe import unseen
 
@@ -73,8 +75,7 @@ def compile(module: M) -> M:
     `unit_scale` has yet to see the model run.
     Raises TypeError for what is not a module.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"compile needs an nn.Module, got {type(module).__name__}")
+    check_module("compile", module)
     scope = find_scope(module, Compile)
     return with_scope(module, Compile(() if scope is None else scope.backends))
 

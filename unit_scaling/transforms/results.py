@@ -52,13 +52,12 @@ class Results:
 
     def is_logged(self, index: int) -> bool:
         """Whether a logarithm is taken of a result, kept from 0 at most."""
-        kinds = [node.kind for node in self.flow.nodes]
-        seen, todo = {index}, [index]
+        nodes, seen, todo = self.flow.nodes, {index}, [index]
         while todo:
             new = set(self.flow.readers[todo.pop()]) - seen
-            if any(kinds[i].startswith("log") for i in new):
+            if any(nodes[i].kind.startswith("log") for i in new):
                 return True
-            new = {i for i in new if kinds[i] in TRANSPARENT | {"add", "clamp"}}
+            new = {i for i in new if nodes[i].kind in TRANSPARENT | {"add", "clamp"}}
             seen |= new
             todo += new
         return False

@@ -9,6 +9,7 @@ from torch import nn
 
 from fp8.autocast import autocast, outside_compiler
 from fp8.recipe import Cast, Recipe
+from fp8.subclass import check_module
 
 from ..formats import FPFormat
 from .compile import copied
@@ -82,8 +83,7 @@ def simulate_fp8(module: M) -> M:
 
 
 def _simulate(model: M, recipe: Recipe) -> M:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"simulation needs an nn.Module, got {type(model).__name__}")
+    check_module("simulation", model)
     result = copied(model)
     install(unwrapped(result), Simulate(recipe))
     return result

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from fp8.autocast import outside_compiler
 from fp8.formats import Format, get_format
 from fp8.report import as_table
+from fp8.subclass import check_module
 
 from .compile import copied
 from .install import Call, install, unwrapped
@@ -365,8 +366,7 @@ def track_scales(
     >>> [node.meta["clean_name"] for node in model.scales_graph().nodes][:3]
     ['input', 'self_modules_0_parameters_weight', 'self_modules_0_parameters_bias']
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"track_scales needs an nn.Module, got {type(module).__name__}")
+    check_module("track_scales", module)
     for name, value in (("every", every), ("history", history)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number from 1, got {value!r}")

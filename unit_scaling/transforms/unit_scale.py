@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
+from fp8.subclass import check_module
 
 from ..parameter import remember_tags, tag
 from .calls import KINDS
@@ -337,8 +338,7 @@ def unit_scale(
     under `torch.utils.checkpoint`: it would be computed again without its scales; RuntimeError
     inside `torch.export` or `torch.vmap`, which take a model that has run once.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"unit_scale needs an nn.Module, got {type(module).__name__}")
+    check_module("unit_scale", module)
     for name, got, allowed in (("init", init, INITS), ("residual", residual, RESIDUALS)):
         if got not in allowed:
             names = ", ".join(map(repr, allowed))

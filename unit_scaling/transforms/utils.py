@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
+from fp8.subclass import check_module
+
 from .compile import Backend, Compile, with_scope
 from .install import find_scope
 
@@ -41,8 +43,7 @@ def apply_transform(
     pickles made without them drop it, as they do what `torch.nn.Module.compile` did.
     Raises TypeError for what is not a module.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"apply_transform needs an nn.Module, got {type(module).__name__}")
+    check_module("apply_transform", module)
     for function in non_recurse_functions:
         torch.compiler.allow_in_graph(function)
     scope = find_scope(module, Compile)

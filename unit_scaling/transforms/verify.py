@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8.autocast import outside_compiler
 from fp8.report import Rows, as_table
+from fp8.subclass import check_module
 
 from .install import install, is_sharded, unwrapped
 from .observe import find_loss, plain
@@ -154,8 +155,7 @@ def verify(
     >>> uu.verify(uu.Linear(512, 512), torch.randn(512, 512)).share("weight")
     1.0
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"verify needs an nn.Module, got {type(model).__name__}")
+    check_module("verify", model)
     model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         model = unwrapped(model.module)
