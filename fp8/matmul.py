@@ -24,7 +24,7 @@ from torch.autograd import Function
 from . import native
 from .casting import Spec, is_symmetric, round_straight, rounded, spec_of
 from .function import apply
-from .kept import keep, kept
+from .kept import Held, keep, kept, shared
 from .quantize import refuse_nested
 from .recipe import Cast, Recipe
 from .tally import labelled, product_name
@@ -189,7 +189,7 @@ class _Product(Function):
     Every product has this one form: it is the layout of the FP8 GEMM, and the gradient of a
     weight (n, k) comes out in the weight's own layout. Arguments: a and b, cast, and the scales of
     all of them; what backward casts instead of them, or None; bias (n,) of two matrices or None;
-    the history of the gradient or None; the three scales; `Casts`.
+    the history of the gradient or None; the three scales; `Casts`; what is held of a.
     """
 
     generate_vmap_rule = True
@@ -208,6 +208,7 @@ class _Product(Function):
         s_a: float,
         s_b: float,
         casts: tuple[Any, ...],
+        held: Held | None,
     ) -> Tensor:
         return _gemm(a, b.mT, s_y, bias)
 
@@ -215,8 +216,8 @@ class _Product(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved: it changes, and is meant to, before it is used.
         a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
-        ctx.s_a, ctx.s_b, ctx.casts = rest
-        keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts)
+        ctx.s_a, ctx.s_b, ctx.casts, held = rest
+        keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, held)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -232,15 +233,15 @@ class _Product(Function):
             db = _gemm(for_b.mT, a, ctx.s_b)
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
-        return da, db, *[None] * 4, dbias, *[None] * 5
+        return da, db, *[None] * 4, dbias, *[None] * 6
 
 
-def keep_operands(ctx: Any, a: Any, b: Any, casts: Any) -> None:
+def keep_operands(ctx: Any, a: Any, b: Any, casts: Any, held: Held | None) -> None:
     """`keep` of two operands, each (cast, its scale, what backward casts instead or None)."""
     operands = []
     for (x, scale, other), spec in zip((a, b), casts, strict=False):
         operands.append((x, spec, scale) if other is None else (other, (), None))
-    keep(ctx, *operands)
+    keep(ctx, *operands, held=held)
 
 
 def _multiply(
@@ -262,16 +263,17 @@ def _multiply(
     name = product_name(kind, b if layer else None)  # what is sampled is simulated
     casts = casts_of(recipe, layer, name)
     of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
+    held = shared(a, of_a, casts.a, casts.a_again)
     if recipe is not None and not name and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         if kinds := native.kernels(backend, a, b, casts, like.dtype):
-            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype)
+            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, held)
     first, second, casts = with_copies(a, b, casts)
     x, scale_x = rounded(a, casts.a, -1, of_a)
     w, scale_w = rounded(b, casts.b, -1, of_b)
     x, w, bias = to_autocast_dtype(x, w, bias)
     operands = (x, w, scale_x, scale_w, first, second)
-    return apply(_Product, *operands, bias, of_grad, *scales, tuple(casts))
+    return apply(_Product, *operands, bias, of_grad, *scales, tuple(casts), held)
 
 
 def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
