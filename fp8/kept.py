@@ -21,7 +21,7 @@ from torch import Tensor
 from .casting import Spec, format_of
 from .function import is_plain
 
-__all__ = ["Held", "keep", "kept", "once", "one_of", "shared"]
+__all__ = ["Held", "keep", "kept", "number_of", "once", "one_of", "shared"]
 
 T = TypeVar("T")
 
@@ -51,13 +51,15 @@ _LAST = _Last()
 def shared(x: Tensor, history: Tensor | None, *specs: Spec) -> Held | None:
     """Where the products of ``x``, cast under ``specs``, find what the one before has kept of it.
 
-    None where each keeps its own: in compiled code, whose compiler sees to it; where a history or
-    chance decides, so that two casts may differ; and for a subclass of Tensor.
+    None where each keeps its own: in compiled code, whose compiler sees to it; for a subclass of
+    Tensor; where chance decides; and where a history does, unless scales can be looked at (on a
+    CPU).
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) is not Tensor:
         return None
     by_chance = any(spec and spec[4] == "stochastic" for spec in specs)
-    if by_chance or history is not None or x.is_inference():  # that has no version
+    unknown = history is not None and x.device.type != "cpu"
+    if by_chance or unknown or x.is_inference():  # that has no version
         return None
     owner = x if x._base is None else x._base
     part = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
@@ -77,6 +79,11 @@ def one_of(held: Held | None, key: Any, make: Callable[[], T]) -> T:
     return held.found[key]
 
 
+def number_of(scale: Tensor | None) -> float | None:
+    """``scale`` as a number, where that does not make the host wait for a device."""
+    return scale.item() if scale is not None and scale.device.type == "cpu" else None
+
+
 def keep(ctx: Any, *operands: Operand, held: Held | None = None) -> None:
     """Saves them for the backward pass, in bytes where that is less. held: what other products keep
     of the first."""
@@ -88,7 +95,7 @@ def keep(ctx: Any, *operands: Operand, held: Held | None = None) -> None:
             saved.append(x)
         else:
             made = partial(_bytes, x, dtype, scale)
-            saved += one_of(None if i else held, (spec[:-1], x.dtype), made)
+            saved += one_of(None if i else held, (spec[:-1], x.dtype, number_of(scale)), made)
         notes.append((dtype is not None, dtype is not None and scale is not None))
     ctx.kept, ctx.held = tuple(notes), held
     ctx.save_for_backward(*saved)

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from . import proof
 from .casting import Spec, format_of, spec_of
 from .function import apply, own
-from .kept import Held, once, one_of
+from .kept import Held, number_of, once, one_of
 from .kernels import ALIGNMENT, KERNELS, Stored, kernel_of, multiply, store, turned, why_not_device
 from .recipe import Recipe
 from .scaled_tensor import ScaledTensor
@@ -195,6 +195,15 @@ def _again(x: Tensor, stored: Stored, spec: Spec, other: Spec) -> Stored | None:
     return None if one else store(x, other, -2)
 
 
+def _left(a: Tensor, spec: Spec, history: Tensor | None, record: bool, held: Held | None) -> Stored:
+    """`store` of a first operand, once for all products of it. A history sees each."""
+    key = ("native", spec[:-1])
+    if history is None:
+        return one_of(held, key, lambda: store(a, spec))
+    stored = store(a, spec, -1, history, record)
+    return one_of(held, (*key, number_of(stored.scale)), lambda: stored)
+
+
 def product(
     a: Tensor,
     b: Tensor,
@@ -217,9 +226,7 @@ def product(
     of_a, of_b, of_grad = histories
     record = torch.is_grad_enabled()
     with torch.no_grad():
-        left = _handed_on(a, for_a) or one_of(
-            held, ("native", for_a[:-1]), lambda: store(a, for_a, -1, of_a, record)
-        )
+        left = _handed_on(a, for_a) or _left(a, for_a, of_a, record, held)
         right = store(b, for_b, -1, of_b, record)
         again: list[Stored | None] = [None, None]
         if record:

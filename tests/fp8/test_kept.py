@@ -79,7 +79,7 @@ def bytes_of(tensors) -> int:
 
 def grads(inputs, weights, function, recipe, backend) -> list[Tensor]:
     """Of each input and each weight, when all products run forward before any runs backward."""
-    with fp8.autocast(recipe, backend=backend):
+    with fp8.autocast(recipe, backend=backend, history=fp8.AmaxHistory()):
         products = [function(x, w).square().sum() for x, w in zip(inputs, weights, strict=True)]
     return list(torch.autograd.grad(sum(products), [*inputs, *weights]))
 
@@ -90,7 +90,9 @@ def grads(inputs, weights, function, recipe, backend) -> list[Tensor]:
         (F.linear, "simulate", "unit"),
         (F.linear, "simulate", "tensor"),
         (F.linear, "native", "unit"),
+        (F.linear, "simulate", "delayed"),
         (F.linear, "native", "row"),
+        (F.linear, "native", "delayed"),
         (F.conv1d, "simulate", "unit"),
         (F.conv1d, "simulate", "tensor"),
     ],
@@ -101,7 +103,7 @@ def test_layers_with_one_input_keep_its_bytes_once(function, backend, name):
     x, *weights = (randn(*dims) for dims in (size, shape, shape, shape))
 
     def run() -> None:
-        with fp8.autocast(name, backend=backend):
+        with fp8.autocast(name, backend=backend, history=fp8.AmaxHistory()):
             for w in weights:
                 function(x, w)
 
