@@ -128,6 +128,19 @@ def test_an_input_that_wants_a_gradient_is_a_path() -> None:
     torch.autograd.gradcheck(ours, x, fast_mode=True)
 
 
+def test_a_value_whose_logarithm_needs_its_range_keeps_it() -> None:
+    """The density of an action ``tanh(x)``, as in soft actor-critic, while the action goes on."""
+
+    def loss(m: Net, x: Tensor) -> Tensor:
+        action = torch.tanh(m.a(x))
+        return (torch.log(1 - action.pow(2) + 1e-6).sum(-1) + m.b(action).mean(-1)).mean()
+
+    ours = model(loss)
+    ours(torch.randn(64, WIDTH)).backward()
+    assert rows(ours)["tanh"].endswith("keeps its values, gradient only")
+    assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
+
+
 # Calls that need no rule
 
 
@@ -146,6 +159,14 @@ def test_calls_that_need_no_rule_are_not_left_alone(call: Callable[[Tensor], Ten
     ours = model(lambda m, x: call(m.a(x)))
     ours(torch.randn(8, WIDTH))
     assert not uu.report(ours).left_alone
+
+
+def test_what_is_done_to_the_input_needs_no_rule() -> None:
+    """No call without a rule either: nothing of it is scaled."""
+    ours = model(lambda m, x: m.a(x) * x.norm(dim=-1, keepdim=True).cumsum(0).log())
+    ours(torch.randn(8, WIDTH))
+    assert not uu.report(ours).left_alone
+    assert rows(ours)["norm"] == "unchanged: on what the model is called with"
 
 
 def test_methods_of_tensor_that_are_written_in_python_are_compiled() -> None:
@@ -173,16 +194,6 @@ def test_a_torchscript_function_is_reported_by_name() -> None:
     ours = unit_scale(nn.Sequential(linear(), Scripted(), linear()))
     (row,) = uu.report(ours).left_alone
     assert (row.path, row.call) == ("1", "scripted")
-
-
-@pytest.mark.parametrize("default", [True, False], ids=["default", "closure"])
-def test_a_function_that_holds_a_part_is_refused(default: bool) -> None:
-    """minGPT's ``self.mlpf = lambda x: ...``: a copy would run and train the original's layers."""
-    net = nn.Sequential(linear())
-    part = net[0]
-    net.apply_part = (lambda x, m=part: m(x)) if default else (lambda x: part(x))
-    with pytest.raises(TypeError, match=r"'apply_part' .* make it a method"):
-        unit_scale(net)
 
 
 def test_a_torchscript_function_as_attribute_is_refused() -> None:

@@ -27,7 +27,7 @@ from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
 from .flow import Flow
 from .growth import gradient_factors
-from .record import Graph, Node, sees_the_past
+from .record import Graph, Node, is_sparse, sees_the_past
 from .residuals import Residuals, find_residuals, leans
 from .results import KEEPS, Results
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
@@ -286,7 +286,7 @@ class _Planner:
     def _by_rule(self, index: int, node: Node, kind: str) -> Decision:
         assert node.function is not None
         op = find_op(node.function)
-        if op is None:
+        if op is None or is_sparse(node):
             return self._without_rule(index, node, kind)
         if kind in KEPT:
             return None, "unchanged", "keeps the scale"
@@ -308,13 +308,12 @@ class _Planner:
             return self._selection(index, node)
         if kind in NEUTRAL:
             return with_slots(None, self._shares(node)), "", ""
+        if self.flow.data[index]:
+            return None, "unchanged", _DATA
         restored = self._restored(node)
-        why = f"no rule for {node.name}"
-        return (
-            restored,
-            "left alone",
-            why + ("; its weight keeps its own scale" if restored else ""),
-        )
+        why = " of a sparse tensor" if is_sparse(node) else ""
+        why += "; its weight keeps its own scale" if restored else ""
+        return restored, "left alone", f"no rule for {node.name}{why}"
 
     def _selection(self, index: int, node: Node) -> Decision:
         """A part of a value of which only parts are read: the rest of it gets no gradient."""

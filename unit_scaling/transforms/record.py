@@ -31,6 +31,7 @@ __all__ = [
     "Place",
     "Recorder",
     "Slot",
+    "is_sparse",
     "replaced",
     "sees_the_past",
     "tensors_in",
@@ -230,11 +231,25 @@ class Recorder(TorchFunctionMode):
         call_args, call_kwargs = args, kwargs
         if node.computed and kind not in TRANSPARENT:
             call_args, call_kwargs = self._original((args, kwargs), inputs)
-        output = function(*call_args, **call_kwargs)
+        if function is torch.autograd.grad:
+            output = self._gradients(args[1], inputs)
+        else:
+            output = function(*call_args, **call_kwargs)
         written = [args[0]] if kind == "__setitem__" else [t for _, t in tensors_in(output)]
         if written or kind is not None:
             self._add(node, sources, written)
         return output
+
+    def _gradients(self, tensors: tuple[Tensor, ...], inputs: list[Input]) -> tuple[Tensor, ...]:
+        """What stands for the gradients that a model asks for: nothing has one while it is seen.
+
+        The tensors they are of then count as wanted: no factor on the way may be free.
+        """
+        for i in inputs:
+            if i.slot[0] == 1:
+                node = self.graph.nodes[i.node]
+                node.wanted = node.live = True
+        return tuple(torch.randn_like(t) for t in tensors)
 
     def _source(self, tensor: Tensor) -> tuple[int, int, int]:
         """(node that a tensor comes from, its size, which part of the node's result it is).
@@ -308,7 +323,14 @@ def _rms(tensor: Tensor) -> float:
 
 
 def _any_masking(tensors: list[Tensor]) -> bool:
-    return any(bool((t <= MASKING).any()) for t in tensors if t.is_floating_point())
+    dense = [t for t in tensors if t.is_floating_point() and t.layout is torch.strided]
+    return any(bool((t <= MASKING).any()) for t in dense)
+
+
+def is_sparse(node: Node) -> bool:
+    """Whether a call has a sparse tensor among its arguments."""
+    tensors = (*tensors_in(node.args), *tensors_in(node.kwargs))
+    return any(t.layout is not torch.strided for _, t in tensors)
 
 
 def sees_the_past(mask: Tensor | None) -> bool:

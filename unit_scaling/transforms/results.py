@@ -1,21 +1,26 @@
 """What a model computes after its last product: its results.
 
 Those that mean something by their range (a probability, a pixel, a width, a direction) keep their
-values, as nothing multiplies them any more; their gradient alone is scaled. A gate, which is
-multiplied with another value, is no result.
+values, as nothing multiplies them any more; their gradient alone is scaled. So do those of which a
+logarithm is taken, wherever else they go. A gate, which is multiplied with another value, is no
+result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .calls import LINEAR, RANGED, TRANSPARENT
+from .calls import ELEMENTWISE, LINEAR, RANGED, TRANSPARENT
 from .flow import Flow
 
 __all__ = ["KEEPS", "Results"]
 
 KEEPS = "after the last product: keeps its values, gradient only"
 """What the report says of a result."""
+
+
+_LOGARITHMS = frozenset("log log2 log10 log1p logit atanh arctanh acos arccos asin arcsin".split())
+"""Names of logarithms, and of what else has values in a range only."""
 
 
 class Results:
@@ -48,16 +53,20 @@ class Results:
         """Whether calls are a function with a range and linear ones: ``(tanh(x) + 1) / 2``."""
         kinds = {self.flow.nodes[call].kind for call in calls} - LINEAR
         chain = all(len(self.flow.sources[call]) == 1 for call in calls)
-        return calls[-1] in self and chain and bool(kinds) and kinds <= RANGED
+        if not (chain and bool(kinds) and kinds <= RANGED):
+            return False
+        return calls[-1] in self or (self.whole and self.is_logged(calls[-1]))
 
     def is_logged(self, index: int) -> bool:
-        """Whether a logarithm is taken of a result, kept from 0 at most."""
+        """Whether a logarithm is taken of a value, or of what is computed from each element of it:
+        ``log(1 - tanh(x)**2)`` has no value for a larger one.
+        """
         nodes, seen, todo = self.flow.nodes, {index}, [index]
         while todo:
             new = set(self.flow.readers[todo.pop()]) - seen
-            if any(nodes[i].kind.startswith("log") for i in new):
+            if any(nodes[i].name.rstrip("_") in _LOGARITHMS for i in new):
                 return True
-            new = {i for i in new if nodes[i].kind in TRANSPARENT | {"add", "clamp"}}
+            new = {i for i in new if nodes[i].kind in TRANSPARENT | ELEMENTWISE}
             seen |= new
             todo += new
         return False
