@@ -196,6 +196,15 @@ def test_a_value_whose_logarithm_needs_its_range_keeps_it() -> None:
         lambda y: y - y.amax(-1, keepdim=True).detach(),
         lambda y: torch.view_as_real(torch.view_as_complex(y.view(-1, 2))),
         lambda y: torch.broadcast_tensors(y, y[:1])[0],
+        lambda y: F.pixel_shuffle(y.view(-1, 8, 2, 2), 2),
+        lambda y: F.pixel_unshuffle(y.view(-1, 2, 4, 4), 2),
+        lambda y: F.unfold(y.view(-1, 2, 4, 4), 2),
+        lambda y: y.unfold(1, 4, 2),
+        lambda y: torch.hstack((y, y)).tensor_split(2, dim=1)[0].rot90().diagonal(),
+        lambda y: torch.zeros_like(y).scatter(0, y.argsort(0), y),
+        lambda y: torch.zeros_like(y).index_put((torch.arange(len(y)),), y),
+        lambda y: y.masked_select(y > 0).sort().values.nan_to_num().clamp_min(0),
+        lambda y: F.max_unpool1d(*F.max_pool1d(y[:, None], 2, return_indices=True), 2),
     ],
 )
 def test_calls_that_need_no_rule_are_not_left_alone(call: Callable[[Tensor], Tensor]) -> None:
