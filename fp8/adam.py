@@ -44,7 +44,7 @@ PLAIN = {
 
 COMPILED = 1 << 21
 """Numbers that a compiled step copies to float32 at once on a CPU: 8 MiB, which stay in its cache
-until they are copied back."""
+until they are read."""
 
 HALF = 15
 """Random bits for each of the two moments, from one word of 32."""
@@ -145,13 +145,13 @@ class _Unit:
         return weight, first, second
 
     def numbers(self, scales: Scales) -> Tensor:
-        """The scalars of a step, (11,), each computed in float64 and rounded once; the scales."""
+        """The scalars of a step, (11,), each computed in float64 and rounded once; 1 / scales."""
         group = self.group
         step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
         decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
         size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
         adam = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
-        return torch.tensor([*adam, *(1.0 if x is None else x for x in scales)])
+        return torch.tensor([*adam, *(1.0 if x is None else 1 / x for x in scales)])
 
     @functools.cached_property
     def how(self) -> _How:
@@ -276,11 +276,15 @@ def _step(unit: _Unit, scales: Scales) -> None:
     keys = unit.keys() if any(how.stochastic) else []
     if compiled:  # numbers would be compiled anew each time
         keys = [torch.tensor(key, device=grad.device) for key in keys]
+    room = _room(grad, kept) if compiled else None
     largest = []
-    for begin, end in _pieces(grad, kept, compiled):
+    for begin, end in _pieces(grad, room, compiled):
         parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
-        step = _in_float32 if compiled and (end - begin) % BLOCK == 0 else _adam
-        largest.append(step(parts, grad[begin:end], numbers, how, keys, begin))
+        rest = (numbers, how, keys, begin)
+        if compiled and (end - begin) % BLOCK == 0:
+            largest.append(_in_float32(parts, grad[begin:end], room, *rest))
+        else:
+            largest.append(_adam(parts, parts, grad[begin:end], *rest))
     if kept[0].amax is not None:
         kept[0].amax.copy_(torch.stack(largest).amax())
     for stored, scale in zip(kept, scales, strict=True):
@@ -289,45 +293,54 @@ def _step(unit: _Unit, scales: Scales) -> None:
     unit.finish(*kept)
 
 
-def _pieces(grad: Tensor, kept: Kept, compiled: bool) -> Iterator[tuple[int, int]]:
+def _room(grad: Tensor, kept: Kept) -> Tensor | None:
+    """For float32 copies of a piece of what has 16 bits: (tensors, numbers); None without any."""
+    narrow = sum(x.element_size() == 2 for x in (grad, *(stored.values for stored in kept)))
+    if not narrow or not grad.is_cpu:
+        return None
+    return torch.empty(narrow, COMPILED // narrow // BLOCK * BLOCK)
+
+
+def _pieces(grad: Tensor, room: Tensor | None, compiled: bool) -> Iterator[tuple[int, int]]:
     """Where flat tensors are cut: into what stays in a processor's cache; and where that is
     compiled, a rest that is no whole number of blocks."""
     count = size = len(grad)
-    if grad.is_cpu and compiled:
-        wide = sum(x.element_size() == 2 for x in (grad, *(stored.values for stored in kept)))
-        size = COMPILED // max(wide, 1) // BLOCK * BLOCK
-    elif grad.is_cpu:
+    if room is not None:
+        size = room.shape[1]
+    elif grad.is_cpu and not compiled:
         size = CHUNK * torch.get_num_threads()
     whole = count - count % BLOCK if compiled else count
-    for begin in range(0, whole, size):
+    for begin in range(0, whole, max(size, 1)):
         yield begin, min(begin + size, whole)
     if whole < count:
         yield whole, count
 
 
-def _in_float32(kept: Kept, grad: Tensor, *rest: Any) -> Tensor:
-    """`_adam`, compiled. On a CPU what has 16 bits is widened before and narrowed after it: loops
-    that torch compiles for AVX-512 read and write 16-bit numbers under masks, which takes twice the
-    time (such loads are not prefetched, and such stores are waited for by the next)."""
-    if not grad.is_cpu:
-        return _compiled(_adam)(kept, grad, *rest)
-    weight, first, second = (stored.widened() for stored in kept)
-    largest = _compiled(_adam)((weight, first, second), grad.to(torch.float32), *rest)
-    for stored, new in zip(kept, (weight, first, second), strict=True):
-        if new is not stored:
-            stored.values.copy_(new.values)
-    return largest
+def _in_float32(kept: Kept, grad: Tensor, room: Tensor | None, *rest: Any) -> Tensor:
+    """`_adam`, compiled. On a CPU it reads what has 16 bits from a copy in ``room``: loops that torch
+    compiles for AVX-512 read 16-bit numbers under masks, which are not prefetched, and which wait
+    for what was written under masks just before them."""
+    rooms = iter(() if room is None else room)
+    old = [s._replace(values=_widened(s.values, rooms)) for s in kept]
+    return _compiled(_adam)(kept, tuple(old), _widened(grad, rooms), *rest)
+
+
+def _widened(x: Tensor, rooms: Iterator[Tensor]) -> Tensor:
+    room = next(rooms, None) if x.element_size() == 2 else None
+    return x if room is None else room[: len(x)].copy_(x)
 
 
 def _adam(
     kept: Kept,
+    old: Kept,
     grad: Tensor,
     numbers: Tensor,
     how: _How,
     keys: list[Key],
     begin: int,
 ) -> Tensor:
-    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay, in place.
+    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay, from ``old``, which
+    may be ``kept``, to ``kept``.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         w = decay w - size m / (root sqrt(v) + eps)
@@ -336,8 +349,8 @@ def _adam(
     ``begin``. numbers: see `_Unit.numbers`. Returns the largest magnitude of a weight that has a
     scale, else 0.
     """
-    weight, first, second = kept
-    decay, b1, c1, b2, c2, size, root, eps, *scales = numbers.unbind()
+    weight, first, second = old
+    decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
     g = grad.to(torch.float32)
     m = decode(first) * b1 + g * c1
     v = decode(second) * b2 + g * g * c2
@@ -350,9 +363,9 @@ def _adam(
         low = fewer_bits(word << 16, HALF) if of_second else None
     if of_weight:
         bits = bits_from_key(g.shape, keys[1], device=g.device, start=begin)
-    write(w, weight, how.weight, scales[0], bits=bits)
-    write(m, first, how.first, scales[1], bits=high)
-    write(v, second, how.second, scales[2], away=True, bits=low)
+    write(w, kept[0], how.weight, units[0], bits=bits)
+    write(m, kept[1], how.first, units[1], bits=high)
+    write(v, kept[2], how.second, units[2], away=True, bits=low)
     return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
 
 
