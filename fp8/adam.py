@@ -317,9 +317,9 @@ def _pieces(grad: Tensor, room: Tensor | None, compiled: bool) -> Iterator[tuple
 
 
 def _in_float32(kept: Kept, grad: Tensor, room: Tensor | None, *rest: Any) -> Tensor:
-    """`_adam`, compiled. On a CPU it reads what has 16 bits from a copy in ``room``: loops that torch
-    compiles for AVX-512 read 16-bit numbers under masks, which are not prefetched, and which wait
-    for what was written under masks just before them."""
+    """`_adam`, compiled. On a CPU it reads what has 16 bits from a copy in ``room``: loops that
+    torch compiles for AVX-512 read 16-bit numbers under masks, which are not prefetched, and which
+    wait for what was written under masks just before them."""
     rooms = iter(() if room is None else room)
     old = [s._replace(values=_widened(s.values, rooms)) for s in kept]
     return _compiled(_adam)(kept, tuple(old), _widened(grad, rooms), *rest)

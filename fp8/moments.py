@@ -166,8 +166,8 @@ def write(
 ) -> None:
     """Stores ``x``, float32 (n,), in place of ``to``. What is beyond the largest value saturates.
 
-    unit: 1 / scale of the whole tensor, whose scale the caller writes; not used where there is none,
-    or blocks have their own, which are written here.
+    unit: 1 / scale of the whole tensor, whose scale the caller writes; not used where there is
+    none, or blocks have their own, which are written here.
     away: round away from zero below the smallest normal value, else toward zero.
     bits: int32 (n,) random bits, None to round to nearest.
     """
