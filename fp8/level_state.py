@@ -110,6 +110,7 @@ def _bytes(parameters: Iterable[Any], optimizer: torch.optim.Optimizer | None) -
         sizes["count"] += parameter.numel()
         sizes["weight"] += _size(parameter)
         sizes["gradient"] += _size(parameter.grad)
+        sizes["master"] += _size(vars(parameter).get("loaded"))
         kept = {} if optimizer is None else optimizer.state.get(parameter, {})
         for name, value in kept.items():
             kinds = (kind for start, kind in KINDS.items() if name.startswith(start))

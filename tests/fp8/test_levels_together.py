@@ -1,6 +1,7 @@
 """Levels with what else there is: torch.compile, unit scaling, DDP, checkpointed activations."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from fp8.scaled_tensor import ScaledTensor, plain, scaled
 from unit_scaling.transforms import unit_scale
 
 each_level = pytest.mark.parametrize("level", LEVELS)
+each_kind = pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)], ids=["AdamW", "SGD"]
+)
 
 
 def build(level, recipe="unit", optimizer=torch.optim.AdamW, transform=lambda model: model):
@@ -108,19 +112,40 @@ def test_a_master_that_a_broadcast_has_passed_by(monkeypatch):
 
 @each_level
 @pytest.mark.usefixtures("_one_process")
-def test_resume_from_a_distributed_checkpoint(level, tmp_path):
-    model, optimizer = build(level)
+@pytest.mark.parametrize("before", [0, 1])
+@each_kind
+def test_resume_from_a_distributed_checkpoint(level, before, kind, tmp_path):
+    """Into a model that has been trained, and into a new one, whose states are not there yet."""
+    model, optimizer = build(level, optimizer=kind)
     run(model, optimizer)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(state, checkpoint_id=tmp_path)
     expected = run(model, optimizer)
-    model, optimizer = build(level)
-    run(model, optimizer, 1)
+    model, optimizer = build(level, optimizer=kind)
+    run(model, optimizer, before)
     read = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(read, checkpoint_id=tmp_path)
     weights, states = read.values()
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
     assert run(model, optimizer) == expected
+
+
+@each_level
+@each_kind
+@pytest.mark.parametrize("trained", [0, 2])
+def test_resume_from_before_the_first_step(level, kind, trained):
+    """Of a model that is new, or has taken a checkpoint: its weights are all that they were."""
+    model, optimizer = build(level, optimizer=kind)
+    if trained:
+        run(model, optimizer, trained)
+        plain_state = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).state_dict()
+        model.load_state_dict(plain_state)
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    other, second = build(level, optimizer=kind)
+    run(other, second, 1)
+    for target, state in zip((other, second), saved, strict=True):
+        target.load_state_dict(state)
+    assert run(other, second) == run(model, optimizer)
 
 
 @each_level
