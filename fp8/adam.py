@@ -48,8 +48,8 @@ COMPILED = 1 << 22
 until they are read."""
 
 BLOCKS = 1 << 16
-"""Numbers that a compiled step with blocks takes at once on a CPU, always as many: loops over any
-number of blocks torch compiles for one number at a time, in more than ten times the time."""
+"""Numbers that a compiled step with blocks takes at once on each thread of a CPU, always as many:
+for a number that may change torch compiles loops without vectors, which take ten times as long."""
 
 HALF = 15
 """Random bits for each of the two moments, from one word of 32."""
@@ -233,32 +233,31 @@ def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     The gradients are looked at first, all of them, which gives each moment its scale as well: that
     of the largest that it can become.
     """
-    looks = [_largest(unit.gradient()) for unit in units]
+    looks = [x for unit in units for x in _extremes(unit.gradient())]
     looks += [amax for unit in units for amax in unit.amaxes()]
-    numbers = _on_cpu(looks)
-    largest, amaxes = numbers[: len(units)], iter(numbers[len(units) :])
+    numbers = iter(_on_cpu(looks))
+    largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN where there is one
     if not everywhere(all(x < LARGEST for x in largest), parameters):
         return False
     for unit, x in zip(units, largest, strict=True):
         for state in unit.states:
             state["step"] += 1
-        _step(unit, unit.scales(x, amaxes))
+        _step(unit, unit.scales(x, numbers))
     return True
 
 
 def _on_cpu(numbers: list[Tensor]) -> list[float]:
     """0-dim tensors as numbers: the one time that the host waits for a GPU."""
-    if len({x.device for x in numbers}) > 1:
-        numbers = [x.cpu() for x in numbers]
-    return torch.stack(numbers).tolist() if numbers else []
+    devices = {x.device for x in numbers}
+    if len(devices) == 1 and not numbers[0].is_cpu:
+        return torch.stack([x.to(torch.float32) for x in numbers]).tolist()
+    return [x.item() for x in numbers]
 
 
-def _largest(x: Tensor) -> Tensor:
-    """The largest magnitude, 0-dim float32; NaN where there is one, 0 of an empty shard."""
-    if not x.numel():
-        return x.new_zeros((), dtype=torch.float32)
-    low, high = torch.aminmax(x)
-    return torch.maximum(-low, high).to(torch.float32)
+def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest number, 0-dim; NaN where there is one, 0 of an empty shard."""
+    low, high = torch.aminmax(x if x.numel() else x.new_zeros(1))
+    return low, high
 
 
 Kept = tuple[Stored, Stored, Stored]
@@ -295,14 +294,14 @@ def _step(unit: _Unit, scales: Scales) -> None:
 def _sizes(grad: Tensor, kept: Kept, compiled: bool) -> tuple[int, int, int]:
     """Of the pieces: how many numbers, a power of two, or all; what all but the rest are multiples
     of; and how many tensors have 16 bits and are copied to float32."""
-    least = BLOCK if compiled else 1
+    least, threads = BLOCK if compiled else 1, (torch.get_num_threads() - 1).bit_length()
     if not grad.is_cpu:
         return max(len(grad), 1), least, 0
     if not compiled:
-        return CHUNK << (torch.get_num_threads() - 1).bit_length(), least, 0
+        return CHUNK << threads, least, 0
     narrow = sum(x.element_size() == 2 for x in (grad, *(stored.values for stored in kept)))
     if _in_blocks(kept):
-        return BLOCKS, BLOCKS, narrow
+        return BLOCKS << threads, BLOCKS << threads, narrow
     return COMPILED >> max(narrow - 1, 0).bit_length(), least, narrow
 
 
