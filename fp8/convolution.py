@@ -20,20 +20,17 @@ from torch.nn import functional as F
 
 from .casting import Spec, round_straight, rounded
 from .function import apply
-from .kept import kept
+from .kept import Held, kept, shared
 from .matmul import (
     ONES,
-    Casts,
     Scales,
     active_recipe,
-    casts_of,
     check_scales,
     keep_operands,
     layer_histories,
-    one_copy,
     to_autocast_dtype,
-    with_copies,
 )
+from .operands import Casts, casts_of, one_copy, with_copies
 from .recipe import Recipe
 from .tally import product_name
 
@@ -74,7 +71,7 @@ class _Convolution(Function):
     feature maps; `aten.convolution_backward` is itself differentiable. Arguments: input and
     weight, cast, and the scales of all of them; what backward casts instead of them, or None; bias
     or None; the history of the gradient or None; the three scales; (stride, padding, dilation,
-    transposed, output_padding, groups); `Casts`.
+    transposed, output_padding, groups); `Casts`; what is held of the input.
     """
 
     generate_vmap_rule = True
@@ -94,14 +91,15 @@ class _Convolution(Function):
         s_dw: float,
         geometry: tuple[Any, ...],
         casts: tuple[Any, ...],
+        held: Held | None,
     ) -> Tensor:
         return aten.convolution.default(input, _times(weight, s_y), bias, *geometry)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, w, scale_x, scale_w, other_x, other_w, _, ctx.history, *rest = inputs
-        _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.casts = rest
-        keep_operands(ctx, (x, scale_x, other_x), (w, scale_w, other_w), ctx.casts)
+        _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.casts, held = rest
+        keep_operands(ctx, (x, scale_x, other_x), (w, scale_w, other_w), ctx.casts, held)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,7 +123,7 @@ class _Convolution(Function):
             dw = _times(dw, ctx.s_dw)
         if needs_bias:  # of the gradient that no cast has touched, as in fp8.matmul.linear
             db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
-        return (dx, dw, *[None] * 4, db, *[None] * 6)
+        return (dx, dw, *[None] * 4, db, *[None] * 7)
 
 
 def _convolve(
@@ -140,12 +138,13 @@ def _convolve(
     casts = casts_of(recipe, name=product_name("conv", weight))
     casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
+    held = shared(x, of_x, casts.a, casts.a_again)
     first, second, casts = with_copies(x, weight, casts)
     x, scale_x = _cast_maps(x, casts.a, -1, of_x)
     weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
     x, weight, bias = to_autocast_dtype(x, weight, bias)
     operands = (x, weight, scale_x, scale_w, first, second)
-    return apply(_Convolution, *operands, bias, of_grad, *scales, geometry, tuple(casts))
+    return apply(_Convolution, *operands, bias, of_grad, *scales, geometry, tuple(casts), held)
 
 
 def _times(x: Tensor, scale: float) -> Tensor:

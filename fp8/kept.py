@@ -2,13 +2,18 @@
 
 An operand whose values are those of a format, times one scale, is kept in the dtype of that format,
 and is the same to the bit when it is needed again. So it is in eager and in compiled code; there a
-parameter, which is in memory anyway, may be cast a second time instead. Under torch.func, where a
-backward pass may itself be differentiated, operands are kept as they are.
+parameter, which is in memory anyway, may be cast a second time instead. Layers that are called one
+after the other with one input (query, key and value; gate and up) keep its bytes once. Under
+torch.func, where a backward pass may itself be differentiated, operands are kept as they are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,26 +21,83 @@ from torch import Tensor
 from .casting import Spec, format_of
 from .function import is_plain
 
-__all__ = ["keep", "kept", "once"]
+__all__ = ["Held", "keep", "kept", "number_of", "once", "one_of", "shared"]
+
+T = TypeVar("T")
 
 Operand = tuple[Tensor, Spec, Tensor | None]
 """A tensor, the spec that it was cast under, and the scale of all of it, None for one."""
 
 
-def keep(ctx: Any, *operands: Operand) -> None:
-    """Saves them for the backward pass, in bytes where that is less."""
+class Held:
+    """What products keep of one input, each cast once, until a backward pass has begun."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Any] = {}
+
+
+class _Last(threading.local):
+    """The input of the product before, in this thread: whose memory it is (a weak reference), which
+    part of it in which version, and what is held of it."""
+
+    owner: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    part: tuple[Any, ...] = ()
+    held = Held()
+
+
+_LAST = _Last()
+
+
+def shared(x: Tensor, history: Tensor | None, *specs: Spec) -> Held | None:
+    """Where the products of ``x``, cast under ``specs``, find what the one before has kept of it.
+
+    None where each keeps its own: in compiled code, whose compiler sees to it; for a subclass of
+    Tensor; where chance decides; and where a history does, unless scales can be looked at (on a
+    CPU).
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) is not Tensor:
+        return None
+    by_chance = any(spec and spec[4] == "stochastic" for spec in specs)
+    unknown = history is not None and x.device.type != "cpu"
+    if by_chance or unknown or x.is_inference():  # that has no version
+        return None
+    owner = x if x._base is None else x._base
+    part = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
+    if _LAST.owner() is not owner or _LAST.part != part:
+        held = Held()
+        _LAST.owner = weakref.ref(owner, lambda _: held.found.clear())
+        _LAST.part, _LAST.held = part, held
+    return _LAST.held
+
+
+def one_of(held: Held | None, key: Any, make: Callable[[], T]) -> T:
+    """``make()``, or what is held under ``key``."""
+    if held is None:
+        return make()
+    if key not in held.found:
+        held.found[key] = make()
+    return held.found[key]
+
+
+def number_of(scale: Tensor | None) -> float | None:
+    """``scale`` as a number, where that does not make the host wait for a device."""
+    return scale.item() if scale is not None and scale.device.type == "cpu" else None
+
+
+def keep(ctx: Any, *operands: Operand, held: Held | None = None) -> None:
+    """Saves them for the backward pass, in bytes where that is less. held: what other products keep
+    of the first."""
     saved, notes = [], []
     in_bytes = torch.compiler.is_compiling() or is_plain(ctx)
-    for x, spec, scale in operands:
+    for i, (x, spec, scale) in enumerate(operands):
         dtype = _dtype(x, spec) if in_bytes else None
         if dtype is None:
             saved.append(x)
-        elif scale is None:
-            saved.append(_stored(x, dtype))
         else:
-            saved += [_stored(x / scale, dtype), scale]
+            made = partial(_bytes, x, dtype, scale)
+            saved += one_of(None if i else held, (spec[:-1], x.dtype, number_of(scale)), made)
         notes.append((dtype is not None, dtype is not None and scale is not None))
-    ctx.kept = tuple(notes)
+    ctx.kept, ctx.held = tuple(notes), held
     ctx.save_for_backward(*saved)
 
 
@@ -51,7 +113,10 @@ def kept(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
 
 
 def once(ctx: Any) -> None:
-    """Raises RuntimeError where a backward pass that reads bytes is itself to be differentiated."""
+    """Called where a backward pass reads bytes: nothing more is added to what is held. Raises
+    RuntimeError where that pass is itself to be differentiated."""
+    if ctx.held is not None:
+        ctx.held.found.clear()
     if not torch.compiler.is_compiling() and is_plain(ctx) and torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True: what a recipe keeps for the backward pass are bytes, which have no "
@@ -65,6 +130,10 @@ def _dtype(x: Tensor, spec: Spec) -> torch.dtype | None:
         return None
     dtype = format_of(spec).dtype
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None
+
+
+def _bytes(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, ...]:
+    return (_stored(x, dtype),) if scale is None else (_stored(x / scale, dtype), scale)
 
 
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import native
-from .casting import Spec, is_symmetric, round_straight, rounded, spec_of
+from .casting import round_straight, rounded
 from .function import apply
-from .kept import keep, kept
+from .kept import Held, keep, kept, shared
+from .operands import casts_of, one_copy, with_copies
 from .quantize import refuse_nested
 from .recipe import Cast, Recipe
-from .tally import labelled, product_name
+from .tally import product_name
 
 __all__ = ["active_recipe", "linear", "matmul"]
 
@@ -84,43 +85,6 @@ ACTIVE = _Active()
 def active_recipe() -> Recipe | None:
     """The recipe of the innermost `fp8.autocast` block of this thread, None outside of all."""
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
-
-
-class Casts(NamedTuple):
-    """The specs of the six operands of a layer's three products. An operand of the backward
-    products is () where no cast, or no further one, is needed."""
-
-    a: Spec = ()
-    b: Spec = ()
-    grad_for_a: Spec = ()
-    b_again: Spec = ()
-    grad_for_b: Spec = ()
-    a_again: Spec = ()
-
-
-def casts_of(recipe: Recipe | None, layer: bool = True, name: str = "") -> Casts:
-    """The specs of a recipe. layer: whether b is a weight; else it is cast as a is. name: that of
-    the product, for `fp8.stats`."""
-    if recipe is None:
-        return Casts()
-    a, b = (spec_of(cast) for cast in recipe.forward)
-    grad_for_a, b_again = (spec_of(cast) for cast in recipe.grad_input)
-    grad_for_b, a_again = (spec_of(cast) for cast in recipe.grad_weight)
-    if not layer:
-        b = b_again = a
-    casts = Casts(a, b, grad_for_a, b_again, grad_for_b, a_again)
-    if not name:
-        return casts
-    operands = ("input", "weight" if layer else "other", "grad")
-    again = [f"{operand} again" for operand in operands]
-    roles = (*operands, again[1], again[2], again[0])
-    return Casts(*map(labelled, casts, [name] * len(casts), roles))
-
-
-def one_copy(first: Spec, second: Spec) -> bool:
-    """Whether an operand cast under ``first`` serves where ``second`` is asked for, along the other
-    axis."""
-    return first[:-1] == second[:-1] and is_symmetric(first)
 
 
 def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
@@ -189,7 +153,7 @@ class _Product(Function):
     Every product has this one form: it is the layout of the FP8 GEMM, and the gradient of a
     weight (n, k) comes out in the weight's own layout. Arguments: a and b, cast, and the scales of
     all of them; what backward casts instead of them, or None; bias (n,) of two matrices or None;
-    the history of the gradient or None; the three scales; `Casts`.
+    the history of the gradient or None; the three scales; `Casts`; what is held of a.
     """
 
     generate_vmap_rule = True
@@ -208,6 +172,7 @@ class _Product(Function):
         s_a: float,
         s_b: float,
         casts: tuple[Any, ...],
+        held: Held | None,
     ) -> Tensor:
         return _gemm(a, b.mT, s_y, bias)
 
@@ -215,8 +180,8 @@ class _Product(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved: it changes, and is meant to, before it is used.
         a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
-        ctx.s_a, ctx.s_b, ctx.casts = rest
-        keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts)
+        ctx.s_a, ctx.s_b, ctx.casts, held = rest
+        keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, held)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -232,15 +197,15 @@ class _Product(Function):
             db = _gemm(for_b.mT, a, ctx.s_b)
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
-        return da, db, *[None] * 4, dbias, *[None] * 5
+        return da, db, *[None] * 4, dbias, *[None] * 6
 
 
-def keep_operands(ctx: Any, a: Any, b: Any, casts: Any) -> None:
+def keep_operands(ctx: Any, a: Any, b: Any, casts: Any, held: Held | None) -> None:
     """`keep` of two operands, each (cast, its scale, what backward casts instead or None)."""
     operands = []
     for (x, scale, other), spec in zip((a, b), casts, strict=False):
         operands.append((x, spec, scale) if other is None else (other, (), None))
-    keep(ctx, *operands)
+    keep(ctx, *operands, held=held)
 
 
 def _multiply(
@@ -262,26 +227,17 @@ def _multiply(
     name = product_name(kind, b if layer else None)  # what is sampled is simulated
     casts = casts_of(recipe, layer, name)
     of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
+    held = shared(a, of_a, casts.a, casts.a_again)
     if recipe is not None and not name and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         if kinds := native.kernels(backend, a, b, casts, like.dtype):
-            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype)
+            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, held)
     first, second, casts = with_copies(a, b, casts)
     x, scale_x = rounded(a, casts.a, -1, of_a)
     w, scale_w = rounded(b, casts.b, -1, of_b)
     x, w, bias = to_autocast_dtype(x, w, bias)
     operands = (x, w, scale_x, scale_w, first, second)
-    return apply(_Product, *operands, bias, of_grad, *scales, tuple(casts))
-
-
-def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
-    """What backward casts instead of the cast a and b, None where it uses those; and ``casts``, ()
-    for a copy that needs none."""
-    keep_a, keep_b = one_copy(casts.a, casts.a_again), one_copy(casts.b, casts.b_again)
-    needed = casts._replace(
-        a_again=() if keep_a else casts.a_again, b_again=() if keep_b else casts.b_again
-    )
-    return None if keep_a else a, None if keep_b else b, needed
+    return apply(_Product, *operands, bias, of_grad, *scales, tuple(casts), held)
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:

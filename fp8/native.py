@@ -16,7 +16,7 @@ from torch.autograd import Function
 from . import proof
 from .casting import Spec, format_of, spec_of
 from .function import apply, own
-from .kept import once
+from .kept import Held, number_of, once, one_of
 from .kernels import ALIGNMENT, KERNELS, Stored, kernel_of, multiply, store, turned, why_not_device
 from .recipe import Recipe
 from .scaled_tensor import ScaledTensor
@@ -121,9 +121,9 @@ class _Native(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), which only carry the gradients.
 
     Arguments: a, b and bias; the history of the gradient or None; the kernels of the three
-    products; three scales; the specs of the gradient; the name of the result's dtype; and four
-    operands of three tensors each (`Stored`): a and b for this product, then for the backward ones,
-    of None where the same serve, `turned`.
+    products; three scales; the specs of the gradient; the name of the result's dtype; what is held
+    of a; and four operands of three tensors each (`Stored`): a and b for this product, then for the
+    backward ones, of None where the same serve, `turned`.
     """
 
     @staticmethod
@@ -138,6 +138,7 @@ class _Native(Function):
         s_b: float,
         specs: tuple[Spec, ...],
         dtype: str,
+        held: Held | None,
         *operands: Tensor | None,
     ) -> Tensor:
         left, right, *_ = _stored(operands)
@@ -147,7 +148,8 @@ class _Native(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, _, ctx.history, ctx.kinds, _, ctx.s_a, ctx.s_b, ctx.specs, _, *operands = inputs
+        _, _, _, ctx.history, ctx.kinds, _, *rest = inputs
+        ctx.s_a, ctx.s_b, ctx.specs, _, ctx.held, *operands = rest
         used, again = _stored(operands[:6]), _stored(operands[6:])
         pairs = list(zip(used, again, strict=True))
         ctx.save_for_backward(*_flat(x if y.data is None else y for x, y in pairs))
@@ -193,6 +195,15 @@ def _again(x: Tensor, stored: Stored, spec: Spec, other: Spec) -> Stored | None:
     return None if one else store(x, other, -2)
 
 
+def _left(a: Tensor, spec: Spec, history: Tensor | None, record: bool, held: Held | None) -> Stored:
+    """`store` of a first operand, once for all products of it. A history sees each."""
+    key = ("native", spec[:-1])
+    if history is None:
+        return one_of(held, key, lambda: store(a, spec))
+    stored = store(a, spec, -1, history, record)
+    return one_of(held, (*key, number_of(stored.scale)), lambda: stored)
+
+
 def product(
     a: Tensor,
     b: Tensor,
@@ -202,10 +213,11 @@ def product(
     histories: list[Tensor | None],
     kinds: tuple[str, ...],
     dtype: torch.dtype,
+    held: Held | None = None,
 ) -> Tensor:
     """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k) that `kernels` has kinds for.
 
-    casts: as in `fp8.matmul.Casts`. histories: of a, b and the output's gradient, None where the
+    casts: as in `fp8.operands.Casts`. histories: of a, b and the output's gradient, None where the
     scaling is not "delayed". The gradient of the bias is s_b times the sum of the output's.
     An a that was handed on in the format of its cast (`fp8.norm`) is not cast again: its bytes are
     the operand.
@@ -214,11 +226,13 @@ def product(
     of_a, of_b, of_grad = histories
     record = torch.is_grad_enabled()
     with torch.no_grad():
-        left = _handed_on(a, for_a) or store(a, for_a, -1, of_a, record)
+        left = _handed_on(a, for_a) or _left(a, for_a, of_a, record, held)
         right = store(b, for_b, -1, of_b, record)
         again: list[Stored | None] = [None, None]
         if record:
-            again = [_again(a, left, for_a, a_again), _again(b, right, for_b, b_again)]
+            key = ("native", for_a[:-1], a_again[:-1])
+            other = one_of(held, key, lambda: _again(a, left, for_a, a_again))
+            again = [other, _again(b, right, for_b, b_again)]
     operands = _flat([left, right, *again])
     specs = (grad_for_a, grad_for_b)
-    return apply(_Native, a, b, bias, of_grad, kinds, *scales, specs, _name(dtype), *operands)
+    return apply(_Native, a, b, bias, of_grad, kinds, *scales, specs, _name(dtype), held, *operands)

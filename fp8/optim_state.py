@@ -152,7 +152,8 @@ def keep(
         if stored.scale is not None and stored.amax is not None and scale is not None:
             stored.scale.fill_(scale)
             stored.amax.copy_(amax)
-        write(numbers, stored, encoding, stored.scale, away=name == SECOND)
+        unit = None if scale is None else 1 / scale
+        write(numbers, stored, encoding, unit, away=name == SECOND)
     _put(state, name, stored, here.shape)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import math
 import operator
@@ -22,6 +21,7 @@ from fp8.subclass import check_module
 
 from . import functional
 from .ops import OPS
+from .transforms.copies import deep_copy
 from .transforms.install import install, unwrapped
 from .transforms.metrics import Metrics
 from .transforms.observe import mapped
@@ -115,7 +115,7 @@ def analyse_module(
         return relu
     """
     check_module("analyse_module", module)
-    twin = copy.deepcopy(unwrapped(module))
+    twin = deep_copy(unwrapped(module))
     tap = Tap((), recurse_modules)
     install(twin, tap)
     tap.active = True

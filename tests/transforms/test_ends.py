@@ -61,6 +61,49 @@ def test_results_keep_their_values(name: str) -> None:
     assert "keeps its values" in str(rows(ours))
 
 
+TARGET = torch.linspace(-1, 1, 64)[:, None]
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "squares": lambda y: ((y - TARGET) ** 2).mean(),
+    "half of them, weighted": lambda y: (0.5 * TARGET.abs() * (y - TARGET).pow(2)).sum(-1).mean(),
+    "in decibels": lambda y: (-10 * torch.log10((y - TARGET).square().mean(-1) + 1e-8)).mean(),
+    "a divergence": lambda y: -0.5 * torch.sum(1 + y - y.mean(0).pow(2) - y.exp()),
+    "two terms": lambda y: y.abs().mean() + 0.1 * y.norm(dim=-1).mean(),
+    "Charbonnier": lambda y: torch.sqrt((y - TARGET) ** 2 + 1e-3).mean(),
+    "policy gradient": lambda y: -(y.log_softmax(-1)[:, 0] * TARGET[:, 0]).mean(),
+    "a density": lambda y: -torch.distributions.Normal(y, 2.0).log_prob(TARGET).mean(),
+    "a category": lambda y: torch.distributions.Categorical(logits=y).entropy().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_written_out_keeps_its_value(name: str) -> None:
+    """Its gradient is scaled by one factor at most."""
+    loss = LOSSES[name]
+    ours = model(lambda m, x: loss(m.b(F.relu(m.a(x)))))
+    logits = model(lambda m, x: m.b(F.relu(m.a(x))))
+    x = torch.randn(64, WIDTH)
+    mine, theirs = ours(x), loss(logits(x))
+    torch.testing.assert_close(mine, theirs)
+    mine.backward()
+    theirs.backward()
+    cosine = F.cosine_similarity(ours.b.weight.grad.ravel(), logits.b.weight.grad.ravel(), 0)
+    assert cosine.item() == pytest.approx(1)
+    assert not uu.report(ours).left_alone
+
+
+def test_what_a_loss_is_computed_of_is_scaled() -> None:
+    """A product that is spelled out, and what ends in no number, is no term of a loss."""
+    ours = model(lambda m, x: ((m.a(x) * m.b(x)).sum(-1) - TARGET[:, 0]).abs().mean())
+    ours(torch.randn(64, WIDTH))
+    assert rows(ours)["sum"].startswith("scaled")
+    assert "loss" not in rows(ours)["sum"]
+    assert "loss" in rows(ours)["sub"]
+    ours = model(lambda m, x: m.b(m.a(x)) * 3.0)
+    ours(torch.randn(64, WIDTH))
+    assert rows(ours)["mul"] == "scaled: a number, taken out"
+
+
 def test_probabilities_go_into_their_loss() -> None:
     ours = model(lambda m, x: F.binary_cross_entropy(torch.sigmoid(m.b(m.a(x))), x))
     assert ours(torch.rand(8, WIDTH)).item() == pytest.approx(0.7, abs=0.1)
@@ -128,6 +171,19 @@ def test_an_input_that_wants_a_gradient_is_a_path() -> None:
     torch.autograd.gradcheck(ours, x, fast_mode=True)
 
 
+def test_a_value_whose_logarithm_needs_its_range_keeps_it() -> None:
+    """The density of an action ``tanh(x)``, as in soft actor-critic, while the action goes on."""
+
+    def loss(m: Net, x: Tensor) -> Tensor:
+        action = torch.tanh(m.a(x))
+        return (torch.log(1 - action.pow(2) + 1e-6).sum(-1) + m.b(action).mean(-1)).mean()
+
+    ours = model(loss)
+    ours(torch.randn(64, WIDTH)).backward()
+    assert rows(ours)["tanh"].endswith("keeps its values, gradient only")
+    assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
+
+
 # Calls that need no rule
 
 
@@ -140,12 +196,29 @@ def test_an_input_that_wants_a_gradient_is_a_path() -> None:
         lambda y: y - y.amax(-1, keepdim=True).detach(),
         lambda y: torch.view_as_real(torch.view_as_complex(y.view(-1, 2))),
         lambda y: torch.broadcast_tensors(y, y[:1])[0],
+        lambda y: F.pixel_shuffle(y.view(-1, 8, 2, 2), 2),
+        lambda y: F.pixel_unshuffle(y.view(-1, 2, 4, 4), 2),
+        lambda y: F.unfold(y.view(-1, 2, 4, 4), 2),
+        lambda y: y.unfold(1, 4, 2),
+        lambda y: torch.hstack((y, y)).tensor_split(2, dim=1)[0].rot90().diagonal(),
+        lambda y: torch.zeros_like(y).scatter(0, y.argsort(0), y),
+        lambda y: torch.zeros_like(y).index_put((torch.arange(len(y)),), y),
+        lambda y: y.masked_select(y > 0).sort().values.nan_to_num().clamp_min(0),
+        lambda y: F.max_unpool1d(*F.max_pool1d(y[:, None], 2, return_indices=True), 2),
     ],
 )
 def test_calls_that_need_no_rule_are_not_left_alone(call: Callable[[Tensor], Tensor]) -> None:
     ours = model(lambda m, x: call(m.a(x)))
     ours(torch.randn(8, WIDTH))
     assert not uu.report(ours).left_alone
+
+
+def test_what_is_done_to_the_input_needs_no_rule() -> None:
+    """No call without a rule either: nothing of it is scaled."""
+    ours = model(lambda m, x: m.a(x) * x.norm(dim=-1, keepdim=True).cumsum(0).log())
+    ours(torch.randn(8, WIDTH))
+    assert not uu.report(ours).left_alone
+    assert rows(ours)["norm"] == "unchanged: on what the model is called with"
 
 
 def test_methods_of_tensor_that_are_written_in_python_are_compiled() -> None:
@@ -173,16 +246,6 @@ def test_a_torchscript_function_is_reported_by_name() -> None:
     ours = unit_scale(nn.Sequential(linear(), Scripted(), linear()))
     (row,) = uu.report(ours).left_alone
     assert (row.path, row.call) == ("1", "scripted")
-
-
-@pytest.mark.parametrize("default", [True, False], ids=["default", "closure"])
-def test_a_function_that_holds_a_part_is_refused(default: bool) -> None:
-    """minGPT's ``self.mlpf = lambda x: ...``: a copy would run and train the original's layers."""
-    net = nn.Sequential(linear())
-    part = net[0]
-    net.apply_part = (lambda x, m=part: m(x)) if default else (lambda x: part(x))
-    with pytest.raises(TypeError, match=r"'apply_part' .* make it a method"):
-        unit_scale(net)
 
 
 def test_a_torchscript_function_as_attribute_is_refused() -> None:

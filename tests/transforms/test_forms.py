@@ -316,3 +316,53 @@ def test_operators_compile() -> None:
     expected = model(x)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), expected)
+
+
+class Graph(nn.Module):
+    """A graph network whose neighbours are a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, neighbours: Tensor) -> Tensor:
+        h = torch.relu(torch.mm(neighbours, self.first(x)))
+        return F.cross_entropy(torch.spmm(neighbours, self.second(h)), torch.arange(len(x)) % 4)
+
+
+def test_sparse_products_are_left_alone_by_name() -> None:
+    torch.manual_seed(0)
+    model, batch = Graph(), (torch.randn(8, 8), torch.eye(8).to_sparse())
+    ours = unit_scale(model)
+    ours(*batch).backward()
+    alone = [(row.call, row.why.partition(" (")[0]) for row in uu.report(ours).left_alone]
+    assert alone == [("mm", "no rule for mm of a sparse tensor")] * 2
+    assert uu.verify(ours, batch).share("gradient") == 1
+
+
+class Force(nn.Module):
+    """Of an energy, the force is compared: its gradient by the positions, as in force fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor, truth: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        (self.force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return F.mse_loss(self.force, truth)
+
+
+def test_a_gradient_within_the_forward_is_that_of_what_is_computed() -> None:
+    torch.manual_seed(0)
+    x, truth = torch.randn(8, 3), torch.randn(8, 3)
+    ours = unit_scale(Force())
+    ours(x, truth).backward()
+    assert [row.call for row in uu.report(ours).left_alone] == ["grad"]
+    assert all(p.grad.isfinite().all() for p in ours.parameters() if p.grad is not None)
+    force, step = ours.force, 1e-2
+    wanted = torch.zeros_like(x)
+    for i in range(3):  # of a part, which runs under the plan of the whole
+        d = step * torch.eye(3)[i]
+        wanted[:, i] = ((ours.energy(x + d) - ours.energy(x - d)) / (2 * step)).squeeze(1)
+    torch.testing.assert_close(force, wanted, rtol=1e-2, atol=1e-3)

@@ -170,7 +170,20 @@ def test_constant_weights_are_left_with_a_row() -> None:
     assert torch.equal(model[0].weight, torch.zeros(8, 8))
     assert model(torch.randn(4, 8)).isfinite().all()
     alone = {(row.path, row.why) for row in uu.report(model).left_alone}
-    assert alone == {("0", "is constant"), ("2", "is constant")}
+    assert alone == {("0", "is 0 everywhere")}
+
+
+@pytest.mark.parametrize("shape", [(32,), (1, 1, 32), (1, 32)])
+def test_the_scales_of_layers_start_at_one(shape: tuple[int, ...]) -> None:
+    """Whatever their shape (vit-pytorch's are (1, 1, n), torchvision's (n, 1, 1)), at RMS 1."""
+    layers = {"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.Linear(32, 8)}
+    model = Net(lambda m, x: m.c(x + m.gain * m.b(torch.relu(m.a(x)))), **layers)
+    model.gain = nn.Parameter(torch.full(shape, 1e-6))
+    ours = unit_scale(model)
+    ours(torch.randn(64, 32))
+    torch.testing.assert_close(ours.gain.detach(), torch.ones(shape))
+    assert ours.gain.mup_type == "norm"
+    assert not uu.report(ours).left_alone
 
 
 def test_biases_are_zeroed_or_preserved() -> None:

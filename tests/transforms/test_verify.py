@@ -105,6 +105,17 @@ def test_every_spelling_of_a_product(name: str):
     assert kinds["input"] == kinds["output"] == "activation"
 
 
+def test_products_of_constants_have_no_row():
+    """The angles of rotary embeddings are none of the model's values."""
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        angles = torch.einsum("i,j->ij", torch.arange(8.0), torch.arange(4.0))
+        return (x @ w) * angles.cos()
+
+    model = Calls(forward, torch.randn(4, 4))
+    assert {row.call for row in uu.verify(model, torch.randn(8, 4))} == {"matmul"}
+
+
 def test_embedding_has_a_weight_and_no_input():
     model = nn.Embedding(10, 4, sparse=True)
     result = uu.verify(model, torch.tensor([[1, 2, 2]]), loss=lambda y: 2 * y.sum())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +11,7 @@ from torch.fx import GraphModule
 
 from fp8.subclass import check_module
 
+from .copies import deep_copy
 from .install import Call, find_scope, install, unwrapped
 from .observe import unseen
 
@@ -92,32 +90,10 @@ def copied(module: M) -> M:
     """A deep copy of a model; a compiled one stays compiled.
 
     `copy.deepcopy` alone drops what `nn.Module.compile` did. Raises TypeError for what cannot be
-    copied: a function among the attributes that is TorchScript, or that holds a part of the model.
+    copied: a function among the attributes that is TorchScript.
     """
-    _refuse_functions(module)
-    result = copy.deepcopy(module)
+    result = deep_copy(module)
     scope = find_scope(result, Compile)
     if scope is not None and unwrapped(result) is result:
         scope.start(result)
     return result
-
-
-def _refuse_functions(model: nn.Module) -> None:
-    """``self.mlpf = lambda x: mlp.act(x)`` would run the original's parts in every copy."""
-    parts = {id(part) for part in (*model.modules(), *model.parameters())}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            place = f"{path}.{name}" if path else name
-            if isinstance(value, torch.jit.ScriptFunction):
-                raise TypeError(f"{place!r} is a TorchScript function: use the one it was made of")
-            if isinstance(value, FunctionType) and not parts.isdisjoint(map(id, _held(value))):
-                raise TypeError(
-                    f"{place!r} is a function that holds a part of the model, of which a copy runs "
-                    "the original: make it a method"
-                )
-
-
-def _held(function: FunctionType) -> list[Any]:
-    """What a function keeps of where it was made."""
-    cells = inspect.getclosurevars(function).nonlocals
-    return [*cells.values(), *(function.__defaults__ or ())]

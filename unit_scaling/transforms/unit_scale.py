@@ -17,6 +17,7 @@ from fp8.subclass import check_module
 from ..parameter import remember_tags, tag
 from .calls import KINDS
 from .compile import copied
+from .copies import deep_copy
 from .fold import Folded, folded
 from .install import Call, find_scope, install, is_sharded, unwrapped
 from .plan import make_plan
@@ -296,7 +297,7 @@ def _twin(module: nn.Module, scope: UnitScale) -> nn.Module:
     shared[id(scope)] = scope
     for child in module.modules():
         shared.update({id(getattr(child, name)): type(getattr(child, name))() for name in _HOOKS})
-    return copy.deepcopy(module, shared)
+    return deep_copy(module, shared)
 
 
 def _detached(value: Any, scope: UnitScale) -> Any:

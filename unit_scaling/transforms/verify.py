@@ -20,6 +20,7 @@ from fp8.autocast import outside_compiler
 from fp8.report import Rows, as_table
 from fp8.subclass import check_module
 
+from .copies import deep_copy
 from .install import install, is_sharded, unwrapped
 from .observe import find_loss, plain
 from .record import tensors_in
@@ -163,7 +164,7 @@ def verify(
         raise ValueError(
             f"verify cannot copy {type(model).__name__}, which FSDP has sharded: call it before"
         )
-    twin = copy.deepcopy(model)
+    twin = deep_copy(model)
     twin.zero_grad()
     watch = Watch({id(p): name for name, p in twin.named_parameters()}, parametrizations(twin))
     install(twin, watch)

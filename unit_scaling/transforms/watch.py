@@ -128,8 +128,14 @@ class Watch(Observer):
             self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
         elif function in OPAQUE and not product:
             self.notes.append(f"{kind} in {place} is not measured: {OPAQUE[function]}")
-        origins = [self._origin(t) for _, t in tensors_in((args, kwargs))]
+        tensors = [t for _, t in tensors_in((args, kwargs))]
+        origins = [self._origin(t) for t in tensors]
         origin = self._joined(kind, origins)
+        # what is made of constants, the angles of rotary embeddings say, is none of the model's
+        product = product and any(
+            o.parameter or o.sources or t.requires_grad
+            for o, t in zip(origins, tensors, strict=True)
+        )
         if product:
             output = self._product(function, kind, args, kwargs)
             origin = _Origin(frozenset([len(self._products) - 1]))

@@ -57,7 +57,7 @@ def prepare(model: nn.Module, init: str) -> Weights:
             weights.rows.append(Row(path, leaf, "unit scale", why))
             weights.factors[name] = 1.0
             tag(parameter, "weight")
-        elif parameter.dim() > 1:
+        elif parameter.dim() > 1 and not _is_gain(parameter):
             factor, why = _rescale(parameter, init)
             done = "left alone" if why else "unit scale"
             weights.rows.append(Row(path, leaf, done, why or f"divided by {factor:.4g}"))
@@ -130,12 +130,21 @@ def _is_empty_token(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
+def _is_gain(parameter: nn.Parameter) -> bool:
+    """Whether it is one number, repeated along one dimension: (1, 1, n) or (n, 1, 1), as the scales
+    of layers are.
+    """
+    along = not parameter.is_meta and parameter.numel() == max(parameter.shape)
+    return along and parameter.numel() > 0 and bool(parameter.min() == parameter.max())
+
+
+@torch.no_grad()
 def _rescale(parameter: nn.Parameter, init: str) -> tuple[float, str]:
     """(what the parameter was divided by, why it was left alone or "")."""
     if parameter.is_meta:
         return 1.0, "has no values yet (meta device)"
     if parameter.numel() < 2 or bool(parameter.min() == parameter.max()):
-        return 1.0, "is constant"
+        return 1.0, f"is {parameter.min().item():.4g} everywhere"
     rms = parameter.double().square().mean().sqrt().item()
     if not math.isfinite(rms):
         return 1.0, "holds Inf or NaN"
@@ -156,7 +165,7 @@ def _unit_gain(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: l
     """A gain that starts as small as 1e-6 everywhere, or as noise (some libraries draw those of
     batch norms as they draw weights), starts at RMS 1, so that its branch has values.
     """
-    if init != "unit" or parameter.is_meta or parameter.dim() != 1 or parameter.numel() < 2:
+    if init != "unit" or parameter.is_meta or parameter.numel() < 2:
         return
     rms = parameter.double().square().mean().sqrt().item()
     same = bool(parameter.abs().min() == parameter.abs().max())

@@ -1,0 +1,86 @@
+"""Copies of models that keep functions of their parts, or tensors of their last call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unit_scaling as uu
+from unit_scaling.transforms import compile, simulate_fp8, unit_scale
+from unit_scaling.transforms.copies import deep_copy
+
+
+class MinGPTBlock(nn.Module):
+    """As minGPT writes its MLP: a lambda that holds an `nn.ModuleDict`. how: where it holds it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict(
+            {"up": nn.Linear(8, 16), "act": nn.GELU(), "down": nn.Linear(16, 8)}
+        )
+        m, parts = self.mlp, [*self.mlp.values()]
+        self.run = {
+            "closure": lambda x: m.down(m.act(m.up(x))),
+            "default": lambda x, m=m: m.down(m.act(m.up(x))),
+            "keyword": lambda x, *, m=m: m.down(m.act(m.up(x))),
+            "list": lambda x: parts[2](parts[1](parts[0](x))),
+            "self": lambda x: self.mlp.down(self.mlp.act(self.mlp.up(x))),
+        }[how]
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.run(x))
+
+
+@pytest.mark.parametrize("how", ["closure", "default", "keyword", "list", "self"])
+def test_a_function_of_a_copy_runs_the_parts_of_the_copy(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = MinGPTBlock(how), torch.randn(8, 8)
+    before = model(x)
+    ours = unit_scale(model)
+    ours(x).square().mean().backward()
+    assert all(p.grad is not None for p in ours.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(model(x), before)
+    kinds = [row.call for row in uu.report(ours) if row.done == "scaled"]
+    assert kinds == ["linear", "gelu", "linear", "add", "linear"]
+    assert uu.verify(ours, x).share("weight") == 1
+    assert not torch.equal(simulate_fp8(ours)(x), ours(x))
+
+
+class Keeps(nn.Module):
+    """Keeps what it computes for who looks at it, in several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.maps: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.maps = [self.body(x).softmax(-1)]
+        self.seen = {"logits": self.head(self.maps[0])}
+        self.last_loss = nn.functional.cross_entropy(self.seen["logits"], torch.arange(len(x)) % 4)
+        return self.last_loss
+
+
+def test_a_model_that_keeps_tensors_of_its_last_call() -> None:
+    """`copy.deepcopy` refuses those with a graph: of copies they have the values."""
+    torch.manual_seed(0)
+    plain, x = Keeps(), torch.randn(8, 8)
+    plain(x)
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(plain)
+    twin = deep_copy(plain)
+    assert torch.equal(twin.last_loss, plain.last_loss)
+    assert torch.equal(twin.maps[0], plain.maps[0])
+    assert twin.last_loss.grad_fn is None
+    assert plain.last_loss.grad_fn is not None
+    ours = unit_scale(plain)
+    ours(x).backward()
+    assert uu.verify(ours, x).share("gradient") > 0
+    for transformed in (ours.eval(), simulate_fp8(ours), compile(ours)):  # recorded anew in eval
+        assert isinstance(transformed, Keeps)
+    assert ours(x).isfinite()
