@@ -120,9 +120,7 @@ def test_a_model_inside_of_ddp_is_refused():
 def test_shards_are_refused(level):
     """They would be plain tensors, which the optimizer does not have."""
     model, _ = build(level)
-    with pytest.raises(
-        ValueError, match="weight has a level, which no shard of it has"
-    ):
+    with pytest.raises(ValueError, match="weight has a level, which no shard of it has"):
         fully_shard(model)
     assert isinstance(model[0].weight, ScaledTensor)
 
