@@ -20,7 +20,7 @@ from .level_optimizer import settings_of, take_over
 from .optim import AdamW
 from .recipe import Recipe, get_recipe
 from .scaled_tensor import DTYPES, ScaledTensor
-from .scaled_weights import scale_weights
+from .scaled_weights import SHARDED, scale_weights
 from .subclass import check_module
 
 __all__ = ["LEVELS", "Level", "initialize"]
@@ -129,19 +129,15 @@ def _level(name: str) -> Level:
 
 
 _FIRST = "initialize the model that it wraps, then wrap it"
-_SHARDED = (
-    "fully_shard keeps shards of its own: call fp8.fsdp.gather_in_fp8 before it, which sends "
-    "weights in FP8, and step its parameters with fp8.optim.AdamW, which keeps states in FP8"
-)
 
 #: Class of a wrapper, by name, as its library need not be there -> what to do instead.
 _WRAPPERS = {
     "DistributedDataParallel": _FIRST,
     "DataParallel": _FIRST,
     "OptimizedModule": "initialize the model, then compile it",
-    "FSDPModule": _SHARDED,
-    "FullyShardedDataParallel": f"use torch's fully_shard (FSDP2); {_SHARDED}",
-    "DeepSpeedEngine": f"use torch's fully_shard (FSDP2) in the place of ZeRO; {_SHARDED}",
+    "FSDPModule": SHARDED,
+    "FullyShardedDataParallel": f"use torch's fully_shard (FSDP2); {SHARDED}",
+    "DeepSpeedEngine": f"use torch's fully_shard (FSDP2) in the place of ZeRO; {SHARDED}",
 }
 
 

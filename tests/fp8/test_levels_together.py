@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8
@@ -112,6 +113,18 @@ def test_a_model_inside_of_ddp_is_refused():
         fp8.initialize(model, optimizer)
     del parallel
     fp8.initialize(model, optimizer)
+
+
+@each_level
+@pytest.mark.usefixtures("_one_process")
+def test_shards_are_refused(level):
+    """They would be plain tensors, which the optimizer does not have."""
+    model, _ = build(level)
+    with pytest.raises(
+        ValueError, match="weight has a level, which no shard of it has: fully_shard"
+    ):
+        fully_shard(model)
+    assert isinstance(model[0].weight, ScaledTensor)
 
 
 def test_a_master_that_a_broadcast_has_passed_by(monkeypatch):
