@@ -201,9 +201,9 @@ def _from_e4m3(code: Tensor) -> Tensor:
     """float32, of finite numbers in uint8."""
     code = code.to(torch.int32)
     size = code & 0x7F
-    normal = ((size + _E4M3_CODE) << _TO_E4M3).view(torch.float32)
-    x = torch.where(size < 8, size.to(torch.float32) * FORMATS["e4m3"].min_subnormal, normal)
-    return torch.where(code > 0x7F, -x, x)
+    small = (size.to(torch.float32) * FORMATS["e4m3"].min_subnormal).view(torch.int32)
+    word = torch.where(size < 8, small, (size + _E4M3_CODE) << _TO_E4M3)
+    return (word | ((code & 0x80) << 24)).view(torch.float32)
 
 
 def _to_e4m3(y: Tensor) -> Tensor:
@@ -237,6 +237,8 @@ def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> 
         return rounded
     step = encoding.smallest
     steps = y * (1 / step)
-    steps = steps.ceil() if away else steps.trunc()
+    if away:  # not negative: in the order of its bits, which are compared in less time
+        rounded = rounded.view(torch.int32).clamp(max=_bits(format.max)).view(torch.float32)
+        return torch.where(y < format.min_normal, steps.ceil() * step, rounded)
     rounded = rounded.clamp(-format.max, format.max)
-    return torch.where(y.abs() < format.min_normal, steps * step, rounded)
+    return torch.where(y.abs() < format.min_normal, steps.trunc() * step, rounded)
