@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .moments import decode
 from .optim import SGD, Adam, AdamW
-from .optim_base import LowPrecision, write_master
-from .optim_state import MASTER, read
+from .optim_base import LowPrecision
 
 __all__ = ["settings_of", "take_over"]
 
@@ -78,7 +76,14 @@ def _class_for(cls: type[Optimizer], kind: type[LowPrecision]) -> type[Optimizer
 
 @functools.cache
 def _mixed(name: str, bases: tuple[type, ...]) -> Any:
-    return type(name, bases, {"__doc__": bases[-1].__doc__})
+    def reduce(self: Any) -> Any:
+        return _blank, (name, bases), self.__getstate__()
+
+    return type(name, bases, {"__doc__": bases[-1].__doc__, "__reduce__": reduce})
+
+
+def _blank(name: str, bases: tuple[type, ...]) -> Any:
+    return object.__new__(_mixed(name, bases))
 
 
 def settings_of(
@@ -105,7 +110,7 @@ def take_over(
     """Makes ``optimizer`` what `settings_of` says, with its own groups, hooks and states.
 
     formats: first_moment, second_moment and master_weights. replaced: parameter -> the one in its
-    place, whose master, if there is to be one, has the numbers of the old.
+    place.
     """
     kind, optimizer.defaults, options = settings_of(optimizer, formats)
     step = vars(optimizer).pop("step", None)
@@ -122,20 +127,7 @@ def take_over(
         group.update({**optimizer.defaults, **group, **options})
         for before, parameter in zip(old, group["params"], strict=True):
             if state.get(before):
-                kept = kind.converted(parameter, state[before], group)
-                optimizer.state[parameter] = kept
-            if before in replaced and group["master_weights"] is not None:
-                _begin_master(optimizer, group, before, parameter)
-
-
-@torch.no_grad()
-def _begin_master(optimizer: Any, group: dict[str, Any], before: Any, parameter: Any) -> None:
-    """From the weights as they were; and they are rounded from it, as after each step."""
-    state = optimizer.state[parameter]
-    if not state:
-        state.update(optimizer.begun(parameter, group))
-    write_master(parameter, state, before)
-    parameter.copy_(decode(read(state, MASTER)).view(parameter.shape))
+                optimizer.state[parameter] = kind.converted(parameter, state[before], group)
 
 
 def _scheduled(optimizer: Any, old: Any) -> Any:

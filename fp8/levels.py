@@ -6,10 +6,13 @@ each tensor of a covered weight is kept in. Scales are powers of two.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .convert import LAYERS, convert
@@ -154,6 +157,24 @@ def _check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ScaledTensor):
             raise ValueError(f"the model has a level already: {name} is a ScaledTensor")
+    if _in_ddp(model):
+        raise ValueError(
+            "the model is inside of a DistributedDataParallel, which goes on to average the "
+            f"gradients of its old weights: {_FIRST}"
+        )
+
+
+def _in_ddp(model: nn.Module) -> bool:
+    """Whether a DistributedDataParallel that is in use wraps the model, or a part of it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    modules = set(model.modules())
+
+    def found() -> bool:
+        wraps = (x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel))
+        return any(not modules.isdisjoint(ddp.modules()) for ddp in wraps)
+
+    return found() and gc.collect() >= 0 and found()  # one that nobody has any more may linger
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:

@@ -30,7 +30,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from .adam import PLAIN, step_units, units_of
 from .moments import MASTERS, MOMENTS
 from .optim_base import LowPrecision
-from .optim_state import FIRST, MASTER, SECOND, convert, local, start
+from .optim_state import FIRST, MASTER, SECOND, convert, local
 from .sgd import MOMENTUM, SGD
 
 __all__ = ["SGD", "Adam", "AdamW", "state_bytes"]
@@ -72,7 +72,6 @@ class _Adam(LowPrecision):
         "compile",
     )
     check = staticmethod(_check)
-    begun = staticmethod(start)
     converted = staticmethod(convert)
 
     decoupled: bool

@@ -4,19 +4,27 @@ are loaded in any encoding, masters that follow their weights."""
 from __future__ import annotations
 
 import functools
-import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from .moments import ENCODINGS, decode
-from .optim_state import MASTER, Group, State, has, keep, read
-from .scaled_tensor import plain
+from .optim_state import (
+    MASTER,
+    Group,
+    State,
+    has,
+    keep,
+    numbers_of,
+    read,
+    rounds_to,
+    warn_of_broadcasts,
+)
 
 __all__ = ["LowPrecision"]
 
@@ -37,11 +45,6 @@ class LowPrecision(Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def begun(parameter: Tensor, group: Group) -> State:
-        """The state before the first step."""
-        raise NotImplementedError
-
-    @staticmethod
     def converted(parameter: Tensor, saved: State, group: Group) -> State:
         """``saved``, the state of such an optimizer, as ``group`` keeps it."""
         raise NotImplementedError
@@ -54,6 +57,12 @@ class LowPrecision(Optimizer):
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickle, which cannot read torch's tensors of 8-bit formats."""
+        state = super().__getstate__()
+        kept = {p: {k: _readable(v) for k, v in own.items()} for p, own in state["state"].items()}
+        return {**state, "state": defaultdict(dict, kept)}
 
     @property
     def skipped_steps(self) -> int:
@@ -78,6 +87,8 @@ class LowPrecision(Optimizer):
             for group in self.param_groups:
                 group["skipped_steps"] += 1
         self._versions = {p: _version(p) for p in self._with_master()}
+        for p in self._versions:
+            vars(p).pop("loaded", None)
         return loss
 
     def _with_master(self) -> list[Any]:
@@ -89,22 +100,17 @@ class LowPrecision(Optimizer):
         ]
 
     def _refresh_masters(self) -> None:
-        """Begins masters anew whose weights are not what they round to.
-
-        A weight that came from a checkpoint may have brought more than it can hold, ``loaded``.
-        """
+        """Begins masters anew whose weights are not what they round to."""
         known = getattr(self, "_versions", {})
         for p in self._with_master():
             if known.get(p) == _version(p):
                 continue
-            loaded = vars(p).pop("loaded", None)
             master = read(self.state[p], MASTER)
-            rounded = p.detach().clone()
-            rounded.copy_(decode(master).view(p.shape))
-            if not torch.equal(rounded, p):
-                if loaded is None:
-                    _warn_of_broadcasts()
-                write_master(p, self.state[p], p if loaded is None else loaded)
+            if not rounds_to(decode(master).view(p.shape), p):
+                if "loaded" not in vars(p):
+                    warn_of_broadcasts()
+                encoding = ENCODINGS[str(master.values.dtype).removeprefix("torch.")]
+                keep(self.state[p], MASTER, p, encoding, numbers_of(p))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, with the state of such an optimizer of torch or of this module.
@@ -128,25 +134,28 @@ class LowPrecision(Optimizer):
             release.remove()
 
 
-def _warn_of_broadcasts() -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        warnings.warn(
-            "a weight was written to, and its master begins anew from it: if that was "
-            "DistributedDataParallel, which sends weights and no masters, the processes differ "
-            "from now on. Begin with the same weights in all of them (one seed, or a checkpoint)",
-            stacklevel=4,
-        )
+@dataclass(frozen=True)
+class _Bits:
+    """A tensor on its way through pickle, as plain bytes."""
+
+    tensor: Tensor
+
+    def __reduce__(self) -> Any:
+        return _viewed, (self.tensor.view(torch.uint8), self.tensor.dtype)
+
+
+def _viewed(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    return bits.view(dtype)
+
+
+def _readable(value: Any) -> Any:
+    small = type(value) is Tensor and value.is_floating_point() and value.itemsize == 1
+    return _Bits(value) if small else value
 
 
 def _version(parameter: Any) -> tuple[int, ...]:
     """What changes when the parameter is written to."""
     return (parameter._version, *getattr(parameter, "writes", ()))
-
-
-def write_master(parameter: Tensor, state: State, numbers: Tensor) -> None:
-    """Begins the master of ``parameter`` anew, in the encoding that it has in ``state``."""
-    encoding = ENCODINGS[str(read(state, MASTER).values.dtype).removeprefix("torch.")]
-    keep(state, MASTER, parameter, encoding, plain(numbers.detach(), torch.float32).flatten())
 
 
 def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .moments import ENCODINGS, Encoding, Stored, decode, scale_for, write, zeros
+from .scaled_tensor import plain
 
 __all__ = [
     "FIRST",
     "MASTER",
     "SECOND",
+    "carried",
     "convert",
     "everywhere",
     "has",
     "keep",
     "local",
     "names",
+    "numbers_of",
+    "prepare",
     "read",
-    "start",
+    "rounds_to",
+    "warn_of_broadcasts",
 ]
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
@@ -46,7 +53,7 @@ def everywhere(true: bool, parameters: Iterable[Tensor]) -> bool:
     for mesh in filter(None, meshes):  # in the same order on all of them
         flag = torch.tensor(float(true), device=mesh.device_type)
         for group in mesh.get_all_groups():
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group)
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
         true = bool(flag)
     return true
 
@@ -77,13 +84,60 @@ def start(parameter: Tensor, group: Group) -> State:
     """The state before the first step: zeros, and the weights as they are."""
     state: State = {"step": torch.zeros(())}
     for name, encoding in names(parameter, group).items():
-        weights = _numbers(parameter) if name == MASTER else None
+        weights = numbers_of(parameter) if name == MASTER else None
         keep(state, name, parameter, encoding, weights)
     return state
 
 
-def _numbers(parameter: Tensor) -> Tensor:
-    return local(parameter.detach()).to(torch.float32).reshape(-1)
+def prepare(state: State, parameter: Tensor, group: Group) -> None:
+    """Has the state be what a step needs: begun, and with a master if, and only if, the weight is
+    to have one, whose dtype may have changed since."""
+    if not state:
+        state.update(start(parameter, group))
+        return
+    kept = names(parameter, group)
+    if (MASTER in kept) == has(state, MASTER):
+        return
+    for name in [name for name in state if name.startswith(MASTER)]:
+        del state[name]
+    if MASTER in kept:
+        keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
+
+
+def numbers_of(parameter: Tensor) -> Tensor:
+    """What a master of a weight begins with, flat float32."""
+    brought = carried(parameter)
+    weight = local(parameter.detach()) if brought is None else brought
+    return plain(weight, torch.float32).reshape(-1)
+
+
+def carried(parameter: Tensor) -> Tensor | None:
+    """What a weight was rounded from, where it has brought that along (``loaded``): from before
+    `initialize`, or from a checkpoint. None once something else has been written to it."""
+    loaded: Tensor | None = vars(parameter).get("loaded")
+    if loaded is None or rounds_to(loaded, parameter):
+        return loaded
+    del vars(parameter)["loaded"]
+    warn_of_broadcasts()
+    return None
+
+
+def rounds_to(numbers: Tensor, parameter: Tensor) -> bool:
+    """Whether the weight is ``numbers``, of its shape, as they are written to it."""
+    rounded = parameter.detach().clone()
+    return torch.equal(rounded.copy_(numbers), parameter)
+
+
+def warn_of_broadcasts() -> None:
+    """To be called where a weight is not what its master, or what it was to begin with, rounds to.
+    Warns where there are other processes."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            "a weight was written to, and its master begins anew from it: if that was "
+            "DistributedDataParallel, which sends weights and no masters, the processes differ "
+            "from now on. Begin with the same weights in all of them (one seed, or a checkpoint)",
+            stacklevel=5,
+        )
 
 
 def keep(
@@ -98,7 +152,8 @@ def keep(
         if stored.scale is not None and stored.amax is not None and scale is not None:
             stored.scale.fill_(scale)
             stored.amax.copy_(amax)
-        write(numbers, stored, encoding, stored.scale, away=name == SECOND)
+        unit = None if scale is None else 1 / scale
+        write(numbers, stored, encoding, unit, away=name == SECOND)
     _put(state, name, stored, here.shape)
 
 
@@ -138,7 +193,7 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
         if has(saved, MASTER):
             _convert(state, MASTER, parameter, kept[MASTER], saved)
         else:
-            keep(state, MASTER, parameter, kept[MASTER], _numbers(parameter))
+            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
     elif has(saved, MASTER):
         with torch.no_grad():
             parameter.copy_(decode(read(saved, MASTER)).view(parameter.shape))

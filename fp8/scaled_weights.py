@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .moments import decode
-from .optim_state import MASTER, has, read
+from .optim_state import MASTER, carried, has, read, rounds_to
 from .scaled_tensor import OWN, ScaledTensor, keep_gradients_in, plain, scaled
 from .subclass import Gained, gain
 
@@ -21,28 +21,29 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 class _ScaledWeights(Gained):
     """A module with parameters that are ScaledTensors, and plain tensors in its state_dict.
 
-    In float32, which holds each of their numbers exactly, under the names that they have.
+    In float32, which holds each of their numbers exactly, under the names that they have. Those of
+    a weight in 8 bits are the ones that it was rounded from, until a master takes them.
     """
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         if not keep_vars:
             for name, parameter in _own(self):
-                destination[prefix + name] = parameter.dequantize(torch.float32)
+                brought = carried(parameter)
+                weight: Any = parameter if brought is None else brought
+                destination[prefix + name] = weight.dequantize(torch.float32)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         before = dict(_own(self))
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
         for name, old in before.items():
             new, given = getattr(self, name), state_dict.get(prefix + name)
-            if given is None or given.shape != old.shape:
+            if not isinstance(given, Tensor) or given.shape != old.shape:
                 continue
-            if new is not old:  # assigned: the numbers are, the parameter with its ties stays
-                with torch.no_grad():
-                    old.copy_(new)
+            if new is not old:  # assigned: numbers and dtype are, the parameter with its ties stays
+                old.data = new.detach()
                 setattr(self, name, old)
-            if old.format != "fp16":
-                old.loaded = scaled(given.detach().to(old.device, torch.float32), "fp16")
+            _bring(old, given)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Torch puts another tensor in the place of each, and what was on it has to follow."""
@@ -68,9 +69,18 @@ def _attributes(parameter: Tensor) -> dict[str, Any]:
     return {k: v for k, v in vars(parameter).items() if k not in own}
 
 
+@torch.no_grad()
+def _bring(parameter: Any, numbers: Tensor) -> None:
+    """Has a weight that holds less than a master bring that along: it is rounded from it."""
+    if parameter.format != "fp16":
+        parameter.loaded = scaled(numbers.to(parameter.device, torch.float32), "fp16")
+        parameter.copy_(parameter.loaded)
+
+
 def _replacement(old: Any, format: str, grad_format: str) -> Any:
     """A parameter with the numbers of ``old`` in ``format``, and all else that ``old`` has."""
     new: Any = nn.Parameter(scaled(old, format), old.requires_grad)
+    _bring(new, old)
     vars(new).update(_attributes(old))
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(old, hooks))
@@ -116,7 +126,9 @@ def export_weights(
         for name, parameter in model.named_parameters(remove_duplicate=False):
             kept = optimizer.state.get(parameter, {})
             if has(kept, MASTER):
-                state[name] = decode(read(kept, MASTER)).view(parameter.shape).clone()
+                master = decode(read(kept, MASTER)).view(parameter.shape)
+                if rounds_to(master, parameter):  # not what a checkpoint has taken the place of
+                    state[name] = master.clone()
     return {
         name: x.to(dtype) if dtype is not None and x.is_floating_point() else x
         for name, x in state.items()

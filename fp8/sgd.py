@@ -12,7 +12,18 @@ from torch.optim.sgd import sgd
 
 from .moments import ENCODINGS, MASTERS, decode
 from .optim_base import LowPrecision
-from .optim_state import MASTER, Group, State, everywhere, has, is_plain, keep, local, read
+from .optim_state import (
+    MASTER,
+    Group,
+    State,
+    everywhere,
+    has,
+    is_plain,
+    keep,
+    local,
+    numbers_of,
+    read,
+)
 from .scaled_tensor import DTYPES, plain
 
 __all__ = ["SGD"]
@@ -51,28 +62,19 @@ def _converted(parameter: Tensor, saved: State, group: Group) -> State:
             )
         state[MOMENTUM] = buffer.to(parameter.device, torch.float32, copy=True)
     kept = has(saved, MASTER)
-    numbers = decode(read(saved, MASTER)) if kept else _weight(parameter).flatten()
-    numbers = numbers.to(parameter.device)
+    master = decode(read(saved, MASTER)) if kept else numbers_of(parameter)
+    master = master.to(parameter.device)
     if _master(parameter, group):
-        keep(state, MASTER, parameter, ENCODINGS[group["master_weights"]], numbers)
+        keep(state, MASTER, parameter, ENCODINGS[group["master_weights"]], master)
     elif kept:
         with torch.no_grad():
-            parameter.copy_(numbers.view(parameter.shape))
+            parameter.copy_(master.view(parameter.shape))
     return state
-
-
-def _begun(parameter: Tensor, group: Group) -> State:
-    return _converted(parameter, {}, group)
 
 
 def _master(parameter: Tensor, group: Group) -> bool:
     coarse = parameter.dtype != torch.float32 or not is_plain(local(parameter))
     return group["master_weights"] is not None and coarse
-
-
-def _weight(parameter: Tensor) -> Tensor:
-    """In float32; a plain parameter of float32 is itself."""
-    return plain(local(parameter).detach(), torch.float32)
 
 
 class SGD(LowPrecision):
@@ -86,7 +88,6 @@ class SGD(LowPrecision):
 
     options = ("master_weights",)
     check = staticmethod(_check)
-    begun = staticmethod(_begun)
     converted = staticmethod(_converted)
 
     def __init__(
@@ -130,10 +131,13 @@ class SGD(LowPrecision):
 
 
 def _step(parameter: Any, state: State, group: Group) -> None:
-    weight = _weight(parameter)
     master = _master(parameter, group)
-    if master and has(state, MASTER):
+    if not master:
+        weight = plain(local(parameter).detach(), torch.float32)  # of float32, itself
+    elif has(state, MASTER):
         weight = decode(read(state, MASTER)).view(parameter.shape)
+    else:
+        weight = numbers_of(parameter).view(parameter.shape)
     buffers = [state.get(MOMENTUM)]
     arguments = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     gradient = plain(local(parameter.grad), torch.float32)

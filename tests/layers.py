@@ -9,6 +9,7 @@ fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor
 fp8.formats <- fp8.tally <- fp8.casting
 fp8.recipe, fp8.scaled_tensor <- fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
+fp8.casting <- fp8.operands <- fp8.matmul
 fp8.casting <- fp8.kernels <- fp8.proof <- fp8.native
 fp8.traced <- fp8.proof
 fp8.kept <- fp8.activations
@@ -22,9 +23,9 @@ fp8.function <- fp8.layer_norm2d_kernels <- fp8.layer_norm2d
 fp8.layer_norm2d, fp8.matmul <- fp8.norm
 fp8.norm, fp8.report, fp8.subclass <- fp8.low_precision
 
-fp8.moments <- fp8.optim_state <- fp8.adam <- fp8.optim
-fp8.optim_state, fp8.scaled_tensor <- fp8.optim_base <- fp8.sgd <- fp8.optim
-fp8.optim_state, fp8.scaled_tensor, fp8.subclass <- fp8.scaled_weights
+fp8.moments, fp8.scaled_tensor <- fp8.optim_state <- fp8.adam <- fp8.optim
+fp8.optim_state <- fp8.optim_base <- fp8.sgd <- fp8.optim
+fp8.optim_state, fp8.subclass <- fp8.scaled_weights
 fp8.report, fp8.scaled_tensor, fp8.subclass <- fp8.level_state
 fp8.optim <- fp8.level_optimizer
 fp8.convert, fp8.level_optimizer, fp8.scaled_weights <- fp8.levels

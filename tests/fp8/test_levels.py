@@ -177,7 +177,7 @@ def test_what_is_left_alone_is_reported():
     _, optimizer = fp8.initialize(model, torch.optim.SGD(model.parameters()))
     report = fp8.state(model, optimizer).report
     assert [row.path for row in report.left_alone] == ["weight_ih_l0", "weight_hh_l0"]
-    assert report[0].why == "no weight of a linear layer or convolution"
+    assert report[0].why.startswith("no weight of a linear layer or convolution")
 
 
 def test_without_an_optimizer():
@@ -314,11 +314,12 @@ def test_weights_of_a_plain_checkpoint_are_what_is_trained_on(level, dtype):
     fp8.initialize(model, optimizer, level, recipe=None)
     steps(model, optimizer, 2)
     model.load_state_dict(source.state_dict())
-    steps(model, optimizer, 1)
-    exported = fp8.export_weights(model, torch.float32, optimizer=optimizer)
-    for name, value in source.state_dict().items():
-        # One step of 1e-5, and a rounding to fp16.
-        torch.testing.assert_close(exported[name], value.float(), rtol=2**-10, atol=4e-5)
+    for _ in range(2):  # before the next step, and after it
+        exported = fp8.export_weights(model, torch.float32, optimizer=optimizer)
+        for name, value in source.state_dict().items():
+            # One step of 1e-5, and a rounding to fp16.
+            torch.testing.assert_close(exported[name], value.float(), rtol=2**-10, atol=4e-5)
+        steps(model, optimizer, 1)
     build()[0].load_state_dict(exported)
 
 

@@ -1,6 +1,9 @@
 """Levels with what else there is: torch.compile, unit scaling, DDP, checkpointed activations."""
 
 import copy
+import io
+import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +19,11 @@ from fp8.levels import LEVELS
 from fp8.scaled_tensor import ScaledTensor, plain, scaled
 from unit_scaling.transforms import unit_scale
 
+unit_adamw = partial(uu.optim.AdamW, allow_non_unit_scaling_params=True)
 each_level = pytest.mark.parametrize("level", LEVELS)
+each_kind = pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)], ids=["AdamW", "SGD"]
+)
 
 
 def build(level, recipe="unit", optimizer=torch.optim.AdamW, transform=lambda model: model):
@@ -95,6 +102,18 @@ def test_ddp(level, hooked):
     assert isinstance(model[0].weight.grad, ScaledTensor)
 
 
+@pytest.mark.usefixtures("_one_process")
+def test_a_model_inside_of_ddp_is_refused():
+    """Its weights would be averaged no more; where unused ones are allowed, without a word."""
+    model = nn.Sequential(nn.Linear(16, 32))
+    parallel = nn.parallel.DistributedDataParallel(nn.Sequential(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="inside of a DistributedDataParallel, which goes on"):
+        fp8.initialize(model, optimizer)
+    del parallel
+    fp8.initialize(model, optimizer)
+
+
 def test_a_master_that_a_broadcast_has_passed_by(monkeypatch):
     """What DDP sends to the other processes when it wraps a model whose weights differ."""
     model, optimizer = build("O3")
@@ -108,19 +127,77 @@ def test_a_master_that_a_broadcast_has_passed_by(monkeypatch):
 
 @each_level
 @pytest.mark.usefixtures("_one_process")
-def test_resume_from_a_distributed_checkpoint(level, tmp_path):
-    model, optimizer = build(level)
+@pytest.mark.parametrize("before", [0, 1])
+@each_kind
+def test_resume_from_a_distributed_checkpoint(level, before, kind, tmp_path):
+    """Into a model that has been trained, and into a new one, whose states are not there yet."""
+    model, optimizer = build(level, optimizer=kind)
     run(model, optimizer)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(state, checkpoint_id=tmp_path)
     expected = run(model, optimizer)
-    model, optimizer = build(level)
-    run(model, optimizer, 1)
+    model, optimizer = build(level, optimizer=kind)
+    run(model, optimizer, before)
     read = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(read, checkpoint_id=tmp_path)
     weights, states = read.values()
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
     assert run(model, optimizer) == expected
+
+
+@each_level
+@each_kind
+@pytest.mark.parametrize("trained", [0, 2])
+def test_resume_from_before_the_first_step(level, kind, trained):
+    """Of a model that is new, or has taken a checkpoint: its weights are all that they were."""
+    model, optimizer = build(level, optimizer=kind)
+    if trained:
+        run(model, optimizer, trained)
+        plain_state = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).state_dict()
+        model.load_state_dict(plain_state)
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    other, second = build(level, optimizer=kind)
+    run(other, second, 1)
+    for target, state in zip((other, second), saved, strict=True):
+        target.load_state_dict(state)
+    assert run(other, second) == run(model, optimizer)
+
+
+def pickled(things):
+    return pickle.loads(pickle.dumps(things))
+
+
+def saved(things):
+    torch.save(things, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@each_level
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, unit_adamw], ids=["torch", "unit_scaling"])
+def test_copies_train_on(level, copied, kind):
+    """To the same bits. pickle cannot read torch's tensors in FP8, nor the name of a new class."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 16))
+    model, optimizer = fp8.initialize(model, kind(model.parameters(), lr=1e-2), level)
+    run(model, optimizer)
+    copies = copied((model, optimizer))
+    assert type(copies[1]) is type(optimizer)
+    assert run(*copies) == run(model, optimizer)
+
+
+@each_level
+def test_a_change_of_dtype_in_training(level):
+    """What has become coarse gets a master as well, where the level has one; there and back."""
+    model, optimizer = build(level)
+    losses = run(model, optimizer, 6)
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype)
+        losses += run(model, optimizer, 6, lambda x, dtype=dtype: model(x.to(dtype)).float())
+        names = set(optimizer.state[model[0].bias])
+        assert ("master" in names) == (level == "O3" and dtype == torch.bfloat16)
+    assert losses[17] < losses[11] < losses[5] < losses[0]
 
 
 @each_level

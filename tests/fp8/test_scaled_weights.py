@@ -47,7 +47,8 @@ def ids(seed=0):
 
 def plain_model(model, recipe=None):
     other = Model()
-    other.load_state_dict(model.state_dict())
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        same.data.copy_(plain(one.detach()))
     return fp8.convert(other, recipe) if recipe else other
 
 
@@ -130,7 +131,9 @@ def test_checkpoints_of_plain_models(dtype, assign):
         expected = dict(other.named_parameters())[name]
         if isinstance(parameter, ScaledTensor):
             expected = scaled(expected.detach(), "fp16").dequantize()
+        assert parameter.dtype == (dtype if assign else torch.float32)
         assert torch.equal(plain(parameter), expected.to(parameter.dtype))
+    model(ids()).backward()
     assert model.head.weight is model.embed.weight
     exported = export_weights(model, torch.bfloat16)
     assert {value.dtype for value in exported.values()} == {torch.bfloat16}
@@ -145,6 +148,9 @@ def test_a_mismatched_checkpoint_changes_nothing_here():
     wrong = {**before, "conv.weight": torch.zeros(2, 2)}
     with pytest.raises(RuntimeError, match=r"conv\.weight"):
         model.load_state_dict(wrong)
+    assert torch.equal(model.conv.weight.dequantize(), before["conv.weight"])
+    with pytest.raises(RuntimeError, match=r'"conv\.weight", expected .* received .*str'):
+        model.load_state_dict({**before, "conv.weight": "no tensor"})
     assert torch.equal(model.conv.weight.dequantize(), before["conv.weight"])
 
 
