@@ -16,6 +16,7 @@ from .moments import BLOCK, ENCODINGS, HEADROOM, Encoding, Stored, decode, scale
 from .optim_state import (
     FIRST,
     MASTER,
+    PARTS,
     SECOND,
     Group,
     State,
@@ -43,8 +44,8 @@ PLAIN = {
 }
 """How weights without a master are kept, by their dtype."""
 
-COMPILED = 1 << 22
-"""Numbers that a compiled step copies to float32 at once on a CPU: 16 MiB, which stay in its cache
+COMPILED = 1 << 21
+"""Numbers that a compiled step copies to float32 at once on a CPU: 8 MiB, which stay in its cache
 until they are read."""
 
 BLOCKS = 1 << 16
@@ -116,11 +117,11 @@ class _Unit:
             grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
         return grad
 
-    def amaxes(self) -> list[Tensor]:
-        """Of what is kept with one scale for the whole tensor, in the order of `encodings`."""
+    @functools.cached_property
+    def amaxes(self) -> dict[str, Tensor]:
+        """Of what is kept with one scale for the whole tensor, by name."""
         of_tensor = [name for name, e in self.encodings.items() if e.scale == "tensor"]
-        found = [read(self.states[0], name).amax for name in of_tensor]
-        return [amax for amax in found if amax is not None]
+        return {name: self.states[0][name + PARTS[2]] for name in of_tensor}
 
     def scales(self, largest: float, amaxes: Iterator[float]) -> Scales:
         """New ones, for gradients of up to ``largest``; ``amaxes``: the values of `amaxes`.
@@ -129,11 +130,8 @@ class _Unit:
         for it as ``amax``: one pass over the gradient is all that a scale costs.
         """
         b1, b2 = self.group["betas"]
-        found: list[float | None] = []
-        for name, encoding in self.encodings.items():
-            if encoding.scale != "tensor":
-                found.append(None)
-                continue
+        found: dict[str, float | None] = {}
+        for name, kept in self.amaxes.items():
             amax = next(amaxes)
             if name == MASTER:
                 amax *= HEADROOM
@@ -142,12 +140,9 @@ class _Unit:
             else:
                 amax = b2 * amax + (1 - b2) * largest**2
             if name != MASTER:
-                kept = read(self.states[0], name).amax
-                assert kept is not None
                 kept.fill_(amax)
-            found.append(scale_for(amax, encoding))
-        weight, first, second = found
-        return weight, first, second
+            found[name] = scale_for(amax, self.encodings[name])
+        return found.get(MASTER), found.get(FIRST), found.get(SECOND)
 
     def numbers(self, scales: Scales) -> Tensor:
         """The scalars of a step, (11,), each computed in float64 and rounded once; 1 / scales."""
@@ -233,7 +228,7 @@ def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     of the largest that it can become.
     """
     looks = [x for unit in units for x in _extremes(unit.gradient())]
-    looks += [amax for unit in units for amax in unit.amaxes()]
+    looks += [amax for unit in units for amax in unit.amaxes.values()]
     numbers = iter(_on_cpu(looks))
     largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN where there is one
     if not everywhere(all(x < LARGEST for x in largest), parameters):
