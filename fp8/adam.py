@@ -24,8 +24,8 @@ from .optim_state import (
     is_plain,
     local,
     names,
+    prepare,
     read,
-    start,
 )
 from .quantize import CHUNK
 from .rounding import Key, bits_from_key, fewer_bits, key_at, random_key
@@ -206,8 +206,7 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
         if parameter.grad.layout != torch.strided:
             raise RuntimeError(f"Adam needs dense gradients, got {parameter.grad.layout}")
         state = states[parameter]
-        if not state:
-            state.update(start(parameter, group))
+        prepare(state, parameter, group)
         key: Any = number
         if parameter.numel() < group["min_size"]:
             plain = is_plain(local(parameter)) and parameter.dtype

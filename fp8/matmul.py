@@ -140,8 +140,12 @@ def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Ten
     if bias is not None:
         return aten.addmm.default(bias, a, b, alpha=alpha)
     batches = a.dim() == 3
-    if alpha == 1.0:
-        return aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
+    # What baddbmm is to ignore, a compiler writes out in full; a multiplication it fuses with what
+    # follows. In float16 that could overflow first.
+    fuses = batches and torch.compiler.is_compiling() and a.dtype != torch.float16
+    if alpha == 1.0 or fuses:
+        product = aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
+        return product if alpha == 1.0 else product * alpha
     ignored = a.new_zeros((1,))  # beta is 0; not empty, because vmap multiplies by beta
     product = aten.baddbmm.default if batches else aten.addmm.default
     return product(ignored, a, b, beta=0, alpha=alpha)
@@ -194,7 +198,8 @@ class _Product(Function):
             da = _gemm(for_a, b, ctx.s_a)
         if needs_b:
             a = round_straight(a, ctx.casts[5], -2).to(grad.dtype)
-            db = _gemm(for_b.mT, a, ctx.s_b)
+            as_b = b.mT.is_contiguous()  # the second operand of a matmul: so is its gradient
+            db = _gemm(a.mT, for_b, ctx.s_b).mT if as_b else _gemm(for_b.mT, a, ctx.s_b)
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
         return da, db, *[None] * 4, dbias, *[None] * 6

@@ -25,9 +25,9 @@ __all__ = [
     "local",
     "names",
     "numbers_of",
+    "prepare",
     "read",
     "rounds_to",
-    "start",
     "warn_of_broadcasts",
 ]
 
@@ -87,6 +87,21 @@ def start(parameter: Tensor, group: Group) -> State:
         weights = numbers_of(parameter) if name == MASTER else None
         keep(state, name, parameter, encoding, weights)
     return state
+
+
+def prepare(state: State, parameter: Tensor, group: Group) -> None:
+    """Has the state be what a step needs: begun, and with a master if, and only if, the weight is
+    to have one, whose dtype may have changed since."""
+    if not state:
+        state.update(start(parameter, group))
+        return
+    kept = names(parameter, group)
+    if (MASTER in kept) == has(state, MASTER):
+        return
+    for name in [name for name in state if name.startswith(MASTER)]:
+        del state[name]
+    if MASTER in kept:
+        keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
 
 
 def numbers_of(parameter: Tensor) -> Tensor:
