@@ -45,12 +45,6 @@ class Encoding:
     format: Format
     scale: str = "none"
 
-    @property
-    def smallest(self) -> float:
-        """The smallest positive value."""
-        unsigned = self.dtype == torch.uint8
-        return self.format.min_normal if unsigned else self.format.min_subnormal
-
     def rounds_stochastically(self, beta: float) -> bool:
         """Whether a moment that decays by ``beta`` a step would stand still, rounded to nearest."""
         coarse = self.dtype != torch.float32
@@ -184,11 +178,8 @@ def write(
     if bits is None and _by_bits(to.values):
         to.values.view(torch.uint8).copy_(_to_e4m3(y))
         return
-    y = _rounded(y, encoding, away, bits)
-    if encoding.dtype == torch.uint8:
-        y = (y.view(torch.int32) >> _SHIFT) - _CODE
-        y = y.clamp(min=0)
-    to.values.copy_(y)
+    unsigned = encoding.dtype == torch.uint8
+    to.values.copy_(_to_e5m3(y, bits) if unsigned else _rounded(y, encoding, away, bits))
 
 
 def _by_bits(values: Tensor) -> bool:
@@ -217,6 +208,16 @@ def _to_e4m3(y: Tensor) -> Tensor:
     return (code | ((word >> 24) & 0x80)).to(torch.uint8)
 
 
+def _to_e5m3(y: Tensor, bits: Tensor | None) -> Tensor:
+    """int32, of finite ``y`` that are not negative: zero stays zero, and what is below the smallest
+    normal number becomes that."""
+    word = y.view(torch.int32)
+    half = (1 << (_SHIFT - 1)) - 1 + ((word >> _SHIFT) & 1)
+    add = half if bits is None else (bits & 0x7FFFFFFF) >> (31 - _SHIFT)
+    code = ((word + add) >> _SHIFT) - _CODE
+    return torch.where(word > 0, code.clamp(1 << _E5M3.mantissa_bits, 0xFF), 0)
+
+
 def _blocks(x: Tensor) -> Tensor:
     """(blocks, BLOCK), the last one filled up with zeros."""
     tiles, _ = scaled_tiles(x[None], (1, BLOCK), -1)
@@ -229,13 +230,12 @@ def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> 
     if encoding.dtype == torch.float32:
         return y
     rounded = y
-    if bits is not None or encoding.dtype == torch.uint8:
+    if bits is not None:
         grid = Grid(format.mantissa_bits, format.min_exponent, format.max, format.max, True, 0.0)
-        rounding = "nearest" if bits is None else "stochastic"
-        rounded = round_to_grid(y, grid, rounding, bits=bits)
+        rounded = round_to_grid(y, grid, "stochastic", bits=bits)
     if encoding.scale == "none":  # as many exponents as float32, or a weight
         return rounded
-    step = encoding.smallest
+    step = format.min_subnormal
     steps = y * (1 / step)
     if away:  # not negative: in the order of its bits, which are compared in less time
         rounded = rounded.view(torch.int32).clamp(max=_bits(format.max)).view(torch.float32)
