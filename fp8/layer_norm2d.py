@@ -40,9 +40,10 @@ def layer_norm2d(
     input: (batch, channels, ...), floating point, any strides, which the result has too where they
     are dense: contiguous stays contiguous and channels-last stays channels-last. weight, bias:
     (channels,) or None, of any floating-point dtype. eps: added to the variance.
-    Computed in float32 (float64 for float64), the variance from the differences to the mean (of
-    bfloat16, compiled, to a channel: still 50 times finer than its rounding), and rounded once to the dtype of input, which the result has; so are the gradients, each to the
-    dtype of its tensor. `torch.autocast` changes nothing. NaN and Inf make their pixel NaN.
+    Computed in float32 (float64 for float64), the variance from the differences to the mean
+    (compiled on CPUs, of channels-last bfloat16 to the first channel), and rounded once to the
+    dtype of input, which the result has; so are the gradients, each to the dtype of its tensor.
+    `torch.autocast` changes nothing. NaN and Inf make their pixel NaN.
     Raises ValueError for an input of fewer than two dimensions and for a weight or bias of another
     shape, TypeError for an input that is not floating point.
     """
