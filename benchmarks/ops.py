@@ -47,10 +47,19 @@ class PlainLayer(nn.Module):
         return x + self.down(self.up(y) * F.silu(self.gate(y)))
 
 
-def step(fn: Callable[..., Tensor], *inputs: Tensor, params: tuple[Tensor, ...] = ()) -> Step:
-    """Forward and backward of ``fn(*inputs)``; gradients are freed, not accumulated."""
+def step(
+    fn: Callable[..., Tensor],
+    *inputs: Tensor,
+    params: tuple[Tensor, ...] = (),
+    grad: Tensor | None = None,
+) -> Step:
+    """Forward and backward of ``fn(*inputs)``; gradients are freed, not accumulated.
+
+    grad: the output's gradient, random if none is given. Two steps that are compared share it:
+    where a tensor lies moves the time of elementwise ops by 5 % and more.
+    """
     leaves = [*inputs, *params]
-    grad = torch.randn_like(fn(*inputs))
+    grad = torch.randn_like(fn(*inputs)) if grad is None else grad
 
     def run() -> None:
         fn(*inputs).backward(grad)

@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], float | None, str]] = {
         lambda p: fp8.optim.AdamW(p, compile=True),
         2.0,
         "the loop itself costs 1.1 times torch's; beside it are a look at all of the gradient "
-        "before the step, second moments widened to float32 and narrowed in cache, and Python",
+        "before the step, a copy to float32 of what has 16 bits, and Python",
     ),
     "fp8 eager": (fp8.optim.AdamW, None, ""),
     "fp8 compiled, 8-bit blocks": (lambda p: fp8.optim.AdamW(p, compile=True, **BLOCKS), None, ""),

@@ -4,7 +4,8 @@ eager mode does piece by piece and `torch.compile` in one pass."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from .moments import BLOCK, ENCODINGS, HEADROOM, Encoding, Stored, decode, scale
 from .optim_state import (
     FIRST,
     MASTER,
+    PARTS,
     SECOND,
     Group,
     State,
@@ -22,11 +24,11 @@ from .optim_state import (
     is_plain,
     local,
     names,
+    prepare,
     read,
-    start,
 )
 from .quantize import CHUNK
-from .rounding import Key, bits_from_key, fewer_bits, random_key
+from .rounding import Key, bits_from_key, fewer_bits, key_at, random_key
 
 __all__ = ["PLAIN", "step_units", "units_of"]
 
@@ -44,7 +46,11 @@ PLAIN = {
 
 COMPILED = 1 << 21
 """Numbers that a compiled step copies to float32 at once on a CPU: 8 MiB, which stay in its cache
-until they are copied back."""
+until they are read."""
+
+BLOCKS = 1 << 16
+"""Numbers that a compiled step with blocks takes at once on each thread of a CPU, always as many:
+for a number that may change torch compiles loops without vectors, which take ten times as long."""
 
 HALF = 15
 """Random bits for each of the two moments, from one word of 32."""
@@ -111,11 +117,11 @@ class _Unit:
             grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
         return grad
 
-    def amaxes(self) -> list[Tensor]:
-        """Of what is kept with one scale for the whole tensor, in the order of `encodings`."""
+    @functools.cached_property
+    def amaxes(self) -> dict[str, Tensor]:
+        """Of what is kept with one scale for the whole tensor, by name."""
         of_tensor = [name for name, e in self.encodings.items() if e.scale == "tensor"]
-        found = [read(self.states[0], name).amax for name in of_tensor]
-        return [amax for amax in found if amax is not None]
+        return {name: self.states[0][name + PARTS[2]] for name in of_tensor}
 
     def scales(self, largest: float, amaxes: Iterator[float]) -> Scales:
         """New ones, for gradients of up to ``largest``; ``amaxes``: the values of `amaxes`.
@@ -124,11 +130,8 @@ class _Unit:
         for it as ``amax``: one pass over the gradient is all that a scale costs.
         """
         b1, b2 = self.group["betas"]
-        found: list[float | None] = []
-        for name, encoding in self.encodings.items():
-            if encoding.scale != "tensor":
-                found.append(None)
-                continue
+        found: dict[str, float | None] = {}
+        for name, kept in self.amaxes.items():
             amax = next(amaxes)
             if name == MASTER:
                 amax *= HEADROOM
@@ -137,21 +140,18 @@ class _Unit:
             else:
                 amax = b2 * amax + (1 - b2) * largest**2
             if name != MASTER:
-                kept = read(self.states[0], name).amax
-                assert kept is not None
                 kept.fill_(amax)
-            found.append(scale_for(amax, encoding))
-        weight, first, second = found
-        return weight, first, second
+            found[name] = scale_for(amax, self.encodings[name])
+        return found.get(MASTER), found.get(FIRST), found.get(SECOND)
 
     def numbers(self, scales: Scales) -> Tensor:
-        """The scalars of a step, (11,), each computed in float64 and rounded once; the scales."""
+        """The scalars of a step, (11,), each computed in float64 and rounded once; 1 / scales."""
         group = self.group
         step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
         decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
         size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
         adam = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
-        return torch.tensor([*adam, *(1.0 if x is None else x for x in scales)])
+        return torch.tensor([*adam, *(1.0 if x is None else 1 / x for x in scales)])
 
     @functools.cached_property
     def how(self) -> _How:
@@ -206,8 +206,7 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
         if parameter.grad.layout != torch.strided:
             raise RuntimeError(f"Adam needs dense gradients, got {parameter.grad.layout}")
         state = states[parameter]
-        if not state:
-            state.update(start(parameter, group))
+        prepare(state, parameter, group)
         key: Any = number
         if parameter.numel() < group["min_size"]:
             plain = is_plain(local(parameter)) and parameter.dtype
@@ -228,40 +227,31 @@ def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     The gradients are looked at first, all of them, which gives each moment its scale as well: that
     of the largest that it can become.
     """
-    looks = [_largest(unit.gradient(), unit.compiled) for unit in units]
-    looks += [amax for unit in units for amax in unit.amaxes()]
-    numbers = _on_cpu(looks)
-    largest, amaxes = numbers[: len(units)], iter(numbers[len(units) :])
+    looks = [x for unit in units for x in _extremes(unit.gradient())]
+    looks += [amax for unit in units for amax in unit.amaxes.values()]
+    numbers = iter(_on_cpu(looks))
+    largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN where there is one
     if not everywhere(all(x < LARGEST for x in largest), parameters):
         return False
     for unit, x in zip(units, largest, strict=True):
         for state in unit.states:
             state["step"] += 1
-        _step(unit, unit.scales(x, amaxes))
+        _step(unit, unit.scales(x, numbers))
     return True
 
 
 def _on_cpu(numbers: list[Tensor]) -> list[float]:
     """0-dim tensors as numbers: the one time that the host waits for a GPU."""
-    if len({x.device for x in numbers}) > 1:
-        numbers = [x.cpu() for x in numbers]
-    return torch.stack(numbers).tolist() if numbers else []
+    devices = {x.device for x in numbers}
+    if len(devices) == 1 and not numbers[0].is_cpu:
+        return torch.stack([x.to(torch.float32) for x in numbers]).tolist()
+    return [x.item() for x in numbers]
 
 
-def _largest(x: Tensor, compiled: bool) -> Tensor:
-    """The largest magnitude, 0-dim float32; NaN where there is one, 0 of an empty shard."""
-    if not x.numel():
-        return x.new_zeros((), dtype=torch.float32)
-    if compiled and x.is_cpu and x.dtype == torch.float32:
-        return _compiled(_by_bits)(x)
-    low, high = torch.aminmax(x)
-    return torch.maximum(-low, high).to(torch.float32)
-
-
-def _by_bits(x: Tensor) -> Tensor:
-    """`_largest`, of float32: magnitudes are in the order of their bits, NaN last, and integers are
-    compared in less time than floats with NaN."""
-    return (x.view(torch.int32) & 0x7FFFFFFF).amax().view(torch.float32)
+def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest number, 0-dim; NaN where there is one, 0 of an empty shard."""
+    low, high = torch.aminmax(x if x.numel() else x.new_zeros(1))
+    return low, high
 
 
 Kept = tuple[Stored, Stored, Stored]
@@ -269,19 +259,25 @@ Kept = tuple[Stored, Stored, Stored]
 
 
 def _step(unit: _Unit, scales: Scales) -> None:
-    """One unit, all of it or in pieces that stay in a processor's cache."""
+    """One unit, in pieces that stay in a processor's cache; the rest of a compiled one is not
+    compiled."""
     grad, numbers = unit.gradient(), unit.numbers(scales)
     kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
-    how, compiled = unit.how, unit.compiled
-    keys = unit.keys() if any(how.stochastic) else []
-    if compiled:  # numbers would be compiled anew each time
-        keys = [torch.tensor(key, device=grad.device) for key in keys]
+    keys = unit.keys() if any(unit.how.stochastic) else []
+    size, least, narrow = _sizes(grad, kept, unit.compiled)
+    room = torch.empty(narrow, min(size, len(grad)))
+    whole = len(grad) - len(grad) % least
     largest = []
-    for begin, end in _pieces(grad, kept, compiled):
+    for begin, end in itertools.pairwise([*range(0, whole, size), whole, len(grad)]):
+        if begin == end:
+            continue
         parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
-        step = _in_float32 if compiled and (end - begin) % BLOCK == 0 else _adam
-        largest.append(step(parts, grad[begin:end], numbers, how, keys, begin))
-    if kept[0].amax is not None:
+        rest = (numbers, unit.how, [key_at(key, begin) for key in keys])
+        if unit.compiled and begin < whole:
+            largest.append(_step_compiled(parts, grad[begin:end], room, *rest))
+        else:
+            largest.append(_adam(parts, parts, grad[begin:end], *rest))
+    if kept[0].amax is not None and largest:
         kept[0].amax.copy_(torch.stack(largest).amax())
     for stored, scale in zip(kept, scales, strict=True):
         if stored.scale is not None and scale is not None:
@@ -289,55 +285,61 @@ def _step(unit: _Unit, scales: Scales) -> None:
     unit.finish(*kept)
 
 
-def _pieces(grad: Tensor, kept: Kept, compiled: bool) -> Iterator[tuple[int, int]]:
-    """Where flat tensors are cut: into what stays in a processor's cache; and where that is
-    compiled, a rest that is no whole number of blocks."""
-    count = size = len(grad)
-    if grad.is_cpu and compiled:
-        wide = sum(x.element_size() == 2 for x in (grad, *(stored.values for stored in kept)))
-        size = COMPILED // max(wide, 1) // BLOCK * BLOCK
-    elif grad.is_cpu:
-        size = CHUNK * torch.get_num_threads()
-    whole = count - count % BLOCK if compiled else count
-    for begin in range(0, whole, size):
-        yield begin, min(begin + size, whole)
-    if whole < count:
-        yield whole, count
-
-
-def _in_float32(kept: Kept, grad: Tensor, *rest: Any) -> Tensor:
-    """`_adam`, compiled. On a CPU what has 16 bits is widened before and narrowed after it: loops
-    that torch compiles for AVX-512 read and write 16-bit numbers under masks, which takes twice the
-    time (such loads are not prefetched, and such stores are waited for by the next)."""
+def _sizes(grad: Tensor, kept: Kept, compiled: bool) -> tuple[int, int, int]:
+    """Of the pieces: how many numbers, a power of two, or all; what all but the rest are multiples
+    of; and how many tensors have 16 bits and are copied to float32."""
+    least, threads = BLOCK if compiled else 1, (torch.get_num_threads() - 1).bit_length()
     if not grad.is_cpu:
-        return _compiled(_adam)(kept, grad, *rest)
-    weight, first, second = (stored.widened() for stored in kept)
-    largest = _compiled(_adam)((weight, first, second), grad.to(torch.float32), *rest)
-    for stored, new in zip(kept, (weight, first, second), strict=True):
-        if new is not stored:
-            stored.values.copy_(new.values)
-    return largest
+        return max(len(grad), 1), least, 0
+    if not compiled:
+        return CHUNK << threads, least, 0
+    narrow = sum(x.element_size() == 2 for x in (grad, *(stored.values for stored in kept)))
+    if _in_blocks(kept):
+        return BLOCKS << threads, BLOCKS << threads, narrow
+    return COMPILED >> max(narrow - 1, 0).bit_length(), least, narrow
+
+
+def _in_blocks(kept: Kept) -> bool:
+    return any(stored.scale is not None and stored.scale.dim() for stored in kept)
+
+
+def _step_compiled(
+    kept: Kept, grad: Tensor, room: Tensor, numbers: Tensor, how: _How, keys: list[Key]
+) -> Tensor:
+    """`_adam`, compiled. On a CPU it reads what has 16 bits from a copy in ``room``: loops that
+    torch compiles for AVX-512 read 16-bit numbers under masks; such loads are not prefetched, and
+    wait for what was stored under masks just before."""
+    rooms = iter(room)
+    weight, first, second = (s._replace(values=_widened(s.values, rooms)) for s in kept)
+    words = [torch.as_tensor(key, device=grad.device) for key in keys]  # ints compile anew
+    step = _compiled(False if grad.is_cpu and _in_blocks(kept) else None)
+    return step(kept, (weight, first, second), _widened(grad, rooms), numbers, how, words)
+
+
+def _widened(x: Tensor, rooms: Iterator[Tensor]) -> Tensor:
+    room = next(rooms, None) if x.element_size() == 2 else None
+    return x if room is None else room[: len(x)].copy_(x)
 
 
 def _adam(
     kept: Kept,
+    old: Kept,
     grad: Tensor,
     numbers: Tensor,
     how: _How,
-    keys: list[Key],
-    begin: int,
+    keys: Sequence[Key],
 ) -> Tensor:
-    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay, in place.
+    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay, from ``old``, which
+    may be ``kept``, to ``kept``.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         w = decay w - size m / (root sqrt(v) + eps)
 
-    In float32, from the new moments before they are rounded. grad: (n,), the elements from
-    ``begin``. numbers: see `_Unit.numbers`. Returns the largest magnitude of a weight that has a
-    scale, else 0.
+    In float32, from the new moments before they are rounded. grad: (n,). numbers: see
+    `_Unit.numbers`. Returns the largest magnitude of a weight that has a scale, else 0.
     """
-    weight, first, second = kept
-    decay, b1, c1, b2, c2, size, root, eps, *scales = numbers.unbind()
+    weight, first, second = old
+    decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
     g = grad.to(torch.float32)
     m = decode(first) * b1 + g * c1
     v = decode(second) * b2 + g * g * c2
@@ -345,17 +347,17 @@ def _adam(
     bits = low = high = None
     of_weight, of_first, of_second = how.stochastic
     if of_first or of_second:
-        word = bits_from_key(g.shape, keys[0], device=g.device, start=begin)
+        word = bits_from_key(g.shape, keys[0], device=g.device)
         high = fewer_bits(word, HALF) if of_first else None
         low = fewer_bits(word << 16, HALF) if of_second else None
     if of_weight:
-        bits = bits_from_key(g.shape, keys[1], device=g.device, start=begin)
-    write(w, weight, how.weight, scales[0], bits=bits)
-    write(m, first, how.first, scales[1], bits=high)
-    write(v, second, how.second, scales[2], away=True, bits=low)
+        bits = bits_from_key(g.shape, keys[1], device=g.device)
+    write(w, kept[0], how.weight, units[0], bits=bits)
+    write(m, kept[1], how.first, units[1], bits=high)
+    write(v, kept[2], how.second, units[2], away=True, bits=low)
     return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
 
 
 @functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function)
+def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
+    return torch.compile(_adam, dynamic=dynamic)

@@ -23,17 +23,14 @@ from .function import apply
 from .kept import Held, kept, shared
 from .matmul import (
     ONES,
-    Casts,
     Scales,
     active_recipe,
-    casts_of,
     check_scales,
     keep_operands,
     layer_histories,
-    one_copy,
     to_autocast_dtype,
-    with_copies,
 )
+from .operands import Casts, casts_of, one_copy, with_copies
 from .recipe import Recipe
 from .tally import product_name
 

@@ -76,7 +76,14 @@ def _class_for(cls: type[Optimizer], kind: type[LowPrecision]) -> type[Optimizer
 
 @functools.cache
 def _mixed(name: str, bases: tuple[type, ...]) -> Any:
-    return type(name, bases, {"__doc__": bases[-1].__doc__})
+    def reduce(self: Any) -> Any:
+        return _blank, (name, bases), self.__getstate__()
+
+    return type(name, bases, {"__doc__": bases[-1].__doc__, "__reduce__": reduce})
+
+
+def _blank(name: str, bases: tuple[type, ...]) -> Any:
+    return object.__new__(_mixed(name, bases))
 
 
 def settings_of(

@@ -24,6 +24,8 @@ KINDS = {
 """How the name of a tensor of an optimizer's state begins -> what it is; the first that fits. The
 moments of Adam, SGD's momentum; scales have the name of what they scale."""
 
+NOT_COVERED = "no weight of a linear layer or convolution, or not trained when the level began"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
@@ -101,7 +103,7 @@ def _rows(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator
             elif id(parameter) not in trained:
                 yield Row(name, kind, LEFT_ALONE, "not trained by the optimizer")
             else:
-                yield Row(name, kind, LEFT_ALONE, "no weight of a linear layer or convolution")
+                yield Row(name, kind, LEFT_ALONE, NOT_COVERED)
 
 
 def _bytes(parameters: Iterable[Any], optimizer: torch.optim.Optimizer | None) -> Bytes:

@@ -6,10 +6,13 @@ each tensor of a covered weight is kept in. Scales are powers of two.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .convert import LAYERS, convert
@@ -17,7 +20,7 @@ from .level_optimizer import settings_of, take_over
 from .optim import AdamW
 from .recipe import Recipe, get_recipe
 from .scaled_tensor import DTYPES, ScaledTensor
-from .scaled_weights import scale_weights
+from .scaled_weights import SHARDED, scale_weights
 from .subclass import check_module
 
 __all__ = ["LEVELS", "Level", "initialize"]
@@ -126,19 +129,15 @@ def _level(name: str) -> Level:
 
 
 _FIRST = "initialize the model that it wraps, then wrap it"
-_SHARDED = (
-    "fully_shard keeps shards of its own: call fp8.fsdp.gather_in_fp8 before it, which sends "
-    "weights in FP8, and step its parameters with fp8.optim.AdamW, which keeps states in FP8"
-)
 
 #: Class of a wrapper, by name, as its library need not be there -> what to do instead.
 _WRAPPERS = {
     "DistributedDataParallel": _FIRST,
     "DataParallel": _FIRST,
     "OptimizedModule": "initialize the model, then compile it",
-    "FSDPModule": _SHARDED,
-    "FullyShardedDataParallel": f"use torch's fully_shard (FSDP2); {_SHARDED}",
-    "DeepSpeedEngine": f"use torch's fully_shard (FSDP2) in the place of ZeRO; {_SHARDED}",
+    "FSDPModule": SHARDED,
+    "FullyShardedDataParallel": f"use torch's fully_shard (FSDP2); {SHARDED}",
+    "DeepSpeedEngine": f"use torch's fully_shard (FSDP2) in the place of ZeRO; {SHARDED}",
 }
 
 
@@ -154,6 +153,24 @@ def _check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ScaledTensor):
             raise ValueError(f"the model has a level already: {name} is a ScaledTensor")
+    if _in_ddp(model):
+        raise ValueError(
+            "the model is inside of a DistributedDataParallel, which goes on to average the "
+            f"gradients of its old weights: {_FIRST}"
+        )
+
+
+def _in_ddp(model: nn.Module) -> bool:
+    """Whether a DistributedDataParallel that is in use wraps the model, or a part of it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    modules = set(model.modules())
+
+    def found() -> bool:
+        wraps = (x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel))
+        return any(not modules.isdisjoint(ddp.modules()) for ddp in wraps)
+
+    return found() and gc.collect() >= 0 and found()  # one that nobody has any more may linger
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:

@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import native
-from .casting import Spec, is_symmetric, round_straight, rounded, spec_of
+from .casting import round_straight, rounded
 from .function import apply
 from .kept import Held, keep, kept, shared
+from .operands import casts_of, one_copy, with_copies
 from .quantize import refuse_nested
 from .recipe import Cast, Recipe
-from .tally import labelled, product_name
+from .tally import product_name
 
 __all__ = ["active_recipe", "linear", "matmul"]
 
@@ -86,43 +87,6 @@ def active_recipe() -> Recipe | None:
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
 
 
-class Casts(NamedTuple):
-    """The specs of the six operands of a layer's three products. An operand of the backward
-    products is () where no cast, or no further one, is needed."""
-
-    a: Spec = ()
-    b: Spec = ()
-    grad_for_a: Spec = ()
-    b_again: Spec = ()
-    grad_for_b: Spec = ()
-    a_again: Spec = ()
-
-
-def casts_of(recipe: Recipe | None, layer: bool = True, name: str = "") -> Casts:
-    """The specs of a recipe. layer: whether b is a weight; else it is cast as a is. name: that of
-    the product, for `fp8.stats`."""
-    if recipe is None:
-        return Casts()
-    a, b = (spec_of(cast) for cast in recipe.forward)
-    grad_for_a, b_again = (spec_of(cast) for cast in recipe.grad_input)
-    grad_for_b, a_again = (spec_of(cast) for cast in recipe.grad_weight)
-    if not layer:
-        b = b_again = a
-    casts = Casts(a, b, grad_for_a, b_again, grad_for_b, a_again)
-    if not name:
-        return casts
-    operands = ("input", "weight" if layer else "other", "grad")
-    again = [f"{operand} again" for operand in operands]
-    roles = (*operands, again[1], again[2], again[0])
-    return Casts(*map(labelled, casts, [name] * len(casts), roles))
-
-
-def one_copy(first: Spec, second: Spec) -> bool:
-    """Whether an operand cast under ``first`` serves where ``second`` is asked for, along the other
-    axis."""
-    return first[:-1] == second[:-1] and is_symmetric(first)
-
-
 def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
     """The amax histories of the operands of a product, and of its gradient, which has the last of
     ``casts``; None where the scaling is not "delayed".
@@ -176,8 +140,12 @@ def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Ten
     if bias is not None:
         return aten.addmm.default(bias, a, b, alpha=alpha)
     batches = a.dim() == 3
-    if alpha == 1.0:
-        return aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
+    # What baddbmm is to ignore, a compiler writes out in full; a multiplication it fuses with what
+    # follows. In float16 that could overflow first.
+    fuses = batches and torch.compiler.is_compiling() and a.dtype != torch.float16
+    if alpha == 1.0 or fuses:
+        product = aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
+        return product if alpha == 1.0 else product * alpha
     ignored = a.new_zeros((1,))  # beta is 0; not empty, because vmap multiplies by beta
     product = aten.baddbmm.default if batches else aten.addmm.default
     return product(ignored, a, b, beta=0, alpha=alpha)
@@ -230,7 +198,8 @@ class _Product(Function):
             da = _gemm(for_a, b, ctx.s_a)
         if needs_b:
             a = round_straight(a, ctx.casts[5], -2).to(grad.dtype)
-            db = _gemm(for_b.mT, a, ctx.s_b)
+            as_b = b.mT.is_contiguous()  # the second operand of a matmul: so is its gradient
+            db = _gemm(a.mT, for_b, ctx.s_b).mT if as_b else _gemm(for_b.mT, a, ctx.s_b)
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
         return da, db, *[None] * 4, dbias, *[None] * 6
@@ -274,16 +243,6 @@ def _multiply(
     x, w, bias = to_autocast_dtype(x, w, bias)
     operands = (x, w, scale_x, scale_w, first, second)
     return apply(_Product, *operands, bias, of_grad, *scales, tuple(casts), held)
-
-
-def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
-    """What backward casts instead of the cast a and b, None where it uses those; and ``casts``, ()
-    for a copy that needs none."""
-    keep_a, keep_b = one_copy(casts.a, casts.a_again), one_copy(casts.b, casts.b_again)
-    needed = casts._replace(
-        a_again=() if keep_a else casts.a_again, b_again=() if keep_b else casts.b_again
-    )
-    return None if keep_a else a, None if keep_b else b, needed
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .formats import FORMATS, Format
-from .rounding import Grid, round_to_grid
+from .rounding import LAYOUTS, Grid, round_to_grid
 from .scaling import LARGEST, SMALLEST, scale_of, scaled_tiles
 
 __all__ = ["BLOCK", "ENCODINGS", "MASTERS", "MOMENTS", "Encoding", "Stored"]
@@ -69,6 +69,8 @@ _TO_E4M3 = 23 - FORMATS["e4m3"].mantissa_bits
 _E4M3_CODE = (127 - FORMATS["e4m3"].bias) << FORMATS["e4m3"].mantissa_bits
 """As _SHIFT and _CODE, for the normal numbers of e4m3 without their sign."""
 
+_bits = LAYOUTS[torch.float32].encode
+
 ENCODINGS: dict[str, Encoding] = {
     row.name: row
     for row in (
@@ -105,11 +107,6 @@ class Stored(NamedTuple):
     values: Tensor
     scale: Tensor | None = None
     amax: Tensor | None = None
-
-    def widened(self) -> Stored:
-        """With a copy of 16-bit values in float32."""
-        wide = self.values.element_size() == 2
-        return self._replace(values=self.values.to(torch.float32)) if wide else self
 
     def part(self, start: int, stop: int) -> Stored:
         """Elements from ``start``, a multiple of `BLOCK`, to ``stop``, as views."""
@@ -162,15 +159,15 @@ def write(
     x: Tensor,
     to: Stored,
     encoding: Encoding,
-    scale: Tensor | None,
+    unit: Tensor | float | None,
     *,
     away: bool = False,
     bits: Tensor | None = None,
 ) -> None:
     """Stores ``x``, float32 (n,), in place of ``to``. What is beyond the largest value saturates.
 
-    scale: of the whole tensor, written by the caller; not used where there is none, or blocks have
-    their own, which are written here.
+    unit: 1 / scale of the whole tensor, whose scale the caller writes; not used where there is
+    none, or blocks have their own, which are written here.
     away: round away from zero below the smallest normal value, else toward zero.
     bits: int32 (n,) random bits, None to round to nearest.
     """
@@ -182,8 +179,8 @@ def write(
         y = (tiles * scales.reciprocal()).flatten()[: len(x)]
         to.scale.copy_(scales.flatten())
     elif encoding.scale == "tensor":
-        assert scale is not None
-        y = x * scale.reciprocal()
+        assert unit is not None
+        y = x * unit
     if bits is None and _by_bits(to.values):
         to.values.view(torch.uint8).copy_(_to_e4m3(y))
         return
@@ -204,21 +201,20 @@ def _from_e4m3(code: Tensor) -> Tensor:
     """float32, of finite numbers in uint8."""
     code = code.to(torch.int32)
     size = code & 0x7F
-    normal = ((size + _E4M3_CODE) << _TO_E4M3).view(torch.float32)
-    x = torch.where(size < 8, size.to(torch.float32) * FORMATS["e4m3"].min_subnormal, normal)
-    return torch.where(code > 0x7F, -x, x)
+    small = (size.to(torch.float32) * FORMATS["e4m3"].min_subnormal).view(torch.int32)
+    word = torch.where(size < 8, small, (size + _E4M3_CODE) << _TO_E4M3)
+    return (word | ((code & 0x80) << 24)).view(torch.float32)
 
 
 def _to_e4m3(y: Tensor) -> Tensor:
     """uint8, of finite ``y``: what `_rounded` and a cast to e4m3 make of it."""
-    format = FORMATS["e4m3"]
-    size = y.abs().clamp(max=format.max)
-    word = size.view(torch.int32)
-    half = (1 << (_TO_E4M3 - 1)) - 1 + ((word >> _TO_E4M3) & 1)
-    normal = ((word + half) >> _TO_E4M3) - _E4M3_CODE
-    small = (size * (1 / format.min_subnormal)).to(torch.int32)
-    code = torch.where(size < format.min_normal, small, normal)
-    return (code | ((y.view(torch.int32) >> 24) & 0x80)).to(torch.uint8)
+    word = y.view(torch.int32)
+    size = (word & 0x7FFFFFFF).clamp(max=_bits(FORMATS["e4m3"].max))
+    half = (1 << (_TO_E4M3 - 1)) - 1 + ((size >> _TO_E4M3) & 1)
+    normal = ((size + half) >> _TO_E4M3) - _E4M3_CODE
+    small = (size.view(torch.float32) * (1 / FORMATS["e4m3"].min_subnormal)).to(torch.int32)
+    code = torch.where(size < _bits(FORMATS["e4m3"].min_normal), small, normal)
+    return (code | ((word >> 24) & 0x80)).to(torch.uint8)
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -241,6 +237,8 @@ def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> 
         return rounded
     step = encoding.smallest
     steps = y * (1 / step)
-    steps = steps.ceil() if away else steps.trunc()
+    if away:  # not negative: in the order of its bits, which are compared in less time
+        rounded = rounded.view(torch.int32).clamp(max=_bits(format.max)).view(torch.float32)
+        return torch.where(y < format.min_normal, steps.ceil() * step, rounded)
     rounded = rounded.clamp(-format.max, format.max)
-    return torch.where(y.abs() < format.min_normal, steps * step, rounded)
+    return torch.where(y.abs() < format.min_normal, steps.trunc() * step, rounded)

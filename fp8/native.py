@@ -217,7 +217,7 @@ def product(
 ) -> Tensor:
     """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k) that `kernels` has kinds for.
 
-    casts: as in `fp8.matmul.Casts`. histories: of a, b and the output's gradient, None where the
+    casts: as in `fp8.operands.Casts`. histories: of a, b and the output's gradient, None where the
     scaling is not "delayed". The gradient of the bias is s_b times the sum of the output's.
     An a that was handed on in the format of its cast (`fp8.norm`) is not cast again: its bytes are
     the operand.

@@ -4,6 +4,7 @@ are loaded in any encoding, masters that follow their weights."""
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -56,6 +57,12 @@ class LowPrecision(Optimizer):
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickle, which cannot read torch's tensors of 8-bit formats."""
+        state = super().__getstate__()
+        kept = {p: {k: _readable(v) for k, v in own.items()} for p, own in state["state"].items()}
+        return {**state, "state": defaultdict(dict, kept)}
 
     @property
     def skipped_steps(self) -> int:
@@ -125,6 +132,25 @@ class LowPrecision(Optimizer):
         finally:
             hold.remove()
             release.remove()
+
+
+@dataclass(frozen=True)
+class _Bits:
+    """A tensor on its way through pickle, as plain bytes."""
+
+    tensor: Tensor
+
+    def __reduce__(self) -> Any:
+        return _viewed, (self.tensor.view(torch.uint8), self.tensor.dtype)
+
+
+def _viewed(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    return bits.view(dtype)
+
+
+def _readable(value: Any) -> Any:
+    small = type(value) is Tensor and value.is_floating_point() and value.itemsize == 1
+    return _Bits(value) if small else value
 
 
 def _version(parameter: Any) -> tuple[int, ...]:

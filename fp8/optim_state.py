@@ -25,9 +25,9 @@ __all__ = [
     "local",
     "names",
     "numbers_of",
+    "prepare",
     "read",
     "rounds_to",
-    "start",
     "warn_of_broadcasts",
 ]
 
@@ -89,6 +89,21 @@ def start(parameter: Tensor, group: Group) -> State:
     return state
 
 
+def prepare(state: State, parameter: Tensor, group: Group) -> None:
+    """Has the state be what a step needs: begun, and with a master if, and only if, the weight is
+    to have one, whose dtype may have changed since."""
+    if not state:
+        state.update(start(parameter, group))
+        return
+    kept = names(parameter, group)
+    if (MASTER in kept) == has(state, MASTER):
+        return
+    for name in [name for name in state if name.startswith(MASTER)]:
+        del state[name]
+    if MASTER in kept:
+        keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
+
+
 def numbers_of(parameter: Tensor) -> Tensor:
     """What a master of a weight begins with, flat float32."""
     brought = carried(parameter)
@@ -137,7 +152,8 @@ def keep(
         if stored.scale is not None and stored.amax is not None and scale is not None:
             stored.scale.fill_(scale)
             stored.amax.copy_(amax)
-        write(numbers, stored, encoding, stored.scale, away=name == SECOND)
+        unit = None if scale is None else 1 / scale
+        write(numbers, stored, encoding, unit, away=name == SECOND)
     _put(state, name, stored, here.shape)
 
 

@@ -136,6 +136,13 @@ def bits_from_key(
     return z.bitwise_xor_(_shift(z, 14)).view(shape)
 
 
+def key_at(key: Key, start: int) -> Key:
+    """The key whose bits from 0 are those of ``key`` from ``start``, a multiple of a power of two:
+    of as many elements as that, at most 2**31."""
+    block, index = divmod(start, 1 << INDEX_BITS)
+    return key ^ _wrap(index ^ (block * FIRST % 2**32 << 32))
+
+
 def random_bits(shape: Sequence[int], seed: Seed, *, device: torch.device | str = "cpu") -> Tensor:
     """Random int32 tensor of `shape`: uniform over all 2**32 values, determined by the arguments.
 

@@ -13,7 +13,12 @@ from .optim_state import MASTER, carried, has, read, rounds_to
 from .scaled_tensor import OWN, ScaledTensor, keep_gradients_in, plain, scaled
 from .subclass import Gained, gain
 
-__all__ = ["export_weights", "scale_weights"]
+__all__ = ["SHARDED", "export_weights", "scale_weights"]
+
+SHARDED = (
+    "fully_shard keeps shards of its own: call fp8.fsdp.gather_in_fp8 before it, which sends "
+    "weights in FP8, and step its parameters with fp8.optim.AdamW, which keeps states in FP8"
+)
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -24,6 +29,12 @@ class _ScaledWeights(Gained):
     In float32, which holds each of their numbers exactly, under the names that they have. Those of
     a weight in 8 bits are the ones that it was rounded from, until a master takes them.
     """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises ValueError for a shard in the place of a weight, which would lose its level."""
+        if hasattr(value, "device_mesh") and name in dict(_own(self)):
+            raise ValueError(f"{name} has a level, which no shard of it has: {SHARDED}")
+        super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]

@@ -32,7 +32,7 @@ class _Scale(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scale_both(grad, ctx.bwd), None, None
+        return scale_both(grad, ctx.bwd), None, None
 
 
 class _EagerScale(_Scale):
@@ -58,7 +58,7 @@ class _Instead(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scale_both(grad, ctx.scale), None, None
+        return scale_both(grad, ctx.scale), None, None
 
 
 def _is_one(scale: float) -> bool:
@@ -81,7 +81,7 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     return apply(function, input, fwd, bwd)
 
 
-def _scale_both(input: Tensor, scale: float) -> Tensor:
+def scale_both(input: Tensor, scale: float) -> Tensor:
     """``scale * input``, and so is the gradient. ``input`` itself where the scale is 1."""
     return input if _is_one(scale) else input * scale
 

@@ -131,7 +131,7 @@ class _Converting:
         if self._how["backend"] not in ADAPTERS:
             checked_backend(self._how["backend"], self.recipe)
         if PRECISIONS[precision] == "MixedPrecision":
-            found = torch.accelerator.current_accelerator()
+            found = torch.accelerator.current_accelerator(check_available=True)
             options = {"device": "cpu" if found is None else found.type, **options}
         elif options:
             raise TypeError(f"{', '.join(options)}: for a mixed precision, not for {precision!r}")

@@ -9,7 +9,7 @@ import fp8
 from fp8 import RECIPES, Cast, casting, kernels
 from fp8.casting import spec_of
 from fp8.kernels import KERNELS, kernel_of, store, swizzled
-from fp8.matmul import casts_of
+from fp8.operands import casts_of
 from tests.fp8.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
 from tests.fp8.test_matmul import randn
 

@@ -177,7 +177,7 @@ def test_what_is_left_alone_is_reported():
     _, optimizer = fp8.initialize(model, torch.optim.SGD(model.parameters()))
     report = fp8.state(model, optimizer).report
     assert [row.path for row in report.left_alone] == ["weight_ih_l0", "weight_hh_l0"]
-    assert report[0].why == "no weight of a linear layer or convolution"
+    assert report[0].why.startswith("no weight of a linear layer or convolution")
 
 
 def test_without_an_optimizer():

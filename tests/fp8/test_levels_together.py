@@ -1,6 +1,8 @@
 """Levels with what else there is: torch.compile, unit scaling, DDP, checkpointed activations."""
 
 import copy
+import io
+import pickle
 from functools import partial
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8
@@ -17,6 +20,7 @@ from fp8.levels import LEVELS
 from fp8.scaled_tensor import ScaledTensor, plain, scaled
 from unit_scaling.transforms import unit_scale
 
+unit_adamw = partial(uu.optim.AdamW, allow_non_unit_scaling_params=True)
 each_level = pytest.mark.parametrize("level", LEVELS)
 each_kind = pytest.mark.parametrize(
     "kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)], ids=["AdamW", "SGD"]
@@ -99,6 +103,30 @@ def test_ddp(level, hooked):
     assert isinstance(model[0].weight.grad, ScaledTensor)
 
 
+@pytest.mark.usefixtures("_one_process")
+def test_a_model_inside_of_ddp_is_refused():
+    """Its weights would be averaged no more; where unused ones are allowed, without a word."""
+    model = nn.Sequential(nn.Linear(16, 32))
+    parallel = nn.parallel.DistributedDataParallel(nn.Sequential(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="inside of a DistributedDataParallel, which goes on"):
+        fp8.initialize(model, optimizer)
+    del parallel
+    fp8.initialize(model, optimizer)
+
+
+@each_level
+@pytest.mark.usefixtures("_one_process")
+def test_shards_are_refused(level):
+    """They would be plain tensors, which the optimizer does not have."""
+    model, _ = build(level)
+    with pytest.raises(
+        ValueError, match="weight has a level, which no shard of it has: fully_shard"
+    ):
+        fully_shard(model)
+    assert isinstance(model[0].weight, ScaledTensor)
+
+
 def test_a_master_that_a_broadcast_has_passed_by(monkeypatch):
     """What DDP sends to the other processes when it wraps a model whose weights differ."""
     model, optimizer = build("O3")
@@ -146,6 +174,43 @@ def test_resume_from_before_the_first_step(level, kind, trained):
     for target, state in zip((other, second), saved, strict=True):
         target.load_state_dict(state)
     assert run(other, second) == run(model, optimizer)
+
+
+def pickled(things):
+    return pickle.loads(pickle.dumps(things))
+
+
+def saved(things):
+    torch.save(things, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@each_level
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, unit_adamw], ids=["torch", "unit_scaling"])
+def test_copies_train_on(level, copied, kind):
+    """To the same bits. pickle cannot read torch's tensors in FP8, nor the name of a new class."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 16))
+    model, optimizer = fp8.initialize(model, kind(model.parameters(), lr=1e-2), level)
+    run(model, optimizer)
+    copies = copied((model, optimizer))
+    assert type(copies[1]) is type(optimizer)
+    assert run(*copies) == run(model, optimizer)
+
+
+@each_level
+def test_a_change_of_dtype_in_training(level):
+    """What has become coarse gets a master as well, where the level has one; there and back."""
+    model, optimizer = build(level)
+    losses = run(model, optimizer, 6)
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype)
+        losses += run(model, optimizer, 6, lambda x, dtype=dtype: model(x.to(dtype)).float())
+        names = set(optimizer.state[model[0].bias])
+        assert ("master" in names) == (level == "O3" and dtype == torch.bfloat16)
+    assert losses[17] < losses[11] < losses[5] < losses[0]
 
 
 @each_level

@@ -122,6 +122,33 @@ def test_strided_operands():
     check(matmul, torch.matmul, (randn(1, 5, 7).expand(3, 5, 7), randn(7, 4)), NONE, layer=False)
 
 
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_gradient_has_the_layout_of_its_operand(batch):
+    """So that the product writes it where it stays: torch copies a .grad of another layout."""
+    left, right = randn(*batch, 4, 5), randn(*batch, 5, 6)
+    (grad,) = torch.autograd.grad(matmul(left, right).sum(), right)
+    assert grad.is_contiguous()
+    right = randn(*batch, 6, 5).mT.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(matmul(left, right).sum(), right)
+    assert grad.mT.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_compiled_batch_is_scaled_by_what_fuses(dtype):
+    """Where it cannot overflow: of the tensor that baddbmm ignores inductor makes a whole one."""
+    seen = []
+
+    def backend(graph, _):
+        seen.append(graph.code)
+        return graph.forward
+
+    a, b = randn(2, 3, 4, dtype=dtype), randn(2, 4, 5, dtype=dtype)
+    compiled = torch.compile(lambda a, b: matmul(a, b, scales=SCALES), backend=backend)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(a, b), matmul(a, b, scales=SCALES))
+    assert ("baddbmm" in seen[0]) is (dtype == torch.float16)
+
+
 def test_scales_of_one_and_powers_of_two_are_exact():
     x, w = randn(5, 7), randn(6, 7)
     assert torch.equal(linear(x, w), F.linear(x, w))

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import fp8
 from fp8 import RECIPES, Cast, Recipe, casting, kernels, native
-from fp8.matmul import casts_of, linear
+from fp8.matmul import linear
+from fp8.operands import casts_of
 from tests.fp8.scaled_mm import emulated, forget
 from tests.fp8.test_matmul import randn
 

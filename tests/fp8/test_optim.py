@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fp8
+import fp8.adam
 import unit_scaling as uu
 from fp8.optim import SGD, Adam, AdamW, state_bytes
 
@@ -192,20 +193,33 @@ def test_learning_rates_of_unit_scaling():
     torch.testing.assert_close(before - layer.weight, torch.full_like(before, 0.5 / 8))
 
 
-@pytest.mark.parametrize("formats", [{}, BLOCKS], ids=["tensor", "blocks"])
-def test_compiled_and_eager_keep_the_same_bits(formats):
-    """States, with a rest beyond the last block too; weights to a multiplication fused with an
-    addition."""
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float32, {}),
+        (torch.float32, BLOCKS),
+        (torch.bfloat16, {"stochastic_weights": True}),
+    ],
+    ids=["tensor", "blocks", "bfloat16"],
+)
+def test_compiled_and_eager_keep_the_same_bits(dtype, settings, monkeypatch):
+    """States, in several pieces and with a rest that is not compiled; weights to a multiplication
+    fused with an addition, which is at most a unit in the last place of 16 bits."""
+    monkeypatch.setattr(fp8.adam, "COMPILED", 1 << 11)
+    monkeypatch.setattr(fp8.adam, "BLOCKS", 1 << 11)
     weights, states = [], []
     for compile in (False, True):
-        params = parameters()[2:]
-        optimizer = AdamW(params, compile=compile, **formats)
+        params = parameters(dtype)[2:]
+        optimizer = AdamW(params, compile=compile, **settings)
         steps(optimizer, params, 3)
         weights.append(params)
         states.append(optimizer.state_dict()["state"])
     assert_same(*states)
+    tolerance = (
+        {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0}
+    )
     for a, b in zip(*weights, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(a, b, **tolerance)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), -1e30])

@@ -13,9 +13,11 @@ from fp8 import FORMATS, Format
 from fp8.rounding import (
     LAYOUTS,
     Grid,
+    Key,
     _fits_floats,
     _round_by_bits,
     bits_from_key,
+    key_at,
     random_bits,
     random_key,
     round_to_grid,
@@ -101,6 +103,14 @@ def test_indices_beyond_31_bits_do_not_repeat() -> None:
     across = bits_from_key((16,), key, device=cpu, start=start)
     assert torch.equal(across[:8], bits_from_key((8,), key, device=cpu, start=start))
     assert not torch.isin(across[8:], bits_from_key((8,), key, device=cpu)).any()
+
+
+@pytest.mark.parametrize("key", [random_key(5), torch.tensor(random_key(5))], ids=["int", "tensor"])
+@pytest.mark.parametrize("start", [0, 16, 48, 2**31 - 16, 2**31, 5 * 2**31 + 32])
+def test_a_key_for_the_bits_from_a_start(start: int, key: Key) -> None:
+    cpu = torch.device("cpu")
+    expected = bits_from_key((16,), key, device=cpu, start=start)
+    assert torch.equal(bits_from_key((16,), key_at(key, start), device=cpu), expected)
 
 
 def test_the_bits_of_a_seed_never_change() -> None:

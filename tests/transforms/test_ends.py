@@ -61,6 +61,49 @@ def test_results_keep_their_values(name: str) -> None:
     assert "keeps its values" in str(rows(ours))
 
 
+TARGET = torch.linspace(-1, 1, 64)[:, None]
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "squares": lambda y: ((y - TARGET) ** 2).mean(),
+    "half of them, weighted": lambda y: (0.5 * TARGET.abs() * (y - TARGET).pow(2)).sum(-1).mean(),
+    "in decibels": lambda y: (-10 * torch.log10((y - TARGET).square().mean(-1) + 1e-8)).mean(),
+    "a divergence": lambda y: -0.5 * torch.sum(1 + y - y.mean(0).pow(2) - y.exp()),
+    "two terms": lambda y: y.abs().mean() + 0.1 * y.norm(dim=-1).mean(),
+    "Charbonnier": lambda y: torch.sqrt((y - TARGET) ** 2 + 1e-3).mean(),
+    "policy gradient": lambda y: -(y.log_softmax(-1)[:, 0] * TARGET[:, 0]).mean(),
+    "a density": lambda y: -torch.distributions.Normal(y, 2.0).log_prob(TARGET).mean(),
+    "a category": lambda y: torch.distributions.Categorical(logits=y).entropy().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_written_out_keeps_its_value(name: str) -> None:
+    """Its gradient is scaled by one factor at most."""
+    loss = LOSSES[name]
+    ours = model(lambda m, x: loss(m.b(F.relu(m.a(x)))))
+    logits = model(lambda m, x: m.b(F.relu(m.a(x))))
+    x = torch.randn(64, WIDTH)
+    mine, theirs = ours(x), loss(logits(x))
+    torch.testing.assert_close(mine, theirs)
+    mine.backward()
+    theirs.backward()
+    cosine = F.cosine_similarity(ours.b.weight.grad.ravel(), logits.b.weight.grad.ravel(), 0)
+    assert cosine.item() == pytest.approx(1)
+    assert not uu.report(ours).left_alone
+
+
+def test_what_a_loss_is_computed_of_is_scaled() -> None:
+    """A product that is spelled out, and what ends in no number, is no term of a loss."""
+    ours = model(lambda m, x: ((m.a(x) * m.b(x)).sum(-1) - TARGET[:, 0]).abs().mean())
+    ours(torch.randn(64, WIDTH))
+    assert rows(ours)["sum"].startswith("scaled")
+    assert "loss" not in rows(ours)["sum"]
+    assert "loss" in rows(ours)["sub"]
+    ours = model(lambda m, x: m.b(m.a(x)) * 3.0)
+    ours(torch.randn(64, WIDTH))
+    assert rows(ours)["mul"] == "scaled: a number, taken out"
+
+
 def test_probabilities_go_into_their_loss() -> None:
     ours = model(lambda m, x: F.binary_cross_entropy(torch.sigmoid(m.b(m.a(x))), x))
     assert ours(torch.rand(8, WIDTH)).item() == pytest.approx(0.7, abs=0.1)
@@ -153,6 +196,15 @@ def test_a_value_whose_logarithm_needs_its_range_keeps_it() -> None:
         lambda y: y - y.amax(-1, keepdim=True).detach(),
         lambda y: torch.view_as_real(torch.view_as_complex(y.view(-1, 2))),
         lambda y: torch.broadcast_tensors(y, y[:1])[0],
+        lambda y: F.pixel_shuffle(y.view(-1, 8, 2, 2), 2),
+        lambda y: F.pixel_unshuffle(y.view(-1, 2, 4, 4), 2),
+        lambda y: F.unfold(y.view(-1, 2, 4, 4), 2),
+        lambda y: y.unfold(1, 4, 2),
+        lambda y: torch.hstack((y, y)).tensor_split(2, dim=1)[0].rot90().diagonal(),
+        lambda y: torch.zeros_like(y).scatter(0, y.argsort(0), y),
+        lambda y: torch.zeros_like(y).index_put((torch.arange(len(y)),), y),
+        lambda y: y.masked_select(y > 0).sort().values.nan_to_num().clamp_min(0),
+        lambda y: F.max_unpool1d(*F.max_pool1d(y[:, None], 2, return_indices=True), 2),
     ],
 )
 def test_calls_that_need_no_rule_are_not_left_alone(call: Callable[[Tensor], Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..core.functional import logarithmic_interpolation
 from ..ops import Scales, row, tie
 from ..scale import scale_bwd, scale_each, scale_output
-from . import fused
+from . import from_output, fused
 
 __all__ = ["add", "dropout", "gelu", "silu", "silu_glu", "softmax"]
 
@@ -178,7 +178,11 @@ def softmax(
     """
     s = softmax_scales(input, dim, constraint, mult)
     logits = input if mult == 1.0 else input * mult
-    output = F.softmax(logits, _softmax_dim(input, dim), dtype=dtype)
+    axis = _softmax_dim(input, dim)
+    if torch.compiler.is_compiling():
+        logits = logits if dtype is None else logits.to(dtype)
+        return from_output.activation(logits, "softmax", s["output"], s["input"], axis)
+    output = F.softmax(logits, axis, dtype=dtype)
     return scale_output(output, s["output"], s["input"], fresh=False)
 
 

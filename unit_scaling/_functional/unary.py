@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..elementwise import elementwise_scales, scaled_elementwise
 from ..ops import Adapter, Scales, row
-from . import fused
+from . import from_output, fused
 from .generated import REQUIRED, described
 
 __all__ = [
@@ -98,6 +98,14 @@ def _given(
     return {**settings, **dict(zip(settings, args, strict=False)), **named}
 
 
+def _kernel(name: str, input: Tensor, fused_kernel: bool) -> Callable[..., Tensor] | None:
+    """What computes an activation together with its factors, if anything does."""
+    if torch.compiler.is_compiling():
+        return from_output.activation if name in from_output.KERNELS else None
+    large = fused_kernel and input.numel() >= _LARGE
+    return fused.activation if large and fused.applies(input) else None
+
+
 def _activation(
     name: str,
     fn: Callable[..., Tensor],
@@ -131,11 +139,11 @@ def _activation(
         if not input.is_floating_point():
             return fn(input, **given)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
-        if fused_kernel and x.numel() >= _LARGE and fused.applies(x):
+        kernel = _kernel(name, x, fused_kernel)
+        if kernel is not None:
             s = rule(mult, constraint, **given)
-            factors = s["output"] / mult, s["input"] / mult
             z = x if mult == 1.0 else x * mult
-            output = fused.activation(z, name, *factors, *given.values())
+            output = kernel(z, name, s["output"] / mult, s["input"] / mult, *given.values())
         else:
             output = scaled_elementwise(
                 fn, x, (), given, mult, constraint, new=True, saved=saves_output

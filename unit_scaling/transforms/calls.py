@@ -41,7 +41,10 @@ TRANSPARENT = frozenset(
         "bfloat16 broadcast_to clone contiguous double dropout expand expand_as flatten float half "
         "moveaxis movedim permute ravel repeat repeat_interleave reshape select squeeze swapaxes "
         "swapdims t tile to transpose type type_as unflatten unsqueeze view view_as __getitem__ "
-        "narrow index_select chunk split unbind flip roll view_as_complex view_as_real"
+        "narrow index_select chunk split unbind flip roll view_as_complex view_as_real diagonal "
+        "rot90 unfold tensor_split hsplit vsplit dsplit pixel_shuffle pixel_unshuffle "
+        "channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d atleast_3d "
+        "adjoint conj resolve_conj"
     ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""
@@ -53,7 +56,7 @@ CONSTANT = frozenset(
     (
         "detach zeros_like ones_like full_like empty_like rand_like randn_like randint_like "
         "new_zeros new_ones new_full new_empty new_tensor bernoulli multinomial argmax argmin sign "
-        "round floor ceil"
+        "sgn round floor ceil"
     ).split()
 )
 """Kinds that hand on no gradient."""
@@ -64,7 +67,11 @@ NEUTRAL = (
         (
             "cat stack pad masked_fill where gather __setitem__ copy_ neg abs arange zeros ones "
             "full empty tensor as_tensor maximum minimum clamp sin cos topk tril triu outer max "
-            "min amax amin broadcast_tensors max_pool1d max_pool2d max_pool3d"
+            "min amax amin broadcast_tensors max_pool1d max_pool2d max_pool3d hstack vstack dstack "
+            "column_stack block_diag diag diag_embed masked_scatter scatter index_copy index_put "
+            "index_fill fill_diagonal sort msort kthvalue median cummax cummin aminmax nan_to_num "
+            "clamp_min clamp_max fmax fmin max_pool1d_with_indices max_pool2d_with_indices "
+            "max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d"
         ).split()
     )
     | CONSTANT
@@ -129,7 +136,7 @@ _OTHERS = (
     "batch_norm instance_norm local_response_norm normalize embedding_bag interpolate "
     "alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout nll_loss l1_loss "
     "smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "cosine_similarity pixel_shuffle multi_dot logsumexp prod vector_norm"
+    "cosine_similarity multi_dot logsumexp prod vector_norm"
 ).split()
 
 _OPERATORS = {

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from fp8.subclass import check_module
 
 from .copies import deep_copy
-from .install import Call, find_scope, install, unwrapped
+from .install import Call, Places, find_scope, install, unwrapped
 from .observe import unseen
 
 __all__ = ["Backend", "Compile", "compile", "copied", "with_scope"]
@@ -58,6 +58,10 @@ class Compile:
                 return result(*args)
 
         return run
+
+    def inside(self, path: str) -> Places:
+        """Nowhere."""
+        return ()
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any

@@ -17,13 +17,17 @@ from fp8.subclass import Gained, check_not_scripted, gain
 
 from ..parameter import TaggedModule
 
-__all__ = ["HOOKS", "Scope", "find_scope", "install", "is_sharded", "unwrapped"]
+__all__ = ["HOOKS", "Places", "Scope", "find_scope", "install", "is_sharded", "unwrapped"]
 
 HOOKS = " hooks"
 """Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
 
 Call = Callable[..., Any]
 """A module's forward: ``call()`` with its arguments, ``call((args, kwargs))`` with others."""
+
+
+Places = tuple[tuple[list[str], str], ...]
+"""Lists, and what is at the end of each while a module runs."""
 
 
 class Scope(Protocol):
@@ -35,6 +39,12 @@ class Scope(Protocol):
 
     order: int
     path: list[str]
+
+    def inside(self, path: str) -> Places | None:
+        """Where the name of a module goes while it runs, if the transform is active already.
+
+        None where the module has to `run` through the scope.
+        """
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
@@ -64,7 +74,22 @@ class _Transformed(Gained, TaggedModule):
                     scope.path.pop()
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        return _run(self, forward, self._scopes, args, kwargs)
+        """Of a part, few calls deep: a compiler follows each by dozens of its own, and Python
+        allows 1000.
+        """
+        places: Places = ()
+        for scope, path in self._scopes:
+            more = scope.inside(path)
+            if more is None:
+                return _run(self, forward, self._scopes, args, kwargs)
+            places += more
+        for names, name in places:
+            names.append(name)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for names, _ in places:
+                names.pop()
 
 
 def _run(

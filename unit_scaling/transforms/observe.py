@@ -15,7 +15,7 @@ from fp8.autocast import EXPANDED
 from fp8.function import FIRST_LOOK
 
 from ..ops import OPS, WATCHERS
-from .install import HOOKS, Call
+from .install import HOOKS, Call, Places
 from .record import Recorder, Slot, tensors_in
 
 __all__ = ["Observer", "find_loss", "mapped", "plain", "unseen"]
@@ -82,6 +82,10 @@ class Observer(TorchFunctionMode):
 
     def end(self, output: Any) -> None:
         """The model returns ``output``."""
+
+    def inside(self, path: str) -> Places | None:
+        """Each module has a mode of its own while it is watched."""
+        return None if self.active else ()
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any

@@ -27,7 +27,7 @@ from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
 from .flow import Flow
 from .growth import gradient_factors
-from .record import Graph, Node, is_sparse, sees_the_past
+from .record import DISTRIBUTION, Graph, Node, is_sparse, sees_the_past
 from .residuals import Residuals, find_residuals, leans
 from .results import KEEPS, Results
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
@@ -126,14 +126,9 @@ class _Planner:
         if kind in self.settings.replaced:
             return Step(op="replace"), "replaced", "as asked"
         if node.inside:
-            before = self.nodes[index - 1]
-            again = (before.inside, before.path, before.where) == (
-                node.inside,
-                node.path,
-                node.where,
-            )
-            why = f"inside the autograd function {node.inside}, as all its calls"
-            return self._restored(node), "" if again else "left alone", why
+            done = "unchanged" if node.inside == DISTRIBUTION else "left alone"
+            done = "" if node.continues(self.nodes[index - 1]) else done
+            return self._restored(node), done, f"inside {node.inside}, as all its calls"
         if self.settings.preserve:
             return self._preserve(node, kind)
         if node.computed:
@@ -145,6 +140,9 @@ class _Planner:
         if index in self.residuals.adds:
             slots, why = self.residuals.adds[index]
             return Step(slots=slots), "scaled", why
+        kept = self.results.decide(index, self.bridges[index], self._shares(node))
+        if kept is not None:
+            return kept
         if leans(self.flow, self.residuals, index):
             return self._positive(index, node)
         special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
@@ -296,10 +294,6 @@ class _Planner:
         if kind == "linear" and weights & (self.settings.readouts - self.inner):
             step = Step(op="linear_readout", constraint=constraint, slots=slots)
             return step, "scaled", "readout: 1/fan_in"
-        if self.results.is_ranged((index,)):
-            factors = op.scales(node.args, node.kwargs, func=node.function, constraint=None)
-            free = self.bridges[index] and not self.results.is_logged(index)
-            return Step(output=(1.0, factors["input"] if free else 1.0)), "scaled", KEEPS
         why = "not constrained: on the only path" if constraint is None else ""
         return Step(op=op.name, constraint=constraint, slots=slots), "scaled", why
 

@@ -25,6 +25,7 @@ from . import install
 from .calls import CONSTANT, PRODUCTS, TRANSPARENT
 
 __all__ = [
+    "DISTRIBUTION",
     "Graph",
     "Input",
     "Node",
@@ -52,6 +53,10 @@ MASKING = -1e4
 """A term below this is a mask, not a value: half of them are -inf, the others as low as fits."""
 
 
+DISTRIBUTION = "torch.distributions"
+"""What makes a call of which nothing may be scaled: a density is that of the sample."""
+
+
 @dataclass(frozen=True)
 class Input:
     """A tensor that goes into a call: its slot, the node it comes from, its element count.
@@ -72,7 +77,7 @@ class Node:
     path: of the module that runs. live: whether it depends on a parameter or a floating-point
     input. computed: whether it depends on parameters only. rms: of the values, where it is
     computed. wanted: whether it is an input that requires a gradient. where: file and line of the
-    call. site: as in `Place`. inside: the autograd function that makes the call.
+    call. site: as in `Place`. inside: the autograd function that makes the call, or `DISTRIBUTION`.
     """
 
     key: Key | None
@@ -102,6 +107,11 @@ class Node:
     def kind(self) -> str:
         """As in `transforms.calls`; "" for what is not in it."""
         return self.key[1] if self.key is not None else ""
+
+    def continues(self, before: Node) -> bool:
+        """Whether the call before it is made from the same line, inside the same function."""
+        same = (before.inside, before.path, before.where)
+        return same == (self.inside, self.path, self.where)
 
     @property
     def place(self) -> Place:
@@ -344,13 +354,13 @@ def sees_the_past(mask: Tensor | None) -> bool:
 _INSTALL = install.__file__
 _OURS = tuple(str(Path(__file__).parents[2] / name) for name in ("fp8", "unit_scaling"))
 _TORCH = str(Path(torch.__file__).parent)
+_DISTRIBUTIONS = str(Path(torch.__file__).parent / "distributions")
 _FUNCTION = str(Path(torch.autograd.function.__file__))
 _CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
 
 
 def _site() -> tuple[str, str, tuple[tuple[str, int, int], ...]]:
-    """(file and line that make the call that is running, the autograd function around it or "",
-    the site of `Place`).
+    """(file and line that make the call that is running, `Node.inside`, the site of `Place`).
 
     Raises ValueError where `torch.utils.checkpoint` runs a function that is no module: it would be
     run again in the backward pass where no plan is in force.
@@ -361,7 +371,10 @@ def _site() -> tuple[str, str, tuple[tuple[str, int, int], ...]]:
         if file == _INSTALL:
             break  # the module that is running begins here
         if file == _FUNCTION and frame.f_code.co_name == "apply" and where:
-            inside = getattr(frame.f_locals.get("cls"), "__name__", "a function")
+            name = getattr(frame.f_locals.get("cls"), "__name__", "without a name")
+            inside = f"the autograd function {name}"
+        if file.startswith(_DISTRIBUTIONS):
+            inside = inside or DISTRIBUTION
         if file == _CHECKPOINT and where:
             raise ValueError(
                 f"{where} runs under torch.utils.checkpoint as a function, which is computed again "

@@ -1,26 +1,38 @@
-"""What a model computes after its last product: its results.
+"""What a model computes after its last product: its results, and the loss that it writes out.
 
 Those that mean something by their range (a probability, a pixel, a width, a direction) keep their
 values, as nothing multiplies them any more; their gradient alone is scaled. So do those of which a
 logarithm is taken, wherever else they go. A gate, which is multiplied with another value, is no
 result.
+
+A loss that is written out, ``((y - target)**2).mean()``, stays what it is, as the losses of torch
+do in `functional`: its *terms* are the arithmetic from the last product, or from log-probabilities,
+to a number without dimensions. They keep their values, so that its parts keep their weights too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .calls import ELEMENTWISE, LINEAR, RANGED, TRANSPARENT
+from ..ops import find_op
+from .calls import ELEMENTWISE, LINEAR, MOVES, RANGED, TRANSPARENT
 from .flow import Flow
+from .steps import Scaling, Step, with_slots
 
 __all__ = ["KEEPS", "Results"]
 
 KEEPS = "after the last product: keeps its values, gradient only"
+TERM = "in a loss that is written out: keeps its values"
 """What the report says of a result."""
 
 
 _LOGARITHMS = frozenset("log log2 log10 log1p logit atanh arctanh acos arccos asin arcsin".split())
 """Names of logarithms, and of what else has values in a range only."""
+
+_TERMS = (
+    ELEMENTWISE | MOVES | frozenset("mean sum var std norm vector_norm logsumexp gather".split())
+)
+"""Kinds that a loss is written out in."""
 
 
 class Results:
@@ -33,6 +45,10 @@ class Results:
         self.whole = whole
         self.mixes = self._before({*adds, *filter(flow.is_product, range(len(flow.nodes)))})
         self._gated = self._before({i for i in range(len(flow.nodes)) if self._is_gated(i)})
+        self._terms: set[int] = set()
+        for index in reversed(range(len(flow.nodes)) if whole else ()):
+            if index not in adds and self._is_term(index):
+                self._terms.add(index)
 
     def _before(self, ends: set[int]) -> list[bool]:
         """For each node, whether its result goes on into one of these calls."""
@@ -43,7 +59,38 @@ class Results:
         return before
 
     def _is_gated(self, index: int) -> bool:
-        return self.flow.nodes[index].kind == "mul" and len(self.flow.sources[index]) > 1
+        return self.flow.nodes[index].kind == "mul" and self._joins(index)
+
+    def _joins(self, index: int) -> bool:
+        """Whether a call has more than one value that is not what the model is called with."""
+        return sum(not self.flow.data[i] for i in self.flow.sources[index]) > 1
+
+    def _is_term(self, index: int) -> bool:
+        """Whether a call is one of a loss that is written out, if those after it are known."""
+        node, readers = self.flow.nodes[index], self.flow.readers[index]
+        if node.kind not in _TERMS or index not in self or not (readers or node.shape == ()):
+            return False
+        dot = node.kind == "sum" and any(map(self._is_gated, self.flow.sources[index]))
+        mixed = dot or (node.kind in ("mul", "div") and self._joins(index))
+        return self._terms.issuperset(readers) and (node.shape == () or not mixed)
+
+    def decide(
+        self, index: int, bridge: bool, shares: list[Scaling]
+    ) -> tuple[Step | None, str, str] | None:
+        """The decision of the plan for a result that keeps its values; None for any other call.
+
+        bridge: whether its gradient may have a factor. shares: factors for parameters.
+        """
+        node = self.flow.nodes[index]
+        term, op = index in self._terms, find_op(node.function) if node.function else None
+        if node.shape == () or node.kind in MOVES or not (term or self.is_ranged((index,))):
+            return None
+        backward = 1.0
+        if op is not None and bridge and not self._joins(index) and not self.is_logged(index):
+            factors = op.scales(node.args, node.kwargs, func=node.function, constraint=None)
+            backward = factors.get("input", 1.0)
+        step = with_slots(Step(output=(1.0, backward)), shares)
+        return step, "scaled", TERM if term else KEEPS
 
     def __contains__(self, index: int) -> bool:
         inner = self.mixes[index] or self._gated[index] or self.flow.data[index]
@@ -53,6 +100,8 @@ class Results:
         """Whether calls are a function with a range and linear ones: ``(tanh(x) + 1) / 2``."""
         kinds = {self.flow.nodes[call].kind for call in calls} - LINEAR
         chain = all(len(self.flow.sources[call]) == 1 for call in calls)
+        if calls[-1] in self._terms:
+            return True
         if not (chain and bool(kinds) and kinds <= RANGED):
             return False
         return calls[-1] in self or (self.whole and self.is_logged(calls[-1]))

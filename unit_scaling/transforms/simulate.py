@@ -13,7 +13,7 @@ from fp8.subclass import check_module
 
 from ..formats import FPFormat
 from .compile import copied
-from .install import Call, install, unwrapped
+from .install import Call, Places, install, unwrapped
 
 __all__ = ["Simulate", "simulate_format", "simulate_fp8"]
 
@@ -30,13 +30,15 @@ class Simulate:
         self.path: list[str] = []
         self._active = False
 
+    def inside(self, path: str) -> Places | None:
+        """Nowhere, while the recipe is in force."""
+        return () if self._active else None
+
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """``call()`` under the recipe."""
-        if self._active:
-            return call()
-        return self._simulated(call)
+        return call() if self._active else self._simulated(call)
 
     def _simulated(self, call: Call, eager: bool = False) -> Any:
         if not (eager or torch.compiler.is_compiling()):

@@ -21,7 +21,7 @@ from fp8.report import as_table
 from fp8.subclass import check_module
 
 from .compile import copied
-from .install import Call, install, unwrapped
+from .install import Call, Places, install, unwrapped
 from .metrics import Metrics
 from .observe import Observer, mapped, plain, unseen
 from .record import Slot, tensors_in
@@ -224,6 +224,10 @@ class Track:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+    def inside(self, path: str) -> Places | None:
+        """Nowhere, for a part: only calls of the whole model count."""
+        return () if path or self.tap.active else None
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any

@@ -19,7 +19,7 @@ from .calls import KINDS
 from .compile import copied
 from .copies import deep_copy
 from .fold import Folded, folded
-from .install import Call, find_scope, install, is_sharded, unwrapped
+from .install import Call, Places, find_scope, install, is_sharded, unwrapped
 from .plan import make_plan
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
@@ -83,15 +83,21 @@ class UnitScale:
         self.__dict__.update(state)
         self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
 
+    def inside(self, path: str) -> Places | None:
+        """Its name in the scope that is running: a part with a transform of its own is in the plan
+        of the whole.
+        """
+        if not _RUNNING:
+            return None
+        outer = _RUNNING[-1]
+        return ((outer.path, path if outer is self else f"{outer.path[-1]} > {path}"),)
+
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """``call()`` under the plan for this form of call, made at its first time."""
-        if _RUNNING:
-            outer = _RUNNING[-1]
-            if outer is not self:  # a part with a transform of its own: the whole has one plan
-                path = f"{outer.path[-1]} > {path}"
-            return outer.within(path, call)
+        for _, name in self.inside(path) or ():
+            return _RUNNING[-1].within(name, call)
         form = (path, module.training, _form(args), _form(kwargs))
         plan = self._known(form, path, module.training)
         if torch.compiler.is_compiling():

@@ -331,6 +331,17 @@ def test_fabric_goes_on_from_a_checkpoint(tmp_path):
     assert fabric_loop(fabric, model, optimizer) == expected
 
 
+def test_mixed_precision_is_that_of_a_device_that_is_there(monkeypatch):
+    """Torch built for CUDA names it without a GPU too, unless it is asked whether there is one."""
+
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    with FP8Precision("unit", precision="bf16-mixed").forward_context():
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_only_the_chosen_layers(tmp_path):
     lit = module("lightning", Mlp())
     plugin = FP8Precision("unit", where=lambda name, layer: "head" not in name, rest="bf16")
