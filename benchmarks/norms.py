@@ -31,10 +31,10 @@ SHAPES = ((64, 96, 56, 56), (64, 192, 28, 28), (64, 384, 14, 14), (64, 768, 7, 7
 SMALL = ((2, 16, 8, 8),)
 
 NOTES = {
-    "contiguous": "torch's compiler for CPUs reads the input for the statistics, a vector of pixels"
-    " at a time down all channels, and again to normalize it",
+    "contiguous": "torch's compiler for CPUs reads the input for the statistics, writes and reads"
+    " sums of blocks, and reads the input again to normalize it",
     "channels_last": "per pixel sums across a vector, a root and a division wait for each other;"
-    " bfloat16 is read three times, and rounding to it takes about as long as the copy",
+    " bfloat16 is read and widened twice, and rounding to it takes about as long as the copy",
 }
 """Where the time goes, where the target is missed."""
 
