@@ -77,12 +77,9 @@ class _Transformed(Gained, TaggedModule):
         """Of a part, few calls deep: a compiler follows each by dozens of its own, and Python
         allows 1000.
         """
-        places: Places = ()
-        for scope, path in self._scopes:
-            more = scope.inside(path)
-            if more is None:
-                return _run(self, forward, self._scopes, args, kwargs)
-            places += more
+        places = _inside(self._scopes)
+        if places is None:
+            return _run(self, forward, self._scopes, args, kwargs)
         for names, name in places:
             names.append(name)
         try:
@@ -90,6 +87,17 @@ class _Transformed(Gained, TaggedModule):
         finally:
             for names, _ in places:
                 names.pop()
+
+
+def _inside(scopes: tuple[tuple[Any, str], ...]) -> Places | None:
+    """Where names go in all scopes; None where one of them is not active yet."""
+    places: Places = ()
+    for scope, path in scopes:
+        more = scope.inside(path)
+        if more is None:
+            return None
+        places += more
+    return places
 
 
 def _run(
