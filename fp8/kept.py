@@ -94,8 +94,9 @@ def keep(ctx: Any, *operands: Operand, held: Held | None = None) -> None:
         if dtype is None:
             saved.append(x)
         else:
-            made = partial(_bytes, x, dtype, scale)
-            saved += one_of(None if i else held, (spec[:-1], x.dtype, number_of(scale)), made)
+            found = None if i else held
+            key = () if found is None else (spec[:-1], x.dtype, number_of(scale))
+            saved += one_of(found, key, partial(_bytes, x, dtype, scale))
         notes.append((dtype is not None, dtype is not None and scale is not None))
     ctx.kept, ctx.held = tuple(notes), held
     ctx.save_for_backward(*saved)

@@ -197,11 +197,11 @@ def _again(x: Tensor, stored: Stored, spec: Spec, other: Spec) -> Stored | None:
 
 def _left(a: Tensor, spec: Spec, history: Tensor | None, record: bool, held: Held | None) -> Stored:
     """`store` of a first operand, once for all products of it. A history sees each."""
-    key = ("native", spec[:-1])
     if history is None:
-        return one_of(held, key, lambda: store(a, spec))
+        return one_of(held, ("native", spec[:-1]), lambda: store(a, spec))
     stored = store(a, spec, -1, history, record)
-    return one_of(held, (*key, number_of(stored.scale)), lambda: stored)
+    key = () if held is None else ("native", spec[:-1], number_of(stored.scale))
+    return one_of(held, key, lambda: stored)
 
 
 def product(

@@ -242,6 +242,7 @@ class LayerNorm2d(nn.Module):
     ) -> None:
         super().__init__()
         self.num_channels = num_channels
+        self.normalized_shape = (num_channels,)  # what timm's has
         self.eps = eps
         self.affine = affine
         self.fast_norm = is_fast_norm()

@@ -219,6 +219,7 @@ def test_constructor_is_timms():
     assert norm.eps == 1e-3
     assert norm.weight.dtype == norm.bias.dtype == torch.float64
     assert list(norm.state_dict()) == ["weight", "bias"]
+    assert norm.normalized_shape == (6,)
     assert fp8.LayerNorm2d(6).eps == 1e-6
     assert list(fp8.LayerNorm2d(6, affine=False).parameters()) == []
     assert repr(norm) == "LayerNorm2d(6, eps=0.001, affine=True)"

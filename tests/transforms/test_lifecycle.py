@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -386,26 +386,3 @@ def test_script_modules_are_refused_by_name() -> None:
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(TypeError, match="'0' is a TorchScript module"):
         unit_scale(nn.Sequential(scripted))
-
-
-class Wrapper(nn.Module):
-    """As DDP and trainers have them: one more call around each."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.module(*args)
-
-
-def test_a_model_of_many_levels_compiles() -> None:
-    """A compiler follows each call by dozens of its own, and Python allows 1000."""
-    torch.manual_seed(0)
-    model: nn.Module = nn.Linear(4, 4)
-    for _ in range(4):
-        model = Wrapper(model)
-    ours, x = simulate_fp8(unit_scale(model)), torch.randn(2, 4)
-    expected = ours(x)
-    torch.compiler.reset()
-    assert torch.equal(torch.compile(ours, backend="eager", fullgraph=True)(x), expected)
