@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .activations import ACTIVATIONS
 from .checkpoint import checkpointed, in_reentrant
-from .function import FIRST_LOOK
+from .function import FIRST_LOOK, called
 from .history import AmaxHistory
 from .matmul import ACTIVE, Block, active_recipe, checked_backend
 from .products import EXPANDED, OPAQUE, PRODUCTS
@@ -197,7 +197,7 @@ class autocast(TorchFunctionMode):
             result = _activation(function, args, kwargs)
             if result is not NotImplemented:
                 return result
-        return function(*args, **kwargs)
+        return called(function, args, kwargs)
 
 
 def _activation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

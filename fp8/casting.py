@@ -254,7 +254,7 @@ def rotated(x: Tensor, size: int, axis: int) -> Tensor:
     if missing:
         x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
     matrix = torch.tensor(_hadamard_matrix(size), dtype=x.dtype, device=x.device)
-    blocks = x.unflatten(axis, (count, size))
+    blocks = torch.unflatten(x, axis, (count, size))
     with torch.autocast(x.device.type, enabled=False):
         if axis == -1:
             return aten.matmul.default(blocks, matrix.mT).flatten(-2)

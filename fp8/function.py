@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["FIRST_LOOK", "apply", "is_inference_graph", "own"]
+__all__ = ["FIRST_LOOK", "apply", "called", "is_inference_graph", "is_plain", "own"]
 
 # Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
 # order they were entered. An autocast that starts inside them puts them back on top.
@@ -36,6 +37,16 @@ def apply(function: type[Function], *args: Any) -> Any:
         return _without_binding(function, torch.is_grad_enabled()).apply(*args)
     except RuntimeError:
         return function.apply(*args)
+
+
+def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``function(*args, **kwargs)`` as a torch-function mode makes the call that it was asked about.
+
+    `Tensor.unflatten` is Python, calls C++ by ``super()``, and is not compiled from within a mode.
+    """
+    if function is Tensor.unflatten:
+        return torch.unflatten(*args, **kwargs)
+    return function(*args, **kwargs)
 
 
 def is_inference_graph() -> bool:

@@ -207,7 +207,7 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Stored:
         return Stored(y.to(format_of(spec).dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
     # The e4m3 numbers that the rule found; more than they reach only where all of a tile is 0.
     scale = (scale / unit).clamp(max=448.0)
-    lost = y.isnan().unflatten(1, (-1, along)).any(-1)  # e2m1 has no NaN, the scales have
+    lost = torch.unflatten(y.isnan(), 1, (-1, along)).any(-1)  # e2m1 has no NaN, the scales have
     scale = torch.where(lost, torch.nan, scale).to(torch.float8_e4m3fn)
     return Stored(_in_pairs(y), swizzled(scale), unit)
 

@@ -163,7 +163,7 @@ def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor
     Compiled code goes through contiguous memory on BLOCK lines side by side for the first of these,
     where sums over all channels would have it jump from each to the next.
     """
-    blocks = x.unflatten(1, (BLOCK, -1)).unbind(1)
+    blocks = torch.unflatten(x, 1, (BLOCK, -1)).unbind(1)
     share, of_all = 1.0 / BLOCK, BLOCK / x.shape[1]
     m = _kept(sum(blocks[1:], blocks[0]) * share)
     centred = [block - m for block in blocks]

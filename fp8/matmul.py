@@ -184,6 +184,7 @@ class _Product(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved: it changes, and is meant to, before it is used.
         a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
+        ctx.turned = b.mT.is_contiguous()  # the second operand of a matmul: so is its gradient
         ctx.s_a, ctx.s_b, ctx.casts, held = rest
         keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, held)
 
@@ -198,8 +199,8 @@ class _Product(Function):
             da = _gemm(for_a, b, ctx.s_a)
         if needs_b:
             a = round_straight(a, ctx.casts[5], -2).to(grad.dtype)
-            as_b = b.mT.is_contiguous()  # the second operand of a matmul: so is its gradient
-            db = _gemm(a.mT, for_b, ctx.s_b).mT if as_b else _gemm(for_b.mT, a, ctx.s_b)
+            turned = ctx.turned
+            db = _gemm(a.mT, for_b, ctx.s_b).mT if turned else _gemm(for_b.mT, a, ctx.s_b)
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
         return da, db, *[None] * 4, dbias, *[None] * 6

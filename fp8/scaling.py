@@ -237,12 +237,12 @@ def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, .
         x = aten.constant_pad_nd.default(x, [0, beside, 0, below])
     dims: list[int] = []
     if columns > 1:
-        x = x.unflatten(-1, (across, columns))
+        x = torch.unflatten(x, -1, (across, columns))
     if columns != 1:
         dims.append(-1)
     row = -3 if columns > 1 else -2
     if rows > 1:
-        x = x.unflatten(row, (down, rows))
+        x = torch.unflatten(x, row, (down, rows))
     if rows != 1:
         dims.append(row)
     return x, tuple(dims)

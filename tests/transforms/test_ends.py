@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from tests.transforms.models import Net
@@ -221,12 +222,25 @@ def test_what_is_done_to_the_input_needs_no_rule() -> None:
     assert rows(ours)["norm"] == "unchanged: on what the model is called with"
 
 
-def test_methods_of_tensor_that_are_written_in_python_are_compiled() -> None:
-    """The compiler does not find `Tensor.norm` in a dict of functions."""
+METHODS: dict[str, Function] = {
+    "norm": lambda m, x: m.b(m.a(x) / m.a(x).norm(dim=-1, keepdim=True)),
+    "split": lambda m, x: m.b(torch.cat(m.a(x).split(WIDTH // 2, -1))),
+    "unflatten": lambda m, x: m.b(m.a(x).unflatten(-1, (2, -1)).flatten(-2)),
+}
+
+
+@pytest.mark.parametrize("recipe", ["", "unit", "block"])
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_tensor_that_are_written_in_python_are_compiled(name: str, recipe: str) -> None:
+    """The compiler does not find `Tensor.norm` in a dict of functions, nor follows the ``super()``
+    of `Tensor.unflatten`, which a cast by blocks is made with too."""
     torch.compiler.reset()
-    ours = model(lambda m, x: m.b(m.a(x) / m.a(x).norm(dim=-1, keepdim=True)))
+    ours = model(METHODS[name])
+    ours = fp8.convert(ours, recipe) if recipe else ours
     x = torch.randn(8, WIDTH)
-    torch.testing.assert_close(torch.compile(ours, backend="eager")(x), ours(x))
+    expected = ours(x)
+    got = torch.compile(ours, backend="eager", fullgraph=True)(x)
+    torch.testing.assert_close(got, expected)
 
 
 # Functions that cannot be copied or seen

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8 import matmul
 from fp8.autocast import EXPANDED
 from fp8.checkpoint import checkpointed
-from fp8.function import FIRST_LOOK
+from fp8.function import FIRST_LOOK, called
 
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each, scale_output
@@ -150,7 +150,7 @@ class Replay(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._busy:
-            return function(*args, **kwargs)
+            return called(function, args, kwargs)
         if function is checkpoint:
             return checkpointed(self, *args, **kwargs)
         if function in EXPANDED:
@@ -162,7 +162,7 @@ class Replay(TorchFunctionMode):
             step = None if kind is None else self._next(kind)
             self.latest = step
             if step is None:
-                return function(*args, **kwargs)
+                return called(function, args, kwargs)
             return self._execute(step, function, args, kwargs)
         finally:
             self._busy = False
@@ -210,7 +210,7 @@ class Replay(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         if step.op is None:
-            return function(*args, **kwargs)
+            return called(function, args, kwargs)
         if step.op == "replace":
             return self._replacements[function](*args, **kwargs)
         if step.op in SPECIAL:
