@@ -40,7 +40,7 @@ def apply(function: type[Function], *args: Any) -> Any:
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function(*args, **kwargs)`` as a torch-function mode makes the call that it was asked about.
+    """``function(*args, **kwargs)`` as a torch-function mode makes a call that it was asked about.
 
     `Tensor.unflatten` is Python, calls C++ by ``super()``, and is not compiled from within a mode.
     """

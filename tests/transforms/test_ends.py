@@ -224,7 +224,7 @@ def test_what_is_done_to_the_input_needs_no_rule() -> None:
 
 METHODS: dict[str, Function] = {
     "norm": lambda m, x: m.b(m.a(x) / m.a(x).norm(dim=-1, keepdim=True)),
-    "split": lambda m, x: m.b(torch.cat(m.a(x).split(WIDTH // 2, -1))),
+    "split": lambda m, x: m.b(torch.cat(m.a(x).split(WIDTH // 2, -1), -1)),
     "unflatten": lambda m, x: m.b(m.a(x).unflatten(-1, (2, -1)).flatten(-2)),
 }
 
