@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,9 +45,8 @@ PLAIN = {
 }
 """How weights without a master are kept, by their dtype."""
 
-COMPILED = 1 << 21
-"""Numbers that a compiled step copies to float32 at once on a CPU: 8 MiB, which stay in its cache
-until they are read."""
+COMPILED = 1 << 22
+"""Numbers that a compiled step copies to float32 at once on a CPU: 16 MiB."""
 
 BLOCKS = 1 << 16
 """Numbers that a compiled step with blocks takes at once on each thread of a CPU, always as many:
@@ -265,7 +265,7 @@ def _step(unit: _Unit, scales: Scales) -> None:
     kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     keys = unit.keys() if any(unit.how.stochastic) else []
     size, least, narrow = _sizes(grad, kept, unit.compiled)
-    room = torch.empty(narrow, min(size, len(grad)))
+    room = _ROOM.of(narrow, min(size, len(grad)))
     whole = len(grad) - len(grad) % least
     largest = []
     for begin, end in itertools.pairwise([*range(0, whole, size), whole, len(grad)]):
@@ -297,6 +297,21 @@ def _sizes(grad: Tensor, kept: Kept, compiled: bool) -> tuple[int, int, int]:
     if _in_blocks(kept):
         return BLOCKS << threads, BLOCKS << threads, narrow
     return COMPILED >> max(narrow - 1, 0).bit_length(), least, narrow
+
+
+class _Room(threading.local):
+    """The memory of the copies in float32, at most COMPILED numbers. It stays with the thread:
+    memory that is new at each step costs as much as half of the step."""
+
+    numbers = torch.empty(0, device="cpu")
+
+    def of(self, rows: int, columns: int) -> Tensor:
+        if len(self.numbers) < rows * columns:
+            self.numbers = torch.empty(rows * columns, dtype=torch.float32, device="cpu")
+        return self.numbers[: rows * columns].view(rows, columns)
+
+
+_ROOM = _Room()
 
 
 def _in_blocks(kept: Kept) -> bool:
