@@ -235,6 +235,9 @@ def test_a_compiled_step_is_skipped_where_an_eager_one_is(bad: float):
     assert_same(optimizer.state_dict()["state"], before[1])
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="torch 2.11 sets no attribute where a graph has broken"
+)
 def test_compiled_by_the_user():
     eager, params = parameters()[:1], parameters()[:1]
     optimizer = AdamW(params)
