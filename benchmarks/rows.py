@@ -141,8 +141,8 @@ NOTES = {
 }
 
 PASSES = (
-    "memory: eager, the factors of output and gradient are a pass each beside torch's kernels, which "
-    "are one pass too; compiled they are in them"
+    "memory: eager, the factors of output and gradient are a pass each beside torch's kernels, "
+    "which are one pass too; compiled they are in them"
 )
 
 #: Rows that are not timed -> why.
