@@ -51,15 +51,15 @@ _LAST = _Last()
 def shared(x: Tensor, history: Tensor | None, *specs: Spec) -> Held | None:
     """Where the products of ``x``, cast under ``specs``, find what the one before has kept of it.
 
-    None where each keeps its own: in compiled code, whose compiler sees to it; for a subclass of
-    Tensor; where chance decides; and where a history does, unless scales can be looked at (on a
-    CPU).
+    None where each keeps its own: without casts; in compiled code, whose compiler sees to it; for a
+    subclass of Tensor; where chance decides; and where a history does, unless scales can be looked
+    at (on a CPU).
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) is not Tensor:
+    if not any(specs) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     by_chance = any(spec and spec[4] == "stochastic" for spec in specs)
     unknown = history is not None and x.device.type != "cpu"
-    if by_chance or unknown or x.is_inference():  # that has no version
+    if type(x) is not Tensor or by_chance or unknown or x.is_inference():  # that has no version
         return None
     owner = x if x._base is None else x._base
     part = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)

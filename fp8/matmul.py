@@ -199,8 +199,7 @@ class _Product(Function):
             da = _gemm(for_a, b, ctx.s_a)
         if needs_b:
             a = round_straight(a, ctx.casts[5], -2).to(grad.dtype)
-            turned = ctx.turned
-            db = _gemm(a.mT, for_b, ctx.s_b).mT if turned else _gemm(for_b.mT, a, ctx.s_b)
+            db = _gemm(a.mT, for_b, ctx.s_b).mT if ctx.turned else _gemm(for_b.mT, a, ctx.s_b)
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
         return da, db, *[None] * 4, dbias, *[None] * 6

@@ -34,6 +34,12 @@ def rows(net: nn.Module) -> dict[str, str]:
 
 # Results
 
+
+def with_and_without(end: Callable[[Tensor], Tensor]) -> tuple[nn.Module, nn.Module]:
+    """Two equal models, of which one computes ``end`` of its logits."""
+    return model(lambda m, x: end(m.b(F.relu(m.a(x))))), model(lambda m, x: m.b(F.relu(m.a(x))))
+
+
 RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
@@ -48,8 +54,7 @@ RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_results_keep_their_values(name: str) -> None:
     """The gradient alone is scaled: by one factor, as that of an op without constraint."""
     result = RESULTS[name]
-    ours = model(lambda m, x: result(m.b(F.relu(m.a(x)))))
-    logits = model(lambda m, x: m.b(F.relu(m.a(x))))
+    ours, logits = with_and_without(result)
     x = torch.randn(64, WIDTH)
     y, plain = ours(x), result(logits(x))
     torch.testing.assert_close(y, plain)
@@ -81,8 +86,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_loss_that_is_written_out_keeps_its_value(name: str) -> None:
     """Its gradient is scaled by one factor at most."""
     loss = LOSSES[name]
-    ours = model(lambda m, x: loss(m.b(F.relu(m.a(x)))))
-    logits = model(lambda m, x: m.b(F.relu(m.a(x))))
+    ours, logits = with_and_without(loss)
     x = torch.randn(64, WIDTH)
     mine, theirs = ours(x), loss(logits(x))
     torch.testing.assert_close(mine, theirs)
