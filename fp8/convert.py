@@ -22,7 +22,7 @@ from .native import alignment, devices, why_not_here, why_not_recipe
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, check_module, check_not_scripted, gain, lose
-from .swap import Where, adapted, inside_attention, is_replacement
+from .swap import Where, adapted, inside_attention, is_replacement, why_quantized
 from .where import checked_where, choose
 
 __all__ = ["LAYERS", "convert", "report", "revert"]
@@ -359,6 +359,8 @@ def _is_transposed(module: nn.Module) -> bool:
 def _why_not(module: nn.Module, owner: str | None) -> str | None:
     if owner is not None:
         return f"computed by {owner}"
+    if why := why_quantized(module):
+        return why
     if isinstance(module, (*LAYERS, *ACTIVATIONS)) or _is_transposed(module):
         return _PATCHED if "forward" in vars(module) else None
     known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
