@@ -16,7 +16,7 @@ from .autocast import autocast
 from .casting import is_whole
 from .checkpoint import in_recomputation
 from .function import FIRST_LOOK
-from .history import LayerHistory, forget, remember
+from .history import LayerHistory, begin_anew, forget, remember
 from .matmul import checked_backend, linear
 from .native import alignment, devices, why_not_here, why_not_recipe
 from .recipe import Recipe, get_recipe
@@ -108,6 +108,10 @@ class _Converted(Gained):
         with mode:
             return forward(*args, **kwargs)
 
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+        begin_anew(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
         return f"{own}, fp8={self.fp8_recipe.name}" if own else f"fp8={self.fp8_recipe.name}"
@@ -170,7 +174,7 @@ def convert(
     A recipe with scaling "delayed" keeps its history in buffers of the layer, ``fp8_amax_input``,
     ``fp8_amax_weight`` and ``fp8_amax_grad``, which are in the model's state_dict, newest entry
     first: what `AmaxHistory` says of passes holds for each call of the layer. A model that is to
-    load them is converted first. Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing
+    load them is converted first; a state_dict without them loads, and they begin anew. Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing
     such a layer with ``use_reentrant=False`` raises NotImplementedError.
 
     With a recipe that has `saved_activations` the modules of activations (`ACTIVATIONS`) are
