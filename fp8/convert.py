@@ -174,8 +174,9 @@ def convert(
     A recipe with scaling "delayed" keeps its history in buffers of the layer, ``fp8_amax_input``,
     ``fp8_amax_weight`` and ``fp8_amax_grad``, which are in the model's state_dict, newest entry
     first: what `AmaxHistory` says of passes holds for each call of the layer. A model that is to
-    load them is converted first; a state_dict without them loads, and they begin anew. Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing
-    such a layer with ``use_reentrant=False`` raises NotImplementedError.
+    load them is converted first; a state_dict without them loads, and they begin anew.
+    Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing such a layer with
+    ``use_reentrant=False`` raises NotImplementedError.
 
     With a recipe that has `saved_activations` the modules of activations (`ACTIVATIONS`) are
     converted as well; a gate that is no module keeps its factors as torch does.
@@ -199,7 +200,7 @@ def convert(
     if backend in ADAPTERS:
         return _adapt(model, chosen, ADAPTERS[backend], where, rest)
     others = None if rest is None else get_recipe(rest)
-    backends = {chosen: checked_backend(backend, chosen)}
+    backends = {chosen: checked_backend(backend, chosen, ADAPTERS)}
     if others is not None:
         backends.setdefault(others, "simulate" if why_not_recipe(others) else backend)
     model = revert(model)
