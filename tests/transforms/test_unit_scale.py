@@ -336,6 +336,15 @@ def test_bad_input(call, error: type[Exception], match: str) -> None:
         call()
 
 
+def test_the_first_call_needs_values() -> None:
+    """A plan made on the meta device would take a mask for numbers; later calls may be there."""
+    model = unit_scale(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)))
+    with pytest.raises(RuntimeError, match="none on the meta device: call it once where"):
+        copy.deepcopy(model).to("meta")(torch.empty(3, 8, device="meta"))
+    model(torch.randn(3, 8))
+    assert model.to("meta")(torch.empty(3, 8, device="meta")).shape == (3, 2)
+
+
 def test_recurrent_layers_are_simulated_without_a_warning() -> None:
     """Torch's kernel hides its products, and a warning says so; what takes its place does not."""
     x = torch.randn(5, 3, 8)
