@@ -324,3 +324,14 @@ def test_errors_name_what_was_given(model: Model, got: Any):
 
 def test_every_norm_of_the_table_is_tested(model: Model):
     assert {type(module) for module in model.modules()} >= set(NORMS)
+
+
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+def test_shapes_on_the_meta_device(precision):
+    """It has no autocast, and torch raises for the question."""
+    images = torch.empty(2, D, 4, D, device="meta")
+    with torch.device("meta"):
+        norms = (nn.LayerNorm(D), nn.RMSNorm(D), nn.GroupNorm(2, D), fp8.LayerNorm2d(D))
+    for norm in norms:
+        assert fp8.low_precision_norms(norm, precision)(images).shape == images.shape
+    assert fp8.norm.layer_norm(images, (D,), output="e4m3").shape == images.shape
