@@ -155,8 +155,7 @@ def test_equal_channels_are_zero_before_the_bias():
 def test_no_less_accurate_than_torch(how: str, layout: str):
     """Against float64, with standard deviation 1: torch's norm in the same mode. Near 0 the errors
     are a few roundings of the output, of which the formula has one more: 10 %, or 25 % where no
-    compiler joins a product to a sum (that of torch 2.11 does it elsewhere). Far from 0 torch loses
-    digits."""
+    compiler joins a product to a sum. Far from 0 torch loses digits."""
 
     def torchs(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.layer_norm(x.movedim(1, -1), w.shape, w, b, 1e-6).movedim(-1, 1)
@@ -171,7 +170,7 @@ def test_no_less_accurate_than_torch(how: str, layout: str):
         x = image(2, 96, 8, 8, layout=layout, mean=0.0) / 2 + mean
         w, b = parameters(96)
         reference = exact(x, w, b)
-        limit = 1.25 if how == "formula" or torch.__version__ < (2, 12) else 1.1
+        limit = 1.25 if how == "formula" else 1.1
         assert error(ours(x, w, b), reference) <= limit * error(torchs(x, w, b), reference)
 
 
