@@ -57,7 +57,7 @@ def layer_norm2d(
         finally:
             FIRST_LOOK.append(mode)
     _check(input, weight, bias)
-    # True in every graph of torch 2.11 too, whose compiler loses the gradients of the function below.
+    # True in every graph of torch 2.11 too: its compiler loses the gradients of what comes after.
     if torch.compiler.is_exporting():
         return _normalized(input, weight, bias, eps)[0]
     output: Tensor = apply(_LayerNorm2d, input, weight, bias, eps)[0]

@@ -25,7 +25,7 @@ from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
 from .steps import Plan, Row, Settings, Settled
-from .weights import Weights, parametrizations, prepare, refuse_hooks
+from .weights import Weights, parametrizations, prepare, refuse_weights
 
 __all__ = ["UnitScale", "unit_scale"]
 
@@ -354,7 +354,7 @@ def unit_scale(
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
-    refuse_hooks(module)
+    refuse_weights(module)
     result = copied(module)
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
