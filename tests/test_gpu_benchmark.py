@@ -13,7 +13,7 @@ def _fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.native
+@pytest.mark.native(whole_graph=True)
 def test_small_on_the_cpu(tmp_path, monkeypatch, capsys):
     """Rows of what runs and of what does not, printed; they are no figures to be kept."""
     monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
