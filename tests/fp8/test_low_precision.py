@@ -238,6 +238,7 @@ def test_compiled(model: Model, x: Tensor):
         assert compiled(x).dtype == torch.bfloat16
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("precision", [None, "amp_bf16"])
 def test_hands_fp8_on_to_a_converted_layer(precision: str | None):
     torch.manual_seed(0)
@@ -258,6 +259,7 @@ def test_hands_fp8_on_to_a_converted_layer(precision: str | None):
     assert not isinstance(fp8.revert_norms(model)[0](x), fp8.ScaledTensor)
 
 
+@pytest.mark.native
 def test_compiled_the_norm_writes_what_the_product_reads():
     """One loop from 16-bit input to FP8 bytes, then torch's kernel for their product."""
     from torch._inductor.utils import run_and_get_code

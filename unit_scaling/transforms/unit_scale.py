@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
+from fp8.function import is_exporting
 from fp8.subclass import check_module
 
 from ..parameter import remember_tags, tag
@@ -103,7 +104,7 @@ class UnitScale:
         if torch.compiler.is_compiling():
             if plan is not None:
                 return self._replay(plan, call, path)
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
             from .first_call import outside_graph
 
