@@ -159,7 +159,7 @@ def test_weights_of_one_byte_are_left_alone(dtype):
 @pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 def test_what_was_changed_cannot_be_scripted(use):
     model = use(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
-    with pytest.raises(TypeError, match="cannot be scripted: take torch.export, or fp8.revert"):
+    with pytest.raises(TypeError, match=r"cannot be scripted: take torch.export, or fp8.revert"):
         torch.jit.script(nn.Sequential(model))
     assert model(torch.randn(2, 8)).shape == (2, 8)
     if use is not unit_scale:
