@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8
@@ -242,7 +242,8 @@ def test_constructor_is_timms():
     assert norm.normalized_shape == (6,)
     assert fp8.LayerNorm2d(6).eps == 1e-6
     assert list(fp8.LayerNorm2d(6, affine=False).parameters()) == []
-    assert repr(norm) == "LayerNorm2d(6, eps=0.001, affine=True)"
+    assert isinstance(norm, nn.LayerNorm)
+    assert repr(norm) == f"LayerNorm2d({nn.LayerNorm(6, eps=1e-3).extra_repr()})"
 
 
 @pytest.mark.proves("timm", "TorchScript", how="own")
