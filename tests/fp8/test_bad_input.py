@@ -164,3 +164,12 @@ def test_what_was_changed_cannot_be_scripted(use):
     assert model(torch.randn(2, 8)).shape == (2, 8)
     if use is not unit_scale:
         torch.jit.script(fp8.revert_norms(fp8.revert(model)))
+
+
+def test_a_model_without_values_gets_no_level():
+    """``to_empty`` would take its level away, and the optimizer hold what was there before."""
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="weight is on the meta device: give the model memory"):
+        fp8.initialize(model, torch.optim.AdamW(model.parameters()))
+    assert type(model) is nn.Linear
