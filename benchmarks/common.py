@@ -80,8 +80,9 @@ def compare(
     """Time each candidate side by side with `baseline`: one row per candidate.
 
     Every round times the baseline and all candidates once, in an order drawn anew, so that drift of
-    the machine and what one leaves in the caches for the next fall on all alike; the ratio is the median over rounds of candidate / baseline
-    of the same round, with a 95 % confidence interval from 2000 bootstrap resamples of the rounds.
+    the machine, and what one leaves in the caches for the next, fall on all alike; the ratio is the
+    median over rounds of candidate / baseline of the same round, with a 95 % confidence interval
+    from 2000 bootstrap resamples of the rounds.
     `seconds` asks for repeating a call until it takes about that long, for functions of
     microseconds.
     """
