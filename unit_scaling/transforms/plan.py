@@ -79,7 +79,7 @@ class _Planner:
         closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
         self.bridges = flow.bridges(units, closed)
         self.unread = unread_parts(flow, self.bridges, self.residuals)
-        self.agreement = Agreement(flow, self.residuals, self.units)
+        self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.results = Results(flow, self.residuals.adds, settings.whole)
