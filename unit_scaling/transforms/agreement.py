@@ -169,8 +169,8 @@ class Agreement:
 
         def function(x: Tensor) -> Tensor:
             assert node.function is not None
-            x = {i.slot: x}
-            result: Tensor = node.function(*replaced(node.args, x), **replaced(node.kwargs, x))
+            new = {i.slot: x}
+            result: Tensor = node.function(*replaced(node.args, new), **replaced(node.kwargs, new))
             return result
 
         return self._after(index, function, self.values[i.node])
@@ -189,22 +189,22 @@ class Agreement:
     def _is_attention(self, index: int) -> bool:
         return index in self._weighed or self.flow.nodes[index].kind in ATTENTION
 
-    def _attended(self, index: int, node: Node, pair: Shares, past: float) -> Shares:
-        """After a uniform average over keys, or over queries for gradients: within a window of
-        keys positions agree, and are as they were but for the energy otherwise.
+    def _attended(self, index: int, node: Node, shares: Shares, past: float) -> Shares:
+        """After an average over keys, or over queries for gradients: positions of one window of
+        keys share the mean of the window, others what they did.
 
         past: for averages over the keys so far, the mean product of two, times their number: of i
         and j > i independent rows they share 1/j, so it is 2; for gradients, where the later key
-        gets its share from fewer queries, 1. The mean square is log(length) + 1.
+        gets its share from fewer queries, 1.
         """
         value = self.flow.nodes[_value_of(self._inputs(index)).node].shape
-        keys = value[-2] if len(value) > 1 else 1
+        keys = max(1, value[-2]) if len(value) > 1 else 1
         positions = keys * value[0] / self._batch if len(value) == 4 else keys
         near = min(1.0, (keys - 1) / max(1.0, positions - 1))
-        shared, alone = (past, math.log(keys) + 1) if _is_causal(node) and keys > 1 else (1.0, 1.0)
-        a, c, level = pair
-        energy = _energy(a, max(1, keys) / alone)
-        within = min(1.0, (a + (1 - a) * shared / max(1, keys)) / energy)
+        causal, alone = _averaging(node, keys)
+        a, c, level = shares
+        energy = a + (1 - a) * alone
+        within = min(1.0, (a + (1 - a) * (past if causal else 1.0) / keys) / energy)
         return near * within + (1 - near) * a / energy, c / energy, level / energy
 
     # Gradients
@@ -292,10 +292,15 @@ def _value_of(inputs: list[Input]) -> Input:
     return next((i for i in inputs if i.slot in (("value",), (2,))), inputs[-1])
 
 
-def _is_causal(node: Node) -> bool:
+def _averaging(node: Node, keys: int) -> tuple[bool, float]:
+    """(whether attention is to the past only, the energy of what it makes of independent rows)."""
     op = find_op(node.function) if node.kind in ATTENTION else None
-    given = op.bind(node.args, node.kwargs, node.function) if op is not None else {}
-    return bool(given.get("is_causal")) or sees_the_past(given.get("attn_mask"))
+    if op is None:
+        return False, 1 / keys
+    given = op.bind(node.args, node.kwargs, node.function)
+    causal = bool(given.get("is_causal")) or sees_the_past(given.get("attn_mask"))
+    factor = op.scales((), {**given, "dropout_p": 0.0, "is_causal": causal})["output"]
+    return causal, min(1.0, factor**-2)
 
 
 def _product(many: list[Shares]) -> Shares:
