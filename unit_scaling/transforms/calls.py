@@ -26,6 +26,7 @@ __all__ = [
     "KEPT",
     "KINDS",
     "LINEAR",
+    "LOSSES",
     "MOVES",
     "NEUTRAL",
     "POSITIVE",
@@ -130,6 +131,9 @@ AVERAGES = frozenset(
 
 MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
 """Kinds that move elements about and change none."""
+
+LOSSES = frozenset(name for name, op in OPS.items() if op.reduces)
+"""Kinds that are losses of torch with a rule."""
 
 _OTHERS = (
     "prelu glu mean sum var std norm cumsum log_softmax softmax rsub lerp addcmul group_norm "

@@ -27,6 +27,7 @@ from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
 from .flow import Flow
 from .growth import gradient_factors
+from .loss import Loss
 from .record import DISTRIBUTION, Graph, Node, is_sparse, sees_the_past
 from .residuals import Residuals, find_residuals, leans
 from .results import KEEPS, Results
@@ -76,11 +77,13 @@ class _Planner:
         self.units = self.carried.spared(self.units)
         units = [unit.calls for unit in self.units.values()]
         closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
-        self.bridges = flow.bridges(units, closed)
+        self.results = Results(flow, self.residuals.adds, settings.whole)
+        self.loss = Loss(flow, self.results)
+        bridges = enumerate(flow.bridges(units, closed))
+        self.bridges = [bridge and index not in self.loss.above for index, bridge in bridges]
         self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
-        self.results = Results(flow, self.residuals.adds, settings.whole)
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
         self.uses = Counter(
             (node.path, flow.parameters[i.node])
@@ -123,8 +126,11 @@ class _Planner:
         return node.floating and any(self.nodes[i.node].live for i in node.inputs)
 
     def _choose(self, index: int, node: Node, kind: str) -> Decision:
-        if kind in self.settings.replaced:
-            return Step(op="replace"), "replaced", "as asked"
+        replaced = Step(op="replace") if kind in self.settings.replaced else None
+        if index in self.loss:
+            return self.loss.decide(index, replaced or self._restored(node))
+        if replaced is not None:
+            return replaced, "replaced", "as asked"
         if node.inside:
             done = "unchanged" if node.inside == DISTRIBUTION else "left alone"
             done = "" if node.continues(self.nodes[index - 1]) else done

@@ -22,6 +22,7 @@ class Step:
     op: the row of OPS that computes it, one of `replay.SPECIAL`, or None for the call as it is.
     constraint: as in OPS. factor: what the special steps are called with. slots: for arguments.
     output: (forward, backward) factors of the result. settings: further arguments of the row.
+    parts, growth: as in `transforms.loss`; growth is that of the first part, None in the others.
     """
 
     op: str | None = None
@@ -30,6 +31,8 @@ class Step:
     slots: tuple[Scaling, ...] = ()
     output: tuple[float, float] = (1.0, 1.0)
     settings: tuple[tuple[str, Any], ...] = ()
+    parts: tuple[Slot, ...] = ()
+    growth: tuple[float, bool] | None = None
 
 
 @dataclass(frozen=True)
