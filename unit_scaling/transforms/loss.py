@@ -10,6 +10,7 @@ brings to unit scale that part whose gradient is the largest.
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from .._functional.losses import reduction_of
 from ..ops import find_op
-from .calls import AVERAGES, LOSSES, MOVES
+from .calls import AVERAGES, LOSSES, MOVES, UNRULED_LOSSES
 from .flow import Flow
 from .record import DISTRIBUTION, Node, Slot
 from .results import Results
@@ -38,7 +39,7 @@ class Loss:
     """parts: call -> the arguments by which a part enters, or () where the call makes it.
 
     numbers: the calls from there on. above: what the parts are made of since the last product. All
-    are empty where there is one part, which the rules of its calls see to. growth: (factor, whether
+    are empty where there is one part, and rules for its calls. growth: (factor, whether
     it is for each element of the first argument of the first part), so that gradients follow the
     size of the batch as those of a sum do.
     """
@@ -51,7 +52,8 @@ class Loss:
             self._single.append(node.floating and (made or node.shape == ()))
         self.numbers = self._closed() if results.whole else set()
         self.parts = {i: slots for i in sorted(self.numbers) if (slots := self._entrances(i))}
-        if sum(map(len, self.parts.values())) < 2:
+        unruled = any(flow.nodes[i].kind in UNRULED_LOSSES for i in self.parts)
+        if sum(map(len, self.parts.values())) < 2 and not unruled:
             self.numbers, self.parts = set(), {}
         self.above = self._made_of(results)
         self.growth = self._common()
@@ -128,15 +130,14 @@ class Loss:
         grown: dict[int, float] = {}
         for index in sorted(self.above):
             node = self.flow.nodes[index]
-            if node.kind in LOSSES:
-                grown[index] = _growth_of_loss(node)
-                continue
-            power = _POWERS.get(node.kind, math.nan) if index in self.parts else 0.0
-            count = max(i.numel for i in node.inputs) / (node.numel or 1)
-            power = 1.0 if node.kind in AVERAGES else power
+            if index in self.parts and node.kind not in LOSSES:
+                count = max(i.numel for i in node.inputs)
+                factor = count ** _POWERS[node.kind] if node.kind in _POWERS else math.inf
+            else:
+                factor = _growth(node)
             before = [grown[s] for s in self.flow.sources[index] if s in grown]
-            grown[index] = min(before, default=1.0) * count**power
-        return {index: math.inf if math.isnan(g) else g for index, g in grown.items()}
+            grown[index] = min(before, default=1.0) * factor
+        return grown
 
     def _weights(self) -> dict[int, float]:
         """What the numbers are multiplied by, as far as numbers of Python do it."""
@@ -164,26 +165,26 @@ def _averages(node: Node) -> bool:
     return "mean" in _reduction(node)[0] if node.kind in LOSSES else node.kind in AVERAGES
 
 
-def _growth_of_loss(node: Node) -> float:
-    """That of the unit-scaled loss: over torch's, its gradient is of a sum and has a factor."""
-    op = find_op(node.function)
-    assert op is not None and node.function is not None
-    kind, given = _reduction(node)
-    scales = op.scales(node.args, node.kwargs, func=node.function)
-    scale = next(s for name, s in scales.items() if name != "output")
-    if kind == "batchmean":
-        return scale * len(given["input"])
-    if kind == "mean":
-        with torch.no_grad():
-            scale *= node.function(**given, reduction="none").numel()
+def _growth(node: Node) -> float:
+    """How much larger the gradient of the unit-scaled call is: of a loss, it is that of a sum."""
+    op, settings = find_op(node.function), {"func": node.function, "constraint": None}
+    scales = {} if op is None else op.scales(node.args, node.kwargs, **settings)
+    scale = next((s for name, s in scales.items() if name != "output"), 1.0)
+    if node.kind in LOSSES:
+        assert node.function is not None
+        kind, rest = _reduction(node)
+        if kind == "batchmean":
+            scale *= len(rest["input"])
+        elif kind == "mean":
+            with torch.no_grad():
+                scale *= node.function(**rest, reduction="none").numel()
     return scale
 
 
 def _reduction(node: Node) -> tuple[str, dict[str, Any]]:
     """The reduction of a loss of torch, and its other arguments by name."""
-    op = find_op(node.function)
-    assert op is not None
-    given = op.bind(node.args, node.kwargs, node.function)
+    assert node.function is not None
+    given = inspect.signature(node.function).bind(*node.args, **node.kwargs).arguments
     kind = given.pop("reduction", "mean")
     legacy = given.pop("size_average", None), given.pop("reduce", None)
     return reduction_of(kind, *legacy, allowed=(kind,)), given
