@@ -135,9 +135,9 @@ MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split()
 
 UNRULED_LOSSES = frozenset(
     (
-        "triplet_margin_loss triplet_margin_with_distance_loss margin_ranking_loss soft_margin_loss "
-        "hinge_embedding_loss poisson_nll_loss gaussian_nll_loss multi_margin_loss "
-        "multilabel_margin_loss multilabel_soft_margin_loss"
+        "triplet_margin_loss triplet_margin_with_distance_loss margin_ranking_loss "
+        "soft_margin_loss hinge_embedding_loss poisson_nll_loss gaussian_nll_loss "
+        "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"
     ).split()
 )
 """Losses of torch that are no rows: their gradient is that of torch, of a sum."""

@@ -20,6 +20,7 @@ from fp8.function import FIRST_LOOK, called
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each, scale_output, value_with_gradient
 from .calls import KINDS
+from .hidden import reveal
 from .install import HOOKS
 from .record import Key, Slot
 from .steps import Plan, Step
@@ -243,6 +244,9 @@ class Replay(TorchFunctionMode):
             return OPS["linear_readout"].fn(*args, **kwargs, constraint=step.constraint)
         settings = {"constraint": step.constraint, **dict(step.settings)}
         return OPS[step.op].call(args, kwargs, func=function, **settings)
+
+
+reveal()
 
 
 def is_torch_function(function: Any) -> bool:

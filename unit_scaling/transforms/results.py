@@ -79,7 +79,11 @@ class Results:
             return False
         if self.flow.is_product(index) or not (readers or node.shape == ()):
             return False
-        dot = node.kind == "sum" and node.shape and any(map(self._is_product, self.flow.sources[index]))
+        dot = (
+            node.kind == "sum"
+            and node.shape
+            and any(map(self._is_product, self.flow.sources[index]))
+        )
         return self._terms.issuperset(readers) and not dot
 
     def _is_product(self, index: int) -> bool:

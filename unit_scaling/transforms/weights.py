@@ -9,6 +9,7 @@ from types import FunctionType
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
 
 from fp8.report import LEFT_ALONE
 from fp8.subclass import bare_class, check_not_scripted
@@ -16,7 +17,7 @@ from fp8.subclass import bare_class, check_not_scripted
 from ..parameter import remember_tags, tag
 from .steps import Row
 
-__all__ = ["Weights", "parametrizations", "prepare", "refuse_hooks"]
+__all__ = ["Weights", "parametrizations", "prepare", "pruned", "refuse_hooks"]
 
 
 @dataclass
@@ -81,11 +82,21 @@ def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
     return frozenset(prefix + path for path, m in model.named_modules() if id(m) in inside)
 
 
+def pruned(module: nn.Module) -> dict[str, str]:
+    """The parameters of a module that `torch.nn.utils.prune` masks -> what it calls the result."""
+    names = (n.removesuffix("_orig") for n, _ in module.named_parameters(recurse=False))
+    return {f"{n}_orig": n for n in names if hasattr(module, f"{n}_mask")}
+
+
 def refuse_hooks(model: nn.Module) -> None:
-    """Weights that a hook sets before each call are neither parameters nor seen to be computed."""
+    """Weights that a hook sets before each call are neither parameters nor seen to be computed.
+
+    Those that are pruned are taken for the parameter that they are a mask of.
+    """
     for path, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
-            if type(hook).__module__.startswith("torch.nn.utils."):
+            masks = isinstance(hook, BasePruningMethod)
+            if type(hook).__module__.startswith("torch.nn.utils.") and not masks:
                 raise ValueError(
                     f"{path or 'the model'} has its weight computed by a hook "
                     f"({type(hook).__name__}): use torch.nn.utils.parametrizations instead"
