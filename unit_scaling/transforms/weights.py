@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 
@@ -59,7 +59,8 @@ def prepare(model: nn.Module, init: str) -> Weights:
             weights.factors[name] = 1.0
             tag(parameter, "weight")
         elif parameter.dim() > 1 and not _is_gain(parameter):
-            factor, why = _rescale(parameter, init)
+            mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
+            factor, why = _rescale(parameter, init, mask)
             done = "left alone" if why else "unit scale"
             weights.rows.append(Row(path, leaf, done, why or f"divided by {factor:.4g}"))
             weights.factors[name] = factor
@@ -123,10 +124,12 @@ def _readout(model: nn.Module) -> str | None:
     if not linears:
         return None
     name, last = linears[-1]
-    uses = sum(p is last.weight for m in model.modules() for p in m.parameters(recurse=False))
+    leaf = "weight_orig" if "weight_orig" in pruned(last) else "weight"
+    weight = getattr(last, leaf)
+    uses = sum(p is weight for m in model.modules() for p in m.parameters(recurse=False))
     if uses > 1 or len(linears) == 1:
         return None
-    return f"{name}.weight" if name else "weight"
+    return f"{name}.{leaf}" if name else leaf
 
 
 @torch.no_grad()
@@ -150,13 +153,14 @@ def _is_gain(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def _rescale(parameter: nn.Parameter, init: str) -> tuple[float, str]:
-    """(what the parameter was divided by, why it was left alone or "")."""
+def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[float, str]:
+    """(what the parameter was divided by, why it was left alone or ""). mask: what is used of it."""
     if parameter.is_meta:
         return 1.0, "has no values yet (meta device)"
     if parameter.numel() < 2 or bool(parameter.min() == parameter.max()):
         return 1.0, f"is {parameter.min().item():.4g} everywhere"
-    rms = parameter.double().square().mean().sqrt().item()
+    used = parameter.double() if mask is None else parameter.double() * mask
+    rms = used.square().mean().sqrt().item() or 1.0
     if not math.isfinite(rms):
         return 1.0, "holds Inf or NaN"
     factor = 2.0 ** round(math.log2(rms)) if init == "preserve" else rms
