@@ -154,7 +154,7 @@ def _is_gain(parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[float, str]:
-    """(what the parameter was divided by, why it was left alone or ""). mask: what is used of it."""
+    """(what the parameter was divided by, why it was left alone or ""). mask: what it keeps."""
     if parameter.is_meta:
         return 1.0, "has no values yet (meta device)"
     if parameter.numel() < 2 or bool(parameter.min() == parameter.max()):
