@@ -57,6 +57,7 @@ def layer_norm2d(
         finally:
             FIRST_LOOK.append(mode)
     _check(input, weight, bias)
+    # True in every graph of torch 2.11 too: its compiler loses the gradients of what comes after.
     if torch.compiler.is_exporting():
         return _normalized(input, weight, bias, eps)[0]
     output: Tensor = apply(_LayerNorm2d, input, weight, bias, eps)[0]
@@ -113,8 +114,8 @@ class _LayerNorm2d(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, mean, rstd, *rest = ctx.saved_tensors
-        weight = rest.pop(0) if ctx.present[0] else None
-        bias = rest.pop(0) if ctx.present[1] else None
+        weight = rest[0] if ctx.present[0] else None
+        bias = rest[-1] if ctx.present[1] else None
         if torch.compiler.is_compiling():
             result = _gradients(grad, x, mean, rstd, weight)
         elif torch.is_grad_enabled():  # a gradient that will be differentiated again

@@ -21,7 +21,8 @@ from .optim import AdamW
 from .recipe import Recipe, get_recipe
 from .scaled_tensor import DTYPES, ScaledTensor
 from .scaled_weights import SHARDED, scale_weights
-from .subclass import check_module
+from .subclass import check_module, check_not_scripted
+from .swap import why_quantized
 
 __all__ = ["LEVELS", "Level", "initialize"]
 
@@ -94,8 +95,9 @@ def initialize(
     Wrap the model in DistributedDataParallel, and compile it, afterwards; at O3 with the same
     weights in all processes, since those that are sent then are in e4m3. state_dicts hold plain
     tensors under the names they had: see `export_weights`.
-    Raises ValueError for an unknown level or recipe, a model that has a level already or is
-    wrapped, and an optimizer of other parameters or with an option that it cannot have here;
+    Raises ValueError for an unknown level or recipe, a model that has a level already, is wrapped
+    or on the meta device, and an optimizer of other parameters or with an option that it cannot
+    have here;
     TypeError for another optimizer, and one of parameters in float64. Then nothing has changed.
 
     >>> import torch, fp8
@@ -144,6 +146,7 @@ _WRAPPERS = {
 def _check_model(model: nn.Module) -> None:
     check_module("initialize", model)
     for name, module in model.named_modules():
+        check_not_scripted(name, module)
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS:
                 where = f" ({name})" if name else ""
@@ -153,6 +156,11 @@ def _check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ScaledTensor):
             raise ValueError(f"the model has a level already: {name} is a ScaledTensor")
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device: give the model memory and weights, and then a "
+                "level and an optimizer, which would go on to hold what is there now"
+            )
     if _in_ddp(model):
         raise ValueError(
             "the model is inside of a DistributedDataParallel, which goes on to average the "
@@ -191,7 +199,7 @@ def _covered(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for module in model.modules()
-        if isinstance(module, LAYERS)
+        if isinstance(module, LAYERS) and not why_quantized(module)
         for name, parameter in module.named_parameters(recurse=False)
         if name.endswith("weight") and parameter.dim() >= 2 and parameter.dtype in DTYPES
     ]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from .formats import dtype_name
 from .moments import ENCODINGS, decode
 from .optim_state import (
     MASTER,
@@ -21,6 +22,7 @@ from .optim_state import (
     has,
     keep,
     numbers_of,
+    parameters_of,
     read,
     rounds_to,
     warn_of_broadcasts,
@@ -92,12 +94,7 @@ class LowPrecision(Optimizer):
         return loss
 
     def _with_master(self) -> list[Any]:
-        return [
-            p
-            for group in self.param_groups
-            for p in group["params"]
-            if p in self.state and has(self.state[p], MASTER)
-        ]
+        return [p for p in parameters_of(self) if p in self.state and has(self.state[p], MASTER)]
 
     def _refresh_masters(self) -> None:
         """Begins masters anew whose weights are not what they round to."""
@@ -109,7 +106,7 @@ class LowPrecision(Optimizer):
             if not rounds_to(decode(master).view(p.shape), p):
                 if "loaded" not in vars(p):
                     warn_of_broadcasts()
-                encoding = ENCODINGS[str(master.values.dtype).removeprefix("torch.")]
+                encoding = ENCODINGS[dtype_name(master.values.dtype)]
                 keep(self.state[p], MASTER, p, encoding, numbers_of(p))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -27,9 +27,7 @@ GRID += [(recipe, shape) for recipe in TILED for shape in TILED_SHAPES]
 NO_GPU = "" if torch.cuda.is_available() else "no CUDA device"
 NO_GPU = NO_GPU or kernels.why_not_device(torch.device("cuda"))
 
-pytestmark = pytest.mark.skipif(
-    bool(kernels.why_not_device(CPU)), reason="no FP8 product on this device"
-)
+pytestmark = pytest.mark.native
 
 
 def run(backend: str, recipe: str, tensors: tuple[Tensor, ...], scales=(1.0, 1.0, 1.0)) -> list:
@@ -200,9 +198,7 @@ def test_the_backend_of_a_block_is_that_of_its_products(monkeypatch):
     assert len(computed) == 3
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="the compiler of torch 2.12 refuses torch's own ScalingType"
-)
+@pytest.mark.native(whole_graph=True)
 def test_compiled_in_one_piece():
     given = tensors(32, 48, 64)
     layer = fp8.convert(nn.Linear(48, 64), "unit", backend="native")
@@ -212,6 +208,7 @@ def test_compiled_in_one_piece():
     assert layer.weight.grad is not None
 
 
+@pytest.mark.native(whole_graph=True)
 @pytest.mark.parametrize(
     "recipe",
     ["block", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TILED[1:])],

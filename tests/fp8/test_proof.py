@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fp8
-from fp8 import RECIPES, doctor, kernels, native, proof
+from fp8 import RECIPES, doctor, native, proof
 from tests.fp8.scaled_mm import emulated, forget, scaled_mm
 from tests.fp8.test_matmul import randn
 
@@ -21,9 +21,7 @@ CPU = torch.device("cpu")
 REAL = F.scaled_mm
 TILED = ["block", "mxfp8", "nvfp4"]
 
-pytestmark = pytest.mark.skipif(
-    bool(kernels.why_not_device(CPU)), reason="no FP8 product on this device"
-)
+pytestmark = pytest.mark.native
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +191,7 @@ def test_the_proof_is_apart_from_what_its_caller_is_in():
     assert torch.equal(torch.rand(3), want)
 
 
+@pytest.mark.native(whole_graph=True)
 def test_the_answer_is_known_to_a_compiler(monkeypatch):
     """Found while it compiles; compiled layers run on the kernel, or simulated, in one piece."""
     layer, x = fp8.convert(nn.Linear(48, 64), "row", backend="native"), randn(16, 48).detach()

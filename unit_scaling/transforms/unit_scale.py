@@ -25,7 +25,11 @@ from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
 from .steps import Plan, Row, Settings, Settled
+<<<<<<< HEAD
 from .weights import Weights, parametrizations, prepare, pruned, refuse_hooks
+=======
+from .weights import Weights, parametrizations, prepare, refuse_weights
+>>>>>>> main
 
 __all__ = ["UnitScale", "unit_scale"]
 
@@ -103,7 +107,8 @@ class UnitScale:
         if torch.compiler.is_compiling():
             if plan is not None:
                 return self._replay(plan, call, path)
-            if torch.compiler.is_exporting():
+            # In torch 2.11 every graph that the compiler traces says that it is exported.
+            if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
                 raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
             from .first_call import outside_graph
 
@@ -356,7 +361,7 @@ def unit_scale(
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
-    refuse_hooks(module)
+    refuse_weights(module)
     result = copied(module)
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:

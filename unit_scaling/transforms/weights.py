@@ -12,12 +12,17 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 
 from fp8.report import LEFT_ALONE
-from fp8.subclass import bare_class, check_not_scripted
+from fp8.subclass import bare_class
+from fp8.swap import why_quantized
 
 from ..parameter import remember_tags, tag
 from .steps import Row
 
+<<<<<<< HEAD
 __all__ = ["Weights", "parametrizations", "prepare", "pruned", "refuse_hooks"]
+=======
+__all__ = ["Weights", "parametrizations", "prepare", "refuse_weights"]
+>>>>>>> main
 
 
 @dataclass
@@ -83,6 +88,7 @@ def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
     return frozenset(prefix + path for path, m in model.named_modules() if id(m) in inside)
 
 
+<<<<<<< HEAD
 def pruned(module: nn.Module) -> dict[str, str]:
     """The parameters of a module that `torch.nn.utils.prune` masks -> what it calls the result."""
     names = (n.removesuffix("_orig") for n, _ in module.named_parameters(recurse=False))
@@ -94,7 +100,14 @@ def refuse_hooks(model: nn.Module) -> None:
 
     Those that are pruned are taken for the parameter that they are a mask of.
     """
+=======
+def refuse_weights(model: nn.Module) -> None:
+    """Raises ValueError for weights that are codes, and for those that a hook sets before each
+    call, which are neither parameters nor seen to be computed."""
+>>>>>>> main
     for path, module in model.named_modules():
+        if why := why_quantized(module):
+            raise ValueError(f"{path or 'the model'} is {why}; unit-scale the model before that")
         for hook in module._forward_pre_hooks.values():
             masks = isinstance(hook, BasePruningMethod)
             if type(hook).__module__.startswith("torch.nn.utils.") and not masks:
@@ -108,8 +121,7 @@ def _scripted(model: nn.Module) -> list[Row]:
     """Rows for the TorchScript functions that a forward names: nothing sees what they call."""
     rows = []
     for path, module in model.named_modules():
-        check_not_scripted(path, module)
-        forward = bare_class(module).forward
+        forward = getattr(bare_class(module), "forward", None)
         if not isinstance(forward, FunctionType):
             continue
         for name in forward.__code__.co_names:
