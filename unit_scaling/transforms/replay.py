@@ -208,15 +208,11 @@ class Replay(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-<<<<<<< HEAD
         if step.growth is not None:
             factor, follows = step.growth
             self._growth = factor * _size(args, kwargs) if follows else factor
         entered = [(slot, 1.0, self._growth) for slot in step.parts if slot]
-        for slot, fwd, bwd in (*step.slots, *entered):
-=======
-        for slot, fwd, bwd in (*step.slots, *step.own):
->>>>>>> main
+        for slot, fwd, bwd in (*step.slots, *step.own, *entered):
             if isinstance(slot[0], str):
                 kwargs = _scaled(kwargs, slot, fwd, bwd)
             else:

@@ -25,11 +25,7 @@ from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
 from .steps import Plan, Row, Settings, Settled
-<<<<<<< HEAD
-from .weights import Weights, parametrizations, prepare, pruned, refuse_hooks
-=======
-from .weights import Weights, parametrizations, prepare, refuse_weights
->>>>>>> main
+from .weights import Weights, parametrizations, prepare, pruned, refuse_weights
 
 __all__ = ["UnitScale", "unit_scale"]
 

@@ -18,11 +18,7 @@ from fp8.swap import why_quantized
 from ..parameter import remember_tags, tag
 from .steps import Row
 
-<<<<<<< HEAD
-__all__ = ["Weights", "parametrizations", "prepare", "pruned", "refuse_hooks"]
-=======
-__all__ = ["Weights", "parametrizations", "prepare", "refuse_weights"]
->>>>>>> main
+__all__ = ["Weights", "parametrizations", "prepare", "pruned", "refuse_weights"]
 
 
 @dataclass
@@ -88,23 +84,18 @@ def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
     return frozenset(prefix + path for path, m in model.named_modules() if id(m) in inside)
 
 
-<<<<<<< HEAD
 def pruned(module: nn.Module) -> dict[str, str]:
     """The parameters of a module that `torch.nn.utils.prune` masks -> what it calls the result."""
     names = (n.removesuffix("_orig") for n, _ in module.named_parameters(recurse=False))
     return {f"{n}_orig": n for n in names if hasattr(module, f"{n}_mask")}
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Weights that a hook sets before each call are neither parameters nor seen to be computed.
+def refuse_weights(model: nn.Module) -> None:
+    """Raises ValueError for weights that are codes, and for those that a hook sets before each
+    call, which are neither parameters nor seen to be computed.
 
     Those that are pruned are taken for the parameter that they are a mask of.
     """
-=======
-def refuse_weights(model: nn.Module) -> None:
-    """Raises ValueError for weights that are codes, and for those that a hook sets before each
-    call, which are neither parameters nor seen to be computed."""
->>>>>>> main
     for path, module in model.named_modules():
         if why := why_quantized(module):
             raise ValueError(f"{path or 'the model'} is {why}; unit-scale the model before that")
