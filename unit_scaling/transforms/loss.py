@@ -99,6 +99,10 @@ class Loss:
         losses = index in self.above and self.flow.nodes[index].kind in LOSSES
         return losses or index in self.numbers
 
+    def without(self, bridges: list[bool]) -> list[bool]:
+        """The bridges that are not in a loss of several parts, whose gradients have no factor."""
+        return [bridge and index not in self.above for index, bridge in enumerate(bridges)]
+
     def decide(self, index: int, step: Step | None) -> tuple[Step | None, str, str]:
         """As a decision of the plan. step: what the call has to do as it is."""
         if index not in self.parts:
