@@ -19,7 +19,7 @@ BENCHMARKS = (
     "training",
     "levels",
     "transfer",
-    "transfer_ends",
+    "transfer_depth",
     "residual",
     "recipe_loss",
     "zoo",

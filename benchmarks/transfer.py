@@ -19,6 +19,7 @@ import torch
 from benchmarks.common import Finished, report
 from notebooks.nanogpt.data import Corpus, load_corpus
 from notebooks.transfer import (
+    COMPLETE,
     ENDS,
     Experiment,
     best_rate,
@@ -31,7 +32,8 @@ FIGURE = Path(__file__).parent.parent / "docs" / "umup.png"
 WIDTHS, DEPTHS = (32, 64, 128, 256), (2, 4, 8)
 WIDTH, DEPTH = 64, 2  # of the model whose other size is swept
 SEEDS = (0, 1, 2)
-START = {"standard": -8, "u-muP": -1, ENDS: -1}  # where the search of the smallest model begins
+# where the search of the smallest model begins
+START = {"standard": -8, "u-muP": -1, COMPLETE: -1, ENDS: -1}
 
 Losses = dict[int, list[float]]
 
@@ -53,7 +55,7 @@ class Runs:
         def run() -> float:
             data, lr = (self.corpus.train, self.corpus.val), 2.0**log_rate
             loss = train(name, lr=lr, experiment=self.experiment, data=data, **settings)
-            print(f"{name:14} {width:4} wide {layers} deep 2^{log_rate:<4} {loss:.4f}", flush=True)
+            print(f"{name:16} {width:4} wide {layers} deep 2^{log_rate:<4} {loss:.4f}", flush=True)
             return loss
 
         about = {**self.shared, "name": name, "log_rate": log_rate, **settings}

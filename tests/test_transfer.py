@@ -13,9 +13,10 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from benchmarks import transfer, transfer_ends
+from benchmarks import transfer, transfer_depth
 from notebooks.nanogpt.data import load_corpus
 from notebooks.transfer import (
+    COMPLETE,
     ENDS,
     ENDS_RATE,
     PARAMETRISATIONS,
@@ -59,19 +60,34 @@ def test_all_models_are_the_same_transformer():
         changed = model(torch.cat([tokens[:, :5], tokens[:, :6]], dim=1))
         assert torch.allclose(model(tokens)[:, :5], changed[:, :5], atol=1e-5)  # causal
         shapes.append([tuple(p.shape) for p in model.parameters()])
-    assert shapes[0] == shapes[1] == shapes[2]
+    assert all(others == shapes[0] for others in shapes)
 
 
-def test_the_ends_have_a_rate_of_their_own():
-    rates = []
-    for name in ("u-muP", ENDS):
-        model, optimizer, _ = PARAMETRISATIONS[name](64, 2, 11, 0.1)
-        lr = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        rates.append({name: lr[parameter] for name, parameter in model.named_parameters()})
-    ratios = {name: rates[1][name] / rate for name, rate in rates[0].items()}
-    assert ratios == {
-        name: 1 if name.startswith("layers.") else pytest.approx(ENDS_RATE) for name in ratios
-    }
+def _rates(name: str, layers: int) -> dict[str, float]:
+    model, optimizer, _ = PARAMETRISATIONS[name](64, layers, 11, 0.1)
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    return {name: rates[parameter] for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_rates_of_the_variants(layers: int):
+    plain, ends, complete = (_rates(name, layers) for name in ("u-muP", ENDS, COMPLETE))
+    for name, rate in plain.items():
+        inside = name.startswith("layers.")
+        assert ends[name] == pytest.approx(rate if inside else ENDS_RATE * rate)
+        assert complete[name] == pytest.approx(rate * math.sqrt(layers / 2) if inside else rate)
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_complete_p_weighs_each_branch_by_one_over_the_layers(layers: int):
+    """Beside the embedding, whose share of the sum is what the branches' skips leave of it."""
+    model, *_ = PARAMETRISATIONS[COMPLETE](64, layers, 11, 0.1)
+    embedding, weights = 1.0, []
+    for tau in (tau for layer in model.layers for tau in (layer.mhsa_tau, layer.mlp_tau)):
+        skip = (1 + tau**2) ** -0.5
+        weights = [weight * skip for weight in weights] + [tau * skip]
+        embedding *= skip
+    assert [w / embedding for w in weights] == pytest.approx([2**0.5 / layers] * 2 * layers)
 
 
 @pytest.mark.parametrize("name", PARAMETRISATIONS)
@@ -80,7 +96,7 @@ def test_training(name: str, text: Path):
     data = corpus.train, corpus.val
     experiment = Experiment(vocab=len(corpus.symbols), steps=40, **TINY)
     size = {"width": 32, "layers": 1, "experiment": experiment, "data": data}
-    rate = {"standard": 2**-7, "u-muP": 2**-1, ENDS: 2**-1}[name]
+    rate = 2**-7 if name == "standard" else 2**-1
     loss = train(name, lr=rate, seed=0, **size)
     assert loss == train(name, lr=rate, seed=0, **size)
     assert loss != train(name, lr=rate, seed=1, **size)
@@ -119,9 +135,9 @@ def test_benchmarks(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tiny = {"WIDTHS": (32, 64), "DEPTHS": (1,), "WIDTH": 32, "DEPTH": 1, "SEEDS": (0, 1)}
     for name, value in tiny.items():
         monkeypatch.setattr(transfer, name, value)
-    for module in (transfer, transfer_ends):
+    for module in (transfer, transfer_depth):
         monkeypatch.setattr(module, "FIGURE", tmp_path / "figure.png")
-    monkeypatch.setattr(transfer_ends, "RECORD", tmp_path / "transfer.json")
+    monkeypatch.setattr(transfer_depth, "RECORD", tmp_path / "transfer.json")
     monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
     arguments = ["transfer", f"--data={text}", "--steps=2", f"--out={tmp_path / 'runs.jsonl'}"]
     monkeypatch.setattr("sys.argv", arguments)
@@ -131,10 +147,10 @@ def test_benchmarks(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         path = tmp_path / f"{module.__name__.removeprefix('benchmarks.')}.json"
         return json.loads(path.read_text())["rows"]
 
-    records = [run(transfer), run(transfer_ends)]
+    records = [run(transfer), run(transfer_depth)]
     monkeypatch.setattr(transfer, "train", None)
-    assert [run(transfer), run(transfer_ends)] == records
-    for name in ("figure.png", "umup-ends.png"):
+    assert [run(transfer), run(transfer_depth)] == records
+    for name in ("figure.png", "umup-depth.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert [(row["name"], row["width"]) for rows in records for row in rows] == [
         ("standard by width", 32),
@@ -143,6 +159,7 @@ def test_benchmarks(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("u-muP by width", 64),
         ("standard by depth", 32),
         ("u-muP by depth", 32),
+        (f"{COMPLETE} by depth", 32),
         (f"{ENDS} by depth", 32),
     ]
     assert records[0][0]["moved"] == 0.0
@@ -153,7 +170,9 @@ def test_figure_leaves_out_what_diverged():
     curve = {"label": "width 1", "losses": {0: [1.0], 1: [math.inf], -1: [2.0]}}
     curves = [{"parametrisation": name, **curve} for name in PARAMETRISATIONS]
     figure = plot_sweeps({"by width": curves}, title="a sweep")
-    assert [list(axes.lines[0].get_xdata()) for axes in figure.axes] == [[-1, 0]] * 3
+    assert [list(axes.lines[0].get_xdata()) for axes in figure.axes] == [[-1, 0]] * len(
+        PARAMETRISATIONS
+    )
 
 
 REDUCED = """

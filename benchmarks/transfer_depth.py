@@ -1,9 +1,8 @@
-"""Does the best learning rate hold for a deeper model if the ends have a rate of their own?
+"""Does the best learning rate of a small model hold for a deeper one under other rules for depth?
 
-``python -m benchmarks.transfer_ends --data FILE`` sweeps u-muP by depth with the rate of embedding
-and readout four times that of the blocks, and draws docs/umup-ends.png beside what
-`benchmarks.transfer` has recorded with one rate for all. Run again, it continues with what is
-missing in --out.
+``python -m benchmarks.transfer_depth --data FILE`` sweeps two variants of u-muP by depth and draws
+docs/umup-depth.png, beside what `benchmarks.transfer` has recorded of u-muP as it is. Run again, it
+continues with what is missing in --out.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS, report
 from benchmarks.transfer import FIGURE, SEEDS, begin, curves, rows
-from notebooks.transfer import ENDS, plot_sweeps
+from notebooks.transfer import COMPLETE, ENDS, plot_sweeps
 
 RECORD = RESULTS / "transfer.json"
 KIND = "by depth"
@@ -23,13 +22,13 @@ KIND = "by depth"
 
 def main() -> int:
     """Trains what is missing, prints the rows, records them and draws the figure."""
-    runs, about = begin("transfer_ends", __doc__)
-    found = curves(runs, ENDS, KIND)
-    question = f"and with a higher rate for embedding and readout than for the blocks? {about}"
-    report("transfer_ends", question, rows(KIND, found))
+    runs, about = begin("transfer_depth", __doc__)
+    found = [curve for name in (COMPLETE, ENDS) for curve in curves(runs, name, KIND)]
+    question = f"how far does the best learning rate move with depth under other rules? {about}"
+    report("transfer_depth", question, rows(KIND, found))
     title = f"Learning rates of a transformer on {runs.corpus.name}, mean of {len(SEEDS)} seeds"
     figure = plot_sweeps({KIND: [*recorded(RECORD), *found]}, title=title)
-    figure.savefig(FIGURE.with_name("umup-ends.png"))
+    figure.savefig(FIGURE.with_name("umup-depth.png"))
     return 0
 
 
