@@ -8,6 +8,7 @@ or -2 (its columns are).
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -35,6 +36,7 @@ __all__ = [
     "rounded",
     "spec_of",
     "untiled",
+    "without_autocast",
 ]
 
 aten = torch.ops.aten
@@ -255,7 +257,12 @@ def rotated(x: Tensor, size: int, axis: int) -> Tensor:
         x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
     matrix = torch.tensor(_hadamard_matrix(size), dtype=x.dtype, device=x.device)
     blocks = torch.unflatten(x, axis, (count, size))
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         if axis == -1:
             return aten.matmul.default(blocks, matrix.mT).flatten(-2)
         return aten.matmul.default(matrix, blocks).flatten(-3, -2)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Within the block `torch.autocast` of the device of ``x`` is off; the meta device has none."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -16,13 +16,13 @@ from .autocast import autocast
 from .casting import is_whole
 from .checkpoint import in_recomputation
 from .function import FIRST_LOOK
-from .history import LayerHistory, forget, remember
+from .history import LayerHistory, begin_anew, forget, remember
 from .matmul import checked_backend, linear
 from .native import alignment, devices, why_not_here, why_not_recipe
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, check_module, check_not_scripted, gain, lose
-from .swap import Where, adapted, inside_attention, is_replacement
+from .swap import Where, adapted, inside_attention, is_replacement, why_quantized
 from .where import checked_where, choose
 
 __all__ = ["LAYERS", "convert", "report", "revert"]
@@ -108,6 +108,10 @@ class _Converted(Gained):
         with mode:
             return forward(*args, **kwargs)
 
+    def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+        begin_anew(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
         return f"{own}, fp8={self.fp8_recipe.name}" if own else f"fp8={self.fp8_recipe.name}"
@@ -170,8 +174,9 @@ def convert(
     A recipe with scaling "delayed" keeps its history in buffers of the layer, ``fp8_amax_input``,
     ``fp8_amax_weight`` and ``fp8_amax_grad``, which are in the model's state_dict, newest entry
     first: what `AmaxHistory` says of passes holds for each call of the layer. A model that is to
-    load them is converted first. Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing
-    such a layer with ``use_reentrant=False`` raises NotImplementedError.
+    load them is converted first; a state_dict without them loads, and they begin anew.
+    Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing such a layer with
+    ``use_reentrant=False`` raises NotImplementedError.
 
     With a recipe that has `saved_activations` the modules of activations (`ACTIVATIONS`) are
     converted as well; a gate that is no module keeps its factors as torch does.
@@ -195,7 +200,7 @@ def convert(
     if backend in ADAPTERS:
         return _adapt(model, chosen, ADAPTERS[backend], where, rest)
     others = None if rest is None else get_recipe(rest)
-    backends = {chosen: checked_backend(backend, chosen)}
+    backends = {chosen: checked_backend(backend, chosen, ADAPTERS)}
     if others is not None:
         backends.setdefault(others, "simulate" if why_not_recipe(others) else backend)
     model = revert(model)
@@ -359,6 +364,8 @@ def _is_transposed(module: nn.Module) -> bool:
 def _why_not(module: nn.Module, owner: str | None) -> str | None:
     if owner is not None:
         return f"computed by {owner}"
+    if why := why_quantized(module):
+        return why
     if isinstance(module, (*LAYERS, *ACTIVATIONS)) or _is_transposed(module):
         return _PATCHED if "forward" in vars(module) else None
     known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))

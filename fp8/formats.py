@@ -26,6 +26,15 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in torch.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """A binary floating-point format: a set of values and what stands for those outside it.
@@ -102,7 +111,7 @@ class Format:
         require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} has not its values")
         flags = [getattr(self, flag) for flag in _FLAGS]
         numbers = (self.exponent_bits, self.mantissa_bits, self.bias, self.max, *map(int, flags))
-        dtype = str(self.dtype or "").removeprefix("torch.")
+        dtype = "" if self.dtype is None else dtype_name(self.dtype)
         object.__setattr__(self, "text", "|".join([self.name, *map(repr, numbers), dtype]))
 
     def _check_types(self) -> None:
@@ -274,9 +283,12 @@ def get_format(format: str | Format) -> Format:
     if isinstance(format, Format):
         return Format.from_text(format.text) if torch.compiler.is_compiling() else format
     if not isinstance(format, str):
-        raise TypeError(f"format is a {type(format).__name__}; give a name or a Format")
+        kind = type(format).__name__
+        raise TypeError(f"format is a {kind}; give a name or a Format: {_names()}")
     if format not in FORMATS:
-        raise ValueError(
-            f"unknown format {format!r}; choose one of {', '.join(map(repr, FORMATS))}"
-        )
+        raise ValueError(f"unknown format {format!r}; choose one of {_names()}")
     return get_format(FORMATS[format])
+
+
+def _names() -> str:
+    return ", ".join(map(repr, FORMATS))

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AmaxHistory", "LayerHistory", "forget", "histories", "reduce_amax", "remember"]
+__all__ = [
+    "AmaxHistory",
+    "LayerHistory",
+    "begin_anew",
+    "forget",
+    "histories",
+    "reduce_amax",
+    "remember",
+]
 
 Group = torch.distributed.ProcessGroup | None
 
@@ -128,10 +136,24 @@ def forget(layer: nn.Module) -> None:
             delattr(layer, _BUFFER + role)
 
 
+def begin_anew(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Puts the histories of ``layer`` as they are at first into a state_dict that has none of them,
+    so that a checkpoint of the plain model loads."""
+    own = {prefix + name: b for name, b in layer.named_buffers(recurse=False) if _is_history(name)}
+    if own.keys().isdisjoint(state):
+        weight = state.get(prefix + "weight")
+        for name, buffer in own.items():
+            device = buffer.device if weight is None else weight.device
+            state[name] = torch.zeros_like(buffer, device=device)
+
+
+def _is_history(name: str) -> bool:
+    return name.rpartition(".")[2].startswith(_BUFFER)
+
+
 def histories(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that `remember` has made in a model, by name."""
-    named = model.named_buffers()
-    return {name: b for name, b in named if name.rpartition(".")[2].startswith(_BUFFER)}
+    return {name: b for name, b in model.named_buffers() if _is_history(name)}
 
 
 def reduce_amax(model: nn.Module, group: Group = None) -> None:

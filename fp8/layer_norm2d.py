@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import layer_norm2d_kernels as kernels
-from .function import FIRST_LOOK, apply
+from .function import FIRST_LOOK, apply, is_exporting
 
 __all__ = ["layer_norm2d"]
 
@@ -57,7 +57,7 @@ def layer_norm2d(
         finally:
             FIRST_LOOK.append(mode)
     _check(input, weight, bias)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return _normalized(input, weight, bias, eps)[0]
     output: Tensor = apply(_LayerNorm2d, input, weight, bias, eps)[0]
     return output
@@ -216,7 +216,7 @@ def _compiled_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor,
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu:
+    if torch.compiler.is_compiling() and not is_exporting() and x.is_cpu:
         mean, rest, both, rstd = _compiled_statistics(x, eps)
     else:
         mean, rest, rstd = _statistics(wide(x, x), eps)

@@ -21,7 +21,8 @@ from .optim import AdamW
 from .recipe import Recipe, get_recipe
 from .scaled_tensor import DTYPES, ScaledTensor
 from .scaled_weights import SHARDED, scale_weights
-from .subclass import check_module
+from .subclass import check_module, check_not_scripted
+from .swap import why_quantized
 
 __all__ = ["LEVELS", "Level", "initialize"]
 
@@ -144,6 +145,7 @@ _WRAPPERS = {
 def _check_model(model: nn.Module) -> None:
     check_module("initialize", model)
     for name, module in model.named_modules():
+        check_not_scripted(name, module)
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS:
                 where = f" ({name})" if name else ""
@@ -191,7 +193,7 @@ def _covered(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for module in model.modules()
-        if isinstance(module, LAYERS)
+        if isinstance(module, LAYERS) and not why_quantized(module)
         for name, parameter in module.named_parameters(recurse=False)
         if name.endswith("weight") and parameter.dim() >= 2 and parameter.dtype in DTYPES
     ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import norm
+from .formats import dtype_name
 from .report import LEFT_ALONE, Report, Row
 from .subclass import Gained, bare_class, check_module, gain, lose
 
@@ -64,7 +65,7 @@ class _LowPrecision(Gained):
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
-        autocast = torch.is_autocast_enabled(x.device.type)
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         changed = autocast or self.norm_dtype or self.norm_output
         if x.dtype == torch.float64 or not changed:
             return forward(*args, **kwargs)
@@ -174,9 +175,9 @@ def apply_low_precision_layernorm(
             stacklevel=2,
         )
         return model
-    kinds = (nn.LayerNorm, norm.LayerNorm2d)
-    low_precision_norms(model, precision, where=lambda _, module: isinstance(module, kinds))
-    if not any(isinstance(m, kinds) and isinstance(m, _LowPrecision) for m in model.modules()):
+    low_precision_norms(model, precision, where=lambda _, module: isinstance(module, nn.LayerNorm))
+    norms = (module for module in model.modules() if isinstance(module, nn.LayerNorm))
+    if not any(isinstance(module, _LowPrecision) for module in norms):
         warnings.warn(NoEffectWarning("the model has no layer norm to change"), stacklevel=2)
     return model
 
@@ -194,7 +195,7 @@ def _dtype(precision: Any) -> torch.dtype | None:
 
 def _how(module: Any) -> str:
     dtype, output = module.norm_dtype, module.norm_output
-    name = "the dtype of autocast" if dtype is None else str(dtype).removeprefix("torch.")
+    name = "the dtype of autocast" if dtype is None else dtype_name(dtype)
     return f"{name}, hands on {output}" if output else name
 
 

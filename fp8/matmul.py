@@ -15,6 +15,7 @@ when the backward pass, or the graph that a compiler made of it, runs under a mo
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +46,12 @@ BACKENDS = ("simulate", "native", "auto")
 kernels where they take it; by those on the devices that they are for."""
 
 
-def checked_backend(backend: str, recipe: Recipe) -> str:
+def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) -> str:
     """``backend``; "simulate" for "auto" where the recipe has no kernels. Raises ValueError for
-    an unknown one, and for "native" with such a recipe."""
+    an unknown one, naming ``others`` too, and for "native" with such a recipe."""
     if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+        names = ", ".join([*BACKENDS, *others])
+        raise ValueError(f"unknown backend {backend!r}; choose one of {names}")
     why_not = "" if backend == "simulate" else native.why_not_recipe(recipe)
     if why_not and backend == "native":
         raise ValueError(f"recipe {recipe.name!r} has no kernels: {why_not}")

@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from . import proof
 from .casting import Spec, format_of, spec_of
+from .formats import dtype_name
 from .function import apply, own
 from .kept import Held, number_of, once, one_of
 from .kernels import ALIGNMENT, KERNELS, Stored, kernel_of, multiply, store, turned, why_not_device
@@ -50,7 +51,7 @@ def why_not_here(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> st
     """Why the products of layers on ``device``, with results of ``dtype``, are simulated under
     ``recipe``; "" if kernels compute them. Proves it where that was not done (`fp8.proof`)."""
     why = why_not_device(device) or why_not_recipe(recipe)
-    return why or proof.why_not(_pairs(recipe), str(device), _name(dtype))
+    return why or proof.why_not(_pairs(recipe), str(device), dtype_name(dtype))
 
 
 def alignment(recipe: Recipe) -> int:
@@ -75,7 +76,7 @@ def kernels(
     a warning says so.
     """
     pairs = ((casts[0], casts[1]), (casts[2], casts[3]), (casts[4], casts[5]))
-    kinds = proof.kernels(backend, pairs, str(a.device), _name(dtype))
+    kinds = proof.kernels(backend, pairs, str(a.device), dtype_name(dtype))
     return kinds if all(fits(a, b, KERNELS[kind].multiple) for kind in kinds) else ()
 
 
@@ -102,10 +103,6 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
         and b.shape[0] % multiple == 0
         and b.shape[1] % multiple == 0
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _handed_on(x: Tensor, spec: Spec) -> Stored | None:
@@ -234,5 +231,5 @@ def product(
             other = one_of(held, key, lambda: _again(a, left, for_a, a_again))
             again = [other, _again(b, right, for_b, b_again)]
     operands = _flat([left, right, *again])
-    specs = (grad_for_a, grad_for_b)
-    return apply(_Native, a, b, bias, of_grad, kinds, *scales, specs, _name(dtype), held, *operands)
+    specs, name = (grad_for_a, grad_for_b), dtype_name(dtype)
+    return apply(_Native, a, b, bias, of_grad, kinds, *scales, specs, name, held, *operands)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .casting import spec_of
+from .casting import spec_of, without_autocast
 from .formats import Format, get_format
 from .function import apply
 from .kernels import store
@@ -167,7 +167,7 @@ def _norm(
     low = to_autocast_dtype(*tensors)[0].dtype if dtype is None else dtype
     x, *parameters = (None if t is None else t.to(low) for t in tensors)
     assert x is not None
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         y = function(x, *parameters)
     return y if output is None else _handed_on(y, output)
 
@@ -217,8 +217,9 @@ class _HandedOn(Function):
         return grad, None
 
 
-class LayerNorm2d(nn.Module):
-    """`layer_norm2d` as a module, with timm's arguments, parameters and defaults.
+class LayerNorm2d(nn.LayerNorm):
+    """`layer_norm2d` as a module, with timm's arguments, parameters and defaults; as there an
+    `nn.LayerNorm`.
 
     Input and output: (batch, num_channels, ...), contiguous or channels-last, the output as the
     input. affine: with weight and bias (num_channels,), which start at 1 and 0. device, dtype: of
@@ -240,29 +241,8 @@ class LayerNorm2d(nn.Module):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
-        self.num_channels = num_channels
-        self.normalized_shape = (num_channels,)  # what timm's has
-        self.eps = eps
-        self.affine = affine
+        super().__init__(num_channels, eps, affine, device=device, dtype=dtype)
         self.fast_norm = is_fast_norm()
-        # Annotated here and not in the class, which TorchScript reads.
-        given = {"device": device, "dtype": dtype}
-        self.weight: nn.Parameter | None
-        self.bias: nn.Parameter | None
-        for name in ("weight", "bias"):
-            value = nn.Parameter(torch.empty(num_channels, **given)) if affine else None
-            self.register_parameter(name, value)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the weight to one and the bias to zero."""
-        if self.weight is not None and self.bias is not None:
-            nn.init.ones_(self.weight)
-            nn.init.zeros_(self.bias)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_channels}, eps={self.eps}, affine={self.affine}"
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():  # type: ignore[attr-defined]

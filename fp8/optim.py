@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from .adam import PLAIN, step_units, units_of
+from .formats import dtype_name
 from .moments import MASTERS, MOMENTS
 from .optim_base import LowPrecision
 from .optim_state import FIRST, MASTER, SECOND, convert, local
@@ -55,7 +56,7 @@ def _check(group: dict[str, Any]) -> None:
         raise TypeError(f"seed is an int, got {group['seed']!r}")
     for parameter in group["params"]:
         if parameter.dtype not in PLAIN:
-            listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in PLAIN)
+            listed = ", ".join(map(dtype_name, PLAIN))
             raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {listed}")
 
 

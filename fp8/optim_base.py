@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from .formats import dtype_name
 from .moments import ENCODINGS, decode
 from .optim_state import (
     MASTER,
@@ -109,7 +110,7 @@ class LowPrecision(Optimizer):
             if not rounds_to(decode(master).view(p.shape), p):
                 if "loaded" not in vars(p):
                     warn_of_broadcasts()
-                encoding = ENCODINGS[str(master.values.dtype).removeprefix("torch.")]
+                encoding = ENCODINGS[dtype_name(master.values.dtype)]
                 keep(self.state[p], MASTER, p, encoding, numbers_of(p))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

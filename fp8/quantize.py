@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8.formats import Format, get_format
+from fp8.formats import Format, dtype_name, get_format
 from fp8.function import apply, own
 from fp8.rounding import (
     LAYOUTS,
@@ -179,7 +179,7 @@ def check_dtype(x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"cannot quantize a {type(x).__name__}; give a tensor")
     if x.dtype not in DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        allowed = ", ".join(map(dtype_name, DTYPES))
         raise TypeError(f"cannot quantize {x.dtype}; allowed are {allowed}")
     refuse_nested(x)
     if not torch.compiler.is_compiling() and x.layout != torch.strided:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .formats import Format, get_format
+from .formats import Format, dtype_name, get_format
 from .quantize import OVERFLOWS
 from .rounding import ROUNDINGS
 from .scaling import RULES, SCALINGS
@@ -149,7 +149,7 @@ class Cast:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if isinstance(self.format, Format):
             dtype = self.format.dtype
-            name = None if dtype is None else str(dtype).removeprefix("torch.")
+            name = None if dtype is None else dtype_name(dtype)
             values["format"] = asdict(self.format) | {"dtype": name}
         return values | {"tile": list(self.tile or ())}
 

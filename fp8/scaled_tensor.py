@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .formats import FORMATS, Format, get_format
+from .formats import FORMATS, Format, dtype_name, get_format
 from .function import apply
 from .scaled_parts import Parts
 from .scaling import in_format
@@ -182,7 +182,7 @@ def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) ->
         raise ValueError(f"a ScaledTensor has format {', '.join(STORED)}, not {spec.name!r}")
     dtype = x.dtype if dtype is None else dtype
     if dtype not in DTYPES:
-        allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        allowed = ", ".join(map(dtype_name, DTYPES))
         raise TypeError(f"a ScaledTensor stands for {allowed}, not {dtype}")
     stored, scale = in_format(plain(x.detach(), torch.float32), spec)
     return ScaledTensor(stored, scale, dtype)

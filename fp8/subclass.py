@@ -36,6 +36,14 @@ class Gained:
         """The module's forward: what calls ``forward(*args, **kwargs)``, which is bound."""
         raise NotImplementedError
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Raises TypeError: what `torch.jit.script` calls first would fail at the attributes."""
+        name = self._original.__name__
+        raise TypeError(
+            f"a {name} that was transformed or converted cannot be scripted: take torch.export, or "
+            "fp8.revert or fp8.revert_norms before"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the original class, which can be imported, and made into this class on arrival."""
         if self._original.__reduce__ is not object.__reduce__:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .report import LEFT_ALONE, Report, Row
 from .subclass import Gained, bare_class
@@ -22,6 +23,7 @@ __all__ = [
     "shared",
     "swap",
     "why_not_exact",
+    "why_quantized",
 ]
 
 Where = Callable[[str, nn.Module], bool]
@@ -120,8 +122,27 @@ def shared(model: nn.Module) -> set[int]:
     return {key for key, count in names.items() if count > 1}
 
 
-def why_not_exact(module: nn.Module) -> str:
-    """Why a module that is only a kind of what is replaced stays."""
+def why_not_exact(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> str:
+    """Why a module that is one of the ``kinds`` that are replaced, or a subclass of one, stays; ""
+    for one that may be replaced."""
+    if type(module) in kinds:
+        return why_quantized(module)
     if isinstance(module, Gained):
         return "transformed: its scales would be lost"
-    return "a subclass: its forward may be its own"
+    return why_quantized(module) or "a subclass: its forward may be its own"
+
+
+_QUANTIZERS = ("bitsandbytes", "torchao")
+"""Libraries whose classes of parameters hold codes, whatever dtype they show."""
+
+
+def why_quantized(module: nn.Module) -> str:
+    """Why the weights of a layer are codes, which nothing here can scale or cast; "" if none is."""
+    for parameter in module.parameters(recurse=False):
+        kind = type(parameter)
+        library = kind.__module__.partition(".")[0]
+        if library in _QUANTIZERS:
+            return f"quantized: its weight is a {kind.__name__} of {library}"
+        if not is_lazy(parameter) and parameter.dim() > 1 and parameter.element_size() == 1:
+            return f"quantized: its weight is {parameter.dtype}"
+    return ""

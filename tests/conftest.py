@@ -21,11 +21,16 @@ def nothing_compiled_before() -> Iterator[None]:
         torch.compiler.reset()
 
 
+def runs_native(item: pytest.Item) -> bool:
+    """Whether the mark or a parameter of a test says so."""
+    call = getattr(item, "callspec", None)
+    given = call.params.values() if call else ()
+    return item.get_closest_marker("native") is not None or "native" in map(str, given)
+
+
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """What runs with backend "native" needs FP8 products, which torch 2.11 has for GPUs only."""
-    given = [(item, getattr(item, "callspec", None)) for item in items]
-    native = [item for item, call in given if call and "native" in map(str, call.params.values())]
-    if native:
+    if native := [item for item in items if runs_native(item)]:
         import torch
 
         from fp8.kernels import why_not_device

@@ -46,7 +46,8 @@ fp8.adapters, fp8.native, fp8.report <- fp8.doctor
 fp8.doctor, fp8.levels <- fp8.__main__
 
 fp8.subclass, fp8.report <- unit_scaling.transforms
-fp8.function <- unit_scaling.scale
+fp8.function, unit_scaling.watched <- unit_scaling.scale
+unit_scaling.watched <- unit_scaling.ops
 unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
 unit_scaling.quadrature, unit_scaling.constant, unit_scaling.ops <- unit_scaling.elementwise

@@ -18,17 +18,17 @@ Everything that goes over all operations (transforms, reports, documentation, te
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from .constraints import apply_constraint
+from .watched import watched
 
-__all__ = ["OPS", "WATCHERS", "Adapter", "Op", "Scales", "find_op", "row", "tie"]
+__all__ = ["OPS", "Adapter", "Op", "Scales", "find_op", "row", "tie"]
 
 #: Scale factors by name: "output", or the argument whose gradient is multiplied.
 Scales = dict[str, float]
@@ -117,10 +117,6 @@ class Op:
 #: Every unit-scaled operation by name.
 OPS: dict[str, Op] = {}
 
-#: Functions (function, args, kwargs) -> result that call the ops in their place, the last of them
-#: alone: how `unit_scaling.verify` sees the ops that a model calls by name.
-WATCHERS: list[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = []
-
 _SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {}
 _BY_FUNCTION: dict[Callable[..., Any], Op] = {}
 
@@ -151,8 +147,7 @@ def row(
 ) -> Callable[[Fn], Fn]:
     """Adds the decorated function to `OPS` under its own name.
 
-    The function that it returns is the same, but for calling the innermost of `WATCHERS` instead
-    where there is one.
+    The function that it returns is the same, `watched`.
 
     rule: its arguments are some of the function's, by the same names and with the same defaults.
     replaces, adapters: as in `Op`; a function with an adapter need not be repeated in replaces.
@@ -161,10 +156,7 @@ def row(
     """
 
     def add(body: Fn) -> Fn:
-        @functools.wraps(body)
-        def fn(*args: Any, **kwargs: Any) -> Any:
-            return WATCHERS[-1](body, args, kwargs) if WATCHERS else body(*args, **kwargs)
-
+        fn = watched(body)
         forms = dict(adapters or {})
         functions = tuple(dict.fromkeys((*replaces, *forms)))
         op = Op(name=fn.__name__, fn=fn, rule=rule, replaces=functions, adapters=forms)
@@ -180,6 +172,6 @@ def row(
                 raise ValueError(f"{function} is replaced by {_BY_FUNCTION[function].name!r}")
             _BY_FUNCTION[function] = op
         OPS[op.name] = op
-        return cast("Fn", fn)
+        return fn
 
     return add

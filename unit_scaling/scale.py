@@ -14,6 +14,8 @@ from torch.autograd import Function
 
 from fp8.function import apply, is_inference_graph
 
+from .watched import watched
+
 __all__ = ["scale_bwd", "scale_fwd"]
 
 
@@ -104,6 +106,7 @@ def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
     return apply(_Instead, total, value, scale)
 
 
+@watched
 def scale_fwd(input: Tensor, scale: float) -> Tensor:
     """``scale * input``, with the gradient passed back as it is.
 
@@ -121,6 +124,7 @@ def scale_fwd(input: Tensor, scale: float) -> Tensor:
     return scale_each(input, scale, 1.0)
 
 
+@watched
 def scale_bwd(input: Tensor, scale: float) -> Tensor:
     """``input``, with its gradient multiplied by ``scale`` on the way back.
 

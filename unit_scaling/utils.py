@@ -20,7 +20,6 @@ from fp8.autocast import outside_compiler
 from fp8.subclass import check_module
 
 from . import functional
-from .ops import OPS
 from .transforms.copies import deep_copy
 from .transforms.install import install, unwrapped
 from .transforms.metrics import Metrics
@@ -192,7 +191,7 @@ def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:
 def _function(target: Any) -> str:
     """A function as it is usually imported."""
     name = getattr(target, "__name__", str(target))
-    if name in OPS and OPS[name].fn is target:
+    if getattr(functional, name, None) is target:
         return f"U.{name}"
     if getattr(nn.functional, name, None) is target:
         return f"F.{name}"

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from ..convert import ADAPTERS, convert, expand, revert
 from ..levels import initialize
+from ..matmul import BACKENDS
 from ..recipe import Recipe
+from ..subclass import check_module
 from ..swap import Where
 from . import msamp, need
 from .te_recipe import delayed_scaling, format_of, te_recipe
@@ -47,17 +49,18 @@ def prepare(
     accelerator: Any,
     model: nn.Module,
     optimizer: Optimizer | None = None,
-    *,
+    *others: Any,
     recipe: Any = "unit",
     backend: str = "auto",
     opt_level: str | None = None,
     where: str | Where | None = None,
-) -> tuple[Any, Any]:
-    """``accelerator.prepare(model, optimizer)``, of a model converted first: (model, optimizer).
+) -> tuple[Any, ...]:
+    """``accelerator.prepare(model, optimizer, *others)``, of a model converted first.
 
     Parameters stay the objects that they are, so optimizer, schedulers and ties need nothing done.
-    Data loaders and schedulers are prepared as ever, by ``accelerator.prepare``; so is the
-    optimizer where None is given. Checkpoints are those of Accelerate (``save_state``).
+    Data loaders and schedulers may be among the others, or prepared as ever, by
+    ``accelerator.prepare``; so is the optimizer where None is given. Returns all in their order.
+    Checkpoints are those of Accelerate (``save_state``).
 
     recipe: of ours, by name or not; or one of Accelerate's: TERecipeKwargs ("transformer_engine"),
     AORecipeKwargs ("torchao"), MSAMPRecipeKwargs ("msamp"), each for the backend that it names.
@@ -69,9 +72,14 @@ def prepare(
 
     Raises ValueError for an Accelerator with mixed_precision="fp8", which would convert the model
     once more ("no" and "bf16" are right), for a recipe object of another backend, and for settings
-    that nothing computes: an interval other than 1, override_linear_precision, the format E5M2.
+    that nothing computes: an interval other than 1, override_linear_precision, the format E5M2;
+    TypeError for another order of arguments.
     """
     need("accelerate")
+    if not hasattr(accelerator, "mixed_precision"):
+        kind = type(accelerator).__name__
+        raise TypeError(f"prepare needs an Accelerator, then a model, got {kind}")
+    check_module("prepare", model)
     if accelerator.mixed_precision == "fp8":
         raise ValueError(
             "Accelerator(mixed_precision='fp8') converts the model itself: make it with 'no' or "
@@ -90,9 +98,8 @@ def prepare(
         except (TypeError, ValueError):
             revert(model)
             raise
-    if optimizer is None:
-        return accelerator.prepare(model), None
-    return accelerator.prepare(model, optimizer)
+    prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, *others)
+    return prepared
 
 
 def _converted(model: nn.Module, plan: _Plan) -> nn.Module:
@@ -120,6 +127,9 @@ def _plan(
     opt_level: str | None,
     where: str | Where | None,
 ) -> _Plan:
+    known = (*BACKENDS, *ADAPTERS, "msamp")
+    if backend not in known:
+        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(known)}")
     if isinstance(recipe, str | Recipe):
         level = opt_level or ("O2" if backend == "msamp" else None)
         return _Plan(recipe=recipe, backend=backend, opt_level=level, where=where, options={})

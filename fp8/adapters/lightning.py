@@ -129,7 +129,7 @@ class _Converting:
         self._how = dict(zip(("backend", "where", "rest"), how, strict=True))
         self._model: nn.Module | None = None
         if self._how["backend"] not in ADAPTERS:
-            checked_backend(self._how["backend"], self.recipe)
+            checked_backend(self._how["backend"], self.recipe, ADAPTERS)
         if PRECISIONS[precision] == "MixedPrecision":
             found = torch.accelerator.current_accelerator(check_available=True)
             options = {"device": "cpu" if found is None else found.type, **options}

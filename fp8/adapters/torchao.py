@@ -173,8 +173,8 @@ def _other(module: nn.Module) -> str | None:
 
 
 def _why_not(module: nn.Linear, multiple: int) -> str:
-    if type(module) is not nn.Linear:
-        return why_not_exact(module)
+    if why := why_not_exact(module, [nn.Linear]):
+        return why
     if "weight" not in dict(module.named_parameters(recurse=False)):
         return "its weight is computed, not a parameter"
     odd = [size for size in module.weight.shape if size % multiple]

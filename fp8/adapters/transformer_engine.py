@@ -138,8 +138,8 @@ def _other(module: nn.Module) -> str | None:
 
 def _why_not(module: nn.Module, multiple: int) -> str:
     own = dict(module.named_parameters(recurse=False))
-    if type(module) not in _TYPES:
-        return why_not_exact(module)
+    if why := why_not_exact(module, _TYPES):
+        return why
     if isinstance(module, nn.LayerNorm | nn.RMSNorm) and not module.elementwise_affine:
         return f"te.{type(module).__name__} has no form without weight"
     if isinstance(module, nn.LayerNorm) and module.bias is None:

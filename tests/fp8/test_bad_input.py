@@ -8,6 +8,7 @@ import fp8
 from fp8 import RECIPES, AmaxHistory, Cast
 from fp8.casting import is_whole
 from tests.fp8.test_matmul import randn
+from unit_scaling.transforms import simulate_fp8, unit_scale
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -136,6 +137,30 @@ def test_models_that_cannot_be_converted_stay():
     assert [row.done for row in fp8.report(fp8.convert(lazy))] == ["converted"] * 2
     with pytest.warns(DeprecationWarning, match="torch.jit"):
         scripted = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
-    with pytest.raises(TypeError, match="'1' is a TorchScript module"):
-        fp8.convert(scripted)
+    for use in (fp8.convert, fp8.initialize, unit_scale, simulate_fp8):
+        with pytest.raises(TypeError, match="'1' is a TorchScript module"):
+            use(scripted)
     assert type(scripted[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_weights_of_one_byte_are_left_alone(dtype):
+    """They are codes: to be read with a scale that nothing here knows."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight = nn.Parameter(model[0].weight.to(dtype), requires_grad=False)
+    rows = [(row.done, row.why) for row in fp8.report(fp8.convert(model))]
+    assert rows[0] == ("left alone", f"quantized: its weight is {dtype}")
+    assert rows[1][0] == "converted"
+    with pytest.raises(ValueError, match="0 is quantized"):
+        unit_scale(model)
+
+
+@pytest.mark.parametrize("use", [fp8.convert, fp8.low_precision_norms, unit_scale])
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+def test_what_was_changed_cannot_be_scripted(use):
+    model = use(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    with pytest.raises(TypeError, match="cannot be scripted: take torch.export, or fp8.revert"):
+        torch.jit.script(nn.Sequential(model))
+    assert model(torch.randn(2, 8)).shape == (2, 8)
+    if use is not unit_scale:
+        torch.jit.script(fp8.revert_norms(fp8.revert(model)))

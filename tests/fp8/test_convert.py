@@ -307,4 +307,7 @@ def test_attention_with_more_keys_is_left_alone(options):
 def test_shapes_on_the_meta_device(recipe):
     with torch.device("meta"):
         model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8)), recipe)
-        assert model(torch.empty(4, 32)).shape == (4, 8)
+        y = model(torch.empty(4, 32))
+    y.sum().backward()
+    assert y.shape == (4, 8)
+    assert model[0].weight.grad.shape == (16, 32)

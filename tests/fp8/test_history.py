@@ -199,7 +199,10 @@ def test_the_first_pass_is_not_compiled():
         with fp8.autocast("delayed", history=history):
             return layer(x)
 
-    with pytest.raises(Exception, match="run the first pass in eager mode"):
+    # Torch 2.11 shows the line that raises, not what it says.
+    lost = torch.__version__ < (2, 12)
+    says = r"history\.py.*\n +raise" if lost else "run the first pass in eager mode"
+    with pytest.raises(Exception, match=says):
         torch.compile(forward, fullgraph=True, backend="eager")(randn(5, 8))
     torch._dynamo.reset()
 

@@ -74,6 +74,32 @@ def test_names_and_what_revert_leaves():
     assert not list(model.buffers())
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_checkpoint_of_the_plain_model_loads_and_histories_begin_anew(assign):
+    """Strictly. Some of them missing is an error, as of any buffer."""
+    plain = make()
+    model = fp8.convert(make(), SHORT)
+    train(model, range(2))
+    assert all(buffer.any() for buffer in model.buffers())
+    saved = model.state_dict()
+    given = plain.state_dict()
+    model.load_state_dict(given, assign=assign)
+    assert len(given) == len(list(plain.parameters()))
+    assert not any(buffer.any() for buffer in model.buffers())
+    expected = train(fp8.convert(copy.deepcopy(plain), SHORT), range(3))
+    assert train(model, range(3)) == expected
+    del saved["2.fp8_amax_grad"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*2.fp8_amax_grad"):
+        model.load_state_dict(saved)
+
+
+def test_a_checkpoint_of_the_plain_model_loads_from_the_meta_device():
+    with torch.device("meta"):
+        model = fp8.convert(make(), SHORT)
+    model.load_state_dict(make().state_dict(), assign=True)
+    assert train(model, range(2)) == train(fp8.convert(make(), SHORT), range(2))
+
+
 def test_resumed_training_is_the_same(tmp_path):
     whole = fp8.convert(make(), SHORT)
     losses = train(whole, range(6))

@@ -238,6 +238,7 @@ def test_compiled(model: Model, x: Tensor):
         assert compiled(x).dtype == torch.bfloat16
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("precision", [None, "amp_bf16"])
 def test_hands_fp8_on_to_a_converted_layer(precision: str | None):
     torch.manual_seed(0)
@@ -258,6 +259,7 @@ def test_hands_fp8_on_to_a_converted_layer(precision: str | None):
     assert not isinstance(fp8.revert_norms(model)[0](x), fp8.ScaledTensor)
 
 
+@pytest.mark.native
 def test_compiled_the_norm_writes_what_the_product_reads():
     """One loop from 16-bit input to FP8 bytes, then torch's kernel for their product."""
     from torch._inductor.utils import run_and_get_code
@@ -324,3 +326,14 @@ def test_errors_name_what_was_given(model: Model, got: Any):
 
 def test_every_norm_of_the_table_is_tested(model: Model):
     assert {type(module) for module in model.modules()} >= set(NORMS)
+
+
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+def test_shapes_on_the_meta_device(precision):
+    """It has no autocast, and torch raises for the question."""
+    images = torch.empty(2, D, 4, D, device="meta")
+    with torch.device("meta"):
+        norms = (nn.LayerNorm(D), nn.RMSNorm(D), nn.GroupNorm(2, D), fp8.LayerNorm2d(D))
+    for norm in norms:
+        assert fp8.low_precision_norms(norm, precision)(images).shape == images.shape
+    assert fp8.norm.layer_norm(images, (D,), output="e4m3").shape == images.shape

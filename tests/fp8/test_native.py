@@ -27,9 +27,7 @@ GRID += [(recipe, shape) for recipe in TILED for shape in TILED_SHAPES]
 NO_GPU = "" if torch.cuda.is_available() else "no CUDA device"
 NO_GPU = NO_GPU or kernels.why_not_device(torch.device("cuda"))
 
-pytestmark = pytest.mark.skipif(
-    bool(kernels.why_not_device(CPU)), reason="no FP8 product on this device"
-)
+pytestmark = pytest.mark.native
 
 
 def run(backend: str, recipe: str, tensors: tuple[Tensor, ...], scales=(1.0, 1.0, 1.0)) -> list:

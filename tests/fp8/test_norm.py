@@ -188,6 +188,7 @@ def test_the_next_product_takes_it_as_it_is(recipe: str, backend: str, monkeypat
         assert casts == [(2, 16, C), (32, C)]  # once by the norm, and the weight
 
 
+@pytest.mark.native
 def test_native_products_keep_the_norms_bytes():
     torch.manual_seed(0)
     x = torch.randn(64, C).bfloat16().requires_grad_()

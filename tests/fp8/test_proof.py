@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fp8
-from fp8 import RECIPES, doctor, kernels, native, proof
+from fp8 import RECIPES, doctor, native, proof
 from tests.fp8.scaled_mm import emulated, forget, scaled_mm
 from tests.fp8.test_matmul import randn
 
@@ -21,9 +21,7 @@ CPU = torch.device("cpu")
 REAL = F.scaled_mm
 TILED = ["block", "mxfp8", "nvfp4"]
 
-pytestmark = pytest.mark.skipif(
-    bool(kernels.why_not_device(CPU)), reason="no FP8 product on this device"
-)
+pytestmark = pytest.mark.native
 
 
 @pytest.fixture(autouse=True)

@@ -153,6 +153,7 @@ def test_a_layer_of_gpt2_is_a_linear_layer(recipe):
     assert "Conv1D" in repr(fp8.revert(layer))
 
 
+@pytest.mark.native
 def test_the_rest_is_simulated_where_its_recipe_has_no_kernels():
     model = fp8.convert(
         mlp(), "unit", backend="native", where=lambda name, _: name == "0", rest="bf16"

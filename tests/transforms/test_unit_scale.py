@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -334,6 +335,15 @@ def test_report_counts_every_weight_and_call() -> None:
 def test_bad_input(call, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         call()
+
+
+def test_the_first_call_needs_values() -> None:
+    """A plan made on the meta device would take a mask for numbers; later calls may be there."""
+    model = unit_scale(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)))
+    with pytest.raises(RuntimeError, match="none on the meta device: call it once where"):
+        copy.deepcopy(model).to("meta")(torch.empty(3, 8, device="meta"))
+    model(torch.randn(3, 8))
+    assert model.to("meta")(torch.empty(3, 8, device="meta")).shape == (3, 2)
 
 
 def test_recurrent_layers_are_simulated_without_a_warning() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
+import unit_scaling.functional as U
+from unit_scaling.scale import scale_bwd, scale_fwd
 from unit_scaling.transforms import unit_scale
 from unit_scaling.utils import ScalePair, ScaleTracker, ScaleTrackingInterpreter, analyse_module
 
@@ -146,6 +148,36 @@ def test_modules_of_unit_scaling():
     assert 0.9 < scales(code, "linear_2 =")[0] < 1.1
     assert all(p.grad is None for p in module.parameters())
     assert x.grad is None
+
+
+def test_residual_connections_and_scales_are_a_line_each_with_their_gradients():
+    """What an autograd function does inside has no gradient of its own to show."""
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            branch, skip = U.residual_split(x, 0.5)
+            branch = scale_fwd(scale_bwd(branch, 2.0).relu(), 3.0)
+            return U.residual_add(branch, skip, 0.5)
+
+    torch.manual_seed(0)
+    x, backward = torch.randn(64, 64), torch.randn(64, 64)
+    code = analyse_module(Block(), x, backward, syntax_highlight=False)
+    assert without_scales(code)[1:] == [
+        "    residual_split = U.residual_split(x, 0.5)",
+        "    getitem = residual_split[0];  (_)",
+        "    getitem_1 = residual_split[1];  (_)",
+        "    scale_bwd = scale_bwd(getitem, 2.0);  (_)",
+        "    relu = scale_bwd.relu();  (_)",
+        "    scale_fwd = scale_fwd(relu, 3.0);  (_)",
+        "    residual_add = U.residual_add(scale_fwd, getitem_1, 0.5);  (_)",
+        "    return residual_add",
+    ]
+    assert "n/a" not in code
+    stream = pytest.approx(backward.std().item(), rel=0.006)
+    assert scales(code, "getitem_1")[1] == stream
+    assert scales(code, "scale_fwd =")[1] == stream
+    inside = scales(code, "scale_bwd")[1]
+    assert scales(code, "getitem =")[1] == pytest.approx(2 * inside, rel=0.01)
 
 
 def test_what_a_transformed_model_computes():

@@ -12,6 +12,8 @@ from torch.autograd import Function
 
 from fp8.function import apply, own
 
+from ..watched import watched
+
 __all__ = ["residual_add", "residual_apply", "residual_split"]
 
 
@@ -63,6 +65,7 @@ class _Add(Function):
         return grad.sum_to_size(branch), grad.sum_to_size(skip), None, None
 
 
+@watched
 def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
     """``(residual, skip)``, both equal to input: the start of a residual branch.
 
@@ -74,6 +77,7 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
     return branch, skip
 
 
+@watched
 def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
     """``(tau * residual + skip) / sqrt(1 + tau**2)``, with gradients passed on unscaled.
 

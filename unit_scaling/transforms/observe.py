@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fp8.autocast import EXPANDED
 from fp8.function import FIRST_LOOK
 
-from ..ops import OPS, WATCHERS
+from ..watched import WATCHERS
 from .install import HOOKS, Call, Places
 from .record import Recorder, Slot, tensors_in
 
@@ -58,8 +58,8 @@ def find_loss(output: Any) -> Tensor | None:
 class Observer(TorchFunctionMode):
     """A scope that is entered last, so that its mode is on top of those of the transforms.
 
-    active: whether it observes. It sees torch functions, and the ops of `unit_scaling` that a
-    model calls by name; of what those call in turn it sees nothing.
+    active: whether it observes. It sees torch functions, and the ops of `unit_scaling`, residual
+    connections and scales that a model calls by name; of what those call in turn it sees nothing.
     """
 
     order = 9
@@ -98,7 +98,7 @@ class Observer(TorchFunctionMode):
             self.begin(module, args, kwargs)
         self.path.append(path)
         FIRST_LOOK.append(self)
-        WATCHERS.append(self._see_op)
+        WATCHERS.append(self._see_watched)
         try:
             with self:
                 output = call()
@@ -134,12 +134,14 @@ class Observer(TorchFunctionMode):
         finally:
             self._busy = False
 
-    def _see_op(
-        self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _see_watched(
+        self,
+        function: Callable[..., Any],
+        body: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        if not self._sees():
-            return body(*args, **kwargs)
-        return self._see(OPS[body.__name__].fn, args, kwargs)
+        return self._see(function, args, kwargs) if self._sees() else body(*args, **kwargs)
 
     def _sees(self) -> bool:
         """Whether the call is the model's: not one of ours, of its hooks, or of a recording."""

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 
 from ..ops import OPS, find_op
+from .agreement import Agreement
 from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
 from .flow import Flow
 from .growth import gradient_factors
 from .record import DISTRIBUTION, Graph, Node, is_sparse, sees_the_past
-from .residuals import Residuals, find_residuals, leans
+from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
@@ -78,6 +79,7 @@ class _Planner:
         closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
         self.bridges = flow.bridges(units, closed)
         self.unread = unread_parts(flow, self.bridges, self.residuals)
+        self.agreement = Agreement(flow, self.residuals, self.units)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.results = Results(flow, self.residuals.adds, settings.whole)
@@ -113,6 +115,9 @@ class _Planner:
             step = replace(step, output=(step.output[0], step.output[1] * factor))
             done = done or "scaled"
             why = f"{why}{', ' if why else ''}gradient divided by {1 / factor:.3g} for batch norms"
+        own, because = self.agreement.own(index) if done == "scaled" else ((), "")
+        if own:
+            step, why = replace(step or Step(), own=own), f"{why}{', ' if why else ''}{because}"
         if splits:
             step = with_slots(step, splits)
             if node.key is None:
@@ -143,8 +148,9 @@ class _Planner:
         kept = self.results.decide(index, self.bridges[index], self._shares(node))
         if kept is not None:
             return kept
-        if leans(self.flow, self.residuals, index):
-            return self._positive(index, node)
+        factor = self.agreement.average(index)
+        if factor is not None:
+            return self._average(index, node, factor)
         special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
         decision = special(index, node) if special is not None else None
         return decision or self._by_rule(index, node, kind)
@@ -174,11 +180,13 @@ class _Planner:
             output, why = (1.0, input if bridge else 1.0), KEEPS
         return replace(step or Step(), output=output), "scaled", f"{name}, {why}"
 
-    def _positive(self, index: int, node: Node) -> Decision:
-        """A relu of values that are mostly positive, or their average, has their RMS as it is."""
+    def _average(self, index: int, node: Node, factor: float) -> Decision:
+        """An average of values that agree, or a relu of positive ones."""
         count = node.inputs[0].numel / (node.numel or 1)
-        backward = count if self.bridges[index] else 1.0
-        return Step(output=(1.0, backward)), "scaled", "its input is mostly positive: factor 1"
+        why = f"positions agree: factor {factor:.3g}"
+        if factor == 1:
+            why = "its input is mostly positive: factor 1"
+        return Step(output=(factor, count if self.bridges[index] else factor)), "scaled", why
 
     def _add(self, index: int, node: Node) -> Decision | None:
         sources = [self.nodes[i.node] for i in node.inputs]

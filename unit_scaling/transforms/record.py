@@ -334,6 +334,11 @@ def _rms(tensor: Tensor) -> float:
 
 def _any_masking(tensors: list[Tensor]) -> bool:
     dense = [t for t in tensors if t.is_floating_point() and t.layout is torch.strided]
+    if any(t.is_meta for t in dense):
+        raise RuntimeError(
+            "the first call of a unit-scaled model looks at values, and there are none on the meta "
+            "device: call it once where its weights are"
+        )
     return any(bool((t <= MASKING).any()) for t in dense)
 
 

@@ -192,7 +192,7 @@ class Replay(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        for slot, fwd, bwd in step.slots:
+        for slot, fwd, bwd in (*step.slots, *step.own):
             if isinstance(slot[0], str):
                 kwargs = _scaled(kwargs, slot, fwd, bwd)
             else:

@@ -8,7 +8,7 @@ same place are found one by one (``x + f(x) + g(x)``) or added up first (``f(x) 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -206,13 +206,13 @@ def _split(flow: Flow, splits: dict[tuple[int, Slot], float], branches: list[_Br
     """Fills ``splits`` for all branches, those of one origin together: they may share nodes.
 
     Of what is shared by parallel branches the gradient is their weighted sum, so the factors come
-    after it. What enters a branch from elsewhere (an encoder's output) has its own gradient scaled
-    relative to the other branches that it enters.
+    after it. What enters branches from elsewhere (an encoder's output) collects the gradients of
+    all of them: with their relative weights, their sum is brought to RMS 1.
     """
     by_origin: dict[int, list[_Branch]] = defaultdict(list)
     for branch in branches:
         by_origin[branch.origin].append(branch)
-    foreign: list[tuple[tuple[int, Slot], float]] = []
+    foreign: dict[tuple[int, Slot], tuple[int, float]] = {}
     for origin, group in by_origin.items():
         chains = _chains(group)
         for index, chain in chains.items():
@@ -226,10 +226,19 @@ def _split(flow: Flow, splits: dict[tuple[int, Slot], float], branches: list[_Br
                     place = (index, i.slot)
                     splits[place] = splits.get(place, 1.0) * factor
                 elif entered:
-                    foreign.append(((index, i.slot), factor))
-    largest = max((factor for _, factor in foreign), default=1.0)
-    for place, factor in foreign:
-        splits[place] = splits.get(place, 1.0) * factor / largest
+                    foreign[index, i.slot] = _fork(flow, i.node), factor
+    squares: Counter[int] = Counter()
+    for source, factor in foreign.values():
+        squares[source] += factor**2
+    for place, (_, factor) in foreign.items():
+        splits[place] = splits.get(place, 1.0) * factor / max(squares.values()) ** 0.5
+
+
+def _fork(flow: Flow, index: int) -> int:
+    """The nearest node up, on a way without joins, that something else reads too."""
+    while len(flow.readers[index]) == 1 and len(flow.sources[index]) == 1:
+        (index,) = flow.sources[index]
+    return index
 
 
 def _chains(group: list[_Branch]) -> dict[int, list[_Branch]]:

@@ -21,6 +21,7 @@ class Step:
 
     op: the row of OPS that computes it, one of `replay.SPECIAL`, or None for the call as it is.
     constraint: as in OPS. factor: what the special steps are called with. slots: for arguments.
+    own: the same, where the call itself needs them: `verify` measures what they give.
     output: (forward, backward) factors of the result. settings: further arguments of the row.
     """
 
@@ -28,6 +29,7 @@ class Step:
     constraint: str | None = "to_output_scale"
     factor: float = 1.0
     slots: tuple[Scaling, ...] = ()
+    own: tuple[Scaling, ...] = ()
     output: tuple[float, float] = (1.0, 1.0)
     settings: tuple[tuple[str, Any], ...] = ()
 

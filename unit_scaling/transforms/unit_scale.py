@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
+from fp8.function import is_exporting
 from fp8.subclass import check_module
 
 from ..parameter import remember_tags, tag
@@ -25,7 +26,7 @@ from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
 from .steps import Plan, Row, Settings, Settled
-from .weights import Weights, parametrizations, prepare, refuse_hooks
+from .weights import Weights, parametrizations, prepare, refuse_weights
 
 __all__ = ["UnitScale", "unit_scale"]
 
@@ -103,7 +104,7 @@ class UnitScale:
         if torch.compiler.is_compiling():
             if plan is not None:
                 return self._replay(plan, call, path)
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
             from .first_call import outside_graph
 
@@ -353,7 +354,7 @@ def unit_scale(
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
-    refuse_hooks(module)
+    refuse_weights(module)
     result = copied(module)
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:

@@ -23,7 +23,7 @@ from .calls import CASTS, ELEMENTWISE, LINEAR, MOVES
 from .flow import Flow
 from .record import Key, Node, Slot, replaced, tensors_in
 
-__all__ = ["UNITS", "Pattern", "Unit", "find_units"]
+__all__ = ["UNITS", "Pattern", "Unit", "find_units", "run_unit"]
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _mark(tensor: Tensor) -> str:
 def _integrated(flow: Flow, unit: Unit) -> Factors:
     """1/RMS of a formula of a standard normal number and of its derivative, by quadrature."""
     try:
-        output, slope = elementwise_rms(lambda x: _run(flow, unit, x), 1.0, ())
+        output, slope = elementwise_rms(lambda x: run_unit(flow, unit, x), 1.0, ())
     except ValueError:
         return math.nan, math.nan
     return 1 / output, 1 / slope
@@ -273,14 +273,14 @@ def _sampled(flow: Flow, unit: Unit) -> Factors:
     generator = torch.Generator().manual_seed(0)
     squares = 0.0
     for _ in range(draws):
-        result = _run(flow, unit, torch.randn(shape, generator=generator))
+        result = run_unit(flow, unit, torch.randn(shape, generator=generator))
         squares += result.detach().float().square().mean().item() / draws
     factor = squares**-0.5 if squares else math.nan
     factor = 1.0 if abs(factor - 1) < _NEAR_ONE else factor
     return factor, factor
 
 
-def _run(flow: Flow, unit: Unit, x: Tensor) -> Tensor:
+def run_unit(flow: Flow, unit: Unit, x: Tensor) -> Tensor:
     """The result of a unit for another input."""
     values: dict[int, list[Tensor]] = {}
     for call in unit.calls:

@@ -57,6 +57,10 @@ class _Operand:
         self.grad = None if grad is None else _norm(grad)
 
 
+#: Functions of `unit_scaling` that return what they are given, and scale its gradient.
+_SAME = {"scale_bwd", "residual_split"}
+
+
 @dataclass
 class _Product:
     """A call. scores: its output goes into the softmax of an attention.
@@ -159,7 +163,7 @@ class Watch(Observer):
                 self._products[index].scores = True
                 self._products[index].biases |= sources - scores
             return _Origin(probabilities=bool(scores))
-        first = origins[0] if origins and kind in TRANSPARENT else _Origin()
+        first = origins[0] if origins and kind in TRANSPARENT | _SAME else _Origin()
         return _Origin(sources, first.parameter, first.probabilities)
 
     def _product(

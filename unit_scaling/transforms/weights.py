@@ -11,12 +11,13 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8.report import LEFT_ALONE
-from fp8.subclass import bare_class, check_not_scripted
+from fp8.subclass import bare_class
+from fp8.swap import why_quantized
 
 from ..parameter import remember_tags, tag
 from .steps import Row
 
-__all__ = ["Weights", "parametrizations", "prepare", "refuse_hooks"]
+__all__ = ["Weights", "parametrizations", "prepare", "refuse_weights"]
 
 
 @dataclass
@@ -81,9 +82,12 @@ def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
     return frozenset(prefix + path for path, m in model.named_modules() if id(m) in inside)
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Weights that a hook sets before each call are neither parameters nor seen to be computed."""
+def refuse_weights(model: nn.Module) -> None:
+    """Raises ValueError for weights that are codes, and for those that a hook sets before each
+    call, which are neither parameters nor seen to be computed."""
     for path, module in model.named_modules():
+        if why := why_quantized(module):
+            raise ValueError(f"{path or 'the model'} is {why}; unit-scale the model before that")
         for hook in module._forward_pre_hooks.values():
             if type(hook).__module__.startswith("torch.nn.utils."):
                 raise ValueError(
@@ -96,8 +100,7 @@ def _scripted(model: nn.Module) -> list[Row]:
     """Rows for the TorchScript functions that a forward names: nothing sees what they call."""
     rows = []
     for path, module in model.named_modules():
-        check_not_scripted(path, module)
-        forward = bare_class(module).forward
+        forward = getattr(bare_class(module), "forward", None)
         if not isinstance(forward, FunctionType):
             continue
         for name in forward.__code__.co_names:

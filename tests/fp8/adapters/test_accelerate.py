@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp8
 from fp8.adapters import accelerate
 from tests.fp8.adapters import te_standin
+from tests.fp8.adapters.accelerate_loop import Model, accelerated, adam, batches, plain_loop
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -48,63 +49,6 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Any:
     return te_standin.install(monkeypatch)
 
 
-class Model(nn.Module):
-    """A tied embedding and head around two layers and a norm."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits."""
-        x = self.embed(tokens)
-        return self.head(self.norm(x + self.down(F.gelu(self.up(x)))))
-
-
-def batches(steps: int, start: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(32, (8, 17), generator=generator) for _ in range(start + steps)][start:]
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def accelerated(accelerator: Any, model: Any, optimizer: Any, data: list[Tensor]) -> list[float]:
-    losses = []
-    for tokens in data:
-        with accelerator.accumulate(model):
-            loss = loss_of(model, tokens)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def plain_loop(model: nn.Module, optimizer: Any, data: list[Tensor]) -> list[float]:
-    losses = []
-    for tokens in data:
-        loss = loss_of(model, tokens)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 @pytest.mark.proves("Accelerate", "FP8 by prepare", how="library")
 @pytest.mark.parametrize("recipe", ["unit", "tensor", "block"])
 def test_the_same_losses_as_a_plain_loop(recipe):
@@ -116,6 +60,27 @@ def test_the_same_losses_as_a_plain_loop(recipe):
     fp8.convert(other, recipe)
     assert got == plain_loop(other, adam(other), batches(6))
     assert got[-1] < got[0]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_loaders_and_schedulers_are_prepared_along(given):
+    """As ``accelerator.prepare(model, optimizer, loader, scheduler)`` is called; or without."""
+    accelerator, model = library.Accelerator(cpu=True), Model()
+    optimizer = adam(model)
+    others = [
+        torch.utils.data.DataLoader(torch.cat(batches(2)), batch_size=8),
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    ]
+    passed = optimizer if given else None
+    prepared = accelerate.prepare(accelerator, model, passed, *others, recipe="tensor")
+    assert prepared[0] is model
+    assert (prepared[1] is None) != given
+    kinds = [library.data_loader.DataLoaderShard, library.scheduler.AcceleratedScheduler]
+    assert [type(other) for other in prepared[2:]] == kinds
+    if given:
+        accelerated(accelerator, *prepared[:2], list(prepared[2]))
+        prepared[3].step()
+        assert optimizer.param_groups[0]["lr"] == 0.5e-2
 
 
 def test_checkpointed_and_resumed_as_if_it_had_not_stopped(tmp_path):
@@ -311,8 +276,14 @@ def test_bad_input(te):
         accelerate.prepare(accelerator, model, recipe=3)
     with pytest.raises(ValueError, match="converts the model itself"):
         accelerate.prepare(SimpleNamespace(mixed_precision="fp8"), model)
-    with pytest.raises(ValueError, match="unknown backend 'cutlass'"):
-        accelerate.prepare(accelerator, model, backend="cutlass")
+    known = "simulate, native, auto, transformer_engine, torchao, msamp"
+    for recipe in ("unit", AORecipeKwargs()):
+        with pytest.raises(ValueError, match=f"unknown backend 'te'; choose one of {known}"):
+            accelerate.prepare(accelerator, model, recipe=recipe, backend="te")
+    with pytest.raises(TypeError, match="an Accelerator, then a model, got Model"):
+        accelerate.prepare(model, adam(model))
+    with pytest.raises(TypeError, match=r"prepare needs an nn.Module, got AdamW"):
+        accelerate.prepare(accelerator, adam(model), model)
     with pytest.raises(ValueError, match="unknown opt_level 'O4'"):
         accelerate.prepare(accelerator, model, adam(model), opt_level="O4")
     assert type(model.up) is nn.Linear

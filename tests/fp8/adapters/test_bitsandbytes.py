@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fp8
 import unit_scaling as uu
 from fp8.adapters import bitsandbytes
+from unit_scaling.transforms import unit_scale
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("bitsandbytes", reason="the library that is adapted")
+    library = pytest.importorskip("bitsandbytes", reason="the library that is adapted")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
@@ -96,3 +98,41 @@ def test_bad_input():
         bitsandbytes.optimizer("AdamW", mlp().parameters())
     with pytest.raises(TypeError, match="percentile_clipping"):
         bitsandbytes.optimizer("AdamW8bit", mlp().parameters(), percentile_clipping=5)
+
+
+class Lora(nn.Module):
+    """A frozen layer and two trained ones of rank 16 beside it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(64, 16, bias=False)
+        self.up = nn.Linear(16, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("kind", ["Linear8bitLt", "Linear4bit"])
+def test_quantized_weights_stay_and_what_is_beside_them_is_converted(kind):
+    """Their products are in functions of their own, which no mode sees; the weights are codes."""
+    base = getattr(library.nn, kind)(64, 32).to("cpu").requires_grad_(False)
+    model, x = Lora(base), torch.randn(16, 64)
+    plain = base(x)
+    fp8.convert(model)
+    assert [(row.path, row.done) for row in fp8.report(model)] == [
+        ("base", "left alone"),
+        ("down", "converted"),
+        ("up", "converted"),
+    ]
+    assert "of bitsandbytes" in fp8.report(model)[0].why
+    assert torch.equal(base(x), plain)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    losses = train(model, torch.optim.AdamW(trained, lr=1e-2), 20)
+    assert losses[-1] < losses[0]
+    with pytest.raises(ValueError, match=r"base is quantized: its weight is a .* of bitsandbytes"):
+        unit_scale(model)
+    model, optimizer = fp8.initialize(model, torch.optim.AdamW(trained, lr=1e-2))
+    assert isinstance(model.up.weight, fp8.ScaledTensor)
+    assert not isinstance(base.weight, fp8.ScaledTensor)
+    train(model, optimizer, 1)

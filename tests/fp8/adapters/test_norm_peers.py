@@ -182,6 +182,8 @@ def test_layer_norm_2d_as_timms_but_for_the_memory_format(timm_norms: Any, fast:
         theirs, mine = timm_norms.LayerNorm2d(6), fp8.LayerNorm2d(6)
     finally:
         fp8.set_fast_norm(False)
+    assert repr(mine) == repr(theirs)
+    assert mine.normalized_shape == fp8.LayerNorm2d([6]).normalized_shape == theirs.normalized_shape
     nn.init.normal_(theirs.weight)
     mine.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 6, 4, 4)

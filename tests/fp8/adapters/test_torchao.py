@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     pytest.importorskip("torchao", reason="the library that is adapted")
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
@@ -192,3 +193,16 @@ def test_a_few_steps_follow_our_own():
     theirs = train(fp8.convert(model, "tensor", backend="torchao"))
     assert theirs[-1] < 0.8 * theirs[0]
     assert theirs == pytest.approx(ours, rel=0.01)
+
+
+@pytest.mark.parametrize("backend", ["simulate", "torchao"])
+def test_weights_that_torchao_quantized_are_left_alone(backend):
+    """A cast of such a weight was an error of torchao's at the first call."""
+    model, x = mlp(), torch.randn(16, 64)
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
+    expected = model[0](x)
+    rows = fp8.report(fp8.convert(model, "tensor", backend=backend))
+    assert [row.done for row in rows] == ["left alone", "converted"]
+    assert rows[0].why == "quantized: its weight is a Int8Tensor of torchao"
+    assert torch.equal(model[0](x), expected)
+    model(x).sum().backward()

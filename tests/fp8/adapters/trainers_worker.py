@@ -23,6 +23,7 @@ import unit_scaling as uu
 from fp8.adapters import accelerate
 from fp8.adapters.lightning import FP8Precision
 from fp8.scaled_tensor import plain
+from tests.fp8.adapters.accelerate_loop import accelerated
 from tests.launch import as_rank
 from unit_scaling.transforms import unit_scale
 
@@ -41,6 +42,10 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x)
+
+
 def check_equal(model: nn.Module) -> None:
     """Both processes have the same weights."""
     for p in model.parameters():
@@ -56,7 +61,7 @@ def plain_loop(
     ddp, losses = DistributedDataParallel(model), []
     for i, x in enumerate(batches() * epochs, 1):
         with ddp.no_sync() if i % every else contextlib.nullcontext():
-            loss = F.mse_loss(ddp(x), x)
+            loss = loss_of(ddp, x)
             (loss / every).backward()
         if i % every == 0:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -74,17 +79,7 @@ def check_accelerate(level: str | None, folder: Path) -> None:
         return accelerate.prepare(accelerator, *make(), recipe="unit", opt_level=level)
 
     def train(model, optimizer, data):
-        losses = []
-        for x in data:
-            with accelerator.accumulate(model):
-                loss = F.mse_loss(model(x), x)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        return accelerated(accelerator, model, optimizer, data, loss_of, clip=0.5)
 
     model, optimizer = start()
     losses = train(model, optimizer, batches()[:STOP])
@@ -111,7 +106,7 @@ class Lit(lightning.LightningModule):
             fp8.initialize(self.net, self.optimizer, level, recipe=None)
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        loss = F.mse_loss(self.net(batch), batch)
+        loss = loss_of(self.net, batch)
         self.losses.append(loss.item())
         return loss
 

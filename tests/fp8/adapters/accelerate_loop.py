@@ -1,0 +1,75 @@
+"""A small model, and the loops of Accelerate and of torch that train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Model(nn.Module):
+    """A tied embedding and head around two layers and a norm."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        x = self.embed(tokens)
+        return self.head(self.norm(x + self.down(F.gelu(self.up(x)))))
+
+
+def batches(steps: int, start: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(32, (8, 17), generator=generator) for _ in range(start + steps)][start:]
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def accelerated(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    data: Iterable[Tensor],
+    loss_of: Callable[[Any, Tensor], Tensor] = loss_of,
+    clip: float = 1.0,
+) -> list[float]:
+    """The losses of a loop as Accelerate has it, over one epoch."""
+    losses = []
+    for tokens in data:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, tokens)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_loop(model: nn.Module, optimizer: Any, data: list[Tensor]) -> list[float]:
+    losses = []
+    for tokens in data:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,0 +1,335 @@
+"""How much positions agree: what an average leaves of them, and what weights' gradients grow by.
+
+The rules of the ops take positions for independent. They are not: of what a ReLU returns, 1/pi of
+the energy is the same at all positions, and so is nearly all of what attention returns at first,
+and the gradient of what is averaged. The *agreement* of a value is the mean product of two
+positions over their mean square; what becomes of it in a function f of normal numbers is
+E[f(u) f(v)] / E[f(u)^2] (Poole et al., "Exponential expressivity in deep neural networks through
+transient chaos", 2016), and with the derivative of f, that of a gradient (Schoenholz et al., "Deep
+Information Propagation", 2017).
+
+An average of n positions that agree by a has the energy a + (1 - a)/n. The gradient of a weight
+sums over N positions: where these agree by b besides, its energy is 1 + (N - 1) a b times as large.
+What is not known counts as independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..ops import find_op
+from .calls import ATTENTION, AVERAGES, ELEMENTWISE, LINEAR, PRODUCTS, SELECTIONS, TRANSPARENT
+from .flow import Flow
+from .record import Input, Node, replaced, sees_the_past, tensors_in
+from .residuals import Residuals, leans
+from .steps import Scaling
+from .units import Unit, run_unit
+
+__all__ = ["Agreement"]
+
+Pair = tuple[float, float]
+"""The agreement of two positions of one sample, and of positions of two samples."""
+
+_NONE: Pair = (0.0, 0.0)
+_KEEPS = (
+    (LINEAR | TRANSPARENT | PRODUCTS)
+    - ATTENTION
+    - frozenset(["mul", "div"])
+    | frozenset("layer_norm rms_norm group_norm log_softmax cat stack pad".split())
+    | frozenset("max_pool1d max_pool2d max_pool3d".split())
+)
+"""Kinds that keep it in both directions; of several values, on average."""
+_LOSSES: dict[str, Pair] = {"ctc_loss": (0.6, 0.6)}
+"""Losses whose gradient is not of independent positions. CTC asks for blanks at most of them:
+measured for logits near 0, 0.57 to 0.81 and 0.52 to 0.79 for labels that fill up to 0.4 of them.
+"""
+
+_NEAR_ONE = 0.1
+"""Growth that is nearer to 1 than this is let be: a factor costs a pass over the weight."""
+
+
+class Agreement:
+    """values, gradients: of the result of each call, and of its gradient. units: by last call."""
+
+    def __init__(self, flow: Flow, residuals: Residuals, units: Mapping[int, Unit]) -> None:
+        self.flow, self.residuals = flow, residuals
+        self._ends = {call: unit for unit in units.values() for call in unit.calls}
+        softmaxes = [i for i, node in enumerate(flow.nodes) if node.kind == "softmax"]
+        softmaxes += [end for end, unit in units.items() if unit.name == "softmax"]
+        weighed = map(flow.weighs, softmaxes)
+        self._weighed = {product for product in weighed if product is not None}
+        values = (n for n in flow.nodes if n.live and not n.computed and n.shape)
+        self._batch = next((node.shape[0] or 1 for node in values), 1)
+        self._slopes: dict[int, Pair] = {}
+        self._levels: dict[int, float] = {}
+        self.values: list[Pair] = []
+        for index, node in enumerate(flow.nodes):
+            self.values.append(self._value(index, node))
+        self.gradients = self._gradients()
+
+    def average(self, index: int) -> float | None:
+        """The factor of an average of values that agree; None where that of its op is right.
+
+        What they have in common is what is left of many: the size of a window does not matter.
+        """
+        node, op = self.flow.nodes[index], find_op(self.flow.nodes[index].function)
+        if leans(self.flow, self.residuals, index):
+            return 1.0
+        if node.kind not in AVERAGES or op is None or len(self.flow.sources[index]) != 1:
+            return None
+        (i,), kept = self._inputs(index), op.scales(node.args, node.kwargs, func=node.function)
+        agreement = self.values[i.node][0]
+        many = kept["output"] != 1 and agreement * i.numel > node.numel
+        return agreement**-0.5 if many else None
+
+    def own(self, index: int) -> tuple[tuple[Scaling, ...], str]:
+        """Factors for the gradients of the weights of a product, and what to say of them."""
+        node, growth = self.flow.nodes[index], self._growth(index)
+        if node.kind not in PRODUCTS or growth - 1 < _NEAR_ONE:
+            return (), ""
+        computed = [i for i in node.inputs if self.flow.nodes[i.node].computed]
+        slots = [i.slot for i in computed if len(self.flow.nodes[i.node].shape) > 1]
+        why = f"gradient of the weight divided by {growth:.3g}: positions agree"
+        return tuple((slot, 1.0, 1 / growth) for slot in slots), why if slots else ""
+
+    def _growth(self, index: int) -> float:
+        """The RMS of the gradient of a product's weight, over that of independent positions."""
+        sources, positions = self.flow.sources[index], self._positions(index)
+        if len(sources) != 1:
+            return 1.0
+        (a, c), (b, d) = self.values[sources[0]], self.gradients[index]
+        others = (self._batch - 1) * positions
+        return math.sqrt(1 + max(0.0, (positions - 1) * a * b + others * c * d))
+
+    def _positions(self, index: int) -> float:
+        """How many positions a sample has in the result of a call."""
+        node = self.flow.nodes[index]
+        pooled = node.kind.startswith(("conv", "avg_pool", "adaptive_avg_pool"))
+        features = node.shape[1 if pooled else -1] if len(node.shape) > 1 else 1
+        return max(1.0, node.numel / max(1, features) / self._batch)
+
+    def _inputs(self, index: int) -> list[Input]:
+        return [i for i in self.flow.nodes[index].inputs if i.node in self.flow.sources[index]]
+
+    # Values
+
+    def _value(self, index: int, node: Node) -> Pair:
+        inputs = self._inputs(index)
+        if index in self._ends:
+            return self._of_unit(index, self._ends[index])
+        if not inputs:
+            return _of_table(node) if node.kind == "embedding" else _NONE
+        values = [self.values[i.node] for i in inputs]
+        if self._is_attention(index):
+            return self._attended(index, node, self.values[_value_of(inputs).node], 2.0)
+        if node.kind in ("mul", "div"):
+            return _NONE if self.flow.inverts(index) else _product(values)
+        if node.kind in _KEEPS:
+            if node.kind == "layer_norm":
+                return _centred(values[0], self._level(inputs[0].node))
+            weights, _ = self.residuals.adds.get(index, ((), ""))
+            squares = {slot: forward**2 for slot, forward, _ in weights}
+            return _mean([(squares.get(i.slot, 1.0), self.values[i.node]) for i in inputs])
+        if len(inputs) > 1:
+            return _NONE
+        if node.kind == "batch_norm":
+            return _centred(values[0], values[0][1])
+        if node.kind in AVERAGES:
+            return self._pooled(index, node, inputs[0])
+        return self._curved(index, node, inputs[0]) if node.kind in ELEMENTWISE else _NONE
+
+    def _level(self, index: int) -> float:
+        """The share of the energy of a value that is the same in all of its features."""
+        at: int | None = index
+        while at is not None and at not in self._levels:
+            at = self.flow.up(at, TRANSPARENT)
+        return 0.0 if at is None else self._levels[at]
+
+    def _of_unit(self, index: int, unit: Unit) -> Pair:
+        if index != unit.calls[-1] or unit.name == "softmax":
+            return _NONE
+        if unit.name != "formula":
+            return self.values[unit.entry]
+        return self._after(index, lambda x: run_unit(self.flow, unit, x), self.values[unit.entry])
+
+    def _curved(self, index: int, node: Node, i: Input) -> Pair:
+        """After a function of each element."""
+        given = (*tensors_in(node.args), *tensors_in(node.kwargs))
+        if any(t.numel() > 1 for slot, t in given if slot != i.slot):
+            return _NONE
+
+        def function(x: Tensor) -> Tensor:
+            assert node.function is not None
+            x = {i.slot: x}
+            result: Tensor = node.function(*replaced(node.args, x), **replaced(node.kwargs, x))
+            return result
+
+        return self._after(index, function, self.values[i.node])
+
+    def _after(self, index: int, function: Callable[[Tensor], Tensor], pair: Pair) -> Pair:
+        self._levels[index], _ = _agreements(function, 0.0)
+        (a, slope), (c, other) = (_agreements(function, min(1.0, max(0.0, x))) for x in pair)
+        self._slopes[index] = slope, other
+        return a, c
+
+    def _pooled(self, index: int, node: Node, i: Input) -> Pair:
+        (a, c), window = self.values[i.node], i.numel / max(1, node.numel)
+        energy = a + (1 - a) / window
+        return 1.0 if self._positions(index) == 1 else a / energy, c / energy
+
+    def _is_attention(self, index: int) -> bool:
+        return index in self._weighed or self.flow.nodes[index].kind in ATTENTION
+
+    def _attended(self, index: int, node: Node, pair: Pair, past: float) -> Pair:
+        """After a uniform average over keys, or over queries for gradients: within a window of
+        keys positions agree, and are as they were but for the energy otherwise.
+
+        past: for averages over the keys so far, the mean product of two, times their number: of i
+        and j > i independent rows they share 1/j, so it is 2; for gradients, where the later key
+        gets its share from fewer queries, 1. The mean square is log(length) + 1.
+        """
+        value = self.flow.nodes[_value_of(self._inputs(index)).node].shape
+        keys = value[-2] if len(value) > 1 else 1
+        positions = keys * value[0] / self._batch if len(value) == 4 else keys
+        near = min(1.0, (keys - 1) / max(1.0, positions - 1))
+        shared, alone = (past, math.log(keys) + 1) if _is_causal(node) and keys > 1 else (1.0, 1.0)
+        a, c = pair
+        energy = a + (1 - a) * alone / max(1, keys)
+        within = min(1.0, (a + (1 - a) * shared / max(1, keys)) / energy)
+        return near * within + (1 - near) * a / energy, c / energy
+
+    # Gradients
+
+    def _gradients(self) -> list[Pair]:
+        nodes = self.flow.nodes
+        parts: list[list[tuple[float, Pair]]] = [[] for _ in nodes]
+        found = [_NONE] * len(nodes)
+        ends = [i for i, n in enumerate(nodes) if n.live and not self.flow.readers[i]]
+        losses = {i for i in ends if nodes[i].shape == ()}
+        for index in reversed(range(len(nodes))):
+            found[index] = _mean(parts[index])
+            if not parts[index] and losses and index not in losses:
+                continue  # what no loss is made of has no gradient
+            unit = self._ends.get(index)
+            if unit is not None:
+                if index == unit.calls[-1] and unit.name != "softmax":
+                    pair = _product([found[index], self._slopes.get(index, (1.0, 1.0))])
+                    parts[unit.entry].append((1.0, pair))
+                continue
+            for i in self._inputs(index):
+                parts[i.node].append(self._handed(index, nodes[index], i, found[index]))
+        return found
+
+    def _handed(self, index: int, node: Node, i: Input, pair: Pair) -> tuple[float, Pair]:
+        """The energy of the gradient that a call hands to an argument, and its agreement."""
+        energy = self.residuals.splits.get((index, i.slot), 1.0) ** 2
+        weights, _ = self.residuals.adds.get(index, ((), ""))
+        if node.name in _LOSSES:
+            return energy, _LOSSES[node.name]
+        energy *= math.prod(backward**2 for slot, _, backward in weights if slot == i.slot)
+        inputs = self._inputs(index)
+        if self._is_attention(index):
+            if i is not _value_of(inputs):
+                return 0.0, _NONE
+            return energy, self._attended(index, node, pair, 1.0)
+        if node.kind in ("mul", "div"):
+            return energy, _product([pair, *(self.values[j.node] for j in inputs if j is not i)])
+        if node.kind in SELECTIONS:
+            share = node.numel / (i.numel or 1)
+            before = self.flow.nodes[i.node].shape
+            positions = before[:1] == node.shape[:1] and before[-1:] == node.shape[-1:]
+            return energy * share, _product([pair, (share, share)]) if positions else pair
+        if node.kind in _KEEPS:
+            share = self._density(node, i)
+            return energy, _product([pair, (share, share)])
+        if node.kind == "batch_norm":
+            return energy, _centred(pair, pair[1])
+        if node.kind in AVERAGES:
+            return energy, self._spread(index, node, i, pair)
+        return energy, _product([pair, self._slopes.get(index, _NONE)])
+
+    def _density(self, node: Node, i: Input) -> float:
+        """Results of a convolution for each position that it reads: those between two of them get
+        their gradients from other weights.
+        """
+        shape = self.flow.nodes[i.node].shape
+        if not node.kind.startswith("conv") or len(shape) != len(node.shape):
+            return 1.0
+        return min(1.0, math.prod(node.shape[2:]) / max(1, math.prod(shape[2:])))
+
+    def _spread(self, index: int, node: Node, i: Input, pair: Pair) -> Pair:
+        """Positions of one window get the same gradient."""
+        window, positions = i.numel / max(1, node.numel), self._positions(index)
+        near = (window - 1) / max(1.0, positions * window - 1)
+        return pair[0] + (1 - pair[0]) * near, 1.0 if node.shape == () else pair[1]
+
+
+def _value_of(inputs: list[Input]) -> Input:
+    """The values among the arguments of attention, or of the product with its weights."""
+    return next((i for i in inputs if i.slot in (("value",), (2,))), inputs[-1])
+
+
+def _is_causal(node: Node) -> bool:
+    op = find_op(node.function) if node.kind in ATTENTION else None
+    given = op.bind(node.args, node.kwargs, node.function) if op is not None else {}
+    return bool(given.get("is_causal")) or sees_the_past(given.get("attn_mask"))
+
+
+def _product(pairs: list[Pair]) -> Pair:
+    return math.prod(a for a, _ in pairs), math.prod(c for _, c in pairs)
+
+
+def _mean(parts: list[tuple[float, Pair]]) -> Pair:
+    """The agreement of a sum of independent parts: (energy, agreement) each."""
+    total = sum(energy for energy, _ in parts)
+    if not total:
+        return _NONE
+    return sum(e * a for e, (a, _) in parts) / total, sum(e * c for e, (_, c) in parts) / total
+
+
+def _centred(pair: Pair, mean: float) -> Pair:
+    """After a mean with this share of the energy is taken off."""
+    return ((pair[0] - mean) / (1 - mean), (pair[1] - mean) / (1 - mean)) if mean < 1 else _NONE
+
+
+def _of_table(node: Node) -> Pair:
+    """Rows of a table, each as often as any other, agree by what they have in common."""
+    table = next((t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()), None)
+    if table is None or table.is_meta or table.dim() != 2:
+        return _NONE
+    rows = table.detach().float()
+    energy = rows.square().sum(1).mean().item()
+    shared = rows.mean(0).square().sum().item() / energy if energy else 0.0
+    return shared, shared
+
+
+NODES = 32
+
+
+@cache
+def _normal() -> tuple[Tensor, Tensor]:
+    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    return torch.from_numpy(nodes), torch.from_numpy(weights / weights.sum())
+
+
+def _agreements(function: Callable[[Tensor], Tensor], agreement: float) -> tuple[float, float]:
+    """The agreement after a function of normal numbers, and that of its derivatives."""
+    nodes, weights = _normal()
+    shared, own = math.sqrt(agreement) * nodes, math.sqrt(1 - agreement) * nodes
+    with torch.inference_mode(False), torch.enable_grad():
+        x = (shared[:, None] + own).flatten().requires_grad_()
+        y = function(x.clone())
+        (slope,) = torch.autograd.grad(y.sum(), x) if y.requires_grad else (torch.zeros_like(x),)
+    found = []
+    for values in (y.detach(), slope):
+        values = values.double().view(NODES, NODES)
+        energy = (weights @ values.square() @ weights).item()
+        common = (weights @ (values @ weights).square()).item()
+        found.append(common / energy if energy > 0 and math.isfinite(energy) else 0.0)
+    return found[0], found[1]
