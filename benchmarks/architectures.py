@@ -190,9 +190,11 @@ ZOO: dict[str, Entry] = {
         | {"window_size": 4},
         lambda: classified(images()),
     ),
-    "ConvNeXt": _vision("ConvNextForImageClassification", depths=[2, 2], hidden_sizes=[32, 64]),
+    "ConvNeXt": _vision(
+        "ConvNextForImageClassification", num_stages=2, depths=[2, 2], hidden_sizes=[32, 64]
+    ),
     "ConvNeXt V2": _vision(
-        "ConvNextV2ForImageClassification", depths=[2, 2], hidden_sizes=[32, 64]
+        "ConvNextV2ForImageClassification", num_stages=2, depths=[2, 2], hidden_sizes=[32, 64]
     ),
     "ResNet": _vision(
         "ResNetForImageClassification",

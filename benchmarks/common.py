@@ -79,9 +79,10 @@ def compare(
 ) -> list[Row]:
     """Time each candidate side by side with `baseline`: one row per candidate.
 
-    Every round times the baseline and all candidates once, in an order that rotates, so that drift
-    of the machine falls on all alike; the ratio is the median over rounds of candidate / baseline
-    of the same round, with a 95 % confidence interval from 2000 bootstrap resamples of the rounds.
+    Every round times the baseline and all candidates once, in an order drawn anew, so that drift of
+    the machine, and what one leaves in the caches for the next, fall on all alike; the ratio is the
+    median over rounds of candidate / baseline of the same round, with a 95 % confidence interval
+    from 2000 bootstrap resamples of the rounds.
     `seconds` asks for repeating a call until it takes about that long, for functions of
     microseconds.
     """
@@ -91,8 +92,9 @@ def compare(
             function()
     repeats = [_repeats(function, seconds) for function in functions]
     times = np.zeros((rounds, len(functions)))
+    generator = np.random.default_rng(0)
     for i in range(rounds):
-        for j in np.roll(np.arange(len(functions)), i):
+        for j in generator.permutation(len(functions)):
             times[i, j] = _time(functions[j], repeats[j])
     return [_row(name, times[:, 0], times[:, j + 1]) for j, name in enumerate(candidates)]
 

@@ -24,7 +24,6 @@ from .optim_state import (
     everywhere,
     is_plain,
     local,
-    names,
     prepare,
     read,
 )
@@ -64,8 +63,18 @@ class _How(NamedTuple):
     second: Encoding
     stochastic: tuple[bool, bool, bool]
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a moment has a scale for each block."""
+        return "block" in (self.first.scale, self.second.scale)
 
-Scales = tuple[float | None, float | None, float | None]
+    @property
+    def by_name(self) -> tuple[tuple[str, Encoding], ...]:
+        """The encodings, with the names in a state."""
+        return (MASTER, self.weight), (FIRST, self.first), (SECOND, self.second)
+
+
+Scales = list[float | None]
 """Of the weight and the moments, where one is for a whole tensor."""
 
 
@@ -74,6 +83,7 @@ class _Unit:
     """What is stepped together: one parameter, or small ones of a group as one tensor.
 
     index: of the first, among all parameters of the optimizer, for random bits of its own.
+    master: whether there are master weights, which are what is stepped.
     """
 
     parameters: list[Tensor]
@@ -81,14 +91,8 @@ class _Unit:
     group: Group
     decoupled: bool
     index: int
-
-    @functools.cached_property
-    def encodings(self) -> dict[str, Encoding]:
-        """Of the weight and the moments, by name."""
-        kept = names(self.parameters[0], self.group)
-        parameter = local(self.parameters[0])
-        plain = PLAIN[parameter.dtype if is_plain(parameter) else torch.float32]
-        return {MASTER: plain, **kept}
+    master: bool
+    how: _How
 
     def kept(self, name: str) -> Stored:
         """A moment or the master, flat; of one parameter it shares memory with the state."""
@@ -98,13 +102,12 @@ class _Unit:
 
     def weight(self) -> Stored:
         """What is stepped: masters, the weight itself, or a copy of the weights."""
-        if MASTER in names(self.parameters[0], self.group):
+        if self.master:
             return self.kept(MASTER)
         here = [local(parameter.detach()) for parameter in self.parameters]
         if len(here) == 1 and is_plain(here[0]):
             return Stored(here[0].view(-1))
-        dtype = self.encodings[MASTER].dtype
-        return Stored(torch.cat([x.to(dtype).reshape(-1) for x in here]))
+        return Stored(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
 
     def gradient(self) -> Tensor:
         """What Adam sees, flat: of what is maximized the negative, with the decay that is L2."""
@@ -117,11 +120,13 @@ class _Unit:
             grad = grad.to(torch.float32) + self.group["weight_decay"] * decode(self.weight())
         return grad
 
-    @functools.cached_property
-    def amaxes(self) -> dict[str, Tensor]:
-        """Of what is kept with one scale for the whole tensor, by name."""
-        of_tensor = [name for name, e in self.encodings.items() if e.scale == "tensor"]
-        return {name: self.states[0][name + PARTS[2]] for name in of_tensor}
+    def amaxes(self) -> list[Tensor | None]:
+        """Of the weight and the moments, where one scale is for the whole tensor."""
+        state = self.states[0]
+        return [
+            state[name + PARTS[2]] if encoding.scale == "tensor" else None
+            for name, encoding in self.how.by_name
+        ]
 
     def scales(self, largest: float, amaxes: Iterator[float]) -> Scales:
         """New ones, for gradients of up to ``largest``; ``amaxes``: the values of `amaxes`.
@@ -130,19 +135,20 @@ class _Unit:
         for it as ``amax``: one pass over the gradient is all that a scale costs.
         """
         b1, b2 = self.group["betas"]
-        found: dict[str, float | None] = {}
-        for name, kept in self.amaxes.items():
+        found: Scales = []
+        for kept, (name, encoding) in zip(self.amaxes(), self.how.by_name, strict=True):
+            if kept is None:
+                found.append(None)
+                continue
             amax = next(amaxes)
             if name == MASTER:
                 amax *= HEADROOM
-            elif name == FIRST:
-                amax = b1 * amax + (1 - b1) * largest
             else:
-                amax = b2 * amax + (1 - b2) * largest**2
-            if name != MASTER:
+                beta, x = (b1, largest) if name == FIRST else (b2, largest**2)
+                amax = beta * amax + (1 - beta) * x
                 kept.fill_(amax)
-            found[name] = scale_for(amax, self.encodings[name])
-        return found.get(MASTER), found.get(FIRST), found.get(SECOND)
+            found.append(scale_for(amax, encoding))
+        return found
 
     def numbers(self, scales: Scales) -> Tensor:
         """The scalars of a step, (11,), each computed in float64 and rounded once; 1 / scales."""
@@ -152,18 +158,6 @@ class _Unit:
         size, root = lr / (1 - b1**step), (1 - b2**step) ** -0.5
         adam = (decay, b1, 1 - b1, b2, 1 - b2, size, root, group["eps"])
         return torch.tensor([*adam, *(1.0 if x is None else 1 / x for x in scales)])
-
-    @functools.cached_property
-    def how(self) -> _How:
-        """How the weight and the moments are kept and rounded."""
-        weight, first, second = (self.encodings[name] for name in (MASTER, FIRST, SECOND))
-        b1, b2 = self.group["betas"]
-        stochastic = (
-            self.group["stochastic_weights"] and weight.dtype != torch.float32,
-            first.rounds_stochastically(b1),
-            second.rounds_stochastically(b2),
-        )
-        return _How(weight, first, second, stochastic)
 
     @property
     def compiled(self) -> bool:
@@ -177,15 +171,14 @@ class _Unit:
 
     def finish(self, weight: Stored, first: Stored, second: Stored) -> None:
         """Writes what was stepped to where it comes from."""
-        master = MASTER in names(self.parameters[0], self.group)
         joined = len(self.states) > 1
         if joined:
-            kept = {FIRST: first, SECOND: second, **({MASTER: weight} if master else {})}
+            kept = {FIRST: first, SECOND: second, **({MASTER: weight} if self.master else {})}
             for name, stored in kept.items():
                 _split(stored.values, [read(state, name).values for state in self.states])
         here = [local(parameter.detach()) for parameter in self.parameters]
-        if joined or master or not is_plain(here[0]):
-            _split(decode(weight) if master else weight.values, here)
+        if joined or self.master or not is_plain(here[0]):
+            _split(decode(weight) if self.master else weight.values, here)
 
 
 def _split(flat: Tensor, targets: list[Tensor]) -> None:
@@ -206,18 +199,36 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
         if parameter.grad.layout != torch.strided:
             raise RuntimeError(f"Adam needs dense gradients, got {parameter.grad.layout}")
         state = states[parameter]
-        prepare(state, parameter, group)
+        kept = prepare(state, parameter, group)
         key: Any = number
         if parameter.numel() < group["min_size"]:
             plain = is_plain(local(parameter)) and parameter.dtype
-            key = (float(state["step"]), parameter.device, plain)
+            key = (float(state["step"]), parameter.device, plain, MASTER in kept)
         if key not in found:
             found[key] = _Unit(
-                parameters=[], states=[], group=group, decoupled=decoupled, index=number
+                parameters=[],
+                states=[],
+                group=group,
+                decoupled=decoupled,
+                index=number,
+                master=MASTER in kept,
+                how=_how(parameter, kept, group),
             )
         found[key].parameters.append(parameter)
         found[key].states.append(state)
     return list(found.values())
+
+
+def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
+    here, (b1, b2) = local(parameter), group["betas"]
+    weight = kept.get(MASTER) or PLAIN[here.dtype if is_plain(here) else torch.float32]
+    first, second = kept[FIRST], kept[SECOND]
+    stochastic = (
+        group["stochastic_weights"] and weight.dtype != torch.float32,
+        first.rounds_stochastically(b1),
+        second.rounds_stochastically(b2),
+    )
+    return _How(weight, first, second, stochastic)
 
 
 def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
@@ -228,7 +239,7 @@ def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     of the largest that it can become.
     """
     looks = [x for unit in units for x in _extremes(unit.gradient())]
-    looks += [amax for unit in units for amax in unit.amaxes.values()]
+    looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
     numbers = iter(_on_cpu(looks))
     largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN where there is one
     if not everywhere(all(x < LARGEST for x in largest), parameters):
@@ -261,22 +272,26 @@ Kept = tuple[Stored, Stored, Stored]
 def _step(unit: _Unit, scales: Scales) -> None:
     """One unit, in pieces that stay in a processor's cache; the rest of a compiled one is not
     compiled."""
-    grad, numbers = unit.gradient(), unit.numbers(scales)
     kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
-    keys = unit.keys() if any(unit.how.stochastic) else []
-    size, least, narrow = _sizes(grad, kept, unit.compiled)
-    room = _ROOM.of(narrow, min(size, len(grad)))
-    whole = len(grad) - len(grad) % least
+    grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
+    count = len(grad)
+    keys = unit.keys() if any(how.stochastic) else []
+    size, least, narrow = _sizes((grad, *(stored.values for stored in kept)), unit)
+    room = _ROOM.of(narrow, min(size, count))
+    whole = count - count % least
     largest = []
-    for begin, end in itertools.pairwise([*range(0, whole, size), whole, len(grad)]):
+    for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
         if begin == end:
             continue
-        parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
-        rest = (numbers, unit.how, [key_at(key, begin) for key in keys])
+        parts = kept
+        if end - begin < count:
+            parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
+        old = [parts[0].values, parts[1].values, parts[2].values, grad[begin:end]]
+        rest = (numbers, how, [key_at(key, begin) for key in keys])
         if unit.compiled and begin < whole:
-            largest.append(_step_compiled(parts, grad[begin:end], room, *rest))
+            largest.append(_step_compiled(parts, old, room, *rest))
         else:
-            largest.append(_adam(parts, parts, grad[begin:end], *rest))
+            largest.append(_adam(parts, old, *rest))
     if kept[0].amax is not None and largest:
         kept[0].amax.copy_(torch.stack(largest).amax())
     for stored, scale in zip(kept, scales, strict=True):
@@ -285,16 +300,16 @@ def _step(unit: _Unit, scales: Scales) -> None:
     unit.finish(*kept)
 
 
-def _sizes(grad: Tensor, kept: Kept, compiled: bool) -> tuple[int, int, int]:
+def _sizes(read: Sequence[Tensor], unit: _Unit) -> tuple[int, int, int]:
     """Of the pieces: how many numbers, a power of two, or all; what all but the rest are multiples
     of; and how many tensors have 16 bits and are copied to float32."""
-    least, threads = BLOCK if compiled else 1, (torch.get_num_threads() - 1).bit_length()
-    if not grad.is_cpu:
-        return max(len(grad), 1), least, 0
-    if not compiled:
+    least, threads = BLOCK if unit.compiled else 1, (torch.get_num_threads() - 1).bit_length()
+    if not read[0].is_cpu:
+        return max(len(read[0]), 1), least, 0
+    if not unit.compiled:
         return CHUNK << threads, least, 0
-    narrow = sum(x.element_size() == 2 for x in (grad, *(stored.values for stored in kept)))
-    if _in_blocks(kept):
+    narrow = [x.element_size() for x in read].count(2)
+    if unit.how.in_blocks:
         return BLOCKS << threads, BLOCKS << threads, narrow
     return COMPILED >> max(narrow - 1, 0).bit_length(), least, narrow
 
@@ -316,48 +331,38 @@ class _Room(threading.local):
 _ROOM = _Room()
 
 
-def _in_blocks(kept: Kept) -> bool:
-    return any(stored.scale is not None and stored.scale.dim() for stored in kept)
-
-
 def _step_compiled(
-    kept: Kept, grad: Tensor, room: Tensor, numbers: Tensor, how: _How, keys: list[Key]
+    kept: Kept, old: list[Tensor], room: Tensor, numbers: Tensor, how: _How, keys: list[Key]
 ) -> Tensor:
     """`_adam`, compiled. On a CPU it reads what has 16 bits from a copy in ``room``: loops that
     torch compiles for AVX-512 read 16-bit numbers under masks; such loads are not prefetched, and
     wait for what was stored under masks just before."""
-    rooms = iter(room)
-    weight, first, second = (s._replace(values=_widened(s.values, rooms)) for s in kept)
-    words = [torch.as_tensor(key, device=grad.device) for key in keys]  # ints compile anew
-    step = _compiled(False if grad.is_cpu and _in_blocks(kept) else None)
-    return step(kept, (weight, first, second), _widened(grad, rooms), numbers, how, words)
-
-
-def _widened(x: Tensor, rooms: Iterator[Tensor]) -> Tensor:
-    room = next(rooms, None) if x.element_size() == 2 else None
-    return x if room is None else room[: len(x)].copy_(x)
+    rows = iter(room)
+    for i, x in enumerate(old):
+        if x.element_size() == 2 and (row := next(rows, None)) is not None:
+            old[i] = row[: len(x)].copy_(x)
+    device = old[0].device
+    words = [torch.as_tensor(key, device=device) for key in keys]  # ints compile anew
+    step = _compiled(False if device.type == "cpu" and how.in_blocks else None)
+    return step(kept, old, numbers, how, words)
 
 
 def _adam(
-    kept: Kept,
-    old: Kept,
-    grad: Tensor,
-    numbers: Tensor,
-    how: _How,
-    keys: Sequence[Key],
+    kept: Kept, old: Sequence[Tensor], numbers: Tensor, how: _How, keys: Sequence[Key]
 ) -> Tensor:
-    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay, from ``old``, which
-    may be ``kept``, to ``kept``.
+    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay, of ``kept``. Its
+    values, and the gradient, are read from ``old``: the same tensors, or copies. (Not views of
+    them: what shares memory must be one tensor to a compiler.)
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         w = decay w - size m / (root sqrt(v) + eps)
 
-    In float32, from the new moments before they are rounded. grad: (n,). numbers: see
+    In float32, from the new moments before they are rounded. old: (n,) each. numbers: see
     `_Unit.numbers`. Returns the largest magnitude of a weight that has a scale, else 0.
     """
-    weight, first, second = old
+    weight, first, second = (s._replace(values=x) for s, x in zip(kept, old, strict=False))
     decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
-    g = grad.to(torch.float32)
+    g = old[3].to(torch.float32)
     m = decode(first) * b1 + g * c1
     v = decode(second) * b2 + g * g * c2
     w = decode(weight) * decay - m * size / (v.sqrt() * root + eps)
@@ -377,4 +382,5 @@ def _adam(
 
 @functools.cache
 def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
-    return torch.compile(_adam, dynamic=dynamic)
+    skip = torch.compiler.skip_guard_on_globals_unsafe  # no function of this package changes
+    return torch.compile(_adam, dynamic=dynamic, options={"guard_filter_fn": skip})

@@ -89,7 +89,8 @@ STANCE = _EagerStance()
 class autocast(TorchFunctionMode):
     """Within the block, every matrix product runs under ``recipe``.
 
-    recipe: a name in `fp8.RECIPES` or a `Recipe`. Of nested blocks the innermost counts.
+    recipe: a name in `fp8.RECIPES` or a `Recipe`. Of nested blocks the innermost counts; one whose
+    recipe has no casts, ``Recipe(name="off")``, computes as torch does.
     opaque: what to do at a call whose products cannot be reached (OPAQUE; under a scaling by rows
     or blocks bilinear too, and an einsum of three operands): "raise" a NotImplementedError that
     names it, or "warn" and leave it in high precision.

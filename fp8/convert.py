@@ -110,7 +110,7 @@ class _Converted(Gained):
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
         begin_anew(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from .convert import LAYERS
 from .formats import get_format
 from .moments import decode
-from .optim_state import PARTS, read
+from .optim_state import PARTS, parameters_of, read
 from .quantize import quantize
 from .recipe import Cast, Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row
@@ -130,7 +130,7 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     optimizer of `fp8.optim` or torch of that kind loads it, and rounds to its own encodings.
     """
     state = optimizer.state_dict()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     return {
         **state,
         "state": {i: _portable(parameters[i], own) for i, own in state["state"].items()},

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["FIRST_LOOK", "apply", "called", "is_exporting", "is_inference_graph", "is_plain", "own"]
+__all__ = ["FIRST_LOOK", "apply", "called", "is_inference_graph", "is_plain", "own"]
 
 # Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
 # order they were entered. An autocast that starts inside them puts them back on top.
@@ -54,15 +54,7 @@ def is_inference_graph() -> bool:
     return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
-_TORCH_2_11 = torch.__version__ < (2, 12)
-
-
-def is_exporting() -> bool:
-    """`torch.compiler.is_exporting`, which every graph of `torch.compile` takes for True in torch
-    2.11: there it is False in each that the compiler traces, those of a strict export too.
-    """
-    traced = _TORCH_2_11 and torch.compiler.is_dynamo_compiling()
-    return torch.compiler.is_exporting() and not traced
+_LOSES_GRADIENTS = torch.__version__ < "2.12"
 
 
 def own(output: Tensor) -> Tensor:
@@ -71,7 +63,7 @@ def own(output: Tensor) -> Tensor:
     Itself, or in a graph of torch 2.11 a copy: that version compiles such a function to one whose
     gradient is zero.
     """
-    return output.clone() if _TORCH_2_11 and torch.compiler.is_compiling() else output
+    return output.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else output
 
 
 def is_plain(ctx: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import layer_norm2d_kernels as kernels
-from .function import FIRST_LOOK, apply, is_exporting
+from .function import FIRST_LOOK, apply
 
 __all__ = ["layer_norm2d"]
 
@@ -57,7 +57,8 @@ def layer_norm2d(
         finally:
             FIRST_LOOK.append(mode)
     _check(input, weight, bias)
-    if is_exporting():
+    # True in every graph of torch 2.11 too: its compiler loses the gradients of what comes after.
+    if torch.compiler.is_exporting():
         return _normalized(input, weight, bias, eps)[0]
     output: Tensor = apply(_LayerNorm2d, input, weight, bias, eps)[0]
     return output
@@ -113,8 +114,8 @@ class _LayerNorm2d(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, mean, rstd, *rest = ctx.saved_tensors
-        weight = rest.pop(0) if ctx.present[0] else None
-        bias = rest.pop(0) if ctx.present[1] else None
+        weight = rest[0] if ctx.present[0] else None
+        bias = rest[-1] if ctx.present[1] else None
         if torch.compiler.is_compiling():
             result = _gradients(grad, x, mean, rstd, weight)
         elif torch.is_grad_enabled():  # a gradient that will be differentiated again
@@ -216,7 +217,7 @@ def _compiled_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor,
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.compiler.is_compiling() and not is_exporting() and x.is_cpu:
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu:
         mean, rest, both, rstd = _compiled_statistics(x, eps)
     else:
         mean, rest, rstd = _statistics(wide(x, x), eps)

@@ -95,8 +95,9 @@ def initialize(
     Wrap the model in DistributedDataParallel, and compile it, afterwards; at O3 with the same
     weights in all processes, since those that are sent then are in e4m3. state_dicts hold plain
     tensors under the names they had: see `export_weights`.
-    Raises ValueError for an unknown level or recipe, a model that has a level already or is
-    wrapped, and an optimizer of other parameters or with an option that it cannot have here;
+    Raises ValueError for an unknown level or recipe, a model that has a level already, is wrapped
+    or on the meta device, and an optimizer of other parameters or with an option that it cannot
+    have here;
     TypeError for another optimizer, and one of parameters in float64. Then nothing has changed.
 
     >>> import torch, fp8
@@ -155,6 +156,11 @@ def _check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, ScaledTensor):
             raise ValueError(f"the model has a level already: {name} is a ScaledTensor")
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device: give the model memory and weights, and then a "
+                "level and an optimizer, which would go on to hold what is there now"
+            )
     if _in_ddp(model):
         raise ValueError(
             "the model is inside of a DistributedDataParallel, which goes on to average the "

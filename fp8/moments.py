@@ -13,7 +13,6 @@ make a later step too long:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from .formats import FORMATS, Format
 from .rounding import LAYOUTS, Grid, round_to_grid
-from .scaling import LARGEST, SMALLEST, scale_of, scaled_tiles
+from .scaling import scale_of, scale_of_number, scaled_tiles
 
 __all__ = ["BLOCK", "ENCODINGS", "MASTERS", "MOMENTS", "Encoding", "Stored"]
 
@@ -138,15 +137,9 @@ def decode(stored: Stored) -> Tensor:
 
 
 def scale_for(amax: float, encoding: Encoding) -> float | None:
-    """The scale of a tensor whose magnitudes are at most ``amax``: that of `fp8.scaling`'s rule
-    "up", on the host. None where the encoding has none for a whole tensor."""
-    if encoding.scale != "tensor":
-        return None
-    if not 0 < amax < math.inf:
-        return 1.0
-    fraction, exponent = math.frexp(amax)
-    top, largest = math.frexp(encoding.format.max)
-    return 2.0 ** min(max(exponent - largest + (fraction > top), SMALLEST), LARGEST)
+    """The scale of a tensor whose magnitudes are at most ``amax``; None where the encoding has none
+    for a whole tensor."""
+    return scale_of_number(amax, encoding.format) if encoding.scale == "tensor" else None
 
 
 def write(

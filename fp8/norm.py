@@ -81,7 +81,7 @@ def layer_norm(
     (saturating, ties to even), as a `fp8.ScaledTensor` of one byte an element, which a product
     under a recipe with that format takes as it is. Its gradient passes the rounding unchanged.
     Compiled, it is a plain tensor of the same numbers: the compiler joins the cast to the norm.
-    Raises ValueError for another output.
+    Raises ValueError for another output, TypeError for a dtype that is none of torch's.
     """
     shape = list(normalized_shape)
     return _norm(
@@ -164,6 +164,8 @@ def _norm(
     output: str | Format | None,
 ) -> Tensor:
     """``function(*tensors)``, of which the first is the input, in low precision."""
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        raise TypeError(f"dtype is {dtype!r}; give a torch.dtype or None")
     low = to_autocast_dtype(*tensors)[0].dtype if dtype is None else dtype
     x, *parameters = (None if t is None else t.to(low) for t in tensors)
     assert x is not None

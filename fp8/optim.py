@@ -31,7 +31,7 @@ from .adam import PLAIN, step_units, units_of
 from .formats import dtype_name
 from .moments import MASTERS, MOMENTS
 from .optim_base import LowPrecision
-from .optim_state import FIRST, MASTER, SECOND, convert, local
+from .optim_state import FIRST, MASTER, SECOND, convert, local, parameters_of
 from .sgd import MOMENTUM, SGD
 
 __all__ = ["SGD", "Adam", "AdamW", "state_bytes"]
@@ -120,7 +120,7 @@ class _Adam(LowPrecision):
         for group in self.param_groups:
             units += units_of(group, self.state, index, self.decoupled)
             index += len(group["params"])
-        return step_units(units, (p for group in self.param_groups for p in group["params"]))
+        return step_units(units, parameters_of(self))
 
 
 class Adam(_Adam):

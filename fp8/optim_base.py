@@ -22,6 +22,7 @@ from .optim_state import (
     has,
     keep,
     numbers_of,
+    parameters_of,
     read,
     rounds_to,
     warn_of_broadcasts,
@@ -93,12 +94,7 @@ class LowPrecision(Optimizer):
         return loss
 
     def _with_master(self) -> list[Any]:
-        return [
-            p
-            for group in self.param_groups
-            for p in group["params"]
-            if p in self.state and has(self.state[p], MASTER)
-        ]
+        return [p for p in parameters_of(self) if p in self.state and has(self.state[p], MASTER)]
 
     def _refresh_masters(self) -> None:
         """Begins masters anew whose weights are not what they round to."""

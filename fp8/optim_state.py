@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from .moments import ENCODINGS, Encoding, Stored, decode, scale_for, write, zeros
 from .scaled_tensor import plain
@@ -25,6 +26,7 @@ __all__ = [
     "local",
     "names",
     "numbers_of",
+    "parameters_of",
     "prepare",
     "read",
     "rounds_to",
@@ -45,6 +47,11 @@ def local(tensor: Tensor) -> Tensor:
     """The part of a sharded tensor that is here; any other tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """Those of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def everywhere(true: bool, parameters: Iterable[Tensor]) -> bool:
@@ -80,28 +87,21 @@ def _stands_for(parameter: Tensor) -> bool:
     return type(local(parameter)) not in (Tensor, torch.nn.Parameter)
 
 
-def start(parameter: Tensor, group: Group) -> State:
-    """The state before the first step: zeros, and the weights as they are."""
-    state: State = {"step": torch.zeros(())}
-    for name, encoding in names(parameter, group).items():
-        weights = numbers_of(parameter) if name == MASTER else None
-        keep(state, name, parameter, encoding, weights)
-    return state
-
-
-def prepare(state: State, parameter: Tensor, group: Group) -> None:
+def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
     """Has the state be what a step needs: begun, and with a master if, and only if, the weight is
-    to have one, whose dtype may have changed since."""
-    if not state:
-        state.update(start(parameter, group))
-        return
+    to have one, whose dtype may have changed since. Returns what `names` does."""
     kept = names(parameter, group)
-    if (MASTER in kept) == has(state, MASTER):
-        return
-    for name in [name for name in state if name.startswith(MASTER)]:
-        del state[name]
-    if MASTER in kept:
-        keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
+    if not state:
+        state["step"] = torch.zeros(())
+        for name, encoding in kept.items():
+            weights = numbers_of(parameter) if name == MASTER else None
+            keep(state, name, parameter, encoding, weights)
+    elif (MASTER in kept) != has(state, MASTER):
+        for name in [name for name in state if name.startswith(MASTER)]:
+            del state[name]
+        if MASTER in kept:
+            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
+    return kept
 
 
 def numbers_of(parameter: Tensor) -> Tensor:

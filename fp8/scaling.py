@@ -6,6 +6,7 @@ make that division exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -181,6 +182,15 @@ def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     amax = _largest(x.detach(), dims).to(dtype)
     return _defined(RULES[rule](amax, format), amax)
+
+
+def scale_of_number(amax: float, format: Format) -> float:
+    """`scale_of` by the rule "up" for a largest magnitude that the host knows, in float64."""
+    if not 0 < amax < math.inf:
+        return 1.0
+    fraction, exponent = math.frexp(amax)
+    top, largest = math.frexp(format.max)
+    return 2.0 ** min(max(exponent - largest + (fraction > top), SMALLEST), LARGEST)
 
 
 def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from .optim_state import (
     keep,
     local,
     numbers_of,
+    parameters_of,
     read,
 )
 from .scaled_tensor import DTYPES, plain
@@ -123,7 +124,7 @@ class SGD(LowPrecision):
                 raise RuntimeError(f"SGD needs dense gradients, got {parameter.grad.layout}")
         finite = [plain(local(p.grad)).isfinite().all().cpu() for p, _ in trained]
         ours = not finite or bool(torch.stack(finite).all())
-        if not everywhere(ours, (p for group in self.param_groups for p in group["params"])):
+        if not everywhere(ours, parameters_of(self)):
             return False
         for parameter, group in trained:
             _step(parameter, self.state[parameter], group)

@@ -21,20 +21,25 @@ def nothing_compiled_before() -> Iterator[None]:
         torch.compiler.reset()
 
 
-def runs_native(item: pytest.Item) -> bool:
-    """Whether the mark or a parameter of a test says so."""
+def native_marks(item: pytest.Item) -> list[pytest.Mark]:
+    """That of a test which needs FP8 products of the CPU, given to it or by a parameter's name."""
     call = getattr(item, "callspec", None)
-    given = call.params.values() if call else ()
-    return item.get_closest_marker("native") is not None or "native" in map(str, given)
+    named = "native" in map(str, call.params.values()) if call else False
+    return [*item.iter_markers("native"), *([pytest.mark.native.mark] if named else [])]
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """What runs with backend "native" needs FP8 products, which torch 2.11 has for GPUs only."""
-    if native := [item for item in items if runs_native(item)]:
+    """Torch 2.11 has FP8 products for GPUs only, and torch 2.12 none in a whole graph."""
+    native = [(item, marks) for item in items if (marks := native_marks(item))]
+    if native:
         import torch
 
         from fp8.kernels import why_not_device
 
-        if why_not := why_not_device(torch.device("cpu")):
-            for item in native:
-                item.add_marker(pytest.mark.skip(reason=why_not))
+        why_not = why_not_device(torch.device("cpu"))
+        refuses = torch.__version__ < (2, 13)
+        not_whole = "the compiler of torch 2.12 refuses torch's own ScalingType" if refuses else ""
+        for item, marks in native:
+            whole = any(mark.kwargs.get("whole_graph") for mark in marks)
+            if reason := why_not or (whole and not_whole):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -13,6 +13,7 @@ def _fresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.native(whole_graph=True)
 def test_small_on_the_cpu(tmp_path, monkeypatch, capsys):
     """Rows of what runs and of what does not, printed; they are no figures to be kept."""
     monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
@@ -26,6 +27,7 @@ def test_small_on_the_cpu(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("case", ["mlp", "layer"])
 def test_each_case_makes_every_variant(case):
     model = gpu.CASES[case](64).bfloat16()

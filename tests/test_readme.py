@@ -26,8 +26,13 @@ from unit_scaling import ops
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+NATIVE = [ROOT / "docs" / page for page in ("adapters.md", "recipes.md")]
+"""Print what the FP8 products of this CPU do."""
+
 each_document = pytest.mark.parametrize(
-    "path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix()
+    "path",
+    [pytest.param(p, marks=[pytest.mark.native] if p in NATIVE else []) for p in DOCUMENTS],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
 )
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n?", re.MULTILINE | re.DOTALL)

@@ -96,8 +96,6 @@ def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float
     """
     if constraint_name is None or constraint_name == "":
         return scales
-    if constraint_name == "to_output_scale":  # the default, and the one that must cost nothing
-        return (scales[0],) * len(scales)
     if not isinstance(constraint_name, str) or constraint_name not in CONSTRAINTS:
         allowed = ", ".join(map(repr, CONSTRAINTS))
         raise ValueError(f"unknown constraint {constraint_name!r}; choose None or one of {allowed}")

@@ -154,7 +154,10 @@ def test_what_a_whole_mlp_keeps(kind, name, backend, dtype, most):
     ("kind", "dtype", "backend", "compiler"),
     [  # The first compiler is inductor's choice of what to keep, without its kernels.
         ("gelu", torch.float32, "simulate", "aot_eager_decomp_partition"),
-        ("gelu", torch.bfloat16, "native", "aot_eager_decomp_partition"),
+        pytest.param(
+            *("gelu", torch.bfloat16, "native", "aot_eager_decomp_partition"),
+            marks=pytest.mark.native(whole_graph=True),
+        ),
         ("swiglu", None, "simulate", "aot_eager_decomp_partition"),
         ("relu", torch.bfloat16, "simulate", "inductor"),
     ],

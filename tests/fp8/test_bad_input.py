@@ -159,8 +159,17 @@ def test_weights_of_one_byte_are_left_alone(dtype):
 @pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 def test_what_was_changed_cannot_be_scripted(use):
     model = use(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
-    with pytest.raises(TypeError, match="cannot be scripted: take torch.export, or fp8.revert"):
+    with pytest.raises(TypeError, match=r"cannot be scripted: take torch.export, or fp8.revert"):
         torch.jit.script(nn.Sequential(model))
     assert model(torch.randn(2, 8)).shape == (2, 8)
     if use is not unit_scale:
         torch.jit.script(fp8.revert_norms(fp8.revert(model)))
+
+
+def test_a_model_without_values_gets_no_level():
+    """``to_empty`` would take its level away, and the optimizer hold what was there before."""
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="weight is on the meta device: give the model memory"):
+        fp8.initialize(model, torch.optim.AdamW(model.parameters()))
+    assert type(model) is nn.Linear

@@ -177,8 +177,9 @@ def compiled_for(layout: str) -> tuple[Any, str]:
 @pytest.mark.parametrize("how", ["eager", "formula", "compiled"])
 def test_no_less_accurate_than_torch(how: str, layout: str):
     """Against float64, with standard deviation 1: torch's kernel. Near 0 the errors are a few
-    roundings of the output, of which the formula has one or two more. Far from 0 torch loses
-    digits."""
+    roundings of the output, of which the formula has one or two more, or as many as torch has where
+    torch 2.11 compiles it. Far from 0 torch loses digits."""
+    ratio = 2.0 if how == "compiled" and torch.__version__ < (2, 12) else 1.25
     ours = {
         "eager": lambda: layer_norm2d,
         "formula": lambda: lambda x, w, b: module._normalized(x, w, b, 1e-6)[0],
@@ -190,7 +191,7 @@ def test_no_less_accurate_than_torch(how: str, layout: str):
         w, b = parameters(96)
         reference = exact(x, w, b)
         torchs = F.layer_norm(x.movedim(1, -1), w.shape, w, b, 1e-6).movedim(-1, 1)
-        limit = 1.01 if how == "eager" else 1.25
+        limit = 1.01 if how == "eager" else ratio
         assert error(ours(x, w, b), reference) <= limit * error(torchs, reference)
 
 

@@ -259,7 +259,7 @@ def test_hands_fp8_on_to_a_converted_layer(precision: str | None):
     assert not isinstance(fp8.revert_norms(model)[0](x), fp8.ScaledTensor)
 
 
-@pytest.mark.native
+@pytest.mark.native(whole_graph=True)
 def test_compiled_the_norm_writes_what_the_product_reads():
     """One loop from 16-bit input to FP8 bytes, then torch's kernel for their product."""
     from torch._inductor.utils import run_and_get_code

@@ -281,7 +281,7 @@ def test_gradients_accumulate():
 
 
 @pytest.mark.skipif(
-    torch.__version__ < (2, 12), reason="torch 2.11 has no vmap of a view in another dtype"
+    torch.__version__ < (2, 13), reason="torch 2.12 has no vmap of a view in another dtype"
 )
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # quantize works in place

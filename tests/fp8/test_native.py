@@ -198,9 +198,7 @@ def test_the_backend_of_a_block_is_that_of_its_products(monkeypatch):
     assert len(computed) == 3
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="the compiler of torch 2.12 refuses torch's own ScalingType"
-)
+@pytest.mark.native(whole_graph=True)
 def test_compiled_in_one_piece():
     given = tensors(32, 48, 64)
     layer = fp8.convert(nn.Linear(48, 64), "unit", backend="native")
@@ -210,6 +208,7 @@ def test_compiled_in_one_piece():
     assert layer.weight.grad is not None
 
 
+@pytest.mark.native(whole_graph=True)
 @pytest.mark.parametrize(
     "recipe",
     ["block", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TILED[1:])],

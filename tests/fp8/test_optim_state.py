@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fp8
 from fp8.moments import ENCODINGS, MOMENTS, Stored, decode, scale_for, write, zeros
 from fp8.optim import Adam, AdamW
 from fp8.rounding import random_bits
@@ -327,3 +328,16 @@ def test_e4m3_compiled_is_e4m3():
     write(x, expected, ENCODINGS["e4m3"], 1.0)
     torch.compile(write, fullgraph=True)(x, found, ENCODINGS["e4m3"], 1.0)
     assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+
+
+def test_small_parameters_with_a_master_and_without():
+    """Neither's memory is its numbers in order; only the coarse one has a master."""
+    coarse = nn.Parameter(fp8.scaled(torch.ones(4, 3), "fp16"))
+    turned = nn.Parameter(torch.ones(3, 4).t())
+    optimizer = AdamW([coarse, turned], 0.25, weight_decay=0.0, master_weights="float16")
+    for _ in range(2):
+        coarse.grad, turned.grad = torch.ones(4, 3), torch.ones(4, 3)
+        optimizer.step()
+    assert ["master" in optimizer.state[p] for p in (coarse, turned)] == [True, False]
+    for weight in (coarse.to(torch.float32), turned):
+        torch.testing.assert_close(weight.detach(), torch.full((4, 3), 0.5))

@@ -191,6 +191,7 @@ def test_the_proof_is_apart_from_what_its_caller_is_in():
     assert torch.equal(torch.rand(3), want)
 
 
+@pytest.mark.native(whole_graph=True)
 def test_the_answer_is_known_to_a_compiler(monkeypatch):
     """Found while it compiles; compiled layers run on the kernel, or simulated, in one piece."""
     layer, x = fp8.convert(nn.Linear(48, 64), "row", backend="native"), randn(16, 48).detach()

@@ -37,6 +37,7 @@ def test_metrics(dtype: torch.dtype, shape: tuple[int, ...]):
     check(Metrics.from_tensor(x), x)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 def test_metrics_of_odd_tensors():
     assert Metrics.from_tensor(torch.zeros(0, 3)).numel == 0
     data = Metrics.from_tensor(torch.zeros(0, 3), ["e4m3"])

@@ -341,3 +341,18 @@ def test_one_branch_without_gradient():
     x = X.clone().requires_grad_()
     branch, _ = U.residual_split(x, 2.0)
     torch.testing.assert_close(gradient(branch.sum(), x), torch.full_like(X, 2 / 5**0.5))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: U.silu(x, True),
+        lambda x: U.gelu(x, "tanh"),
+        lambda x: U.silu_glu(x, x, 0.0),
+        lambda x: U.softmax(x, -1, mult=-1.0),
+    ],
+)
+def test_a_mult_that_is_no_number_above_zero(call):
+    """Torch's ``silu(x, inplace)`` was a division by zero, or silently not in place."""
+    with pytest.raises(ValueError, match=r"mult is .*, not a number above 0; give torch's"):
+        call(X)

@@ -26,9 +26,17 @@ _RELU_GRAD_RMS = math.sqrt(1 / 2)
 _LINEAR_STD = 1 / 2
 
 
+def _alpha(weight: float, mult: float) -> float:
+    """How near an op is to its limit for a large mult. Raises ValueError for what is no number
+    above 0, as torch's own arguments are by position: ``silu(x, inplace)``."""
+    if isinstance(mult, (bool, str)) or not mult > 0:
+        raise ValueError(f"mult is {mult!r}, not a number above 0; give torch's arguments by name")
+    return 1 / (1 + weight / mult**2)
+
+
 def _gated_scale(weight: float, mult: float, limit: float) -> float:
     """1 / the RMS of x * sigmoid-like(mult * x): between x/2 and relu-like as mult grows."""
-    alpha = 1 / (1 + weight / mult**2)
+    alpha = _alpha(weight, mult)
     return logarithmic_interpolation(alpha, 1 / _LINEAR_STD, 1 / limit)
 
 
@@ -136,7 +144,7 @@ def softmax_scales(
     size = input.size(_softmax_dim(input, dim)) if input.dim() else 1
     if size == 0:
         return tie(constraint, output=1.0, input=1.0)
-    alpha = 1 / (1 + 4 / mult**2)
+    alpha = _alpha(4, mult)
     return tie(
         constraint,
         output=logarithmic_interpolation(alpha, size, math.sqrt(size)),

@@ -105,6 +105,18 @@ def avg_pool_scales(
     return _averaged(window, ratio, divisor_override or window, constraint)
 
 
+def _summed(dims: int, **given: Any) -> dict[str, Any]:
+    """The arguments of avg_pool, for sums in place of means where all have the same divisor.
+
+    The factor of a sum is that of the mean over the divisor: one multiplication does for both. (In
+    float16 a sum can overflow where the mean does not.)
+    """
+    whole = given.get("count_include_pad", True) or not any(_each(given.get("padding", 0), dims))
+    divisor = given.get("divisor_override")
+    same = whole and not given.get("ceil_mode", False) if divisor is None else divisor != 0
+    return {**given, "divisor_override": 1} if same else given
+
+
 def max_pool_scales(
     dims: int,
     input: Tensor,
@@ -219,6 +231,8 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         given = {**dict(zip(names, args, strict=False)), **named}
         if torch.compiler.is_compiling():  # torch's own lp_pool takes no symbol for a kernel
             given = {setting: specialised(value) for setting, value in given.items()}
+            if "divisor_override" in settings and input.dtype != torch.float16:
+                given = _summed(dims, **given)
         s = rule(input, **given)
         given.pop("constraint", None)
         output = fn(input, **given)

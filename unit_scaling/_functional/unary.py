@@ -92,16 +92,26 @@ def _spellings(names: Sequence[str], arguments: Sequence[str]) -> dict[Callable[
 def _given(
     name: str, settings: dict[str, Any], args: tuple[Any, ...], named: dict[str, Any]
 ) -> dict[str, Any]:
-    """All settings of an op, by name."""
+    """All settings of an op, by name: the table itself where it is empty, as it mostly is.
+
+    What a graph reads while it is made is looked at again at each of its calls.
+    """
+    if not (settings or args or named):
+        return settings
     if len(args) > len(settings):
         raise TypeError(f"{name} takes {len(settings) + 3} arguments by position")
     return {**settings, **dict(zip(settings, args, strict=False)), **named}
 
 
-def _kernel(name: str, input: Tensor, fused_kernel: bool) -> Callable[..., Tensor] | None:
-    """What computes an activation together with its factors, if anything does."""
+def _kernel(
+    compiled: Callable[..., Tensor] | None, input: Tensor, fused_kernel: bool
+) -> Callable[..., Tensor] | None:
+    """What computes an activation together with its factors, if anything does.
+
+    compiled: what does so in a graph.
+    """
     if torch.compiler.is_compiling():
-        return from_output.activation if name in from_output.KERNELS else None
+        return compiled
     large = fused_kernel and input.numel() >= _LARGE
     return fused.activation if large and fused.applies(input) else None
 
@@ -123,6 +133,7 @@ def _activation(
     fused_kernel: fused.py has it too, for a function that costs no more than its memory traffic.
     """
     settings, spelled = settings or {}, (name,) if spelled is None else spelled
+    compiled = from_output.activation if name in from_output.KERNELS else None
 
     def rule(mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any) -> Scales:
         return elementwise_scales(fn, (), named, mult, constraint)
@@ -139,7 +150,7 @@ def _activation(
         if not input.is_floating_point():
             return fn(input, **given)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
-        kernel = _kernel(name, x, fused_kernel)
+        kernel = _kernel(compiled, x, fused_kernel)
         if kernel is not None:
             s = rule(mult, constraint, **given)
             z = x if mult == 1.0 else x * mult

@@ -33,19 +33,19 @@ from .units import Unit, run_unit
 
 __all__ = ["Agreement"]
 
-Pair = tuple[float, float]
-"""The agreement of two positions of one sample, and of positions of two samples."""
+Shares = tuple[float, ...]
+"""The agreement of two positions of one sample, of positions of two samples, and the share of the
+energy that is the same in all features, which a layer norm takes off.
+"""
 
-_NONE: Pair = (0.0, 0.0)
+_NONE: Shares = (0.0, 0.0, 0.0)
 _KEEPS = (
-    (LINEAR | TRANSPARENT | PRODUCTS)
-    - ATTENTION
-    - frozenset(["mul", "div"])
+    (LINEAR | TRANSPARENT | PRODUCTS) - ATTENTION - frozenset(["mul", "div"])
     | frozenset("layer_norm rms_norm group_norm log_softmax cat stack pad".split())
     | frozenset("max_pool1d max_pool2d max_pool3d".split())
 )
 """Kinds that keep it in both directions; of several values, on average."""
-_LOSSES: dict[str, Pair] = {"ctc_loss": (0.6, 0.6)}
+_LOSSES: dict[str, Shares] = {"ctc_loss": (0.6, 0.6, 0.0)}
 """Losses whose gradient is not of independent positions. CTC asks for blanks at most of them:
 measured for logits near 0, 0.57 to 0.81 and 0.52 to 0.79 for labels that fill up to 0.4 of them.
 """
@@ -57,8 +57,10 @@ _NEAR_ONE = 0.1
 class Agreement:
     """values, gradients: of the result of each call, and of its gradient. units: by last call."""
 
-    def __init__(self, flow: Flow, residuals: Residuals, units: Mapping[int, Unit]) -> None:
-        self.flow, self.residuals = flow, residuals
+    def __init__(
+        self, flow: Flow, residuals: Residuals, units: Mapping[int, Unit], bridges: list[bool]
+    ) -> None:
+        self.flow, self.residuals, self.bridges = flow, residuals, bridges
         self._ends = {call: unit for unit in units.values() for call in unit.calls}
         softmaxes = [i for i, node in enumerate(flow.nodes) if node.kind == "softmax"]
         softmaxes += [end for end, unit in units.items() if unit.name == "softmax"]
@@ -66,9 +68,8 @@ class Agreement:
         self._weighed = {product for product in weighed if product is not None}
         values = (n for n in flow.nodes if n.live and not n.computed and n.shape)
         self._batch = next((node.shape[0] or 1 for node in values), 1)
-        self._slopes: dict[int, Pair] = {}
-        self._levels: dict[int, float] = {}
-        self.values: list[Pair] = []
+        self._slopes: dict[int, Shares] = {}
+        self.values: list[Shares] = []
         for index, node in enumerate(flow.nodes):
             self.values.append(self._value(index, node))
         self.gradients = self._gradients()
@@ -103,7 +104,7 @@ class Agreement:
         sources, positions = self.flow.sources[index], self._positions(index)
         if len(sources) != 1:
             return 1.0
-        (a, c), (b, d) = self.values[sources[0]], self.gradients[index]
+        (a, c, _), (b, d, _) = self.values[sources[0]], self.gradients[index]
         others = (self._batch - 1) * positions
         return math.sqrt(1 + max(0.0, (positions - 1) * a * b + others * c * d))
 
@@ -119,7 +120,7 @@ class Agreement:
 
     # Values
 
-    def _value(self, index: int, node: Node) -> Pair:
+    def _value(self, index: int, node: Node) -> Shares:
         inputs = self._inputs(index)
         if index in self._ends:
             return self._of_unit(index, self._ends[index])
@@ -131,11 +132,7 @@ class Agreement:
         if node.kind in ("mul", "div"):
             return _NONE if self.flow.inverts(index) else _product(values)
         if node.kind in _KEEPS:
-            if node.kind == "layer_norm":
-                return _centred(values[0], self._level(inputs[0].node))
-            weights, _ = self.residuals.adds.get(index, ((), ""))
-            squares = {slot: forward**2 for slot, forward, _ in weights}
-            return _mean([(squares.get(i.slot, 1.0), self.values[i.node]) for i in inputs])
+            return self._kept(index, node, inputs)
         if len(inputs) > 1:
             return _NONE
         if node.kind == "batch_norm":
@@ -144,21 +141,27 @@ class Agreement:
             return self._pooled(index, node, inputs[0])
         return self._curved(index, node, inputs[0]) if node.kind in ELEMENTWISE else _NONE
 
-    def _level(self, index: int) -> float:
-        """The share of the energy of a value that is the same in all of its features."""
-        at: int | None = index
-        while at is not None and at not in self._levels:
-            at = self.flow.up(at, TRANSPARENT)
-        return 0.0 if at is None else self._levels[at]
+    def _kept(self, index: int, node: Node, inputs: list[Input]) -> Shares:
+        """Of what adds up, the mean by energy; a table that is added counts as independent."""
+        if node.kind == "layer_norm":
+            return _centred(self.values[inputs[0].node], self.values[inputs[0].node][2])
+        weights, _ = self.residuals.adds.get(index, ((), ""))
+        squares = {slot: forward**2 for slot, forward, _ in weights}
+        terms = [(squares.get(i.slot, 1.0), self.values[i.node]) for i in inputs]
+        if node.kind == "add":
+            rows = [i for i in node.inputs if i.numel > node.shape[-1:][0]] if node.shape else []
+            terms += [(1.0, _NONE) for i in rows if self.flow.nodes[i.node].computed]
+        a, c, level = _mean(terms)
+        return a, c, 0.0 if node.kind in PRODUCTS else level
 
-    def _of_unit(self, index: int, unit: Unit) -> Pair:
+    def _of_unit(self, index: int, unit: Unit) -> Shares:
         if index != unit.calls[-1] or unit.name == "softmax":
             return _NONE
         if unit.name != "formula":
             return self.values[unit.entry]
         return self._after(index, lambda x: run_unit(self.flow, unit, x), self.values[unit.entry])
 
-    def _curved(self, index: int, node: Node, i: Input) -> Pair:
+    def _curved(self, index: int, node: Node, i: Input) -> Shares:
         """After a function of each element."""
         given = (*tensors_in(node.args), *tensors_in(node.kwargs))
         if any(t.numel() > 1 for slot, t in given if slot != i.slot):
@@ -166,49 +169,49 @@ class Agreement:
 
         def function(x: Tensor) -> Tensor:
             assert node.function is not None
-            x = {i.slot: x}
-            result: Tensor = node.function(*replaced(node.args, x), **replaced(node.kwargs, x))
+            new = {i.slot: x}
+            result: Tensor = node.function(*replaced(node.args, new), **replaced(node.kwargs, new))
             return result
 
         return self._after(index, function, self.values[i.node])
 
-    def _after(self, index: int, function: Callable[[Tensor], Tensor], pair: Pair) -> Pair:
-        self._levels[index], _ = _agreements(function, 0.0)
-        (a, slope), (c, other) = (_agreements(function, min(1.0, max(0.0, x))) for x in pair)
-        self._slopes[index] = slope, other
-        return a, c
+    def _after(self, index: int, function: Callable[[Tensor], Tensor], pair: Shares) -> Shares:
+        level, _ = _agreements(function, 0.0)
+        (a, slope), (c, other) = (_agreements(function, min(1.0, max(0.0, x))) for x in pair[:2])
+        self._slopes[index] = slope, other, 0.0
+        return a, c, level
 
-    def _pooled(self, index: int, node: Node, i: Input) -> Pair:
-        (a, c), window = self.values[i.node], i.numel / max(1, node.numel)
-        energy = a + (1 - a) / window
-        return 1.0 if self._positions(index) == 1 else a / energy, c / energy
+    def _pooled(self, index: int, node: Node, i: Input) -> Shares:
+        a, c, level = self.values[i.node]
+        energy = _energy(a, i.numel / max(1, node.numel))
+        return 1.0 if self._positions(index) == 1 else a / energy, c / energy, level / energy
 
     def _is_attention(self, index: int) -> bool:
         return index in self._weighed or self.flow.nodes[index].kind in ATTENTION
 
-    def _attended(self, index: int, node: Node, pair: Pair, past: float) -> Pair:
-        """After a uniform average over keys, or over queries for gradients: within a window of
-        keys positions agree, and are as they were but for the energy otherwise.
+    def _attended(self, index: int, node: Node, shares: Shares, past: float) -> Shares:
+        """After an average over keys, or over queries for gradients: positions of one window of
+        keys share the mean of the window, others what they did.
 
         past: for averages over the keys so far, the mean product of two, times their number: of i
         and j > i independent rows they share 1/j, so it is 2; for gradients, where the later key
-        gets its share from fewer queries, 1. The mean square is log(length) + 1.
+        gets its share from fewer queries, 1.
         """
         value = self.flow.nodes[_value_of(self._inputs(index)).node].shape
-        keys = value[-2] if len(value) > 1 else 1
+        keys = max(1, value[-2]) if len(value) > 1 else 1
         positions = keys * value[0] / self._batch if len(value) == 4 else keys
         near = min(1.0, (keys - 1) / max(1.0, positions - 1))
-        shared, alone = (past, math.log(keys) + 1) if _is_causal(node) and keys > 1 else (1.0, 1.0)
-        a, c = pair
-        energy = a + (1 - a) * alone / max(1, keys)
-        within = min(1.0, (a + (1 - a) * shared / max(1, keys)) / energy)
-        return near * within + (1 - near) * a / energy, c / energy
+        causal, alone = _averaging(node, keys)
+        a, c, level = shares
+        energy = a + (1 - a) * alone
+        within = min(1.0, (a + (1 - a) * (past if causal else 1.0) / keys) / energy)
+        return near * within + (1 - near) * a / energy, c / energy, level / energy
 
     # Gradients
 
-    def _gradients(self) -> list[Pair]:
+    def _gradients(self) -> list[Shares]:
         nodes = self.flow.nodes
-        parts: list[list[tuple[float, Pair]]] = [[] for _ in nodes]
+        parts: list[list[tuple[float, Shares]]] = [[] for _ in nodes]
         found = [_NONE] * len(nodes)
         ends = [i for i, n in enumerate(nodes) if n.live and not self.flow.readers[i]]
         losses = {i for i in ends if nodes[i].shape == ()}
@@ -219,14 +222,14 @@ class Agreement:
             unit = self._ends.get(index)
             if unit is not None:
                 if index == unit.calls[-1] and unit.name != "softmax":
-                    pair = _product([found[index], self._slopes.get(index, (1.0, 1.0))])
+                    pair = _product([found[index], self._slopes.get(index, (1.0, 1.0, 0.0))])
                     parts[unit.entry].append((1.0, pair))
                 continue
             for i in self._inputs(index):
                 parts[i.node].append(self._handed(index, nodes[index], i, found[index]))
         return found
 
-    def _handed(self, index: int, node: Node, i: Input, pair: Pair) -> tuple[float, Pair]:
+    def _handed(self, index: int, node: Node, i: Input, pair: Shares) -> tuple[float, Shares]:
         """The energy of the gradient that a call hands to an argument, and its agreement."""
         energy = self.residuals.splits.get((index, i.slot), 1.0) ** 2
         weights, _ = self.residuals.adds.get(index, ((), ""))
@@ -244,14 +247,13 @@ class Agreement:
             share = node.numel / (i.numel or 1)
             before = self.flow.nodes[i.node].shape
             positions = before[:1] == node.shape[:1] and before[-1:] == node.shape[-1:]
-            return energy * share, _product([pair, (share, share)]) if positions else pair
+            return energy * share, _times(pair, share) if positions else pair
         if node.kind in _KEEPS:
-            share = self._density(node, i)
-            return energy, _product([pair, (share, share)])
+            return energy, _times(pair, self._density(node, i))
         if node.kind == "batch_norm":
             return energy, _centred(pair, pair[1])
         if node.kind in AVERAGES:
-            return energy, self._spread(index, node, i, pair)
+            return energy * self._spent(index, node, i), self._spread(index, node, i, pair)
         return energy, _product([pair, self._slopes.get(index, _NONE)])
 
     def _density(self, node: Node, i: Input) -> float:
@@ -263,11 +265,26 @@ class Agreement:
             return 1.0
         return min(1.0, math.prod(node.shape[2:]) / max(1, math.prod(shape[2:])))
 
-    def _spread(self, index: int, node: Node, i: Input, pair: Pair) -> Pair:
+    def _spread(self, index: int, node: Node, i: Input, pair: Shares) -> Shares:
         """Positions of one window get the same gradient."""
         window, positions = i.numel / max(1, node.numel), self._positions(index)
         near = (window - 1) / max(1.0, positions * window - 1)
-        return pair[0] + (1 - pair[0]) * near, 1.0 if node.shape == () else pair[1]
+        within, across, _ = pair
+        return within + (1 - within) * near, 1.0 if node.shape == () else across, 0.0
+
+    def _spent(self, index: int, node: Node, i: Input) -> float:
+        """The energy that an average hands to a position: 1, but where its factors are tied."""
+        window = i.numel / max(1, node.numel)
+        return (
+            1.0
+            if self.bridges[index]
+            else 1 / (window**2 * _energy(self.values[i.node][0], window))
+        )
+
+
+def _energy(agreement: float, count: float) -> float:
+    """That of an average of so many positions."""
+    return agreement + (1 - agreement) / count
 
 
 def _value_of(inputs: list[Input]) -> Input:
@@ -275,38 +292,50 @@ def _value_of(inputs: list[Input]) -> Input:
     return next((i for i in inputs if i.slot in (("value",), (2,))), inputs[-1])
 
 
-def _is_causal(node: Node) -> bool:
+def _averaging(node: Node, keys: int) -> tuple[bool, float]:
+    """(whether attention is to the past only, the energy of what it makes of independent rows)."""
     op = find_op(node.function) if node.kind in ATTENTION else None
-    given = op.bind(node.args, node.kwargs, node.function) if op is not None else {}
-    return bool(given.get("is_causal")) or sees_the_past(given.get("attn_mask"))
+    if op is None:
+        return False, 1 / keys
+    given = op.bind(node.args, node.kwargs, node.function)
+    causal = bool(given.get("is_causal")) or sees_the_past(given.get("attn_mask"))
+    factor = op.scales((), {**given, "dropout_p": 0.0, "is_causal": causal})["output"]
+    return causal, min(1.0, factor**-2)
 
 
-def _product(pairs: list[Pair]) -> Pair:
-    return math.prod(a for a, _ in pairs), math.prod(c for _, c in pairs)
+def _product(many: list[Shares]) -> Shares:
+    return tuple(math.prod(each) for each in zip(*many, strict=True))
 
 
-def _mean(parts: list[tuple[float, Pair]]) -> Pair:
-    """The agreement of a sum of independent parts: (energy, agreement) each."""
+def _times(shares: Shares, factor: float) -> Shares:
+    return tuple(share * factor for share in shares)
+
+
+def _mean(parts: list[tuple[float, Shares]]) -> Shares:
+    """The shares of a sum of independent parts: (energy, shares) each."""
     total = sum(energy for energy, _ in parts)
     if not total:
         return _NONE
-    return sum(e * a for e, (a, _) in parts) / total, sum(e * c for e, (_, c) in parts) / total
+    columns = zip(*(_times(shares, energy / total) for energy, shares in parts), strict=True)
+    return tuple(map(sum, columns))
 
 
-def _centred(pair: Pair, mean: float) -> Pair:
+def _centred(shares: Shares, mean: float) -> Shares:
     """After a mean with this share of the energy is taken off."""
-    return ((pair[0] - mean) / (1 - mean), (pair[1] - mean) / (1 - mean)) if mean < 1 else _NONE
+    return tuple(max(0.0, each - mean) / (1 - mean) for each in shares) if mean < 1 else _NONE
 
 
-def _of_table(node: Node) -> Pair:
+def _of_table(node: Node) -> Shares:
     """Rows of a table, each as often as any other, agree by what they have in common."""
-    table = next((t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()), None)
+    table = next(
+        (t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()), None
+    )
     if table is None or table.is_meta or table.dim() != 2:
         return _NONE
     rows = table.detach().float()
     energy = rows.square().sum(1).mean().item()
     shared = rows.mean(0).square().sum().item() / energy if energy else 0.0
-    return shared, shared
+    return shared, shared, 0.0
 
 
 NODES = 32

@@ -79,7 +79,7 @@ class _Planner:
         closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
         self.bridges = flow.bridges(units, closed)
         self.unread = unread_parts(flow, self.bridges, self.residuals)
-        self.agreement = Agreement(flow, self.residuals, self.units)
+        self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.results = Results(flow, self.residuals.adds, settings.whole)
@@ -183,10 +183,9 @@ class _Planner:
     def _average(self, index: int, node: Node, factor: float) -> Decision:
         """An average of values that agree, or a relu of positive ones."""
         count = node.inputs[0].numel / (node.numel or 1)
-        why = f"positions agree: factor {factor:.3g}"
-        if factor == 1:
-            why = "its input is mostly positive: factor 1"
-        return Step(output=(factor, count if self.bridges[index] else factor)), "scaled", why
+        whose = "its input is mostly positive" if factor == 1 else "positions agree"
+        step = Step(output=(factor, count if self.bridges[index] else factor))
+        return step, "scaled", f"{whose}: factor {factor:.3g}"
 
     def _add(self, index: int, node: Node) -> Decision | None:
         sources = [self.nodes[i.node] for i in node.inputs]

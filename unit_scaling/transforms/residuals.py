@@ -8,7 +8,7 @@ same place are found one by one (``x + f(x) + g(x)``) or added up first (``f(x) 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -227,7 +227,7 @@ def _split(flow: Flow, splits: dict[tuple[int, Slot], float], branches: list[_Br
                     splits[place] = splits.get(place, 1.0) * factor
                 elif entered:
                     foreign[index, i.slot] = _fork(flow, i.node), factor
-    squares: Counter[int] = Counter()
+    squares: dict[int, float] = defaultdict(float)
     for source, factor in foreign.values():
         squares[source] += factor**2
     for place, (_, factor) in foreign.items():

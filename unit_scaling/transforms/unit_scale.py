@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
-from fp8.function import is_exporting
 from fp8.subclass import check_module
 
 from ..parameter import remember_tags, tag
@@ -104,7 +103,8 @@ class UnitScale:
         if torch.compiler.is_compiling():
             if plan is not None:
                 return self._replay(plan, call, path)
-            if is_exporting():
+            # In torch 2.11 every graph that the compiler traces says that it is exported.
+            if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
                 raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
             from .first_call import outside_graph
 
