@@ -50,7 +50,7 @@ _LOSSES: dict[str, Shares] = {"ctc_loss": (0.6, 0.6, 0.0)}
 measured for logits near 0, 0.57 to 0.81 and 0.52 to 0.79 for labels that fill up to 0.4 of them.
 """
 
-_NEAR_ONE = 0.1
+_NEAR_ONE = 0.5
 """Growth that is nearer to 1 than this is let be: a factor costs a pass over the weight."""
 
 
