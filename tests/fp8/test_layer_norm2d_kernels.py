@@ -81,8 +81,9 @@ def test_in_tritons_interpreter():
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", ["forward", "backward"])
-# Triton's own: a setting that it will read from the environment.
+# Triton's own: a setting that it will read from the environment, and what it leaves out of a tree.
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.filterwarnings("ignore:AnnAssign.__init__ missing:DeprecationWarning")
 def test_compile_for_gpus_with_wide_loads(
     name: str, layout: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

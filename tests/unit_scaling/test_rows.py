@@ -294,7 +294,7 @@ def test_layer_norm_of_images():
     torch.testing.assert_close(layer(x), expected)
     assert [p.mup_type for p in layer.parameters()] == ["norm", "bias"]
     assert list(uu.LayerNorm2d(6, affine=False).parameters()) == []
-    assert repr(layer) == "LayerNorm2d(6, eps=0.001, affine=True)"
+    assert repr(layer) == f"LayerNorm2d({nn.LayerNorm(6, eps=0.001).extra_repr()})"
     with pytest.raises(ValueError, match=r"takes \(batch, channels, ...\), got 1 dimensions"):
         U.layer_norm2d(x[0, 0, 0])
 
