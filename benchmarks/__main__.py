@@ -19,6 +19,7 @@ BENCHMARKS = (
     "training",
     "levels",
     "transfer",
+    "transfer_depth",
     "residual",
     "recipe_loss",
     "zoo",

@@ -19,7 +19,8 @@ import torch
 from benchmarks.common import Finished, report
 from notebooks.nanogpt.data import Corpus, load_corpus
 from notebooks.transfer import (
-    PARAMETRISATIONS,
+    COMPLETE,
+    ENDS,
     Experiment,
     best_rate,
     plot_sweeps,
@@ -31,7 +32,8 @@ FIGURE = Path(__file__).parent.parent / "docs" / "umup.png"
 WIDTHS, DEPTHS = (32, 64, 128, 256), (2, 4, 8)
 WIDTH, DEPTH = 64, 2  # of the model whose other size is swept
 SEEDS = (0, 1, 2)
-START = {"standard": -8, "u-muP": -1}  # where the search of the smallest model begins
+# where the search of the smallest model begins
+START = {"standard": -8, "u-muP": -1, COMPLETE: -1, ENDS: -1}
 
 Losses = dict[int, list[float]]
 
@@ -53,7 +55,7 @@ class Runs:
         def run() -> float:
             data, lr = (self.corpus.train, self.corpus.val), 2.0**log_rate
             loss = train(name, lr=lr, experiment=self.experiment, data=data, **settings)
-            print(f"{name:9} {width:4} wide {layers} deep 2^{log_rate:<4} {loss:.4f}", flush=True)
+            print(f"{name:16} {width:4} wide {layers} deep 2^{log_rate:<4} {loss:.4f}", flush=True)
             return loss
 
         about = {**self.shared, "name": name, "log_rate": log_rate, **settings}
@@ -72,22 +74,18 @@ def sweep(runs: Runs, name: str, width: int, layers: int, start: int) -> Losses:
     return dict(sorted(tried.items()))
 
 
-def sweeps(runs: Runs) -> dict[str, list[dict[str, Any]]]:
+def curves(runs: Runs, name: str, kind: str) -> list[dict[str, Any]]:
     """Curves for `plot_sweeps`. Each search begins at the best rate of the size before."""
     sizes = {
         "by width": [(width, DEPTH, f"width {width}") for width in WIDTHS],
         "by depth": [(WIDTH, layers, f"{layers} layers") for layers in DEPTHS],
     }
-    result: dict[str, list[dict[str, Any]]] = {}
-    for kind, configurations in sizes.items():
-        result[kind] = []
-        for name in PARAMETRISATIONS:
-            start = START[name]
-            for width, layers, label in configurations:
-                losses = sweep(runs, name, width, layers, start)
-                start = min(losses, key=lambda k: statistics.fmean(losses[k]))
-                size = {"width": width, "layers": layers, "label": label}
-                result[kind].append({"parametrisation": name, **size, "losses": losses})
+    result, start = [], START[name]
+    for width, layers, label in sizes[kind]:
+        losses = sweep(runs, name, width, layers, start)
+        start = min(losses, key=lambda k: statistics.fmean(losses[k]))
+        size = {"width": width, "layers": layers, "label": label}
+        result.append({"parametrisation": name, **size, "losses": losses})
     return result
 
 
@@ -117,9 +115,9 @@ def rows(kind: str, curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
-def main() -> int:
-    """Trains what is missing, prints the rows, records them and draws the figure."""
-    parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=__doc__)
+def begin(name: str, description: str | None) -> tuple[Runs, str]:
+    """The runs that the command line asks for, and what they have in common, in words."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
     parser.add_argument("--data", help="text to train on (default: the standard library's source)")
     parser.add_argument("--steps", type=int, default=Experiment(vocab=1).steps)
     parser.add_argument("--out", type=Path, default=Path("out/benchmark-transfer.jsonl"))
@@ -127,16 +125,21 @@ def main() -> int:
     torch.set_num_threads(1)  # the products are small; runs do not depend on the machine's cores
     corpus = load_corpus(args.data, context=Experiment(vocab=1).context)
     experiment = Experiment(vocab=len(corpus.symbols), steps=args.steps)
-    found = sweeps(Runs(args.out, corpus, experiment))
-    question = (
-        f"how far does the best learning rate move with the size of a model? {corpus.name}, "
-        f"{experiment.steps} steps of {experiment.batch_size * experiment.context} tokens, "
-        f"{len(SEEDS)} seeds"
-    )
-    report(
-        "transfer", question, [row for kind, curves in found.items() for row in rows(kind, curves)]
-    )
-    title = f"Learning rates of a transformer on {corpus.name}, mean of {len(SEEDS)} seeds"
+    tokens = experiment.batch_size * experiment.context
+    about = f"{corpus.name}, {experiment.steps} steps of {tokens} tokens, {len(SEEDS)} seeds"
+    return Runs(args.out, corpus, experiment), about
+
+
+def main() -> int:
+    """Trains what is missing, prints the rows, records them and draws the figure."""
+    runs, about = begin("transfer", __doc__)
+    found = {
+        kind: [curve for name in ("standard", "u-muP") for curve in curves(runs, name, kind)]
+        for kind in ("by width", "by depth")
+    }
+    question = f"how far does the best learning rate move with the size of a model? {about}"
+    report("transfer", question, [row for kind in found for row in rows(kind, found[kind])])
+    title = f"Learning rates of a transformer on {runs.corpus.name}, mean of {len(SEEDS)} seeds"
     plot_sweeps(found, title=title).savefig(FIGURE)
     return 0
 

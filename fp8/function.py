@@ -32,11 +32,21 @@ def apply(function: type[Function], *args: Any) -> Any:
     if is_inference_graph():
         return function.forward(*args)
     if torch.compiler.is_compiling():
-        return function.apply(*args)
+        return function.apply(*map(_seen, args))
     try:
         return _without_binding(function, torch.is_grad_enabled()).apply(*args)
     except RuntimeError:
         return function.apply(*args)
+
+
+def _seen(arg: Any) -> Any:
+    """What the compiler knows to require a gradient, where it is what `torch.func.grad` is of.
+
+    It takes that argument itself for one that needs none (torch 2.13), and would differentiate
+    ``forward`` instead of calling ``backward``: a view of it is seen to need one.
+    """
+    plain = type(arg) is Tensor and arg.is_floating_point()
+    return arg.view_as(arg) if plain and not arg.requires_grad else arg
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,9 @@
-"""Does the best learning rate of a small model hold for a larger one? Two models to find out with.
+"""Does the best learning rate of a small model hold for a larger one? Models to find out with.
 
-`PARAMETRISATIONS` has the same transformer twice: in plain PyTorch with GPT-2's initialisation and
-AdamW, and in unit scaling with u-muP's learning rates. `train` is one run of either, `best_rate`
-reads a sweep. Used by umup_transfer.ipynb and by ``python -m benchmarks.transfer``.
+`PARAMETRISATIONS` has the same transformer in plain PyTorch with GPT-2's initialisation and AdamW,
+and in unit scaling with u-muP's learning rates: as they are, and in two variants. `train` is one
+run of any, `best_rate` reads a sweep. Used by umup_transfer.ipynb and by
+``python -m benchmarks.transfer`` and ``benchmarks.transfer_depth``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unit_scaling as uu
+from unit_scaling.parameter import set_depth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +30,9 @@ INIT_STD = 0.02  # GPT-2's initialisation
 HEAD_WIDTH = 32  # more heads, not wider ones, in a wider model
 MLP_RATIO = 4
 BETAS = (0.9, 0.99)  # nanoGPT's
+BASE_DEPTH = 2  # of the model that is tuned
+ENDS_RATE = 4  # times that of the blocks
+COMPLETE, ENDS = "u-muP, CompleteP", f"u-muP, ends x{ENDS_RATE}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +104,23 @@ def _standard(width: int, layers: int, vocab: int, lr: float) -> Built:
     return model, torch.optim.AdamW(model.parameters(), lr, BETAS, weight_decay=0), F.cross_entropy
 
 
-def _umup(width: int, layers: int, vocab: int, lr: float) -> Built:
-    model = uu.TransformerDecoder(width, vocab, layers, width // HEAD_WIDTH)
-    optimizer = uu.optim.AdamW(model.parameters(), lr, BETAS, weight_decay=0)
+def _umup(
+    width: int, layers: int, vocab: int, lr: float, ends: float = 1, complete: bool = False
+) -> Built:
+    """ends: the rate of the embedding and the readout, times that of the blocks.
+
+    complete: CompleteP (arXiv 2505.01618, table 1): branches of a weight in proportion to 1/layers
+    and a rate that is the same at all depths, both u-muP's at BASE_DEPTH. Adam's eps, which it
+    scales too, is far below the gradients and left as it is.
+    """
+    rule = uu.transformer_residual_scaling_rule(math.sqrt(BASE_DEPTH / layers) if complete else 1)
+    heads = width // HEAD_WIDTH
+    model = uu.TransformerDecoder(width, vocab, layers, heads, residual_scaling=rule)
+    if complete:
+        set_depth(model.layers, BASE_DEPTH)
+    outer = [*model.embedding.parameters(), *model.projection.parameters()]
+    groups = [{"params": outer, "lr": ends * lr}, {"params": model.layers.parameters()}]
+    optimizer = uu.optim.AdamW(groups, lr, BETAS, weight_decay=0)
     return model, optimizer, uu.functional.cross_entropy
 
 
@@ -108,6 +128,8 @@ def _umup(width: int, layers: int, vocab: int, lr: float) -> Built:
 PARAMETRISATIONS: dict[str, Callable[[int, int, int, float], Built]] = {
     "standard": _standard,
     "u-muP": _umup,
+    COMPLETE: partial(_umup, complete=True),
+    ENDS: partial(_umup, ends=ENDS_RATE),
 }
 
 
@@ -202,9 +224,10 @@ def plot_sweeps(sweeps: Mapping[str, list[dict[str, Any]]], *, title: str) -> Fi
 
     figure = Figure(figsize=(9, 3.4 * len(sweeps)), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    grid = figure.subplots(len(sweeps), len(PARAMETRISATIONS), sharey="row", squeeze=False)
+    names = dict.fromkeys(c["parametrisation"] for curves in sweeps.values() for c in curves)
+    grid = figure.subplots(len(sweeps), len(names), sharey="row", squeeze=False)
     for line, (name, curves) in zip(grid, sweeps.items(), strict=True):
-        for axes, parametrisation in zip(line, PARAMETRISATIONS, strict=True):
+        for axes, parametrisation in zip(line, names, strict=True):
             chosen = [c for c in curves if c["parametrisation"] == parametrisation]
             _draw_curves(axes, chosen)
             axes.set_title(f"{parametrisation}, {name}", loc="left", fontsize=10)

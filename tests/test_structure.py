@@ -50,6 +50,9 @@ PRIVATE = {
         "torch.utils._python_dispatch": "return_and_correct_aliasing: compiled views share memory",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
+    "unit_scaling/transforms/hidden.py": {
+        "torch._dynamo": "has read torch's list of overridable functions, if it is loaded",
+    },
     "unit_scaling/transforms/observe.py": {
         "torch._C": "DisableTorchFunction: calls that no mode sees; there is no other way",
     },

@@ -5,15 +5,20 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import nbformat
 import pytest
 import torch
 from nbclient import NotebookClient
 
-from benchmarks import transfer
+from benchmarks import transfer, transfer_depth
 from notebooks.nanogpt.data import load_corpus
 from notebooks.transfer import (
+    COMPLETE,
+    ENDS,
+    ENDS_RATE,
     PARAMETRISATIONS,
     Experiment,
     best_rate,
@@ -45,7 +50,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_both_models_are_the_same_transformer():
+def test_all_models_are_the_same_transformer():
     """In order: embedding, then attention and gated MLP of each layer, readout."""
     shapes = []
     for build in PARAMETRISATIONS.values():
@@ -55,7 +60,34 @@ def test_both_models_are_the_same_transformer():
         changed = model(torch.cat([tokens[:, :5], tokens[:, :6]], dim=1))
         assert torch.allclose(model(tokens)[:, :5], changed[:, :5], atol=1e-5)  # causal
         shapes.append([tuple(p.shape) for p in model.parameters()])
-    assert shapes[0] == shapes[1]
+    assert all(others == shapes[0] for others in shapes)
+
+
+def _rates(name: str, layers: int) -> dict[str, float]:
+    model, optimizer, _ = PARAMETRISATIONS[name](64, layers, 11, 0.1)
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    return {name: rates[parameter] for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_rates_of_the_variants(layers: int):
+    plain, ends, complete = (_rates(name, layers) for name in ("u-muP", ENDS, COMPLETE))
+    for name, rate in plain.items():
+        inside = name.startswith("layers.")
+        assert ends[name] == pytest.approx(rate if inside else ENDS_RATE * rate)
+        assert complete[name] == pytest.approx(rate * math.sqrt(layers / 2) if inside else rate)
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_complete_p_weighs_each_branch_by_one_over_the_layers(layers: int):
+    """Beside the embedding, whose share of the sum is what the branches' skips leave of it."""
+    model, *_ = PARAMETRISATIONS[COMPLETE](64, layers, 11, 0.1)
+    embedding, weights = 1.0, []
+    for tau in (tau for layer in model.layers for tau in (layer.mhsa_tau, layer.mlp_tau)):
+        skip = (1 + tau**2) ** -0.5
+        weights = [weight * skip for weight in weights] + [tau * skip]
+        embedding *= skip
+    assert [w / embedding for w in weights] == pytest.approx([2**0.5 / layers] * 2 * layers)
 
 
 @pytest.mark.parametrize("name", PARAMETRISATIONS)
@@ -64,7 +96,7 @@ def test_training(name: str, text: Path):
     data = corpus.train, corpus.val
     experiment = Experiment(vocab=len(corpus.symbols), steps=40, **TINY)
     size = {"width": 32, "layers": 1, "experiment": experiment, "data": data}
-    rate = {"standard": 2**-7, "u-muP": 2**-1}[name]
+    rate = 2**-7 if name == "standard" else 2**-1
     loss = train(name, lr=rate, seed=0, **size)
     assert loss == train(name, lr=rate, seed=0, **size)
     assert loss != train(name, lr=rate, seed=1, **size)
@@ -98,38 +130,49 @@ def test_best_rate_at_an_edge():
     assert best_rate({0: 2.0, 1: 1.0, 2: math.inf}) == 1.0
 
 
-def test_benchmark(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes its record and figure; run again, it trains nothing."""
-    for name, value in {"WIDTHS": (32, 64), "DEPTHS": (1,), "WIDTH": 32, "SEEDS": (0, 1)}.items():
+def test_benchmarks(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each writes its record and figure; run again, they train nothing."""
+    tiny = {"WIDTHS": (32, 64), "DEPTHS": (1,), "WIDTH": 32, "DEPTH": 1, "SEEDS": (0, 1)}
+    for name, value in tiny.items():
         monkeypatch.setattr(transfer, name, value)
-    monkeypatch.setattr(transfer, "DEPTH", 1)
-    monkeypatch.setattr(transfer, "FIGURE", tmp_path / "figure.png")
+    for module in (transfer, transfer_depth):
+        monkeypatch.setattr(module, "FIGURE", tmp_path / "figure.png")
+    monkeypatch.setattr(transfer_depth, "RECORD", tmp_path / "transfer.json")
     monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
     arguments = ["transfer", f"--data={text}", "--steps=2", f"--out={tmp_path / 'runs.jsonl'}"]
     monkeypatch.setattr("sys.argv", arguments)
-    assert transfer.main() == 0
-    record = json.loads((tmp_path / "transfer.json").read_text())
+
+    def run(module: ModuleType) -> list[dict[str, Any]]:
+        assert module.main() == 0
+        path = tmp_path / f"{module.__name__.removeprefix('benchmarks.')}.json"
+        return json.loads(path.read_text())["rows"]
+
+    records = [run(transfer), run(transfer_depth)]
     monkeypatch.setattr(transfer, "train", None)
-    assert transfer.main() == 0
-    assert json.loads((tmp_path / "transfer.json").read_text())["rows"] == record["rows"]
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert [(row["name"], row["width"]) for row in record["rows"]] == [
+    assert [run(transfer), run(transfer_depth)] == records
+    for name in ("figure.png", "umup-depth.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert [(row["name"], row["width"]) for rows in records for row in rows] == [
         ("standard by width", 32),
         ("standard by width", 64),
         ("u-muP by width", 32),
         ("u-muP by width", 64),
         ("standard by depth", 32),
         ("u-muP by depth", 32),
+        (f"{COMPLETE} by depth", 32),
+        (f"{ENDS} by depth", 32),
     ]
-    assert record["rows"][0]["moved"] == 0.0
-    assert all(len(row["losses"]) >= 5 for row in record["rows"])
+    assert records[0][0]["moved"] == 0.0
+    assert all(len(row["losses"]) >= 5 for rows in records for row in rows)
 
 
 def test_figure_leaves_out_what_diverged():
     curve = {"label": "width 1", "losses": {0: [1.0], 1: [math.inf], -1: [2.0]}}
     curves = [{"parametrisation": name, **curve} for name in PARAMETRISATIONS]
     figure = plot_sweeps({"by width": curves}, title="a sweep")
-    assert [list(axes.lines[0].get_xdata()) for axes in figure.axes] == [[-1, 0], [-1, 0]]
+    assert [list(axes.lines[0].get_xdata()) for axes in figure.axes] == [[-1, 0]] * len(
+        PARAMETRISATIONS
+    )
 
 
 REDUCED = """

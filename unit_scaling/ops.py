@@ -58,6 +58,11 @@ class Op:
         """Whether the op has a ``constraint`` argument."""
         return "constraint" in inspect.signature(self.fn).parameters
 
+    @property
+    def reduces(self) -> bool:
+        """Whether the op is a loss: it has a ``reduction`` argument."""
+        return "reduction" in inspect.signature(self.fn).parameters
+
     def bind(
         self,
         args: Sequence[Any],

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 
+import unit_scaling.functional as U
 from tests.transforms.models import batch, gpt
 from unit_scaling.transforms import unit_scale
 
@@ -83,3 +84,24 @@ def test_exports_once_it_has_run(x: Tensor):
         expected = model(*args)
         program = torch.export.export(model, args)
         torch.testing.assert_close(program.module()(*args), expected)
+
+
+@pytest.mark.parametrize("name", ["linear", "tanh", "gelu"])
+def test_a_compiled_gradient_is_that_of_eager_code(name: str):
+    """Of an argument that goes into an op as it is, too: the op's own gradient, with its factors.
+
+    What torch's compiler does not differentiate, any autograd function under vmap, it refuses.
+    """
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 8), torch.randn(4, 8)
+    if name == "linear":
+        gradient = grad(lambda w: U.linear(x, w).square().sum())
+    else:
+        gradient = grad(lambda w: getattr(U, name)(w, constraint=None).square().sum())
+    torch.compiler.reset()
+    compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(w), gradient(w))
+    each, args = vmap(gradient), (torch.stack([w, -w]),)
+    with pytest.raises(Exception, match="does not have vmap support"):
+        torch.compile(each, backend="aot_eager", fullgraph=True)(*args)
+    assert each(*args).shape == (2, 4, 8)

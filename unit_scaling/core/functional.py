@@ -79,8 +79,10 @@ def transformer_residual_scaling_rule(
     residual_mult: of all branches against the embedding. residual_attn_ratio: of attention
     against MLP branches. Returns (index, branches) -> tau: branch number ``index`` (even:
     attention, odd: MLP) of ``branches`` (an even number) is added as `U.residual_add` does.
-    Source: u-muP (arXiv 2407.17465), appendix G. The function raises ValueError for an odd number
-    of branches.
+    Source: u-muP (arXiv 2407.17465), appendix G. With residual_mult=sqrt(tuned / layers) they are
+    CompleteP's (arXiv 2505.01618): in proportion to 1 / layers, and u-muP's in a model of ``tuned``
+    layers; its rates take ``set_depth(stack, tuned)``. The function raises ValueError for an odd
+    number of branches.
 
     >>> tau = transformer_residual_scaling_rule()
     >>> [round(tau(i, 4), 3) for i in range(4)]

@@ -26,6 +26,7 @@ __all__ = [
     "KEPT",
     "KINDS",
     "LINEAR",
+    "LOSSES",
     "MOVES",
     "NEUTRAL",
     "POSITIVE",
@@ -34,6 +35,7 @@ __all__ = [
     "RECURRENT",
     "SELECTIONS",
     "TRANSPARENT",
+    "UNRULED_LOSSES",
 ]
 
 TRANSPARENT = frozenset(
@@ -131,6 +133,18 @@ AVERAGES = frozenset(
 MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
 """Kinds that move elements about and change none."""
 
+UNRULED_LOSSES = frozenset(
+    (
+        "triplet_margin_loss triplet_margin_with_distance_loss margin_ranking_loss "
+        "soft_margin_loss hinge_embedding_loss poisson_nll_loss gaussian_nll_loss "
+        "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"
+    ).split()
+)
+"""Losses of torch that are no rows: their gradient is that of torch, of a sum."""
+
+LOSSES = UNRULED_LOSSES | frozenset(name for name, op in OPS.items() if op.reduces)
+"""Kinds that are losses of torch."""
+
 _OTHERS = (
     "prelu glu mean sum var std norm cumsum log_softmax softmax rsub lerp addcmul group_norm "
     "batch_norm instance_norm local_response_norm normalize embedding_bag interpolate "
@@ -177,7 +191,7 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
 
 
 def _kinds() -> dict[Callable[..., Any], str]:
-    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES)
+    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, UNRULED_LOSSES)
     names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS])
     table = {function: kind for kind in names for function in _spellings(kind)}
     table |= {torch.Tensor.T.__get__: "t", torch.Tensor.mT.__get__: "transpose"}  # type: ignore[attr-defined]

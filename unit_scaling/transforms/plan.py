@@ -28,6 +28,7 @@ from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
 from .flow import Flow
 from .growth import gradient_factors
+from .loss import Loss
 from .record import DISTRIBUTION, Graph, Node, is_sparse, sees_the_past
 from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
@@ -77,12 +78,13 @@ class _Planner:
         self.units = self.carried.spared(self.units)
         units = [unit.calls for unit in self.units.values()]
         closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
-        self.bridges = flow.bridges(units, closed)
+        self.results = Results(flow, self.residuals.adds, settings.whole)
+        self.loss = Loss(flow, self.results)
+        self.bridges = self.loss.without(flow.bridges(units, closed))
         self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
-        self.results = Results(flow, self.residuals.adds, settings.whole)
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
         self.uses = Counter(
             (node.path, flow.parameters[i.node])
@@ -107,7 +109,8 @@ class _Planner:
         ]
         splits = [s for s in splits if s[2] != 1.0]
         kind, number = node.key[1:] if node.key is not None else (node.name, 0)
-        step, done, why = self._choose(index, node, kind) if self._concerns(node) else _NOTHING
+        concerns = node.floating and any(self.nodes[i.node].live for i in node.inputs)
+        step, done, why = self._choose(index, node, kind) if concerns else _NOTHING
         if done == "left alone" and node.where:
             why = f"{why} ({node.where})"
         if index in self.regained:
@@ -124,12 +127,12 @@ class _Planner:
                 done, why = "left alone", f"{node.name} reads a skip connection and is unknown"
         return step, Row(node.path, node.name, done, why, number) if done else None
 
-    def _concerns(self, node: Node) -> bool:
-        return node.floating and any(self.nodes[i.node].live for i in node.inputs)
-
     def _choose(self, index: int, node: Node, kind: str) -> Decision:
-        if kind in self.settings.replaced:
-            return Step(op="replace"), "replaced", "as asked"
+        replaced = Step(op="replace") if kind in self.settings.replaced else None
+        if index in self.loss:
+            return self.loss.decide(index, replaced or self._restored(node))
+        if replaced is not None:
+            return replaced, "replaced", "as asked"
         if node.inside:
             done = "unchanged" if node.inside == DISTRIBUTION else "left alone"
             done = "" if node.continues(self.nodes[index - 1]) else done
@@ -174,11 +177,10 @@ class _Planner:
         calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
         bridge = self.bridges[index] and unit.name == "formula"
         input = unit.input if bridge else unit.output
-        name = f"{unit.name} of {calls}"
         output, why = (unit.output, input), f"factor {unit.output:.3g}"
         if self.results.is_ranged(unit.calls):
             output, why = (1.0, input if bridge else 1.0), KEEPS
-        return replace(step or Step(), output=output), "scaled", f"{name}, {why}"
+        return replace(step or Step(), output=output), "scaled", f"{unit.name} of {calls}, {why}"
 
     def _average(self, index: int, node: Node, factor: float) -> Decision:
         """An average of values that agree, or a relu of positive ones."""
@@ -200,7 +202,7 @@ class _Planner:
             return shares, "unchanged", "adds a constant"
         if self.flow.data[index]:
             return None, "unchanged", _DATA
-        weights = [self.flow.parameters[i.node] for i in node.inputs if self._computed(i.node)]
+        weights = [self.flow.parameters[i.node] for i in node.inputs if self.nodes[i.node].computed]
         if weights and not any(name in self.settings.factors for name in weights):
             return shares, "unchanged", "adds a bias"
         if node.kind != "add":
@@ -234,7 +236,7 @@ class _Planner:
 
     def _gain(self, node: Node) -> Decision:
         """A value times what is computed from parameters: a gain of RMS 1 at first."""
-        gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self._computed(i.node)]
+        gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self.nodes[i.node].computed]
         slots = [(slot, 1 / gain.rms, 1 / gain.rms) for slot, gain in gains if not gain.parameter]
         why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
         slots = [s for s in slots if abs(s[1] - 1) > 0.1]
@@ -257,8 +259,7 @@ class _Planner:
         return Step(output=(factor, factor)), "scaled", f"attention over {keys} keys"
 
     def _matmul(self, index: int, node: Node) -> Decision | None:
-        keys = self.averages.get(index)
-        if keys is None:
+        if (keys := self.averages.get(index)) is None:
             return None
         return Step(op="average", factor=keys**-0.5), "scaled", f"attention over {keys} keys"
 
@@ -353,9 +354,6 @@ class _Planner:
 
     # Weights among the arguments
 
-    def _computed(self, index: int) -> bool:
-        return self.nodes[index].computed
-
     def _restored(self, node: Node) -> Step | None:
         """The step that brings the weights of a call back to the scale they came with."""
         factors = self.settings.factors
@@ -367,7 +365,9 @@ class _Planner:
     def _shares(self, node: Node) -> list[Scaling]:
         """A parameter that is repeated over the result collects as many gradients."""
         shares = [
-            (i.slot, i.numel / (node.numel or 1)) for i in node.inputs if self._computed(i.node)
+            (i.slot, i.numel / (node.numel or 1))
+            for i in node.inputs
+            if self.nodes[i.node].computed
         ]
         return [(slot, 1.0, share**0.5) for slot, share in shares if 0 < share < 1]
 
@@ -376,7 +376,7 @@ class _Planner:
         found = [
             (i.slot, 1 / self.nodes[i.node].rms)
             for i in node.inputs
-            if self._computed(i.node)
+            if self.nodes[i.node].computed
             and self.flow.parameters[i.node] is None
             and len(self.nodes[i.node].shape) > 1
         ]

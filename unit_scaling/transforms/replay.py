@@ -18,8 +18,9 @@ from fp8.checkpoint import checkpointed
 from fp8.function import FIRST_LOOK, called
 
 from ..ops import OPS
-from ..scale import scale_bwd, scale_each, scale_output
+from ..scale import scale_bwd, scale_each, scale_output, value_with_gradient
 from .calls import KINDS
+from .hidden import reveal
 from .install import HOOKS
 from .record import Key, Slot
 from .steps import Plan, Step
@@ -98,6 +99,20 @@ def _scaled(value: Any, slot: Slot, fwd: float, bwd: float) -> Any:
     return tuple(items) if isinstance(value, tuple) else items
 
 
+def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of the first tensor among arguments."""
+    return next(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+
+
+def _widened(value: Any) -> Any:
+    """Arguments in float32 that are in float16."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype is torch.float16 else value
+    if isinstance(value, dict):
+        return {name: _widened(item) for name, item in value.items()}
+    return type(value)(map(_widened, value)) if isinstance(value, list | tuple) else value
+
+
 _OPERATORS = tuple(
     (function, kind)
     for function, kind in KINDS.items()
@@ -129,6 +144,7 @@ class Replay(TorchFunctionMode):
         self._replacements = replacements
         self._path = path
         self._counts: dict[tuple[str, str], int] = {}
+        self._growth = 1.0  # of the loss, once its first part is known
         self._busy = False
         self.latest: Step | None = None  # the step of the call before, for who measures it
 
@@ -192,12 +208,21 @@ class Replay(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        for slot, fwd, bwd in (*step.slots, *step.own):
+        if step.growth is not None:
+            factor, follows = step.growth
+            self._growth = factor * _size(args, kwargs) if follows else factor
+        entered = [(slot, 1.0, self._growth) for slot in step.parts if slot]
+        for slot, fwd, bwd in (*step.slots, *step.own, *entered):
             if isinstance(slot[0], str):
                 kwargs = _scaled(kwargs, slot, fwd, bwd)
             else:
                 args = _scaled(args, slot, fwd, bwd)
         output = self._compute(step, function, args, kwargs)
+        if () in step.parts:
+            dtype = output.dtype
+            if dtype is torch.float16:  # it does not hold a gradient that is times the growth
+                output = self._compute(step, function, *_widened((args, kwargs)))
+            return value_with_gradient(output.detach(), output, self._growth).to(dtype)
         if step.output == (1.0, 1.0):
             return output
         return scale_output(output, *step.output, fresh=False)
@@ -219,6 +244,9 @@ class Replay(TorchFunctionMode):
             return OPS["linear_readout"].fn(*args, **kwargs, constraint=step.constraint)
         settings = {"constraint": step.constraint, **dict(step.settings)}
         return OPS[step.op].call(args, kwargs, func=function, **settings)
+
+
+reveal()
 
 
 def is_torch_function(function: Any) -> bool:

@@ -30,7 +30,14 @@ _LOGARITHMS = frozenset("log log2 log10 log1p logit atanh arctanh acos arccos as
 """Names of logarithms, and of what else has values in a range only."""
 
 _TERMS = (
-    ELEMENTWISE | MOVES | frozenset("mean sum var std norm vector_norm logsumexp gather".split())
+    ELEMENTWISE
+    | MOVES
+    | frozenset(
+        (
+            "mean sum var std norm vector_norm logsumexp gather softmax log_softmax normalize "
+            "cosine_similarity min max amin amax where masked_fill"
+        ).split()
+    )
 )
 """Kinds that a loss is written out in."""
 
@@ -68,11 +75,33 @@ class Results:
     def _is_term(self, index: int) -> bool:
         """Whether a call is one of a loss that is written out, if those after it are known."""
         node, readers = self.flow.nodes[index], self.flow.readers[index]
-        if node.kind not in _TERMS or index not in self or not (readers or node.shape == ()):
+        if node.kind not in _TERMS or self.mixes[index] or self.flow.data[index]:
             return False
-        dot = node.kind == "sum" and any(map(self._is_gated, self.flow.sources[index]))
-        mixed = dot or (node.kind in ("mul", "div") and self._joins(index))
-        return self._terms.issuperset(readers) and (node.shape == () or not mixed)
+        if self.flow.is_product(index) or not (readers or node.shape == ()):
+            return False
+        dot = (
+            node.kind == "sum"
+            and node.shape
+            and any(map(self._is_product, self.flow.sources[index]))
+        )
+        return self._terms.issuperset(readers) and not dot
+
+    def _is_product(self, index: int) -> bool:
+        """Whether a call multiplies values that come from different products."""
+        if self.flow.nodes[index].kind != "mul" or not self._joins(index):
+            return False
+        first, *others = (self._origins(s) for s in self.flow.sources[index])
+        return any(first.isdisjoint(other) for other in others)
+
+    def _origins(self, index: int) -> set[int]:
+        """The last products that a value comes from."""
+        seen, todo = {index}, [index]
+        while todo:
+            last = todo.pop()
+            new = set() if self.flow.is_product(last) else set(self.flow.sources[last]) - seen
+            seen |= new
+            todo += new
+        return {i for i in seen if self.flow.is_product(i)}
 
     def decide(
         self, index: int, bridge: bool, shares: list[Scaling]

@@ -23,6 +23,7 @@ class Step:
     constraint: as in OPS. factor: what the special steps are called with. slots: for arguments.
     own: the same, where the call itself needs them: `verify` measures what they give.
     output: (forward, backward) factors of the result. settings: further arguments of the row.
+    parts, growth: as in `transforms.loss`; growth is that of the first part, None in the others.
     """
 
     op: str | None = None
@@ -32,6 +33,8 @@ class Step:
     own: tuple[Scaling, ...] = ()
     output: tuple[float, float] = (1.0, 1.0)
     settings: tuple[tuple[str, Any], ...] = ()
+    parts: tuple[Slot, ...] = ()
+    growth: tuple[float, bool] | None = None
 
 
 @dataclass(frozen=True)

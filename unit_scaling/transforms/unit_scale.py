@@ -25,7 +25,7 @@ from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
 from .steps import Plan, Row, Settings, Settled
-from .weights import Weights, parametrizations, prepare, refuse_weights
+from .weights import Weights, parametrizations, prepare, pruned, refuse_weights
 
 __all__ = ["UnitScale", "unit_scale"]
 
@@ -245,6 +245,9 @@ class UnitScale:
         args, kwargs = _detached((args, kwargs), self)
         prefix = f"{path}." if path else ""
         names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
+        for name, part in twin.named_modules(prefix=path):
+            masked = {id(getattr(part, n)): p for p, n in pruned(part).items()}
+            names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}
         copies = [id(t) for _, t in tensors_in((args, kwargs))]
         given = dict(zip(copies, wanted, strict=True))
         factors = {n: f for n, f in self.weights.factors.items() if f != 1.0}

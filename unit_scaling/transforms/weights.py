@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from types import FunctionType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
 
 from fp8.report import LEFT_ALONE
 from fp8.subclass import bare_class
@@ -17,7 +18,7 @@ from fp8.swap import why_quantized
 from ..parameter import remember_tags, tag
 from .steps import Row
 
-__all__ = ["Weights", "parametrizations", "prepare", "refuse_weights"]
+__all__ = ["Weights", "parametrizations", "prepare", "pruned", "refuse_weights"]
 
 
 @dataclass
@@ -59,7 +60,8 @@ def prepare(model: nn.Module, init: str) -> Weights:
             weights.factors[name] = 1.0
             tag(parameter, "weight")
         elif parameter.dim() > 1 and not _is_gain(parameter):
-            factor, why = _rescale(parameter, init)
+            mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
+            factor, why = _rescale(parameter, init, mask)
             done = "left alone" if why else "unit scale"
             weights.rows.append(Row(path, leaf, done, why or f"divided by {factor:.4g}"))
             weights.factors[name] = factor
@@ -82,14 +84,24 @@ def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
     return frozenset(prefix + path for path, m in model.named_modules() if id(m) in inside)
 
 
+def pruned(module: nn.Module) -> dict[str, str]:
+    """The parameters of a module that `torch.nn.utils.prune` masks -> what it calls the result."""
+    names = (n.removesuffix("_orig") for n, _ in module.named_parameters(recurse=False))
+    return {f"{n}_orig": n for n in names if hasattr(module, f"{n}_mask")}
+
+
 def refuse_weights(model: nn.Module) -> None:
     """Raises ValueError for weights that are codes, and for those that a hook sets before each
-    call, which are neither parameters nor seen to be computed."""
+    call, which are neither parameters nor seen to be computed.
+
+    Those that are pruned are taken for the parameter that they are a mask of.
+    """
     for path, module in model.named_modules():
         if why := why_quantized(module):
             raise ValueError(f"{path or 'the model'} is {why}; unit-scale the model before that")
         for hook in module._forward_pre_hooks.values():
-            if type(hook).__module__.startswith("torch.nn.utils."):
+            masks = isinstance(hook, BasePruningMethod)
+            if type(hook).__module__.startswith("torch.nn.utils.") and not masks:
                 raise ValueError(
                     f"{path or 'the model'} has its weight computed by a hook "
                     f"({type(hook).__name__}): use torch.nn.utils.parametrizations instead"
@@ -115,10 +127,12 @@ def _readout(model: nn.Module) -> str | None:
     if not linears:
         return None
     name, last = linears[-1]
-    uses = sum(p is last.weight for m in model.modules() for p in m.parameters(recurse=False))
+    leaf = "weight_orig" if "weight_orig" in pruned(last) else "weight"
+    weight = getattr(last, leaf)
+    uses = sum(p is weight for m in model.modules() for p in m.parameters(recurse=False))
     if uses > 1 or len(linears) == 1:
         return None
-    return f"{name}.weight" if name else "weight"
+    return f"{name}.{leaf}" if name else leaf
 
 
 @torch.no_grad()
@@ -142,13 +156,14 @@ def _is_gain(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def _rescale(parameter: nn.Parameter, init: str) -> tuple[float, str]:
-    """(what the parameter was divided by, why it was left alone or "")."""
+def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[float, str]:
+    """(what the parameter was divided by, why it was left alone or ""). mask: what it keeps."""
     if parameter.is_meta:
         return 1.0, "has no values yet (meta device)"
     if parameter.numel() < 2 or bool(parameter.min() == parameter.max()):
         return 1.0, f"is {parameter.min().item():.4g} everywhere"
-    rms = parameter.double().square().mean().sqrt().item()
+    used = parameter.double() if mask is None else parameter.double() * mask
+    rms = used.square().mean().sqrt().item() or 1.0
     if not math.isfinite(rms):
         return 1.0, "holds Inf or NaN"
     factor = 2.0 ** round(math.log2(rms)) if init == "preserve" else rms
