@@ -102,7 +102,7 @@ def cast_backward(
 ) -> Tensor:
     """``x`` itself; its gradient is rounded under ``cast``."""
     spec = labelled(spec_of(cast), name, "grad")
-    return apply(_RoundGradient, x, history, spec, axis) if spec else x
+    return apply(_RoundGradient, x, history, spec, axis, written=history) if spec else x
 
 
 def round_straight(

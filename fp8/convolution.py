@@ -144,7 +144,8 @@ def _convolve(
     weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
     x, weight, bias = to_autocast_dtype(x, weight, bias)
     operands = (x, weight, scale_x, scale_w, first, second)
-    return apply(_Convolution, *operands, bias, of_grad, *scales, geometry, tuple(casts), held)
+    settings = (*scales, geometry, tuple(casts), held)
+    return apply(_Convolution, *operands, bias, of_grad, *settings, written=of_grad)
 
 
 def _times(x: Tensor, scale: float) -> Tensor:

@@ -18,7 +18,7 @@ __all__ = ["FIRST_LOOK", "apply", "called", "is_inference_graph", "is_plain", "o
 FIRST_LOOK: list[TorchFunctionMode] = []
 
 
-def apply(function: type[Function], *args: Any) -> Any:
+def apply(function: type[Function], *args: Any, written: Tensor | None = None) -> Any:
     """``function.apply(*args)``, for a function with ``forward(*args)`` and ``setup_context``.
 
     That form is what torch.func and the compiler need, but its ``apply`` binds the arguments to
@@ -26,13 +26,14 @@ def apply(function: type[Function], *args: Any) -> Any:
     Eager code calls an equal function in the older form ``forward(ctx, *args)``, which torch
     refuses with a RuntimeError, before anything is computed, under a torch.func transform. A
     RuntimeError of ``forward`` itself is raised a second time by the same arguments.
+    written: that one of ``args`` into which ``backward`` writes.
     Where a graph is compiled that records no gradient, ``forward`` is all there is: what only
     ``backward`` needs is not looked at, so that the graph does not depend on it.
     """
     if is_inference_graph():
         return function.forward(*args)
     if torch.compiler.is_compiling():
-        return function.apply(*map(_seen, args))
+        return function.apply(*[arg if arg is written else _seen(arg) for arg in args])
     try:
         return _without_binding(function, torch.is_grad_enabled()).apply(*args)
     except RuntimeError:
@@ -45,8 +46,9 @@ def _seen(arg: Any) -> Any:
     It takes that argument itself for one that needs none (torch 2.13), and would differentiate
     ``forward`` instead of calling ``backward``: a view of it is seen to need one.
     """
-    plain = type(arg) is Tensor and arg.is_floating_point()
-    return arg.view_as(arg) if plain and not arg.requires_grad else arg
+    if not isinstance(arg, Tensor) or arg.requires_grad or not arg.is_floating_point():
+        return arg
+    return arg.view_as(arg)
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -244,7 +244,8 @@ def _multiply(
     w, scale_w = rounded(b, casts.b, -1, of_b)
     x, w, bias = to_autocast_dtype(x, w, bias)
     operands = (x, w, scale_x, scale_w, first, second)
-    return apply(_Product, *operands, bias, of_grad, *scales, tuple(casts), held)
+    settings = (*scales, tuple(casts), held)
+    return apply(_Product, *operands, bias, of_grad, *settings, written=of_grad)
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:

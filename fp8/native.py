@@ -232,4 +232,5 @@ def product(
             again = [other, _again(b, right, for_b, b_again)]
     operands = _flat([left, right, *again])
     specs, name = (grad_for_a, grad_for_b), dtype_name(dtype)
-    return apply(_Native, a, b, bias, of_grad, kinds, *scales, specs, name, held, *operands)
+    settings = (kinds, *scales, specs, name, held)
+    return apply(_Native, a, b, bias, of_grad, *settings, *operands, written=of_grad)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["constant", "specialised"]
+__all__ = ["aside", "constant", "specialised"]
 
 T = TypeVar("T")
 
@@ -36,8 +36,13 @@ def _kept(fn: Callable[..., T], *args: Any) -> T:
 
 @lru_cache(maxsize=4096, typed=True)
 def _worked_out(fn: Callable[..., T], *args: Any) -> T:
-    with ThreadPoolExecutor(max_workers=1) as aside:
-        return aside.submit(fn, *args).result()
+    return aside(fn, *args)
+
+
+def aside(fn: Callable[..., T], *args: Any) -> T:
+    """``fn(*args)`` in a thread of its own: outside of all that is active in the caller's."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(fn, *args).result()
 
 
 def specialised(value: Any) -> Any:

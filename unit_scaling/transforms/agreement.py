@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..constant import aside
 from ..ops import find_op
 from .calls import ATTENTION, AVERAGES, ELEMENTWISE, LINEAR, PRODUCTS, SELECTIONS, TRANSPARENT
 from .flow import Flow
@@ -176,8 +177,10 @@ class Agreement:
         return self._after(index, function, self.values[i.node])
 
     def _after(self, index: int, function: Callable[[Tensor], Tensor], pair: Shares) -> Shares:
-        level, _ = _agreements(function, 0.0)
-        (a, slope), (c, other) = (_agreements(function, min(1.0, max(0.0, x))) for x in pair[:2])
+        known = (0.0, *(min(1.0, max(0.0, x)) for x in pair[:2]))
+        (level, _), (a, slope), (c, other) = aside(
+            lambda: [_agreements(function, x) for x in known]
+        )
         self._slopes[index] = slope, other, 0.0
         return a, c, level
 
@@ -348,13 +351,14 @@ def _normal() -> tuple[Tensor, Tensor]:
 
 
 def _agreements(function: Callable[[Tensor], Tensor], agreement: float) -> tuple[float, float]:
-    """The agreement after a function of normal numbers, and that of its derivatives."""
+    """The agreement after a function of normal numbers, and that of its derivatives. Called aside,
+    as a transform of torch.func refuses a gradient of its own to what is inside of it.
+    """
     nodes, weights = _normal()
     shared, own = math.sqrt(agreement) * nodes, math.sqrt(1 - agreement) * nodes
-    with torch.inference_mode(False), torch.enable_grad():
-        x = (shared[:, None] + own).flatten().requires_grad_()
-        y = function(x.clone())
-        (slope,) = torch.autograd.grad(y.sum(), x) if y.requires_grad else (torch.zeros_like(x),)
+    x = (shared[:, None] + own).flatten().requires_grad_()
+    y = function(x.clone())
+    (slope,) = torch.autograd.grad(y.sum(), x) if y.requires_grad else (torch.zeros_like(x),)
     found = []
     for values in (y.detach(), slope):
         values = values.double().view(NODES, NODES)
