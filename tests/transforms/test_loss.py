@@ -214,3 +214,23 @@ def test_parts_compile(dynamic: bool) -> None:
     for batch in (x[:ROWS], x):
         ours, theirs = (torch.autograd.grad(n(batch), net.a.weight)[0] for n in (fast, net))
         torch.testing.assert_close(ours, theirs)
+
+
+def test_the_balance_of_experts_in_a_model_of_transformers():
+    """Sums over layers, divided by numbers: they keep their value, and the gradients their size."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        output_router_logits=True, router_aux_loss_coef=0.02, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = unit_scale(transformers.MixtralForCausalLM(config)), torch.randint(64, (4, 32))
+    found = model(input_ids=ids, labels=ids)
+    balance = load_balancing_loss_func(found.router_logits, 4, 2)
+    torch.testing.assert_close(found.aux_loss, balance)
+    logits, labels = found.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    torch.testing.assert_close(found.loss, F.cross_entropy(logits, labels) + 0.02 * balance)
+    assert uu.verify(model, {"input_ids": ids, "labels": ids}).share("gradient") > 0.8

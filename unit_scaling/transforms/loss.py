@@ -137,6 +137,9 @@ class Loss:
             if index in self.parts and node.kind not in LOSSES:
                 count = max(i.numel for i in node.inputs)
                 factor = count ** _POWERS[node.kind] if node.kind in _POWERS else math.inf
+            elif node.kind in ("mul", "div"):
+                number = _factor(node)
+                factor = 1 / number if number else math.inf
             else:
                 factor = _growth(node)
             before = [grown[s] for s in self.flow.sources[index] if s in grown]

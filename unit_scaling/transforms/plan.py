@@ -141,7 +141,7 @@ class _Planner:
             return self._preserve(node, kind)
         if node.computed:
             return self._weight(node, kind)
-        if index in self.carried:
+        if index in self.carried and index not in self.results.terms:
             return self.carried.decide(index, self._restored(node))
         if index in self.within:
             return self._unit(index, node)

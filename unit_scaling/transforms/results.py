@@ -44,7 +44,8 @@ _TERMS = (
 
 class Results:
     """The results of a model. adds: its residual adds. whole: False for a part of a model, which
-    has none. mixes: for each node, whether it goes on into products or residual connections.
+    has none. mixes: for each node, whether it goes on into products or residual connections. terms:
+    the calls of a loss that is written out.
     """
 
     def __init__(self, flow: Flow, adds: Iterable[int], whole: bool) -> None:
@@ -52,10 +53,10 @@ class Results:
         self.whole = whole
         self.mixes = self._before({*adds, *filter(flow.is_product, range(len(flow.nodes)))})
         self._gated = self._before({i for i in range(len(flow.nodes)) if self._is_gated(i)})
-        self._terms: set[int] = set()
+        self.terms: set[int] = set()
         for index in reversed(range(len(flow.nodes)) if whole else ()):
             if index not in adds and self._is_term(index):
-                self._terms.add(index)
+                self.terms.add(index)
 
     def _before(self, ends: set[int]) -> list[bool]:
         """For each node, whether its result goes on into one of these calls."""
@@ -84,7 +85,7 @@ class Results:
             and node.shape
             and any(map(self._is_product, self.flow.sources[index]))
         )
-        return self._terms.issuperset(readers) and not dot
+        return self.terms.issuperset(readers) and not dot
 
     def _is_product(self, index: int) -> bool:
         """Whether a call multiplies values that come from different products."""
@@ -111,7 +112,7 @@ class Results:
         bridge: whether its gradient may have a factor. shares: factors for parameters.
         """
         node = self.flow.nodes[index]
-        term, op = index in self._terms, find_op(node.function) if node.function else None
+        term, op = index in self.terms, find_op(node.function) if node.function else None
         if node.shape == () or node.kind in MOVES or not (term or self.is_ranged((index,))):
             return None
         backward = 1.0
@@ -129,7 +130,7 @@ class Results:
         """Whether calls are a function with a range and linear ones: ``(tanh(x) + 1) / 2``."""
         kinds = {self.flow.nodes[call].kind for call in calls} - LINEAR
         chain = all(len(self.flow.sources[call]) == 1 for call in calls)
-        if calls[-1] in self._terms:
+        if calls[-1] in self.terms:
             return True
         if not (chain and bool(kinds) and kinds <= RANGED):
             return False
