@@ -89,8 +89,8 @@ STANCE = _EagerStance()
 class autocast(TorchFunctionMode):
     """Within the block, every matrix product runs under ``recipe``.
 
-    recipe: a name in `fp8.RECIPES` or a `Recipe`. Of nested blocks the innermost counts; one whose
-    recipe has no casts, ``Recipe(name="off")``, computes as torch does.
+    recipe: a name in `fp8.RECIPES` or a `Recipe`. Of nested blocks the innermost counts.
+    enabled: False computes as torch does, whatever the recipe and the blocks around.
     opaque: what to do at a call whose products cannot be reached (OPAQUE; under a scaling by rows
     or blocks bilinear too, and an einsum of three operands): "raise" a NotImplementedError that
     names it, or "warn" and leave it in high precision.
@@ -130,11 +130,14 @@ class autocast(TorchFunctionMode):
         opaque: str = "raise",
         history: AmaxHistory | None = None,
         backend: str = "simulate",
+        enabled: bool = True,
     ) -> None:
         super().__init__()
         if opaque not in ("raise", "warn"):
             raise ValueError(f"opaque must be 'raise' or 'warn', not {opaque!r}")
         self.recipe = get_recipe(recipe)
+        if not enabled:
+            self.recipe, opaque, backend = Recipe(name="off"), "pass", "simulate"
         if self.recipe.keeps_history and not isinstance(history, AmaxHistory):
             raise ValueError(
                 f'recipe {self.recipe.name!r} has scaling "delayed": give it a place to remember, '
@@ -177,6 +180,8 @@ class autocast(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.opaque == "pass":
+            return called(function, args, kwargs)
         handler = PRODUCTS.get(function)
         if handler is not None:
             if not self.reenters and in_reentrant():
@@ -245,6 +250,8 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 def _leave(function: Callable[..., Any], why: str) -> None:
     """Says that a call is not cast, as the innermost block wants it."""
+    if ACTIVE.blocks[-1].opaque == "pass":
+        return
     message = f"{function.__name__} cannot run under fp8.autocast: {why}"
     if ACTIVE.blocks[-1].opaque == "raise":
         raise NotImplementedError(message)

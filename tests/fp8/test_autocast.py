@@ -1,3 +1,4 @@
+import contextlib
 import threading
 import warnings
 from collections import Counter
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import Recipe
@@ -310,6 +312,26 @@ def test_another_mode_and_a_subclass():
         assert torch.equal((a.as_subclass(Mine) @ b).as_subclass(Tensor), expected)
     with Look(), fp8.autocast(COARSE):
         assert torch.equal(a @ b, expected)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast("unit")])
+def test_disabled_it_computes_as_torch_does(around):
+    torch.manual_seed(0)
+    a, b = operands(MATMUL)
+    lstm, x = nn.LSTM(4, 4), randn(3, 4)
+    with fp8.autocast("unit"), pytest.raises(NotImplementedError):
+        lstm(x)
+
+    def product(a, b):
+        with around(), fp8.autocast("delayed", enabled=False):
+            return a @ b
+
+    assert torch.equal(product(a, b), a @ b)
+    assert torch.equal(torch.compile(product, backend="eager", fullgraph=True)(a, b), a @ b)
+    with around(), fp8.autocast(enabled=False):
+        assert torch.equal(lstm(x)[0], lstm(x)[0])
+    with fp8.autocast(enabled=False):
+        checkpoint(torch.matmul, a.requires_grad_(), b, use_reentrant=True).sum().backward()
 
 
 def test_inference_mode_and_no_grad():
