@@ -1,6 +1,6 @@
 """What each row of OPS costs: forward and backward against the torch op that it stands for.
 
-python -m benchmarks.rows [eager|compiled] [NAME ...]
+python -m benchmarks.rows [eager|compiled|large] [NAME ...]
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from benchmarks.common import Row, compare, fix_allocator, write
 from benchmarks.ops import COMPILERS, leaf, step
 from unit_scaling.ops import OPS, Op
 
-QUESTION = "what does a forward and backward pass of each op cost, relative to plain torch?"
+QUESTION = "What does a forward and backward pass of each op cost, relative to plain torch?"
 
 #: Modules of rows that are products: their target in eager mode is 1.2, of all others 2.
 PRODUCTS = ("products", "convolution", "contraction", "attention")
 COMPILED_TARGET = 1.03
 
-ROWS, WIDTH = 2048, 1024
+ROWS, WIDTH, IMAGES = 2048, 1024, 8
+
+#: Name on the command line -> (mode, how many times the rows and images). "large" tells what each
+#: call costs, which does not grow, from what each number costs.
+MODES = {"eager": ("eager", 1), "compiled": ("compiled", 1), "large": ("compiled", 4)}
 
 #: Rows that torch has no function for -> the plain formula.
 PLAIN: dict[str, Callable[..., Tensor]] = {
@@ -41,11 +45,11 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
 
 
 def image(*size: int) -> Tensor:
-    return leaf(8, 64, *size)
+    return leaf(IMAGES, 64, *size)
 
 
-def classes(rows: int = ROWS) -> Tensor:
-    return torch.randint(WIDTH, (rows,))
+def classes() -> Tensor:
+    return torch.randint(WIDTH, (ROWS,))
 
 
 def kernel(dims: int) -> Tensor:
@@ -228,14 +232,19 @@ def measure(mode: str, names: list[str]) -> Iterator[Row]:
 
 
 def main(names: list[str]) -> None:
-    """Measures and writes results/rows_eager.json and rows_compiled.json, or the one named."""
-    if unknown := set(names) - {*OPS, *COMPILERS}:
+    """Measures and writes results/rows_eager.json and the like, or the one named."""
+    global ROWS, IMAGES
+    if unknown := set(names) - {*OPS, *MODES}:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; {__doc__}")
-    for mode in [name for name in names if name in COMPILERS] or COMPILERS:
+    small = ROWS, IMAGES
+    for name in [name for name in names if name in MODES] or MODES:
+        mode, times = MODES[name]
+        ROWS, IMAGES = (times * size for size in small)
+        question = f"{QUESTION} {mode.capitalize()}, matrices of {ROWS} x {WIDTH}, {IMAGES} images."
         rows: list[Row] = []
-        for row in measure(mode, [name for name in names if name not in COMPILERS]):
+        for row in measure(mode, [name for name in names if name not in MODES]):
             print(row, flush=True)
-            write(f"rows_{mode}", QUESTION, [*rows, row])
+            write(f"rows_{name}", question, [*rows, row])
             rows.append(row)
 
 
