@@ -198,7 +198,7 @@ class Recorder(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        FIRST_LOOK.remove(self)
+        FIRST_LOOK.pop()
         super().__exit__(*error)
 
     def __torch_function__(
