@@ -234,3 +234,25 @@ def test_the_balance_of_experts_in_a_model_of_transformers():
     logits, labels = found.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
     torch.testing.assert_close(found.loss, F.cross_entropy(logits, labels) + 0.02 * balance)
     assert uu.verify(model, {"input_ids": ids, "labels": ids}).share("gradient") > 0.8
+
+
+def softened(h: Tensor, y: Tensor) -> Tensor:
+    """Distillation, at a temperature of its own."""
+    target = torch.linspace(-1, 1, WIDTH).expand_as(y).softmax(-1)
+    return 16.0 * F.kl_div(F.log_softmax(y / 4.0, -1), target, reduction="batchmean")
+
+
+def dice(h: Tensor, y: Tensor) -> Tensor:
+    """The overlap of a segmentation over the size of both: a quotient of sums."""
+    p, target = y.softmax(-1), F.one_hot(CLASSES[: len(y)], WIDTH).to(y)
+    overlap = 2 * (p * target).sum(0)
+    return 1 - ((overlap + 1e-6) / (p.sum(0) + target.sum(0) + 1e-6)).mean()
+
+
+@pytest.mark.parametrize("part", [softened, dice])
+def test_a_temperature_and_a_quotient_in_a_part_are_what_they_were(part: Part) -> None:
+    """The values stay, and the entropy's gradient is brought to unit scale, not the smaller one."""
+    x = torch.randn(ROWS, WIDTH)
+    found = [growths(unit_scale(Net(entropy, other)), x) for other in (entropy, part)]
+    (alone, _), both = found
+    assert both == pytest.approx([alone, alone], rel=0.1)

@@ -46,7 +46,7 @@ TRANSPARENT = frozenset(
         "narrow index_select chunk split unbind flip roll view_as_complex view_as_real diagonal "
         "rot90 unfold tensor_split hsplit vsplit dsplit pixel_shuffle pixel_unshuffle "
         "channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d atleast_3d "
-        "adjoint conj resolve_conj"
+        "adjoint conj resolve_conj reshape_as as_strided"
     ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""

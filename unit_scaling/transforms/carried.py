@@ -22,7 +22,7 @@ from itertools import pairwise
 from .calls import AVERAGES, CASTS, ELEMENTWISE, LINEAR, MOVES
 from .flow import Flow
 from .record import Place
-from .steps import Step
+from .steps import Decision, Step
 from .units import Unit
 
 __all__ = ["Carried"]
@@ -72,7 +72,7 @@ class Carried:
         """The units without any of these calls."""
         return {end: u for end, u in units.items() if not any(call in self for call in u.calls)}
 
-    def decide(self, index: int, restored: Step | None) -> tuple[Step | None, str, str]:
+    def decide(self, index: int, restored: Step | None) -> Decision:
         """As a decision of the plan. restored: the step that brings back the call's weights."""
         count = self.sums.get(index, 1)
         if count > 1:

@@ -9,7 +9,7 @@
    (Unit Scaling, section 3: cut edges). Elsewhere its scales are tied. Parameters do not count as
    paths: a tied weight gets the sum of differently scaled gradients, as in the peer libraries.
 4. A number that multiplies a value is taken out: the op before it has made the scale 1 already.
-5. What comes after the last product and has a range (a probability, a direction) keeps its values.
+5. What comes after the last product and has a range (a probability, a cosine) keeps its values.
 6. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
 """
 
@@ -18,28 +18,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
-import torch
-
-from ..ops import OPS, find_op
+from ..ops import find_op
 from .agreement import Agreement
+from .attention import Attention
 from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
 from .flow import Flow
 from .growth import gradient_factors
 from .loss import Loss
-from .record import DISTRIBUTION, Graph, Node, is_sparse, sees_the_past
+from .record import DISTRIBUTION, Graph, Node, is_sparse
 from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
-from .steps import Plan, Row, Scaling, Settings, Step, with_slots
+from .steps import Decision, Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
 from .unread import unread_parts
 
 __all__ = ["make_plan"]
-
-Decision = tuple[Step | None, str, str]
-"""(step, what the report says was done or "" for no line, why)."""
 
 _NOTHING: Decision = (None, "", "")
 
@@ -92,7 +87,7 @@ class _Planner:
             if node.kind in PRODUCTS
             for i in node.inputs
         )
-        self.averages: dict[int, int] = {}  # product of attention weights and values -> keys
+        self.attention = Attention(flow, settings)
 
     def _inner_readouts(self, bridges: list[bool]) -> frozenset[str]:
         """The readout weights with products, residual adds or a second path to the loss around."""
@@ -143,6 +138,8 @@ class _Planner:
             return self._weight(node, kind)
         if index in self.carried and index not in self.results.terms:
             return self.carried.decide(index, self._restored(node))
+        if index in self.results.cosines.calls and kind not in TRANSPARENT:
+            return self.results.cosines.decide(index, self.bridges[index], self._shares(node))
         if index in self.within:
             return self._unit(index, node)
         if index in self.residuals.adds:
@@ -154,9 +151,8 @@ class _Planner:
         factor = self.agreement.average(index)
         if factor is not None:
             return self._average(index, node, factor)
-        special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
-        decision = special(index, node) if special is not None else None
-        return decision or self._by_rule(index, node, kind)
+        special = getattr(self, f"_{kind}") if kind in _SPECIAL_KINDS else self.attention.decide
+        return special(index, node) or self._by_rule(index, node, kind)
 
     # The kinds of calls
 
@@ -175,7 +171,8 @@ class _Planner:
         if unit is None:
             return step, "", ""
         calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
-        bridge = self.bridges[index] and unit.name == "formula"
+        free = unit.name == "formula" or index in self.results.cosines.directions
+        bridge = self.bridges[index] and free
         input = unit.input if bridge else unit.output
         output, why = (unit.output, input), f"factor {unit.output:.3g}"
         if self.results.is_ranged(unit.calls):
@@ -218,6 +215,8 @@ class _Planner:
             return None
         if self.flow.data[index]:
             return None, "unchanged", _DATA
+        if index in self.loss.above:
+            return None, "unchanged", "in a loss of several parts"
         values = self.flow.sources[index]
         numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
         others = [self.nodes[i.node] for i in node.inputs if i.node not in values]
@@ -247,47 +246,8 @@ class _Planner:
         why = "gradient only: of what is not read at the end"
         return None if step is None else (step, "scaled", why)
 
-    def _softmax(self, index: int, node: Node) -> Decision | None:
-        """The softmax of attention: scaled for a fixed number of keys."""
-        product = self.flow.weighs(index)
-        if product is None or self.nodes[product].kind not in ("matmul", "bmm", "mm"):
-            return None
-        dim = OPS["softmax"].bind(node.args, node.kwargs, node.function).get("dim", -1)
-        keys, _ = self._keys(node, node.shape[-1 if dim is None else dim])
-        self.averages[product] = keys
-        factor = OPS["softmax"].rule(torch.empty(keys, device="meta"), 0)["output"]
-        return Step(output=(factor, factor)), "scaled", f"attention over {keys} keys"
-
-    def _matmul(self, index: int, node: Node) -> Decision | None:
-        if (keys := self.averages.get(index)) is None:
-            return None
-        return Step(op="average", factor=keys**-0.5), "scaled", f"attention over {keys} keys"
-
     def _grouped_mm(self, index: int, node: Node) -> Decision:
         return Step(op="grouped_mm"), "scaled", ""
-
-    def _scaled_dot_product_attention(self, index: int, node: Node) -> Decision | None:
-        """Attention in one call: the same factor in every form of call, whatever its length."""
-        op = OPS[node.kind]
-        given = op.bind(node.args, node.kwargs, node.function)
-        mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
-        keys, always = self._keys(node, given["value"].shape[-2], causal or sees_the_past(mask))
-        settings: tuple[tuple[str, Any], ...]
-        settings, output = (("context_length", keys), ("is_causal", always)), 1.0
-        if mask is None and causal != always:  # the argument does more than choose the factor
-            factors = [
-                op.scales((), {**given, "context_length": keys, "is_causal": c})["output"]
-                for c in (always, causal)
-            ]
-            settings, output = settings[:1], factors[0] / factors[1]
-        step = Step(op=node.kind, settings=settings, output=(output, output))
-        return step, "scaled", f"over {keys} keys" + (", of the past" if always else "")
-
-    def _keys(self, node: Node, seen: int, causal: bool = False) -> tuple[int, bool]:
-        """(the number of keys to scale for, whether queries see the past only), always the same."""
-        assert node.key is not None
-        found = (self.settings.context or seen, causal)
-        return self.settings.settled.keys.setdefault(node.key, found)
 
     def _by_rule(self, index: int, node: Node, kind: str) -> Decision:
         assert node.function is not None
@@ -394,7 +354,5 @@ class _Planner:
         )
 
 
-_SPECIAL_KINDS = frozenset(
-    "add sub mul div cat softmax matmul grouped_mm scaled_dot_product_attention".split()
-)
+_SPECIAL_KINDS = frozenset("add sub mul div cat grouped_mm".split())
 """Kinds with a method of the planner."""
