@@ -172,7 +172,7 @@ def test_depth_of_what_a_branch_reads_from_elsewhere() -> None:
 
 
 def test_a_shift_is_no_skip_connection() -> None:
-    """adaLN: what modulates a branch is repeated over positions, though the branch depends on it."""
+    """adaLN: what modulates a branch is repeated over positions, though it depends on it."""
 
     class Modulated(nn.Module):
         def __init__(self) -> None:

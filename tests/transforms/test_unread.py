@@ -76,4 +76,4 @@ def test_a_stream_may_be_turned_about() -> None:
     torch.manual_seed(0)
     model = unit_scale(Turned(lambda x: x))
     model(torch.randn(32, 16, WIDTH))
-    assert ["cat"] == [row.call for row in uu.report(model) if "not read" in row.why]
+    assert [row.call for row in uu.report(model) if "not read" in row.why] == ["cat"]
