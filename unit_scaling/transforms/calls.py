@@ -23,6 +23,7 @@ __all__ = [
     "CASTS",
     "CONSTANT",
     "ELEMENTWISE",
+    "EXTREMES",
     "KEPT",
     "KINDS",
     "LINEAR",
@@ -79,6 +80,9 @@ NEUTRAL = (
     | CONSTANT
 )
 """Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
+
+EXTREMES = frozenset("max min amax amin".split())
+"""Kinds that take the largest or smallest of some dimensions."""
 
 KEPT = frozenset("abs cat stack".split())
 """Neutral kinds with a rule, which gives a factor of 1: the call stays as it is."""

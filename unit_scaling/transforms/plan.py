@@ -22,7 +22,7 @@ from dataclasses import replace
 from ..ops import find_op
 from .agreement import Agreement
 from .attention import Attention
-from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
+from .calls import AVERAGES, EXTREMES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
 from .flow import Flow
 from .growth import gradient_factors
@@ -30,6 +30,7 @@ from .loss import Loss
 from .record import DISTRIBUTION, Graph, Node, is_sparse
 from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
+from .selecting import DISTANCE, distances, one_hot
 from .steps import Decision, Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
 from .unread import unread_parts
@@ -88,6 +89,7 @@ class _Planner:
             for i in node.inputs
         )
         self.attention = Attention(flow, settings)
+        self.distances, self.consumers = distances(graph), graph.consumers()
 
     def _inner_readouts(self, bridges: list[bool]) -> frozenset[str]:
         """The readout weights with products, residual adds or a second path to the loss around."""
@@ -134,6 +136,8 @@ class _Planner:
             return self._restored(node), done, f"inside {node.inside}, as all its calls"
         if self.settings.preserve:
             return self._preserve(node, kind)
+        if index in self.distances:
+            return None, "unchanged", DISTANCE
         if node.computed:
             return self._weight(node, kind)
         if index in self.carried and index not in self.results.terms:
@@ -199,6 +203,8 @@ class _Planner:
             return shares, "unchanged", "adds a constant"
         if self.flow.data[index]:
             return None, "unchanged", _DATA
+        if {self.nodes[i].kind for i in self.consumers[index]} == {"detach"}:
+            return shares, "unchanged", "is detached: the rest of a straight-through gradient"
         weights = [self.flow.parameters[i.node] for i in node.inputs if self.nodes[i.node].computed]
         if weights and not any(name in self.settings.factors for name in weights):
             return shares, "unchanged", "adds a bias"
@@ -257,8 +263,13 @@ class _Planner:
         if kind in KEPT:
             return None, "unchanged", "keeps the scale"
         weights = {self.flow.parameters[i.node] for i in node.inputs}
-        slots = (*self._computed_weights(node), *self._shared_weights(node))
-        constraint = None if self.bridges[index] else "to_output_scale"
+        slots = (
+            *self._computed_weights(node),
+            *self._shared_weights(node),
+            *one_hot(self.flow, node),
+        )
+        looked_up = kind in PRODUCTS and not self.flow.sources[index]  # only weights get a gradient
+        constraint = None if self.bridges[index] or looked_up else "to_output_scale"
         if kind == "linear" and weights & (self.settings.readouts - self.inner):
             step = Step(op="linear_readout", constraint=constraint, slots=slots)
             return step, "scaled", "readout: 1/fan_in"
@@ -268,6 +279,8 @@ class _Planner:
     def _without_rule(self, index: int, node: Node, kind: str) -> Decision:
         if kind in TRANSPARENT:
             return self._selection(index, node)
+        if kind in EXTREMES and self.bridges[index] and len(node.inputs) == 1:
+            return self._extreme(node)
         if kind in NEUTRAL:
             return with_slots(None, self._shares(node)), "", ""
         if self.flow.data[index]:
@@ -287,6 +300,14 @@ class _Planner:
             return _NOTHING
         step = Step(slots=((whole.slot, 1.0, share**-0.5),))
         return step, "scaled", f"gradient only: takes 1 in {1 / share:.3g}"
+
+    def _extreme(self, node: Node) -> Decision:
+        """The largest of many: the others get no gradient."""
+        count = node.inputs[0].numel / (node.numel or 1)
+        if count <= 1:
+            return _NOTHING
+        step = Step(slots=((node.inputs[0].slot, 1.0, count**0.5),))
+        return step, "scaled", f"gradient only: takes 1 in {count:.3g}"
 
     def _read(self, index: int) -> int:
         """How many numbers of a value a call hands on, or their averages, where a constraint keeps
