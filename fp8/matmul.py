@@ -59,10 +59,10 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
 
 
 class Block(NamedTuple):
-    """What an open `fp8.autocast` block says. above: the modes that it has put on top of itself.
-    counter: [number of products so far]."""
+    """What an open `fp8.autocast` block says. recipe: None where it is not enabled. above: the
+    modes that it has put on top of itself. counter: [number of products so far]."""
 
-    recipe: Recipe
+    recipe: Recipe | None
     opaque: str
     above: tuple[Any, ...]
     history: Any
@@ -85,7 +85,8 @@ ACTIVE = _Active()
 
 
 def active_recipe() -> Recipe | None:
-    """The recipe of the innermost `fp8.autocast` block of this thread, None outside of all."""
+    """The recipe of the innermost `fp8.autocast` block of this thread; None outside of all, and
+    where it is not enabled."""
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
 
 

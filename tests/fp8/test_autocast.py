@@ -318,7 +318,7 @@ def test_another_mode_and_a_subclass():
 def test_disabled_it_computes_as_torch_does(around):
     torch.manual_seed(0)
     a, b = operands(MATMUL)
-    lstm, x = nn.LSTM(4, 4), randn(3, 4)
+    lstm, x = nn.LSTM(4, 4), torch.randn(3, 4)
     with fp8.autocast("unit"), pytest.raises(NotImplementedError):
         lstm(x)
 
@@ -330,8 +330,20 @@ def test_disabled_it_computes_as_torch_does(around):
     assert torch.equal(torch.compile(product, backend="eager", fullgraph=True)(a, b), a @ b)
     with around(), fp8.autocast(enabled=False):
         assert torch.equal(lstm(x)[0], lstm(x)[0])
-    with fp8.autocast(enabled=False):
+        assert torch.equal(torch.mm(x, x.T, out=torch.empty(3, 3)), x @ x.T)
         checkpoint(torch.matmul, a.requires_grad_(), b, use_reentrant=True).sum().backward()
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast("unit")])
+def test_disabled_it_is_recomputed_as_it_was(around):
+    x = randn(4, 8).requires_grad_()
+    with around():
+        with fp8.autocast(enabled=False):
+            again = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
+            y = checkpoint(lambda x: (x @ x.mT) @ x, x, **again)
+        y.square().sum().backward()
+    (expected,) = torch.autograd.grad(((x @ x.mT) @ x).square().sum(), x)
+    assert torch.equal(x.grad, expected)
 
 
 def test_inference_mode_and_no_grad():
