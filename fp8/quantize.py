@@ -47,24 +47,24 @@ def quantize(
     """scale * (x / scale rounded to a value of `format`), with the shape, dtype and memory format
     of `x`.
 
-    Args:
-        x: float32, bfloat16, float16 or float64, any shape and strides. Each is rounded once, from
-            its exact value.
-        format: a name in `FORMATS` or a `Format`.
-        rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two
-            neighbours, so that the expected value is x.
-        overflow: "saturate": what is beyond the largest value, Inf included, becomes the largest
-            value of its sign. "nonfinite": it becomes Inf where the format has Inf, else NaN. As in
-            IEEE 754 what decides is the rounded value, so that toward zero only Inf is beyond.
-        scale: the size of one unit of the format: a positive float or a tensor of positive values
-            that broadcasts to `x`. Division and product are in float32 (float64 for float64); exact
-            for powers of two.
-        seed: for "stochastic", an int, a 0-dim int64 tensor or a sequence of these such as (seed,
-            step, stream). The same seed gives the same result in eager and compiled code and on
-            every device; element i in row-major order has the same random bits whatever the
-            strides. None draws a seed from torch's default
-            generator: repeatable under torch.manual_seed, but then differently in eager and
-                compiled code.
+    x: float32, bfloat16, float16 or float64, any shape and strides. Each is rounded once, from its
+    exact value.
+    format: a name in `FORMATS` or a `Format`.
+    rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two neighbours,
+    so that the expected value is x.
+    overflow: "saturate": what is beyond the largest value, Inf included, becomes the largest value
+    of its sign. "nonfinite": it becomes Inf where the format has Inf, else NaN. As in IEEE 754 what
+    decides is the rounded value, so that toward zero only Inf is beyond.
+    scale: the size of one unit of the format: a positive float or a tensor of positive values that
+    broadcasts to `x`. Division and product are in float32 (float64 for float64); exact for powers
+    of two.
+    seed: for "stochastic", an int, a 0-dim int64 tensor or a sequence of these such as (seed, step,
+    stream). The same seed gives the same result in eager and compiled code and on every device;
+    element i in row-major order has the same random bits whatever the strides. None draws a seed
+    from torch's default generator: repeatable under torch.manual_seed, but then differently in
+    eager and compiled code.
+    random_bits: for "stochastic", how many random bits decide, 1 to 31 (hardware has few: the
+    chance of rounding up is then a multiple of 2**-random_bits).
 
     NaN stays NaN, also in formats without NaN. -0 stays -0 and negative values round to -0, except
     in formats without -0. In an unsigned format (e8m0) zero becomes the smallest value and negative
@@ -73,9 +73,6 @@ def quantize(
     The result is a value of the format that x's dtype can hold: without a scale, the largest value
     that both have is where overflow begins (65280 for format "fp16" in a bfloat16 tensor, and for
     "bf16" in a float16 tensor).
-
-    random_bits: for "stochastic", how many random bits decide, 1 to 31 (hardware has few: the
-    chance of rounding up is then a multiple of 2**-random_bits).
 
     No gradient flows through: see `quantize_forward` and `quantize_backward`.
 

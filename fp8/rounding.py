@@ -61,9 +61,8 @@ def _mix64(word: Word) -> Word:
 def random_key(seed: Seed) -> Key:
     """A 64-bit key from a seed: an int, or a 0-dim int64 tensor where the seed holds a tensor.
 
-    Args:
-        seed: an int in [-2**63, 2**63), a 0-dim int64 tensor, or a sequence of these such as
-            (seed, step, stream). Each part counts: (1, 2), (2, 1) and (1, 2, 0) are unrelated.
+    seed: an int in [-2**63, 2**63), a 0-dim int64 tensor, or a sequence of these such as (seed,
+    step, stream). Each part counts: (1, 2), (2, 1) and (1, 2, 0) are unrelated.
 
     An int and a tensor of the same value give the same key. Raises TypeError and ValueError.
     """
@@ -223,14 +222,12 @@ def round_to_grid(
 ) -> Tensor:
     """`x` rounded to the values of `grid`: a new tensor, or `out`.
 
-    Args:
-        x: float32 or float64, any shape and strides.
-        rounding: "nearest" (ties to even), "toward_zero", or "stochastic" (up with probability
-            equal to the fraction of the step that `x` is above the lower neighbour, truncated to 31
-            bits).
-        bits: for "stochastic", int32 like `x`; the low 31 bits are used.
-        out, scratch: where to put the result (like `x`) and an intermediate (the integer of the
-            same size).
+    x: float32 or float64, any shape and strides.
+    rounding: "nearest" (ties to even), "toward_zero", or "stochastic" (up with probability equal to
+    the fraction of the step that `x` is above the lower neighbour, truncated to 31 bits).
+    bits: for "stochastic", int32 like `x`; the low 31 bits are used.
+    out, scratch: where to put the result (like `x`) and an intermediate (the integer of the same
+    size).
 
     NaN stays NaN. +-Inf and whatever rounds beyond `grid.largest` becomes +-`grid.beyond`; toward
     zero, finite values stop at `grid.largest` (IEEE 754-2019, section 7.4). Exact under
