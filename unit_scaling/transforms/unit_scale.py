@@ -242,7 +242,7 @@ class UnitScale:
         """
         twin = _twin(module, self)
         wanted = [t.requires_grad for _, t in tensors_in((args, kwargs))]
-        args, kwargs = _detached((args, kwargs), self)
+        args, kwargs = _detached((args, kwargs))
         prefix = f"{path}." if path else ""
         names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
         for name, part in twin.named_modules(prefix=path):
@@ -310,7 +310,7 @@ def _twin(module: nn.Module, scope: UnitScale) -> nn.Module:
     return deep_copy(module, shared)
 
 
-def _detached(value: Any, scope: UnitScale) -> Any:
+def _detached(value: Any) -> Any:
     """A copy of arguments that shares no storage with them."""
     memo: dict[int, Any] = {id(t): t.detach().clone() for _, t in tensors_in(value)}
     return copy.deepcopy(value, memo)
