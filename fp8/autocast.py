@@ -22,6 +22,7 @@ from .checkpoint import checkpointed, in_reentrant
 from .function import FIRST_LOOK, called
 from .history import AmaxHistory
 from .matmul import ACTIVE, Block, active_recipe, checked_backend
+from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
 
@@ -133,8 +134,7 @@ class autocast(TorchFunctionMode):
         enabled: bool = True,
     ) -> None:
         super().__init__()
-        if opaque not in ("raise", "warn"):
-            raise ValueError(f"opaque must be 'raise' or 'warn', not {opaque!r}")
+        check_name("opaque", opaque, ("raise", "warn"))
         chosen = get_recipe(recipe)
         if enabled and chosen.keeps_history and not isinstance(history, AmaxHistory):
             raise ValueError(

@@ -30,6 +30,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from .adam import PLAIN, step_units, units_of
 from .formats import dtype_name
 from .moments import MASTERS, MOMENTS
+from .names import check_name
 from .optim_base import LowPrecision
 from .optim_state import FIRST, MASTER, SECOND, convert, local, parameters_of
 from .sgd import MOMENTUM, SGD
@@ -41,9 +42,7 @@ def _check(group: dict[str, Any]) -> None:
     """Raises ValueError and TypeError for what a group cannot have."""
     choices: dict[str, tuple[str | None, ...]] = {**MOMENTS, "master_weights": (None, *MASTERS)}
     for name, allowed in choices.items():
-        if group[name] not in allowed:
-            listed = ", ".join(map(repr, allowed))
-            raise ValueError(f"unknown {name} {group[name]!r}; choose one of {listed}")
+        check_name(name, group[name], allowed)
     for field in ("lr", "eps", "weight_decay", "min_size"):
         if not 0 <= group[field] < math.inf:
             raise ValueError(f"{field} must be finite and not negative, got {group[field]}")

@@ -23,6 +23,8 @@ from fp8.rounding import (
     round_to_grid,
 )
 
+from .names import check_name
+
 OVERFLOWS = ("saturate", "nonfinite")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -201,14 +203,8 @@ def _check(
 ) -> tuple[Grid, Tensor | None]:
     """The arguments of `quantize`, validated, as the numbers that the arithmetic needs."""
     check_dtype(x)
-    for name, value, names in (
-        ("rounding", rounding, ROUNDINGS),
-        ("overflow", overflow, OVERFLOWS),
-    ):
-        if value not in names:
-            raise ValueError(
-                f"unknown {name} {value!r}; choose one of {', '.join(map(repr, names))}"
-            )
+    check_name("rounding", rounding, ROUNDINGS)
+    check_name("overflow", overflow, OVERFLOWS)
     if not 1 <= random_bits <= 31:
         raise ValueError(f"random_bits must be 1 to 31, got {random_bits}")
     grid = _grid(get_format(format), overflow, x.dtype, scale)

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.weak import TensorWeakRef
 
+from fp8.names import check_name
+
 __all__ = [
     "MupType",
     "Parameter",
@@ -78,9 +80,7 @@ def tag(
     mup_type: one of `MupType`. mup_scaling_depth: 1 or more, or None outside a residual stack.
     Raises ValueError for anything else.
     """
-    if mup_type not in get_args(MupType):
-        allowed = ", ".join(map(repr, get_args(MupType)))
-        raise ValueError(f"unknown mup_type {mup_type!r}; choose one of {allowed}")
+    check_name("mup_type", mup_type, get_args(MupType))
     if mup_scaling_depth is not None and mup_scaling_depth < 1:
         raise ValueError(f"mup_scaling_depth must be 1 or more, or None: got {mup_scaling_depth}")
     attributes: dict[str, Any] = {"mup_type": mup_type, "mup_scaling_depth": mup_scaling_depth}

@@ -159,7 +159,7 @@ def test_the_innermost_block_says_what_to_do():
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="opaque must be 'raise' or 'warn', not 'skip'"):
+    with pytest.raises(ValueError, match="unknown opaque 'skip'; choose one of 'raise', 'warn'"):
         fp8.autocast("unit", opaque="skip")
     with pytest.raises(ValueError, match="unknown recipe"):
         fp8.autocast("int4")

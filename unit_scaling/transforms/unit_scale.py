@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
+from fp8.names import check_name
 from fp8.subclass import check_module
 
 from ..parameter import remember_tags, tag
@@ -350,10 +351,8 @@ def unit_scale(
     inside `torch.export` or `torch.vmap`, which take a model that has run once.
     """
     check_module("unit_scale", module)
-    for name, got, allowed in (("init", init, INITS), ("residual", residual, RESIDUALS)):
-        if got not in allowed:
-            names = ", ".join(map(repr, allowed))
-            raise ValueError(f"unknown {name} {got!r}; choose one of {names}")
+    check_name("init", init, INITS)
+    check_name("residual", residual, RESIDUALS)
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
