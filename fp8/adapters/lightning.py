@@ -93,8 +93,9 @@ def FP8FabricPrecision(
 
 def _base(names: tuple[str, str], part: str, precision: str, library: str | None) -> Any:
     """The class of Lightning's plugin. part: of the first library; the second is that alone."""
-    for what, got, allowed in (("precision", precision, PRECISIONS), ("library", library, names)):
-        if got is not None and got not in allowed:
+    asked = (("precision", precision, PRECISIONS), ("library", library or names[0], names))
+    for what, got, allowed in asked:
+        if not isinstance(got, str) or got not in allowed:
             choices = ", ".join(map(repr, allowed))
             raise ValueError(f"unknown {what} {got!r}; choose one of {choices}")
     if library is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,10 +71,13 @@ def test_reentrant_checkpointing_is_refused_by_name():
         CHECKPOINTED(x)
 
 
-def test_outside_of_a_block_the_contexts_do_nothing():
-    y = checkpoint(
-        CHECKPOINTED, randn(5, 8), use_reentrant=False, context_fn=fp8.checkpoint_contexts
-    )
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast(enabled=False)])
+def test_outside_of_a_block_and_in_one_that_is_off_the_contexts_do_nothing(around):
+    given = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
+    x = randn(5, 8)
+    with around():
+        y = checkpoint(CHECKPOINTED, x, **given)
+    assert torch.equal(y, CHECKPOINTED(x))
     y.sum().backward()
 
 
