@@ -9,21 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8.formats import Format, dtype_name, get_format
-from fp8.function import apply, own
-from fp8.rounding import (
-    LAYOUTS,
-    ROUNDINGS,
-    Grid,
-    Key,
-    Seed,
-    bits_from_key,
-    fewer_bits,
-    random_key,
-    round_to_grid,
-)
-
+from .formats import Format, dtype_name, get_format
+from .function import apply, own
 from .names import check_name
+from .random_bits import Key, Seed, bits_from_key, fewer_bits, random_key
+from .rounding import LAYOUTS, ROUNDINGS, Grid, round_to_grid
 
 OVERFLOWS = ("saturate", "nonfinite")
 

@@ -11,7 +11,6 @@ transformed model is, gives them back by itself; `remember_tags` and `restore_ta
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -240,11 +239,11 @@ def _deepcopy(reference: TensorWeakRef, memo: dict[int, Any]) -> nn.Parameter:
 
 def _reduce(reference: TensorWeakRef, protocol: Any) -> tuple[Any, ...]:
     p = _alive(reference)
-    return _rebuild, (p.data, p.requires_grad, OrderedDict(), p.mup_type, p.mup_scaling_depth)
+    return _rebuild, (p.data, p.requires_grad, p.mup_type, p.mup_scaling_depth)
 
 
 def _rebuild(
-    data: Tensor, requires_grad: bool, hooks: Any, mup_type: MupType, depth: int | None
+    data: Tensor, requires_grad: bool, mup_type: MupType, depth: int | None
 ) -> nn.Parameter:
     """The tagged parameter that was pickled. Hooks are not pickled, as in torch."""
     return Parameter(data, mup_type, depth, requires_grad)
