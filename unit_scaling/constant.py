@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import torch
+from fp8.traced import taken_as_constant
 
 __all__ = ["aside", "constant", "specialised"]
 
 T = TypeVar("T")
 
 
+@taken_as_constant
 def constant(fn: Callable[..., T], *args: Any) -> T:
     """``fn(*args)``, computed at the first call with these arguments and kept.
 
@@ -22,15 +23,6 @@ def constant(fn: Callable[..., T], *args: Any) -> T:
     of its own, where no mode, autocast or torch.func transform of the caller is active; a compiler
     takes the result as a constant of the graph. Raises what ``fn`` raises.
     """
-    if torch.compiler.is_compiling():
-        from fp8.traced import evaluate
-
-        return evaluate(*[specialised(value) for value in (_kept, fn, *args)])
-    return _worked_out(fn, *args)
-
-
-def _kept(fn: Callable[..., T], *args: Any) -> T:
-    """`_worked_out` as a plain function, which is what a compiler can pass on."""
     return _worked_out(fn, *args)
 
 

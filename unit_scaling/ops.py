@@ -138,13 +138,14 @@ def find_op(func: Callable[..., Any] | None) -> Op | None:
 def tie(constraint: str | None, **scales: float) -> Scales:
     """The named scales ("output" first) after `apply_constraint`.
 
-    The default is told apart here: whatever a compiled function reads, its every call checks.
+    The default is told apart, and without a builtin: whatever a compiled function reads, its every
+    call checks.
 
     >>> tie("to_output_scale", output=0.5, input=0.25)
     {'output': 0.5, 'input': 0.5}
     """
     if constraint == "to_output_scale":
-        return dict.fromkeys(scales, scales["output"])
+        return {name: scales["output"] for name in scales}  # noqa: C420
     return dict(zip(scales, apply_constraint(constraint, *scales.values()), strict=True))
 
 

@@ -96,7 +96,7 @@ def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tens
     """
     if not (fwd is bwd or is_inference_graph() or fwd == bwd):
         return scale_each(output, fwd, bwd)
-    if _is_one(fwd):
+    if fwd == 1.0:
         return output
     return output.mul_(fwd) if fresh else output * fwd
 
