@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .casting import Spec, round_straight
+from .function import taken_as_constant
 from .kernels import kernel_of, multiply, store, why_not_kernel
-from .traced import taken_as_constant
 
 __all__ = ["kernels", "why_not"]
 

@@ -1,21 +1,17 @@
-"""Functions that a compiler calls while it makes a graph, and whose result it takes as it is."""
+"""Imported by a graph that is being compiled, and only then: it imports the compiler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-__all__ = ["taken_as_constant"]
+import torch
 
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+from .function import IN_GRAPH
+
+__all__ = ["apply"]
 
 
-def taken_as_constant(fn: Fn) -> Fn:
-    """``fn``, which a compiler calls with constants while it makes a graph: in it is the result.
-
-    Whatever a graph has read while it was made, it compares at each of its calls; what ``fn`` reads
-    it does not, nor what belongs to the result. So ``fn`` depends on its arguments alone.
-    `torch.compiler.assume_constant_result` leaves this mark too, and imports the compiler for it.
-    """
-    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn
+@torch.compiler.allow_in_graph
+def apply(name: str, *args: Any) -> Any:
+    """The function of this name in `IN_GRAPH`, called: what is in it the compiler does not read."""
+    return IN_GRAPH[name].apply(*args)

@@ -8,14 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from fp8.traced import taken_as_constant
+from torch.compiler import is_compiling
+
+from fp8.function import taken_as_constant
 
 __all__ = ["aside", "constant", "specialised"]
 
 T = TypeVar("T")
 
 
-@taken_as_constant
 def constant(fn: Callable[..., T], *args: Any) -> T:
     """``fn(*args)``, computed at the first call with these arguments and kept.
 
@@ -23,6 +24,11 @@ def constant(fn: Callable[..., T], *args: Any) -> T:
     of its own, where no mode, autocast or torch.func transform of the caller is active; a compiler
     takes the result as a constant of the graph. Raises what ``fn`` raises.
     """
+    return _kept(fn, *[specialised(value) for value in args] if is_compiling() else args)
+
+
+@taken_as_constant
+def _kept(fn: Callable[..., T], *args: Any) -> T:
     return _worked_out(fn, *args)
 
 

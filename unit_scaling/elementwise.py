@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8.traced import taken_as_constant
+from fp8.function import taken_as_constant
 
 from .constant import constant, specialised
 from .ops import Scales, tie
