@@ -28,7 +28,7 @@ from .optim_state import (
     read,
 )
 from .quantize import CHUNK
-from .rounding import Key, bits_from_key, fewer_bits, key_at, random_key
+from .random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
 
 __all__ = ["PLAIN", "step_units", "units_of"]
 

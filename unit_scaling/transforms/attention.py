@@ -1,4 +1,7 @@
-"""How attention is scaled: for one number of keys, whatever the length at hand."""
+"""Attention, in one call or spelled out: its factor follows from the number of keys.
+
+That number is settled by the first form of call, so that all others compute the same.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +18,36 @@ __all__ = ["Attention"]
 
 
 class Attention:
-    """averages: product of attention weights and values -> number of keys."""
+    """Decides on softmaxes that weigh values, products with them, and attention in one call."""
 
     def __init__(self, flow: Flow, settings: Settings) -> None:
-        self.flow, self.settings = flow, settings
-        self.averages: dict[int, int] = {}
+        self.flow = flow
+        self._settings = settings
+        self._averages: dict[int, int] = {}  # product of attention weights and values -> keys
 
     def decide(self, index: int, node: Node) -> Decision | None:
-        """The decision of the plan for a call of attention; None for any other."""
-        if node.kind == "softmax":
-            return self._softmax(index, node)
-        if index in self.averages:
-            keys = self.averages[index]
+        """The decision of the plan for a call; None for one that is no part of attention."""
+        if index in self._averages:
+            keys = self._averages[index]
             step = Step(op="average", factor=keys**-0.5)
             return step, "scaled", f"attention over {keys} keys"
+        if node.kind == "softmax":
+            return self._softmax(index, node)
         return self._fused(node) if node.kind == "scaled_dot_product_attention" else None
 
     def _softmax(self, index: int, node: Node) -> Decision | None:
+        """The softmax of attention: scaled for a fixed number of keys."""
         product = self.flow.weighs(index)
-        if product is None or self.flow.nodes[product].kind not in ("matmul", "bmm", "mm"):
+        if product is None or self.flow.nodes[product].kind != "matmul":
             return None
         dim = OPS["softmax"].bind(node.args, node.kwargs, node.function).get("dim", -1)
         keys, _ = self._keys(node, node.shape[-1 if dim is None else dim])
-        self.averages[product] = keys
+        self._averages[product] = keys
         factor = OPS["softmax"].rule(torch.empty(keys, device="meta"), 0)["output"]
         return Step(output=(factor, factor)), "scaled", f"attention over {keys} keys"
 
     def _fused(self, node: Node) -> Decision:
-        """Attention in one call: the same factor in every form of call."""
+        """Attention in one call: the same factor in every form of call, whatever its length."""
         op = OPS[node.kind]
         given = op.bind(node.args, node.kwargs, node.function)
         mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
@@ -61,5 +66,5 @@ class Attention:
     def _keys(self, node: Node, seen: int, causal: bool = False) -> tuple[int, bool]:
         """(the number of keys to scale for, whether queries see the past only), always the same."""
         assert node.key is not None
-        found = (self.settings.context or seen, causal)
-        return self.settings.settled.keys.setdefault(node.key, found)
+        found = (self._settings.context or seen, causal)
+        return self._settings.settled.keys.setdefault(node.key, found)

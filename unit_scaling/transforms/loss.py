@@ -20,7 +20,7 @@ import torch
 from .._functional.losses import reduction_of
 from ..ops import find_op
 from .calls import AVERAGES, LOSSES, MOVES, UNRULED_LOSSES
-from .flow import Flow
+from .flow import Flow, reached
 from .record import DISTRIBUTION, Node, Slot
 from .results import Results
 from .steps import Decision, Step
@@ -83,14 +83,11 @@ class Loss:
         return [i.slot for i in outside if nodes[i.node].live and not data[i.node]]
 
     def _made_of(self, results: Results) -> set[int]:
-        found = {index for index, slots in self.parts.items() if () in slots}
-        todo = list(found)
-        while todo:
-            new = set(self.flow.sources[todo.pop()]) - found
-            new = {i for i in new if not (self.flow.is_product(i) or results.mixes[i])}
-            found |= new
-            todo += new
-        return found
+        def sources(index: int) -> list[int]:
+            above = self.flow.sources[index]
+            return [i for i in above if not (self.flow.is_product(i) or results.mixes[i])]
+
+        return reached([i for i, slots in self.parts.items() if () in slots], sources)
 
     # The factor
 

@@ -10,6 +10,8 @@ what is. Where nothing but its argmin is taken it is computed as it was.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from .flow import Flow
 from .record import Graph, Node, tensors_in
 from .steps import Scaling
 
-__all__ = ["DISTANCE", "distances", "one_hot"]
+__all__ = ["DISTANCE", "consumers", "distances", "one_hot"]
 
 DISTANCE = "in a distance whose argmin is taken: keeps its values"
 """What the report says."""
@@ -50,12 +52,20 @@ def _is_one_hot(tensor: Tensor, dim: int) -> bool:
     return bool((ones.sum(dim) == 1).all()) and bool((ones | (tensor == 0)).all())
 
 
-def distances(graph: Graph) -> set[int]:
-    """The calls that go into an argmin and nothing else."""
+def distances(readers: Sequence[Mapping[int, str]]) -> set[int]:
+    """The calls that go into an argmin and nothing else. readers: as `consumers` gives them."""
     found: set[int] = set()
-    readers = graph.consumers()
-    for index in reversed(range(len(graph.nodes))):
-        kinds = {graph.nodes[r].kind for r in readers[index] if r not in found}
+    for index in reversed(range(len(readers))):
+        kinds = {kind for reader, kind in readers[index].items() if reader not in found}
         if readers[index] and kinds <= {"argmin"}:
             found.add(index)
     return found
+
+
+def consumers(graph: Graph) -> list[dict[int, str]]:
+    """For each node the calls that read it, if only for an index, and their kinds."""
+    readers: list[dict[int, str]] = [{} for _ in graph.nodes]
+    for index, node in enumerate(graph.nodes):
+        for i in node.inputs:
+            readers[i.node][index] = node.kind
+    return readers
