@@ -20,13 +20,14 @@ from .function import FIRST_LOOK
 from .history import LayerHistory, begin_anew, forget, remember
 from .matmul import ACTIVE, checked_backend, linear
 from .native import alignment, devices, why_not_here, why_not_recipe
+from .quantize import is_dense
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from .swap import Where, adapted, inside_attention, is_replacement, why_quantized
 from .where import checked_where, choose
 
-__all__ = ["LAYERS", "convert", "report", "revert"]
+__all__ = ["LAYERS", "check_ready", "convert", "report", "revert"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -98,11 +99,12 @@ class _Converted(Gained):
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
         # it may be compiled inside of a checkpoint.
-        if history is None and self._active == (_Converted,) and not FIRST_LOOK:
+        alone = history is None and self._active == (_Converted,) and not FIRST_LOOK
+        if alone and _is_a_tensor(*args, **kwargs):
             if self._original is nn.Linear:
-                return _linear(self, self.weight, *args, **kwargs)
+                return _linear(self, self.weight, *args)
             if self.fp8_transposed:
-                return _linear(self, self.weight.mT, *args, **kwargs)
+                return _linear(self, self.weight.mT, *args)
         mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=history)
         mode.reenters = True  # with each call of the layer
         with mode:
@@ -123,10 +125,15 @@ _RECOMPUTED = (
 )
 
 
-def _linear(layer: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    (input,) = (*args, *kwargs.values())
+def _is_a_tensor(*args: Any, **kwargs: Any) -> bool:
+    """Whether it is one tensor, by position, that is not sparse. Torch has all else."""
+    one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+    return one and args[0].layout == torch.strided
+
+
+def _linear(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
     if layer.fp8_backend != "simulate" and not torch.compiler.is_compiling():
-        tokens = input.numel() // weight.shape[1]
+        tokens = input.shape[:-1].numel()
         if tokens % layer.fp8_multiple:
             vars(layer)["fp8_ragged"] = tokens
     given = {"recipe": layer.fp8_recipe, "backend": layer.fp8_backend}
@@ -195,7 +202,7 @@ def convert(
     1 converted
     """
     check_module("convert", model)
-    _check_ready(model)
+    check_ready(model)
     chosen, where = get_recipe(recipe), checked_where(where)
     if backend in ADAPTERS:
         return _adapt(model, chosen, ADAPTERS[backend], where, rest)
@@ -215,7 +222,8 @@ def convert(
     return expand(model)
 
 
-def _check_ready(model: nn.Module) -> None:
+def check_ready(model: nn.Module) -> None:
+    """Raises TypeError for TorchScript in ``model``, ValueError for a layer without its weight."""
     for name, module in model.named_modules():
         check_not_scripted(name, module)
         if any(map(is_lazy, module.parameters(recurse=False))):
@@ -366,6 +374,9 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
         return f"computed by {owner}"
     if why := why_quantized(module):
         return why
+    for parameter in module.parameters(recurse=False):
+        if not is_dense(parameter):
+            return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
     if isinstance(module, (*LAYERS, *ACTIVATIONS)) or _is_transposed(module):
         return _PATCHED if "forward" in vars(module) else None
     known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))

@@ -138,9 +138,11 @@ def forget(layer: nn.Module) -> None:
 
 def begin_anew(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Puts the histories of ``layer`` as they are at first into a state_dict that has none of them,
-    so that a checkpoint of the plain model loads."""
+    so that a checkpoint of the plain model loads. One with nothing of the layer under this name, as
+    safetensors writes the second name of a module, says nothing of them."""
     own = {prefix + name: b for name, b in layer.named_buffers(recurse=False) if _is_history(name)}
-    if own.keys().isdisjoint(state):
+    known = any(prefix + name in state for name, _ in layer.named_parameters())
+    if known and own.keys().isdisjoint(state):
         weight = state.get(prefix + "weight")
         for name, buffer in own.items():
             device = buffer.device if weight is None else weight.device

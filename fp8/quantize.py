@@ -175,6 +175,11 @@ def check_dtype(x: Tensor) -> None:
         raise TypeError(f"cannot quantize a tensor of layout {x.layout}; give x.to_dense()")
 
 
+def is_dense(x: object) -> bool:
+    """Whether it is a tensor that casts are for: floating point, with all of its elements."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided
+
+
 def refuse_nested(x: Tensor) -> None:
     """Raises NotImplementedError for a nested tensor: the operator @ hides a TypeError."""
     if not torch.compiler.is_compiling() and x.is_nested:

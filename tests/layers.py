@@ -12,7 +12,7 @@ fp8.formats <- fp8.tally <- fp8.casting
 fp8.recipe, fp8.scaled_tensor <- fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
 fp8.casting <- fp8.operands <- fp8.matmul
 fp8.casting <- fp8.kernels <- fp8.proof <- fp8.native
-fp8.traced <- fp8.proof
+fp8.function <- fp8.traced, fp8.proof
 fp8.kept <- fp8.activations
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
 fp8.activations, fp8.products, fp8.checkpoint, fp8.history <- fp8.autocast

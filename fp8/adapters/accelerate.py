@@ -72,7 +72,8 @@ def prepare(
     where: as in `fp8.convert`; with a recipe object of Accelerate's, a function.
 
     Raises ValueError for an Accelerator with mixed_precision="fp8", which would convert the model
-    once more ("no" and "bf16" are right), for a recipe object of another backend, and for settings
+    once more ("no" and "bf16" are right), for a second model, for a recipe object of another
+    backend, and for settings
     that nothing computes: an interval other than 1, override_linear_precision, the format E5M2;
     TypeError for another order of arguments.
     """
@@ -85,6 +86,11 @@ def prepare(
         raise ValueError(
             "Accelerator(mixed_precision='fp8') converts the model itself: make it with 'no' or "
             "'bf16', and give its recipe object to this function"
+        )
+    if any(isinstance(other, nn.Module) for other in others):
+        raise ValueError(
+            "prepare converts one model, got another: call it for each, with its own optimizer, or "
+            "accelerator.prepare for one that is to stay as it is"
         )
     plan = _plan(accelerator, model, recipe, backend, opt_level, where)
     if plan.opt_level == "O3" and plan.backend in ADAPTERS:

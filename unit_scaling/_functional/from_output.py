@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fp8.function import apply
+from fp8.function import in_graph
 
 from ..scale import scale_both
 
@@ -59,6 +59,7 @@ KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
+@in_graph
 class _FromOutput(Function):
     """``fwd * f(x)``, with ``bwd`` times its gradient."""
 
@@ -83,4 +84,6 @@ class _FromOutput(Function):
 
 def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
     """``fwd * f(input)``; ``bwd`` times the gradient. settings: the arguments of f after input."""
-    return apply(_FromOutput, input, name, fwd, bwd, *settings)
+    from fp8.traced import apply
+
+    return apply("_FromOutput", input, name, fwd, bwd, *settings)

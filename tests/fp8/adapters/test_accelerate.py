@@ -284,6 +284,8 @@ def test_bad_input(te):
         accelerate.prepare(model, adam(model))
     with pytest.raises(TypeError, match=r"prepare needs an nn.Module, got AdamW"):
         accelerate.prepare(accelerator, adam(model), model)
+    with pytest.raises(ValueError, match="prepare converts one model, got another"):
+        accelerate.prepare(accelerator, model, adam(model), Model())
     with pytest.raises(ValueError, match="unknown opt_level 'O4'"):
         accelerate.prepare(accelerator, model, adam(model), opt_level="O4")
     assert type(model.up) is nn.Linear
