@@ -1,5 +1,5 @@
-"""Weights at a level, changed by what their formats round away: it works in no other way than right,
-or a warning says so."""
+"""Weights at a level, changed by what their formats round away: it works as it should, or a warning
+says so."""
 
 import pytest
 import torch
