@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fp8.function import in_graph
+from fp8.function import in_graph, taken_as_constant
 from fp8.matmul import active_recipe
 
 from ..scale import scale_both, scale_output
@@ -115,6 +115,11 @@ KERNELS: dict[str, Kernel] = {
 """Name -> how it is computed."""
 
 
+@taken_as_constant
+def _keeps_input(name: str) -> bool:
+    return KERNELS[name].keeps_input
+
+
 @in_graph
 class _Activation(Function):
     """``fwd * f(x)``, with ``bwd`` times its gradient."""
@@ -146,9 +151,8 @@ def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any)
     """
     from fp8.traced import apply
 
-    kernel = KERNELS[name]
     recipe = active_recipe() if name == "relu" else None
-    ours = input.requires_grad and (input.is_cpu or not kernel.keeps_input)
+    ours = input.requires_grad and (input.is_cpu or not _keeps_input(name))
     if ours and not (recipe and recipe.saved_activations):
         return apply("_Activation", input, name, fwd, bwd, *settings)
-    return scale_output(kernel.function(input, *settings), fwd, bwd, fresh=False)
+    return scale_output(KERNELS[name].function(input, *settings), fwd, bwd, fresh=False)
