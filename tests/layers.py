@@ -4,7 +4,8 @@
 #: A name stands for everything below it. `unit_scaling` may import all of `fp8`, `fp8` nothing of
 #: `unit_scaling`; the modules of one name may import each other where that makes no circle.
 LAYERS = """
-fp8.formats, fp8.function, fp8.rounding <- fp8.quantize <- fp8.scaling
+fp8.names <- fp8.formats, fp8.where, fp8.adapters
+fp8.formats, fp8.function, fp8.random_bits, fp8.rounding <- fp8.quantize <- fp8.scaling
 fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor
 fp8.formats <- fp8.tally <- fp8.casting
@@ -23,7 +24,7 @@ fp8.function <- fp8.layer_norm2d_kernels <- fp8.layer_norm2d
 fp8.layer_norm2d, fp8.matmul <- fp8.norm
 fp8.norm, fp8.report, fp8.subclass <- fp8.low_precision
 
-fp8.moments, fp8.scaled_tensor <- fp8.optim_state <- fp8.adam <- fp8.optim
+fp8.moments, fp8.scaled_tensor <- fp8.optim_state <- fp8.adam_step <- fp8.adam <- fp8.optim
 fp8.optim_state <- fp8.optim_base <- fp8.sgd <- fp8.optim
 fp8.optim_state, fp8.subclass <- fp8.scaled_weights
 fp8.report, fp8.scaled_tensor, fp8.subclass <- fp8.level_state

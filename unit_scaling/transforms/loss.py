@@ -20,10 +20,10 @@ import torch
 from .._functional.losses import reduction_of
 from ..ops import find_op
 from .calls import AVERAGES, LOSSES, MOVES, UNRULED_LOSSES
-from .flow import Flow
+from .flow import Flow, reached
 from .record import DISTRIBUTION, Node, Slot
 from .results import Results
-from .steps import Step
+from .steps import Decision, Step
 
 __all__ = ["Loss"]
 
@@ -83,14 +83,11 @@ class Loss:
         return [i.slot for i in outside if nodes[i.node].live and not data[i.node]]
 
     def _made_of(self, results: Results) -> set[int]:
-        found = {index for index, slots in self.parts.items() if () in slots}
-        todo = list(found)
-        while todo:
-            new = set(self.flow.sources[todo.pop()]) - found
-            new = {i for i in new if not (self.flow.is_product(i) or results.mixes[i])}
-            found |= new
-            todo += new
-        return found
+        def sources(index: int) -> list[int]:
+            above = self.flow.sources[index]
+            return [i for i in above if not (self.flow.is_product(i) or results.mixes[i])]
+
+        return reached([i for i, slots in self.parts.items() if () in slots], sources)
 
     # The factor
 
@@ -103,7 +100,7 @@ class Loss:
         """The bridges that are not in a loss of several parts, whose gradients have no factor."""
         return [bridge and index not in self.above for index, bridge in enumerate(bridges)]
 
-    def decide(self, index: int, step: Step | None) -> tuple[Step | None, str, str]:
+    def decide(self, index: int, step: Step | None) -> Decision:
         """As a decision of the plan. step: what the call has to do as it is."""
         if index not in self.parts:
             return step, "unchanged", "in a loss of several parts"

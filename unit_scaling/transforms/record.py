@@ -125,14 +125,6 @@ class Graph:
 
     nodes: list[Node] = field(default_factory=list)
 
-    def consumers(self) -> list[list[int]]:
-        """For each node, those that read it, in order."""
-        readers: list[list[int]] = [[] for _ in self.nodes]
-        for index, node in enumerate(self.nodes):
-            for source in dict.fromkeys(i.node for i in node.inputs):
-                readers[source].append(index)
-        return readers
-
 
 def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
     """The tensors of arguments, through lists, tuples and dicts, each with its slot."""

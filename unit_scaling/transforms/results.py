@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 from ..ops import find_op
 from .calls import ELEMENTWISE, LINEAR, MOVES, RANGED, TRANSPARENT
-from .flow import Flow
-from .steps import Scaling, Step, with_slots
+from .flow import Flow, reached
+from .steps import Decision, Scaling, Step, with_slots
 
 __all__ = ["KEEPS", "Results"]
 
@@ -96,17 +96,11 @@ class Results:
 
     def _origins(self, index: int) -> set[int]:
         """The last products that a value comes from."""
-        seen, todo = {index}, [index]
-        while todo:
-            last = todo.pop()
-            new = set() if self.flow.is_product(last) else set(self.flow.sources[last]) - seen
-            seen |= new
-            todo += new
-        return {i for i in seen if self.flow.is_product(i)}
+        flow = self.flow
+        above = reached([index], lambda i: () if flow.is_product(i) else flow.sources[i])
+        return {i for i in above if flow.is_product(i)}
 
-    def decide(
-        self, index: int, bridge: bool, shares: list[Scaling]
-    ) -> tuple[Step | None, str, str] | None:
+    def decide(self, index: int, bridge: bool, shares: list[Scaling]) -> Decision | None:
         """The decision of the plan for a result that keeps its values; None for any other call.
 
         bridge: whether its gradient may have a factor. shares: factors for parameters.
@@ -140,12 +134,7 @@ class Results:
         """Whether a logarithm is taken of a value, or of what is computed from each element of it:
         ``log(1 - tanh(x)**2)`` has no value for a larger one.
         """
-        nodes, seen, todo = self.flow.nodes, {index}, [index]
-        while todo:
-            new = set(self.flow.readers[todo.pop()]) - seen
-            if any(nodes[i].name.rstrip("_") in _LOGARITHMS for i in new):
-                return True
-            new = {i for i in new if nodes[i].kind in TRANSPARENT | ELEMENTWISE}
-            seen |= new
-            todo += new
-        return False
+        nodes, readers = self.flow.nodes, self.flow.readers
+        kinds = TRANSPARENT | ELEMENTWISE
+        below = reached([index], lambda i: [r for r in readers[i] if nodes[r].kind in kinds])
+        return any(nodes[r].name.rstrip("_") in _LOGARITHMS for i in below for r in readers[i])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8.autocast import outside_compiler
+from fp8.names import check_name
 from fp8.report import Rows, as_table
 from fp8.subclass import check_module
 
@@ -86,9 +87,7 @@ class Verification(Rows[Measurement]):
 
         Raises ValueError for an unknown kind and for one without a range.
         """
-        ranged = [name for name, limits in RANGES.items() if limits is not None]
-        if kind not in ranged:
-            raise ValueError(f"kind is {kind!r}; choose one of {', '.join(map(repr, ranged))}")
+        check_name("kind", kind, [name for name, limits in RANGES.items() if limits is not None])
         inside = [bool(row.inside) for row in self.rows if row.kind == kind]
         return sum(inside) / len(inside) if inside else math.nan
 

@@ -276,7 +276,7 @@ def test_bad_input(te):
         accelerate.prepare(accelerator, model, recipe=3)
     with pytest.raises(ValueError, match="converts the model itself"):
         accelerate.prepare(SimpleNamespace(mixed_precision="fp8"), model)
-    known = "simulate, native, auto, transformer_engine, torchao, msamp"
+    known = "'simulate', 'native', 'auto', 'transformer_engine', 'torchao', 'msamp'"
     for recipe in ("unit", AORecipeKwargs()):
         with pytest.raises(ValueError, match=f"unknown backend 'te'; choose one of {known}"):
             accelerate.prepare(accelerator, model, recipe=recipe, backend="te")
@@ -284,6 +284,8 @@ def test_bad_input(te):
         accelerate.prepare(model, adam(model))
     with pytest.raises(TypeError, match=r"prepare needs an nn.Module, got AdamW"):
         accelerate.prepare(accelerator, adam(model), model)
+    with pytest.raises(ValueError, match="prepare converts one model, got another"):
+        accelerate.prepare(accelerator, model, adam(model), Model())
     with pytest.raises(ValueError, match="unknown opt_level 'O4'"):
         accelerate.prepare(accelerator, model, adam(model), opt_level="O4")
     assert type(model.up) is nn.Linear
