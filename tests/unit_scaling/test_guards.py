@@ -31,7 +31,7 @@ def nodes(space, name: str, *args) -> int:
 X, Y, W, SLOPE, IMAGE = leaf(8, 8), leaf(8, 8), leaf(8), leaf(1), leaf(2, 8, 4)
 CLASSES = torch.arange(8)
 
-#: (torch's function, its arguments) -> how many more nodes ours has, at most, with torch 2.11 to 2.13.
+#: (torch's function, its arguments) -> at most so many more nodes has ours, in torch 2.11 to 2.13.
 MORE = {
     (torch, "add", X, Y): 61,
     (torch, "mul", X, Y): 54,
