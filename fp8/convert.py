@@ -374,6 +374,9 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
         return f"computed by {owner}"
     if why := why_quantized(module):
         return why
+    library = bare_class(module).__module__.partition(".")[0]
+    if library in ADAPTERS:
+        return f"a layer of {library}, which computes its products"
     for parameter in module.parameters(recurse=False):
         if not is_dense(parameter):
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
