@@ -287,3 +287,8 @@ def test_every_calling_form_of_torch(forms):
         assert uu.ops.find_op(func) is op
         got = op.call(args, kwargs, func=func, constraint="to_output_scale")
         torch.testing.assert_close(got, expected)
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="needs a function, got int"):
+        uu.unit_scaled(3)  # type: ignore[type-var]
