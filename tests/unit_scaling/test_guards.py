@@ -93,6 +93,14 @@ def test_changed_settings_are_seen(given: tuple, changes: list[dict]):
         torch.testing.assert_close(got, expected)
 
 
+def test_changed_settings_of_an_own_function_are_seen():
+    snake = uu.unit_scaled(lambda x, a=1.0, b=1.0: x + (a * x).sin().square() / b)
+    torch._dynamo.reset()
+    compiled = torch.compile(snake, backend="aot_eager", fullgraph=True)
+    for a, b, mult in [(1.0, 1.0, 1.0), (2.0, 1.5, 1.0), (0.5, 2.0, 3.0), (1.0, 1.0, 1.0)]:
+        torch.testing.assert_close(compiled(X, a, b=b, mult=mult), snake(X, a, b=b, mult=mult))
+
+
 def test_changed_surroundings_are_seen():
     """The rows of a batch, the gradient mode and autocast."""
     torch._dynamo.reset()

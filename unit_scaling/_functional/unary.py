@@ -101,8 +101,9 @@ def _given(
     if len(args) >= len(defaults):  # inplace is by name
         raise TypeError(f"{name} takes {len(defaults)} arguments by position")
     given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
-    known = {key: specialised(value) for key, value in given.items()}
-    return known.pop("mult"), known.pop("constraint"), known.pop("inplace"), known
+    if is_compiling():
+        given = {key: specialised(value) for key, value in given.items()}
+    return given.pop("mult"), given.pop("constraint"), given.pop("inplace"), given
 
 
 def _kernel(name: str, input: Tensor) -> Callable[..., Tensor] | None:
