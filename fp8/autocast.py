@@ -24,6 +24,7 @@ from .checkpoint import checkpointed, in_reentrant
 from .function import FIRST_LOOK, called
 from .history import AmaxHistory
 from .matmul import ACTIVE, Block, active_recipe, checked_backend
+from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
 
@@ -107,27 +108,28 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.block.opaque == "pass":
+        recipe = active_recipe()
+        if recipe is None:
             return called(function, args, kwargs)
         handler = PRODUCTS.get(function)
         if handler is not None:
             if not self.block.reenters and in_reentrant():
                 raise RuntimeError(_REENTRANT)
-            result = handler(active_recipe(), *args, **kwargs)
+            result = handler(recipe, *args, **kwargs)
             if isinstance(result, str):
                 _leave(function, result)
             elif result is not NotImplemented:
                 return result
         elif function is checkpoint:
-            _check_recomputes(active_recipe())
+            _check_recomputes(recipe)
             return checkpointed(self, *args, **kwargs)
         elif function in EXPANDED:
             with self.block:
                 return EXPANDED[function](*args, **kwargs)
         elif function in OPAQUE:
             _leave(function, OPAQUE[function])
-        elif function in ACTIVATIONS:
-            result = _activation(function, args, kwargs)
+        elif function in ACTIVATIONS and recipe.saved_activations is not None:
+            result = ACTIVATIONS[function](recipe.saved_activations, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         return called(function, args, kwargs)
@@ -180,18 +182,16 @@ class autocast:
         backend: str = "simulate",
         enabled: bool = True,
     ) -> None:
-        if opaque not in ("raise", "warn"):
-            raise ValueError(f"opaque must be 'raise' or 'warn', not {opaque!r}")
-        self.recipe = get_recipe(recipe)
-        if not enabled:
-            self.recipe, opaque, backend = Recipe(name="off"), "pass", "simulate"
-        if self.recipe.keeps_history and not isinstance(history, AmaxHistory):
+        check_name("opaque", opaque, ("raise", "warn"))
+        chosen = get_recipe(recipe)
+        if enabled and chosen.keeps_history and not isinstance(history, AmaxHistory):
             raise ValueError(
-                f'recipe {self.recipe.name!r} has scaling "delayed": give it a place to remember, '
+                f'recipe {chosen.name!r} has scaling "delayed": give it a place to remember, '
                 f"history=fp8.AmaxHistory(), not {history!r}"
             )
+        self.recipe = chosen if enabled else None
         self.opaque = opaque
-        self.backend = checked_backend(backend, self.recipe)
+        self.backend = checked_backend(backend, chosen) if enabled else "simulate"
         self.history = history
         #: Whether what is recomputed in the backward pass opens the block again by itself.
         self.reenters = False
@@ -233,14 +233,6 @@ class autocast:
         return inside
 
 
-def _activation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call in ACTIVATIONS; NotImplemented where the recipe leaves it as it is."""
-    recipe = active_recipe()
-    if recipe is None or recipe.saved_activations is None:
-        return NotImplemented
-    return ACTIVATIONS[function](recipe.saved_activations, *args, **kwargs)
-
-
 _REENTRANT = (
     "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "
     "block, without casts: use checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts) "
@@ -248,8 +240,8 @@ _REENTRANT = (
 )
 
 
-def _check_recomputes(recipe: Recipe | None) -> None:
-    if recipe is not None and recipe.keeps_history:
+def _check_recomputes(recipe: Recipe) -> None:
+    if recipe.keeps_history:
         raise NotImplementedError(
             f"recipe {recipe.name!r} cannot be checkpointed: what is recomputed would have other "
             'scales, as scaling "delayed" has moved on'
@@ -271,13 +263,14 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     if not ACTIVE.blocks:
         return nullcontext(), nullcontext()
     block = ACTIVE.blocks[-1]
-    _check_recomputes(block.recipe)
+    if block.recipe is not None:
+        _check_recomputes(block.recipe)
     return nullcontext(), _again(block)
 
 
 def _again(block: Any) -> autocast:
     """One like ``block``, a `Block` or an autocast."""
-    if block.opaque == "pass":
+    if block.recipe is None:
         return autocast(enabled=False)
     given: dict[str, Any] = {"history": block.history, "backend": block.backend}
     return autocast(block.recipe, opaque=block.opaque, **given)
@@ -285,8 +278,6 @@ def _again(block: Any) -> autocast:
 
 def _leave(function: Callable[..., Any], why: str) -> None:
     """Says that a call is not cast, as the innermost block wants it."""
-    if ACTIVE.blocks[-1].opaque == "pass":
-        return
     message = f"{function.__name__} cannot run under fp8.autocast: {why}"
     if ACTIVE.blocks[-1].opaque == "raise":
         raise NotImplementedError(message)

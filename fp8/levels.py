@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from .convert import LAYERS, check_ready, convert
 from .level_optimizer import settings_of, take_over
+from .names import check_name
 from .optim import AdamW
 from .recipe import Recipe, get_recipe
 from .scaled_tensor import DTYPES, ScaledTensor
@@ -125,8 +126,7 @@ def initialize(
 
 
 def _level(name: str) -> Level:
-    if not isinstance(name, str) or name not in LEVELS:
-        raise ValueError(f"unknown opt_level {name!r}; choose one of {', '.join(LEVELS)}")
+    check_name("opt_level", name, LEVELS)
     return LEVELS[name]
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..convert import ADAPTERS, convert, expand, revert
 from ..levels import initialize
 from ..matmul import BACKENDS
+from ..names import check_name
 from ..recipe import Recipe
 from ..subclass import check_module
 from ..swap import Where
@@ -133,9 +134,7 @@ def _plan(
     opt_level: str | None,
     where: str | Where | None,
 ) -> _Plan:
-    known = (*BACKENDS, *ADAPTERS, "msamp")
-    if backend not in known:
-        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(known)}")
+    check_name("backend", backend, (*BACKENDS, *ADAPTERS, "msamp"))
     if isinstance(recipe, str | Recipe):
         level = opt_level or ("O2" if backend == "msamp" else None)
         return _Plan(recipe=recipe, backend=backend, opt_level=level, where=where, options={})

@@ -93,3 +93,15 @@ def test_checkpointing_of_the_block_itself():
     y = checkpoint(run, use_reentrant=False)
     (got,) = torch.autograd.grad(y.square().sum(), layer.weight)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast("unit")])
+def test_disabled_it_is_recomputed_as_it_was(around):
+    x = randn(4, 8).requires_grad_()
+    with around():
+        with fp8.autocast(enabled=False):
+            again = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
+            y = checkpoint(lambda x: (x @ x.mT) @ x, x, **again)
+        y.square().sum().backward()
+    (expected,) = torch.autograd.grad(((x @ x.mT) @ x).square().sum(), x)
+    assert torch.equal(x.grad, expected)

@@ -276,7 +276,7 @@ def test_bad_input(te):
         accelerate.prepare(accelerator, model, recipe=3)
     with pytest.raises(ValueError, match="converts the model itself"):
         accelerate.prepare(SimpleNamespace(mixed_precision="fp8"), model)
-    known = "simulate, native, auto, transformer_engine, torchao, msamp"
+    known = "'simulate', 'native', 'auto', 'transformer_engine', 'torchao', 'msamp'"
     for recipe in ("unit", AORecipeKwargs()):
         with pytest.raises(ValueError, match=f"unknown backend 'te'; choose one of {known}"):
             accelerate.prepare(accelerator, model, recipe=recipe, backend="te")
