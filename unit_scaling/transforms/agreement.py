@@ -51,6 +51,9 @@ _LOSSES: dict[str, Shares] = {"ctc_loss": (0.6, 0.6, 0.0)}
 measured for logits near 0, 0.57 to 0.81 and 0.52 to 0.79 for labels that fill up to 0.4 of them.
 """
 
+_REGRESSIONS = frozenset("mse_loss smooth_l1_loss huber_loss".split())
+"""Losses whose gradient is the output less the target: half of it is of the output."""
+
 _NEAR_ONE = 0.5
 """Growth that is nearer to 1 than this is let be: a factor costs a pass over the weight."""
 
@@ -86,9 +89,10 @@ class Agreement:
         if node.kind not in AVERAGES or op is None or len(self.flow.sources[index]) != 1:
             return None
         (i,), kept = self._inputs(index), op.scales(node.args, node.kwargs, func=node.function)
-        agreement = self.values[i.node][0]
-        many = kept["output"] != 1 and agreement * i.numel > node.numel
-        return agreement**-0.5 if many else None
+        agreement, count = self.values[i.node][0], i.numel / max(1, node.numel)
+        if kept["output"] == 1:  # a statistic, if anything but products reads it
+            return _energy(agreement, count) ** -0.5 if self.flow.feeds_products(index) else None
+        return agreement**-0.5 if agreement * count > 1 else None
 
     def own(self, index: int) -> tuple[tuple[Scaling, ...], str]:
         """Factors for the gradients of the weights of a product, and what to say of them."""
@@ -99,6 +103,18 @@ class Agreement:
         slots = [i.slot for i in computed if len(self.flow.nodes[i.node].shape) > 1]
         why = f"gradient of the weight divided by {growth:.3g}: positions agree"
         return tuple((slot, 1.0, 1 / growth) for slot in slots), why if slots else ""
+
+    def handed(self, index: int, i: Input) -> float:
+        """How much positions of the gradient agree that a call hands to an argument."""
+        return self._handed(index, self.flow.nodes[index], i, self.gradients[index])[1][0]
+
+    def attended(self, index: int, i: Input) -> float:
+        """The energy of the gradient that attention hands to its values for each query that a key
+        has, over that of independent queries; 0 for queries and keys, whose own is small.
+        """
+        if i is not _value_of(self._inputs(index)):
+            return 0.0
+        return 1 + (self.flow.nodes[index].shape[-2] - 1) * self.gradients[index][0]
 
     def _growth(self, index: int) -> float:
         """The RMS of the gradient of a product's weight, over that of independent positions."""
@@ -128,7 +144,7 @@ class Agreement:
         if not inputs:
             return _of_table(node) if node.kind == "embedding" else _NONE
         values = [self.values[i.node] for i in inputs]
-        if self._is_attention(index):
+        if self.is_attention(index):
             return self._attended(index, node, self.values[_value_of(inputs).node], 2.0)
         if node.kind in ("mul", "div"):
             return _NONE if self.flow.inverts(index) else _product(values)
@@ -189,7 +205,8 @@ class Agreement:
         energy = _energy(a, i.numel / max(1, node.numel))
         return 1.0 if self._positions(index) == 1 else a / energy, c / energy, level / energy
 
-    def _is_attention(self, index: int) -> bool:
+    def is_attention(self, index: int) -> bool:
+        """Whether a call is attention, or the product of its weights and values."""
         return index in self._weighed or self.flow.nodes[index].kind in ATTENTION
 
     def _attended(self, index: int, node: Node, shares: Shares, past: float) -> Shares:
@@ -238,9 +255,11 @@ class Agreement:
         weights, _ = self.residuals.adds.get(index, ((), ""))
         if node.name in _LOSSES:
             return energy, _LOSSES[node.name]
+        if node.kind in _REGRESSIONS:
+            return energy, _times(self.values[i.node], 0.5)
         energy *= math.prod(backward**2 for slot, _, backward in weights if slot == i.slot)
         inputs = self._inputs(index)
-        if self._is_attention(index):
+        if self.is_attention(index):
             if i is not _value_of(inputs):
                 return 0.0, _NONE
             return energy, self._attended(index, node, pair, 1.0)

@@ -33,6 +33,7 @@ __all__ = [
     "PRODUCTS",
     "RANGED",
     "RECURRENT",
+    "SCATTERS",
     "SELECTIONS",
     "TRANSPARENT",
     "UNRULED_LOSSES",
@@ -130,6 +131,9 @@ AVERAGES = frozenset(
 )
 """Kinds that average over positions."""
 
+SCATTERS = frozenset("index_add scatter_add scatter_reduce".split())
+"""Kinds that sum rows up where an index says."""
+
 MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
 """Kinds that move elements about and change none."""
 
@@ -191,7 +195,7 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
 
 
 def _kinds() -> dict[Callable[..., Any], str]:
-    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, UNRULED_LOSSES)
+    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, SCATTERS, UNRULED_LOSSES)
     names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS])
     table = {function: kind for kind in names for function in _spellings(kind)}
     table |= {torch.Tensor.T.__get__: "t", torch.Tensor.mT.__get__: "transpose"}  # type: ignore[attr-defined]

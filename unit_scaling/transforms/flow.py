@@ -87,6 +87,14 @@ class Flow:
                     return found
         return None
 
+    def feeds_products(self, index: int) -> bool:
+        """Whether products read the result of a call, moved at most, and nothing else does."""
+        readers = self.readers[index]
+        moves = (r for r in readers if not self.is_product(r))
+        return bool(readers) and all(
+            self.nodes[r].kind in TRANSPARENT and self.feeds_products(r) for r in moves
+        )
+
     def between(self, start: int, end: int) -> list[int]:
         """The nodes of all paths from ``start`` (left out) to ``end``, in order; [] if none.
 

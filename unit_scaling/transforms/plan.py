@@ -26,6 +26,7 @@ from ..ops import OPS, find_op
 from .agreement import Agreement
 from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
+from .collected import Collected
 from .flow import Flow
 from .growth import gradient_factors
 from .loss import Loss
@@ -83,6 +84,9 @@ class _Planner:
         self.bridges = self.loss.without(flow.bridges(units, closed))
         self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
+        fixed = {i for i in range(len(self.nodes)) if i in self.carried or i in self.results.terms}
+        fixed |= self.loss.numbers | self.loss.above
+        self.collected = Collected(flow, self.bridges, self.residuals, self.agreement, fixed)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
@@ -121,6 +125,9 @@ class _Planner:
         own, because = self.agreement.own(index) if done == "scaled" else ((), "")
         if own:
             step, why = replace(step or Step(), own=own), f"{why}{', ' if why else ''}{because}"
+        if index in self.collected:
+            step, because = self.collected.added(index, step)
+            done, why = done or "scaled", f"{why}{', ' if why else ''}{because}"
         if splits:
             step = with_slots(step, splits)
             if node.key is None:
