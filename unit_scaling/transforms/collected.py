@@ -16,23 +16,33 @@ what is not known hands on what it gets.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from ..ops import find_op
 from .agreement import Agreement
-from .calls import AVERAGES, SCATTERS, TRANSPARENT
+from .calls import AVERAGES, ELEMENTWISE, PRODUCTS, SCATTERS, TRANSPARENT
 from .flow import Flow
 from .record import Input, Node, Slot, tensors_in
 from .residuals import Residuals
 from .steps import Scaling, Step, with_slots
+from .units import Unit
 
 __all__ = ["Collected"]
 
 _ADDS = frozenset(["add", "sub"])
 _SPREADS = _ADDS | frozenset(["mul", "div"])
 _READS = TRANSPARENT | frozenset(["gather"])
-_PAIRS = frozenset("matmul bmm mm".split())
+_KNOWN = (
+    ELEMENTWISE
+    | PRODUCTS
+    | AVERAGES
+    | SCATTERS
+    | frozenset("sum cat stack pad where masked_fill max_pool1d max_pool2d max_pool3d".split())
+    | frozenset("batch_norm layer_norm rms_norm group_norm instance_norm".split())
+)
+"""Kinds that what is collected is followed through."""
+
 _NEAR = 1.0
 """How many powers of 2 the RMS of a gradient may be from 1: a gauge costs a pass over it."""
 
@@ -53,8 +63,9 @@ class _Part:
 class Collected:
     """The gauges of a graph, and the factors that put them on and off.
 
-    fixed: calls that have none: the loss, and loops. slots: call -> factors for the gradients of
-    its arguments. own: the same, where they are the call's own doing.
+    units: by last call; each is one call here. fixed: calls without a gauge: the loss, and loops.
+    slots: call -> factors for the gradients of its arguments. own: the same, where they are the
+    call's own doing.
     """
 
     def __init__(
@@ -63,24 +74,27 @@ class Collected:
         bridges: list[bool],
         residuals: Residuals,
         agreement: Agreement,
+        units: Mapping[int, Unit],
         fixed: Collection[int],
     ) -> None:
         self.flow, self.bridges, self.residuals = flow, bridges, residuals
         self.agreement, self._fixed = agreement, fixed
         self.slots: dict[int, list[Scaling]] = {}
         self.own: dict[int, list[Scaling]] = {}
-        closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
+        self._units = {call: unit for unit in units.values() for call in unit.calls}
         self._pinned = self._unreached()
+        self._closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
         self._gauges = [1.0] * len(flow.nodes)
+        found = [(1.0, False)] * len(flow.nodes)  # energy without the gauge, whether collected
         parts: list[list[_Part]] = [[] for _ in flow.nodes]
         for index in reversed(range(len(flow.nodes))):
-            energy, collected = self._gauge(index, parts[index])
-            for p in () if closed[index] else parts[index]:
-                before, after = self._gauges[index], p.gauge
-                self._put(p.call, p.slot, p.energy * after**2, before / after)
+            unit = self._units.get(index)
+            end = index if unit is None else unit.calls[-1]
+            found[index] = self._weighed(index, parts[index]) if end == index else found[end]
+            self._gauges[index] = self._gauges[end]
             for i in flow.nodes[index].inputs:
-                if i.node in flow.sources[index]:
-                    parts[i.node].append(self._handed(index, i, energy, collected))
+                if i.node in flow.sources[index] and (unit is None or i.node == unit.entry):
+                    parts[i.node].append(self._handed(index, i, *found[index]))
 
     def __contains__(self, index: int) -> bool:
         return index in self.slots or index in self.own
@@ -99,23 +113,29 @@ class Collected:
         for index, node in enumerate(self.flow.nodes):
             if node.function is not None and (node.key is None or node.inside):
                 found |= {index, *self.flow.sources[index]}
-            elif node.name.endswith("_") and not node.name.endswith("__"):
-                written = {i.node for i in node.inputs if i.slot == (0,)}
-                found |= {index, *written} if written & set(self.flow.sources[index]) else set()
+            elif _writes(node):
+                found |= {index, *(i.node for i in node.inputs if i.slot == (0,))}
         return found
 
-    def _gauge(self, index: int, parts: list[_Part]) -> tuple[float, bool]:
-        """(energy of the gradient of a value, whether it is collected); notes its gauge."""
+    def _weighed(self, index: int, parts: list[_Part]) -> tuple[float, bool]:
+        """(energy of the gradient of a value, whether it is collected); notes its gauge.
+
+        Where a path joins on which nothing is collected, its gradient alone counts.
+        """
         if not parts or index in self._fixed:
-            return 1.0, False
-        energy, collected = sum(p.energy for p in parts), any(p.collected for p in parts)
-        if index in self._pinned or not energy:
-            return energy, collected
-        gauge = min(sorted({p.gauge for p in parts}), key=lambda g: _distance(energy * g * g))
-        callers = [p.call for p in parts if p.collected]
-        if collected and any(map(self.flow.is_product, [index, *callers])):
-            gauge = _gauge(energy, gauge)
-        self._gauges[index] = gauge
+            energy, collected, near = 1.0, False, {1.0}
+        else:
+            plain = [p for p in parts if p.energy and not p.collected]
+            energy, collected = sum(p.energy for p in plain or parts), not plain
+            near = {p.gauge for p in plain or parts}
+        if index not in self._pinned and energy:
+            gauge = min(sorted(near), key=lambda g: _distance(energy * g * g))
+            callers = [p.call for p in parts if p.collected]
+            if collected and any(map(self.flow.is_product, [index, *callers])):
+                gauge = _gauge(energy, gauge)
+            self._gauges[index] = gauge
+        for p in () if self._closed[index] else parts:
+            self._put(p.call, p.slot, p.energy * p.gauge**2, self._gauges[index] / p.gauge)
         return energy, collected
 
     def _put(self, call: int, slot: Slot, energy: float, factor: float) -> None:
@@ -129,14 +149,14 @@ class Collected:
     # What calls hand back
 
     def _handed(self, index: int, i: Input, energy: float, collected: bool) -> _Part:
-        if index in self._fixed:
-            return _Part(index, i.slot, 1.0, self._gauges[index], False)
         node, gauge = self.flow.nodes[index], self._gauges[index]
         gain, collects = self._gain(index, node, i)
+        if index in self._fixed or math.isnan(gain):
+            return _Part(index, i.slot, gauge**-2, gauge, gauge != 1)
         collected = bool(gain) and (collected or collects)
         if self.bridges[index]:
-            energy *= gain * gauge**2
-            if collected and i.node not in self._pinned and index not in self._pinned:
+            if collected and not self._pinned & {index, i.node}:
+                energy *= gain * gauge**2
                 self._put(index, i.slot, energy, _gauge(energy))
             return _Part(index, i.slot, 1.0, 1.0, False)
         weights, _ = self.residuals.adds.get(index, ((), ""))
@@ -145,31 +165,46 @@ class Collected:
         return _Part(index, i.slot, energy * gain, gauge, collected)
 
     def _gain(self, index: int, node: Node, i: Input) -> tuple[float, bool]:
-        """(energy of the gradient of an argument for that of the result, whether it collects)."""
-        copies = node.numel / (i.numel or 1)
+        """(energy of the gradient of an argument for that of the result, NaN if it is not known,
+        whether it collects).
+        """
+        copies, unit = node.numel / (i.numel or 1), self._units.get(index)
+        if unit is not None:
+            return self._of_unit(unit), False
         if self.agreement.is_attention(index):
             return self.agreement.attended(index, i) * copies, True
         if node.kind in _READS:
             energy = self._summed(index, node, i, copies) if copies > 1 else copies
             return energy, copies > 1
-        if self.bridges[index]:
-            return 1.0, False  # its rule has no constraint
+        if node.kind not in _KNOWN:
+            return math.nan, False
+        if self.bridges[index] or index in self.residuals.adds:
+            return 1.0, False  # bridges have rules without a constraint
         if node.kind in _SPREADS and copies > 1:
             terms = len(self.flow.sources[index]) if node.kind in _ADDS else 1
             return self._summed(index, node, i, copies) / terms, True
-        if node.kind in _PAIRS and len(self.flow.sources[index]) > 1:
-            return _tied(node, i), True
-        if node.kind in AVERAGES:
+        if node.kind in SCATTERS:
+            return copies, False
+        if node.kind in AVERAGES | {"sum"}:
             factor = self.agreement.average(index)
-            return (copies * (_output(node) if factor is None else factor)) ** 2, False
-        return (_output(node) ** 2, False) if node.kind == "sum" else (1.0, False)
+            mean = 1.0 if node.kind == "sum" else copies
+            return (mean * (_output(node) if factor is None else factor)) ** 2, False
+        pair = node.kind in PRODUCTS and len(self.flow.sources[index]) > 1
+        return _tied(node, i), pair
+
+    def _of_unit(self, unit: Unit) -> float:
+        """The energy for each of the arguments by which the value goes in."""
+        if unit.name == "softmax":
+            return math.nan
+        slots = [i for call in unit.calls for i in self.flow.nodes[call].inputs]
+        entries = sum(i.node == unit.entry for i in slots)
+        return (unit.output / unit.input) ** 2 / entries
 
     def _summed(self, index: int, node: Node, i: Input, copies: float) -> float:
         """The energy of a sum of so many gradients; those of positions agree."""
         here, there = node.shape, self.flow.nodes[i.node].shape
         agrees = 0.0 if _repeats_features(there, here) else self.agreement.handed(index, i)
         return copies * (1 + (copies - 1) * agrees)
-
 
 
 def _distance(energy: float) -> float:
@@ -181,6 +216,12 @@ def _gauge(energy: float, gauge: float = 1.0) -> float:
     """The gauge for a gradient of this energy: the one given, if that is near enough."""
     near = _distance(energy * gauge**2) <= _NEAR
     return gauge if near or not energy else 2.0 ** -round(math.log2(energy) / 2)
+
+
+def _writes(node: Node) -> bool:
+    """Whether a call writes its first argument: what a factor gives it is not to be written."""
+    written = node.name.startswith("__i") or (node.name[-1:] == "_" and node.name[-2:] != "__")
+    return written and (node.kind in _SPREADS or find_op(node.function) is None)
 
 
 def _output(node: Node) -> float:

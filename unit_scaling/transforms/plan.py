@@ -86,7 +86,9 @@ class _Planner:
         self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
         fixed = {i for i in range(len(self.nodes)) if i in self.carried or i in self.results.terms}
         fixed |= self.loss.numbers | self.loss.above
-        self.collected = Collected(flow, self.bridges, self.residuals, self.agreement, fixed)
+        self.collected = Collected(
+            flow, self.bridges, self.residuals, self.agreement, self.units, fixed
+        )
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
