@@ -33,6 +33,7 @@ __all__ = ["Collected"]
 _ADDS = frozenset(["add", "sub"])
 _SPREADS = _ADDS | frozenset(["mul", "div"])
 _READS = TRANSPARENT | frozenset(["gather"])
+_PARTS = frozenset("chunk split unbind tensor_split hsplit vsplit dsplit".split())
 _KNOWN = (
     ELEMENTWISE
     | PRODUCTS
@@ -50,7 +51,7 @@ _NEAR = 1.0
 @dataclass(frozen=True)
 class _Part:
     """What a call hands back to an argument: the energy of the gradient without its gauge, the
-    gauge, and whether the gradient is collected.
+    gauge, whether the gradient is collected, and whether it is that of a slice.
     """
 
     call: int
@@ -58,6 +59,7 @@ class _Part:
     energy: float
     gauge: float
     collected: bool
+    slice: bool = False
 
 
 class Collected:
@@ -122,12 +124,14 @@ class Collected:
 
         Where a path joins on which nothing is collected, its gradient alone counts.
         """
-        if not parts or index in self._fixed:
-            energy, collected, near = 1.0, False, {1.0}
-        else:
-            plain = [p for p in parts if p.energy and not p.collected]
-            energy, collected = sum(p.energy for p in plain or parts), not plain
-            near = {p.gauge for p in plain or parts}
+        plain = [p for p in parts if p.energy and not p.collected]
+        energy, collected = sum(p.energy for p in parts), bool(parts) and not plain
+        apart = self.flow.nodes[index].kind in _PARTS or all(p.slice for p in parts)
+        if plain and apart:
+            collected = len(plain) < len(parts)
+        elif plain or not parts or index in self._fixed:
+            energy, collected = 1.0, False
+        near = {p.gauge for p in (parts if collected else plain)} or {1.0}
         if index not in self._pinned and energy:
             gauge = min(sorted(near), key=lambda g: _distance(energy * g * g))
             callers = [p.call for p in parts if p.collected]
@@ -162,7 +166,8 @@ class Collected:
         weights, _ = self.residuals.adds.get(index, ((), ""))
         gain *= self.residuals.splits.get((index, i.slot), 1.0) ** 2
         gain *= math.prod(backward**2 for slot, _, backward in weights if slot == i.slot)
-        return _Part(index, i.slot, energy * gain, gauge, collected)
+        slice = node.kind in _READS and node.numel < i.numel
+        return _Part(index, i.slot, energy * gain, gauge, collected, slice)
 
     def _gain(self, index: int, node: Node, i: Input) -> tuple[float, bool]:
         """(energy of the gradient of an argument for that of the result, NaN if it is not known,

@@ -24,7 +24,7 @@ import torch
 
 from ..ops import OPS, find_op
 from .agreement import Agreement
-from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
+from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SCATTERS, SELECTIONS, TRANSPARENT
 from .carried import Carried
 from .collected import Collected
 from .flow import Flow
@@ -33,6 +33,7 @@ from .loss import Loss
 from .record import DISTRIBUTION, Graph, Node, is_sparse, sees_the_past
 from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
+from .scatters import scattered
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
 from .units import Unit, find_units
 from .unread import unread_parts
@@ -163,6 +164,8 @@ class _Planner:
         factor = self.agreement.average(index)
         if factor is not None:
             return self._average(index, node, factor)
+        if node.kind in SCATTERS and (sums := scattered(self.flow, index, self.bridges[index])):
+            return sums
         special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
         decision = special(index, node) if special is not None else None
         return decision or self._by_rule(index, node, kind)

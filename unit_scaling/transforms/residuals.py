@@ -145,8 +145,17 @@ def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[
         if region:
             return at, region
         # x + f(x) + g(x): the second branch leaves where the first did
-        at = adds[at].origin if at in adds else flow.up(at, TRANSPARENT)
+        at = adds[at].origin if at in adds else _moved(flow, at)
     return skip, []
+
+
+def _moved(flow: Flow, index: int) -> int | None:
+    """What a call moves. One that takes no more than half of it makes another value: shifts and scales
+    of a layer come as slices of one tensor.
+    """
+    source = flow.up(index, TRANSPARENT)
+    size = max((i.numel for i in flow.nodes[index].inputs), default=0)
+    return None if 2 * flow.nodes[index].numel <= size else source
 
 
 def _parts(flow: Flow, adds: dict[int, _Branch], branch: _Branch) -> list[_Branch]:
