@@ -29,6 +29,7 @@ __all__ = [
     "LOSSES",
     "MOVES",
     "NEUTRAL",
+    "PARTS",
     "POSITIVE",
     "PRODUCTS",
     "RANGED",
@@ -54,6 +55,9 @@ TRANSPARENT = frozenset(
 
 SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
 """Kinds that take a part of a value."""
+
+PARTS = frozenset("chunk split unbind tensor_split hsplit vsplit dsplit".split())
+"""Kinds that take a value apart."""
 
 CONSTANT = frozenset(
     (

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from ..ops import find_op
 from .agreement import Agreement
-from .calls import AVERAGES, ELEMENTWISE, PRODUCTS, SCATTERS, TRANSPARENT
+from .calls import AVERAGES, ELEMENTWISE, PARTS, PRODUCTS, SCATTERS, TRANSPARENT
 from .flow import Flow
 from .record import Input, Node, Slot, tensors_in
 from .residuals import Residuals
@@ -33,9 +33,8 @@ __all__ = ["Collected"]
 _ADDS = frozenset(["add", "sub"])
 _SPREADS = _ADDS | frozenset(["mul", "div"])
 _READS = TRANSPARENT | frozenset(["gather"])
-_PARTS = frozenset("chunk split unbind tensor_split hsplit vsplit dsplit".split())
 _KNOWN = (
-    ELEMENTWISE
+    (ELEMENTWISE - {"exp"})
     | PRODUCTS
     | AVERAGES
     | SCATTERS
@@ -85,6 +84,7 @@ class Collected:
         self.own: dict[int, list[Scaling]] = {}
         self._units = {call: unit for unit in units.values() for call in unit.calls}
         self._pinned = self._unreached()
+        self._decays = self._exponentials()
         self._closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
         self._gauges = [1.0] * len(flow.nodes)
         found = [(1.0, False)] * len(flow.nodes)  # energy without the gauge, whether collected
@@ -119,6 +119,15 @@ class Collected:
                 found |= {index, *(i.node for i in node.inputs if i.slot == (0,))}
         return found
 
+    def _exponentials(self) -> set[int]:
+        """Values that are no unit scale: exponentials, as they are, and their products."""
+        found = set[int]()
+        for index, node in enumerate(self.flow.nodes):
+            handed = node.kind in TRANSPARENT | {"mul"} and found & set(self.flow.sources[index])
+            if node.kind == "exp" or handed:
+                found.add(index)
+        return found
+
     def _weighed(self, index: int, parts: list[_Part]) -> tuple[float, bool]:
         """(energy of the gradient of a value, whether it is collected); notes its gauge.
 
@@ -126,7 +135,7 @@ class Collected:
         """
         plain = [p for p in parts if p.energy and not p.collected]
         energy, collected = sum(p.energy for p in parts), bool(parts) and not plain
-        apart = self.flow.nodes[index].kind in _PARTS or all(p.slice for p in parts)
+        apart = self.flow.nodes[index].kind in PARTS or all(p.slice for p in parts)
         if plain and apart:
             collected = len(plain) < len(parts)
         elif plain or not parts or index in self._fixed:
@@ -181,7 +190,7 @@ class Collected:
         if node.kind in _READS:
             energy = self._summed(index, node, i, copies) if copies > 1 else copies
             return energy, copies > 1
-        if node.kind not in _KNOWN:
+        if node.kind not in _KNOWN or any(s in self._decays for s in self.flow.sources[index]):
             return math.nan, False
         if self.bridges[index] or index in self.residuals.adds:
             return 1.0, False  # bridges have rules without a constraint
