@@ -141,8 +141,8 @@ class Collected:
         elif plain or not parts or index in self._fixed:
             energy, collected = 1.0, False
         near = {p.gauge for p in (parts if collected else plain)} or {1.0}
-        if index not in self._pinned and energy:
-            gauge = min(sorted(near), key=lambda g: _distance(energy * g * g))
+        if index not in self._pinned:
+            gauge = 1.0 if 1.0 in near else min(near, key=lambda g: _distance(energy * g * g))
             callers = [p.call for p in parts if p.collected]
             if collected and any(map(self.flow.is_product, [index, *callers])):
                 gauge = _gauge(energy, gauge)
@@ -176,6 +176,7 @@ class Collected:
         gain *= self.residuals.splits.get((index, i.slot), 1.0) ** 2
         gain *= math.prod(backward**2 for slot, _, backward in weights if slot == i.slot)
         slice = node.kind in _READS and node.numel < i.numel
+        gain *= i.numel / (self.flow.nodes[i.node].numel or 1)  # of several parts, the largest
         return _Part(index, i.slot, energy * gain, gauge, collected, slice)
 
     def _gain(self, index: int, node: Node, i: Input) -> tuple[float, bool]:
@@ -183,8 +184,11 @@ class Collected:
         whether it collects).
         """
         copies, unit = node.numel / (i.numel or 1), self._units.get(index)
-        if unit is not None:
+        if unit is not None and unit.name != "softmax":
             return self._of_unit(unit), False
+        if unit is not None or node.kind == "softmax":
+            end = index if unit is None else unit.calls[-1]
+            return (math.nan if self.flow.weighs(end) is None else 0.0), False
         if self.agreement.is_attention(index):
             return self.agreement.attended(index, i) * copies, True
         if node.kind in _READS:
@@ -208,8 +212,6 @@ class Collected:
 
     def _of_unit(self, unit: Unit) -> float:
         """The energy for each of the arguments by which the value goes in."""
-        if unit.name == "softmax":
-            return math.nan
         slots = [i for call in unit.calls for i in self.flow.nodes[call].inputs]
         entries = sum(i.node == unit.entry for i in slots)
         return (unit.output / unit.input) ** 2 / entries
