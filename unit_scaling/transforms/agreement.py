@@ -32,7 +32,7 @@ from .residuals import Residuals, leans
 from .steps import Scaling
 from .units import Unit, run_unit
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "is_read_by_positions"]
 
 Shares = tuple[float, ...]
 """The agreement of two positions of one sample, of positions of two samples, and the share of the
@@ -53,6 +53,9 @@ measured for logits near 0, 0.57 to 0.81 and 0.52 to 0.79 for labels that fill u
 
 _REGRESSIONS = frozenset("mse_loss smooth_l1_loss huber_loss".split())
 """Losses whose gradient is the output less the target: half of it is of the output."""
+
+_SPREADS = frozenset("add sub mul div expand expand_as broadcast_to".split())
+"""Kinds in which many positions read a value."""
 
 _NEAR_ONE = 0.5
 """Growth that is nearer to 1 than this is let be: a factor costs a pass over the weight."""
@@ -143,7 +146,7 @@ class Agreement:
             return self._of_unit(index, self._ends[index])
         if not inputs:
             return _of_table(node) if node.kind == "embedding" else _NONE
-        values = [self.values[i.node] for i in inputs]
+        values = [self._spread_over(node, i) for i in inputs]
         if self.is_attention(index):
             return self._attended(index, node, self.values[_value_of(inputs).node], 2.0)
         if node.kind in ("mul", "div"):
@@ -164,12 +167,19 @@ class Agreement:
             return _centred(self.values[inputs[0].node], self.values[inputs[0].node][2])
         weights, _ = self.residuals.adds.get(index, ((), ""))
         squares = {slot: forward**2 for slot, forward, _ in weights}
-        terms = [(squares.get(i.slot, 1.0), self.values[i.node]) for i in inputs]
+        terms = [(squares.get(i.slot, 1.0), self._spread_over(node, i)) for i in inputs]
         if node.kind == "add":
             rows = [i for i in node.inputs if i.numel > node.shape[-1:][0]] if node.shape else []
             terms += [(1.0, _NONE) for i in rows if self.flow.nodes[i.node].computed]
         a, c, level = _mean(terms)
         return a, c, 0.0 if node.kind in PRODUCTS else level
+
+    def _spread_over(self, node: Node, i: Input) -> Shares:
+        """Of an argument where a call reads it: all positions that read one value agree."""
+        a, c, level = self.values[i.node]
+        before = self.flow.nodes[i.node].shape
+        repeated = node.kind in _SPREADS and is_read_by_positions(before, node.shape)
+        return 1.0 if repeated else a, c, level
 
     def _of_unit(self, index: int, unit: Unit) -> Shares:
         if index != unit.calls[-1] or unit.name == "softmax":
@@ -264,7 +274,8 @@ class Agreement:
                 return 0.0, _NONE
             return energy, self._attended(index, node, pair, 1.0)
         if node.kind in ("mul", "div"):
-            return energy, _product([pair, *(self.values[j.node] for j in inputs if j is not i)])
+            others = [self._spread_over(node, j) for j in inputs if j is not i]
+            return energy, _product([pair, *others])
         if node.kind in SELECTIONS:
             share = node.numel / (i.numel or 1)
             before = self.flow.nodes[i.node].shape
@@ -302,6 +313,16 @@ class Agreement:
             if self.bridges[index]
             else 1 / (window**2 * _energy(self.values[i.node][0], window))
         )
+
+
+def is_read_by_positions(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
+    """Whether values of one shape are repeated in another, and not over features alone, as (B, T, 1)
+    are in (B, T, C).
+    """
+    padded = (1,) * (len(large) - len(small)) + small
+    repeated = [d for d, (a, b) in enumerate(zip(padded, large, strict=False)) if a < b]
+    features = repeated == [len(large) - 1] or (repeated == [1] and len(large) > 3)
+    return bool(repeated) and not features
 
 
 def _energy(agreement: float, count: float) -> float:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from ..ops import find_op
-from .agreement import Agreement
+from .agreement import Agreement, is_read_by_positions
 from .calls import AVERAGES, ELEMENTWISE, PARTS, PRODUCTS, SCATTERS, TRANSPARENT
 from .flow import Flow
 from .record import Input, Node, Slot, tensors_in
@@ -218,8 +218,8 @@ class Collected:
 
     def _summed(self, index: int, node: Node, i: Input, copies: float) -> float:
         """The energy of a sum of so many gradients; those of positions agree."""
-        here, there = node.shape, self.flow.nodes[i.node].shape
-        agrees = 0.0 if _repeats_features(there, here) else self.agreement.handed(index, i)
+        positions = is_read_by_positions(self.flow.nodes[i.node].shape, node.shape)
+        agrees = self.agreement.handed(index, i) if positions else 0.0
         return copies * (1 + (copies - 1) * agrees)
 
 
@@ -256,10 +256,3 @@ def _tied(node: Node, i: Input) -> float:
     name = next((n for n, t in given.items() if t is tensors[i.slot]), "")
     scales = op.scales(node.args, node.kwargs, func=node.function, constraint=None)
     return float((scales["output"] / scales[name]) ** 2) if scales.get(name) else 1.0
-
-
-def _repeats_features(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
-    """Whether one row of features is read by each of them, (B, T, 1) by (B, T, C)."""
-    padded = (1,) * (len(large) - len(small)) + small
-    repeated = [d for d, (a, b) in enumerate(zip(padded, large, strict=False)) if a != b]
-    return repeated == [len(large) - 1] or (repeated == [1] and len(large) > 3)
