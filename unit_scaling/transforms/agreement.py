@@ -26,13 +26,13 @@ from torch import Tensor
 from ..constant import aside
 from ..ops import find_op
 from .calls import ATTENTION, AVERAGES, ELEMENTWISE, LINEAR, PRODUCTS, SELECTIONS, TRANSPARENT
-from .flow import Flow
+from .flow import Flow, is_read_by_positions
 from .record import Input, Node, replaced, sees_the_past, tensors_in
 from .residuals import Residuals, leans
 from .steps import Scaling
 from .units import Unit, run_unit
 
-__all__ = ["Agreement", "is_read_by_positions"]
+__all__ = ["Agreement"]
 
 Shares = tuple[float, ...]
 """The agreement of two positions of one sample, of positions of two samples, and the share of the
@@ -68,7 +68,7 @@ class Agreement:
         self, flow: Flow, residuals: Residuals, units: Mapping[int, Unit], bridges: list[bool]
     ) -> None:
         self.flow, self.residuals, self.bridges = flow, residuals, bridges
-        self._ends = {call: unit for unit in units.values() for call in unit.calls}
+        self.units = {call: unit for unit in units.values() for call in unit.calls}
         softmaxes = [i for i, node in enumerate(flow.nodes) if node.kind == "softmax"]
         softmaxes += [end for end, unit in units.items() if unit.name == "softmax"]
         weighed = map(flow.weighs, softmaxes)
@@ -142,8 +142,8 @@ class Agreement:
 
     def _value(self, index: int, node: Node) -> Shares:
         inputs = self._inputs(index)
-        if index in self._ends:
-            return self._of_unit(index, self._ends[index])
+        if index in self.units:
+            return self._of_unit(index, self.units[index])
         if not inputs:
             return _of_table(node) if node.kind == "embedding" else _NONE
         values = [self._spread_over(node, i) for i in inputs]
@@ -249,7 +249,7 @@ class Agreement:
             found[index] = _mean(parts[index])
             if not parts[index] and losses and index not in losses:
                 continue  # what no loss is made of has no gradient
-            unit = self._ends.get(index)
+            unit = self.units.get(index)
             if unit is not None:
                 if index == unit.calls[-1] and unit.name != "softmax":
                     pair = _product([found[index], self._slopes.get(index, (1.0, 1.0, 0.0))])
@@ -313,16 +313,6 @@ class Agreement:
             if self.bridges[index]
             else 1 / (window**2 * _energy(self.values[i.node][0], window))
         )
-
-
-def is_read_by_positions(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
-    """Whether values of one shape are repeated in another, and not over features alone, as (B, T, 1)
-    are in (B, T, C).
-    """
-    padded = (1,) * (len(large) - len(small)) + small
-    repeated = [d for d, (a, b) in enumerate(zip(padded, large, strict=False)) if a < b]
-    features = repeated == [len(large) - 1] or (repeated == [1] and len(large) > 3)
-    return bool(repeated) and not features
 
 
 def _energy(agreement: float, count: float) -> float:

@@ -16,19 +16,21 @@ what is not known hands on what it gets.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ..ops import find_op
-from .agreement import Agreement, is_read_by_positions
+from .agreement import Agreement
 from .calls import AVERAGES, ELEMENTWISE, PARTS, PRODUCTS, SCATTERS, TRANSPARENT
-from .flow import Flow
+from .carried import Carried
+from .flow import Flow, is_read_by_positions
+from .loss import Loss
 from .record import Input, Node, Slot, tensors_in
-from .residuals import Residuals
+from .results import Results
 from .steps import Scaling, Step, with_slots
 from .units import Unit
 
-__all__ = ["Collected"]
+__all__ = ["Collected", "fixed_calls"]
 
 _ADDS = frozenset(["add", "sub"])
 _SPREADS = _ADDS | frozenset(["mul", "div"])
@@ -61,28 +63,30 @@ class _Part:
     slice: bool = False
 
 
+def fixed_calls(
+    flow: Flow, carried: Carried, results: Results, loss: Loss, preserve: bool
+) -> set[int]:
+    """The calls that keep the gradient that they have: those of loops, and the loss; with
+    ``preserve``, all of them.
+    """
+    kept = {index for index in range(len(flow.nodes)) if preserve or index in carried}
+    return kept | results.terms | loss.numbers | loss.above
+
+
 class Collected:
     """The gauges of a graph, and the factors that put them on and off.
 
-    units: by last call; each is one call here. fixed: calls without a gauge: the loss, and loops.
-    slots: call -> factors for the gradients of its arguments. own: the same, where they are the
-    call's own doing.
+    fixed: calls without a gauge. slots: call -> factors for the gradients of its arguments. own:
+    the same, where they are the call's own doing.
     """
 
-    def __init__(
-        self,
-        flow: Flow,
-        bridges: list[bool],
-        residuals: Residuals,
-        agreement: Agreement,
-        units: Mapping[int, Unit],
-        fixed: Collection[int],
-    ) -> None:
-        self.flow, self.bridges, self.residuals = flow, bridges, residuals
+    def __init__(self, agreement: Agreement, fixed: Collection[int]) -> None:
         self.agreement, self._fixed = agreement, fixed
+        self.flow, self.bridges = agreement.flow, agreement.bridges
+        self.residuals, self._units = agreement.residuals, agreement.units
         self.slots: dict[int, list[Scaling]] = {}
         self.own: dict[int, list[Scaling]] = {}
-        self._units = {call: unit for unit in units.values() for call in unit.calls}
+        flow = self.flow
         self._pinned = self._unreached()
         self._decays = self._exponentials()
         self._closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
@@ -113,7 +117,9 @@ class Collected:
         """Values whose gradient cannot have a factor where they are read, and who reads them so."""
         found = set[int]()
         for index, node in enumerate(self.flow.nodes):
-            if node.function is not None and (node.key is None or node.inside):
+            if node.wanted:
+                found.add(index)
+            elif node.function is not None and (node.key is None or node.inside):
                 found |= {index, *self.flow.sources[index]}
             elif _writes(node):
                 found |= {index, *(i.node for i in node.inputs if i.slot == (0,))}
@@ -139,7 +145,7 @@ class Collected:
         if plain and apart:
             collected = len(plain) < len(parts)
         elif plain or not parts or index in self._fixed:
-            energy, collected = 1.0, False
+            collected = False
         near = {p.gauge for p in (parts if collected else plain)} or {1.0}
         if index not in self._pinned:
             gauge = 1.0 if 1.0 in near else min(near, key=lambda g: _distance(energy * g * g))
@@ -147,6 +153,7 @@ class Collected:
             if collected and any(map(self.flow.is_product, [index, *callers])):
                 gauge = _gauge(energy, gauge)
             self._gauges[index] = gauge
+        energy = energy if collected else self._gauges[index] ** -2
         for p in () if self._closed[index] else parts:
             self._put(p.call, p.slot, p.energy * p.gauge**2, self._gauges[index] / p.gauge)
         return energy, collected

@@ -12,7 +12,7 @@ from typing import Any
 from .calls import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
 from .record import Graph, Node
 
-__all__ = ["Flow"]
+__all__ = ["Flow", "is_read_by_positions"]
 
 
 class Flow:
@@ -190,6 +190,16 @@ class Flow:
             parents[index] = common
             depth[index] = depth[common] + 1 if common >= 0 else 0
         return parents
+
+
+def is_read_by_positions(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
+    """Whether values of one shape are repeated in another, and not over features alone, as
+    (B, T, 1) in (B, T, C) and (B, 1, H, W) in (B, C, H, W).
+    """
+    padded = (1,) * (len(large) - len(small)) + small
+    repeated = [d for d, (a, b) in enumerate(zip(padded, large, strict=False)) if a < b]
+    features = repeated == [len(large) - 1] or (repeated == [1] and len(large) > 3)
+    return bool(repeated) and not features
 
 
 def _parameter_origins(nodes: list[Node]) -> list[str | None]:

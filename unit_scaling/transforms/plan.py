@@ -24,17 +24,17 @@ import torch
 
 from ..ops import OPS, find_op
 from .agreement import Agreement
-from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SCATTERS, SELECTIONS, TRANSPARENT
+from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
-from .collected import Collected
+from .collected import Collected, fixed_calls
 from .flow import Flow
 from .growth import gradient_factors
 from .loss import Loss
 from .record import DISTRIBUTION, Graph, Node, is_sparse, sees_the_past
 from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
-from .scatters import scattered
 from .steps import Plan, Row, Scaling, Settings, Step, with_slots
+from .sums import summed
 from .units import Unit, find_units
 from .unread import unread_parts
 
@@ -85,11 +85,8 @@ class _Planner:
         self.bridges = self.loss.without(flow.bridges(units, closed))
         self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
-        fixed = {i for i in range(len(self.nodes)) if i in self.carried or i in self.results.terms}
-        fixed |= self.loss.numbers | self.loss.above
-        self.collected = Collected(
-            flow, self.bridges, self.residuals, self.agreement, self.units, fixed
-        )
+        fixed = fixed_calls(flow, self.carried, self.results, self.loss, settings.preserve)
+        self.collected = Collected(self.agreement, fixed)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
@@ -161,10 +158,8 @@ class _Planner:
         kept = self.results.decide(index, self.bridges[index], self._shares(node))
         if kept is not None:
             return kept
-        factor = self.agreement.average(index)
-        if factor is not None:
-            return self._average(index, node, factor)
-        if node.kind in SCATTERS and (sums := scattered(self.flow, index, self.bridges[index])):
+        sums = summed(self.flow, index, self.bridges[index], self.agreement.average(index))
+        if sums is not None:
             return sums
         special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
         decision = special(index, node) if special is not None else None
@@ -193,13 +188,6 @@ class _Planner:
         if self.results.is_ranged(unit.calls):
             output, why = (1.0, input if bridge else 1.0), KEEPS
         return replace(step or Step(), output=output), "scaled", f"{unit.name} of {calls}, {why}"
-
-    def _average(self, index: int, node: Node, factor: float) -> Decision:
-        """An average of values that agree, or a relu of positive ones."""
-        count = node.inputs[0].numel / (node.numel or 1)
-        whose = "its input is mostly positive" if factor == 1 else "positions agree"
-        step = Step(output=(factor, count if self.bridges[index] else factor))
-        return step, "scaled", f"{whose}: factor {factor:.3g}"
 
     def _add(self, index: int, node: Node) -> Decision | None:
         sources = [self.nodes[i.node] for i in node.inputs]
