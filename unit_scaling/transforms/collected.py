@@ -149,8 +149,8 @@ class Collected:
         near = {p.gauge for p in (parts if collected else plain)} or {1.0}
         if index not in self._pinned:
             gauge = 1.0 if 1.0 in near else min(near, key=lambda g: _distance(energy * g * g))
-            callers = [p.call for p in parts if p.collected]
-            if collected and any(map(self.flow.is_product, [index, *callers])):
+            values = any(p.collected and self.agreement.is_attention(p.call) for p in parts)
+            if collected and (values or self.flow.is_product(index)):
                 gauge = _gauge(energy, gauge)
             self._gauges[index] = gauge
         energy = energy if collected else self._gauges[index] ** -2
@@ -209,7 +209,7 @@ class Collected:
             terms = len(self.flow.sources[index]) if node.kind in _ADDS else 1
             return self._summed(index, node, i, copies) / terms, True
         if node.kind in SCATTERS:
-            return copies, False
+            return copies, True
         if node.kind in AVERAGES | {"sum"}:
             factor = self.agreement.average(index)
             mean = 1.0 if node.kind == "sum" else copies

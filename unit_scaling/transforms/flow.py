@@ -197,7 +197,7 @@ def is_read_by_positions(small: tuple[int, ...], large: tuple[int, ...]) -> bool
     (B, T, 1) in (B, T, C) and (B, 1, H, W) in (B, C, H, W).
     """
     padded = (1,) * (len(large) - len(small)) + small
-    repeated = [d for d, (a, b) in enumerate(zip(padded, large, strict=False)) if a < b]
+    repeated = [d for d, (a, b) in enumerate(zip(padded, large, strict=False)) if a == 1 < b]
     features = repeated == [len(large) - 1] or (repeated == [1] and len(large) > 3)
     return bool(repeated) and not features
 
