@@ -65,8 +65,8 @@ def ids(*, labels: bool = True) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone()} if labels else {"input_ids": tokens}
 
 
-def classified(batch: dict[str, Tensor], classes: int = 10) -> dict[str, Tensor]:
-    return batch | {"labels": torch.randint(classes, (len(next(iter(batch.values()))),))}
+def classified(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return batch | {"labels": torch.randint(10, (len(next(iter(batch.values()))),))}
 
 
 def images(size: int = 32) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.common import Row, compare, fix_allocator, report, write
+from fp8.formats import dtype_name
 from fp8.layer_norm2d import layer_norm2d
 
 QUESTION = (
@@ -149,7 +150,7 @@ def measure(shapes: tuple[tuple[int, ...], ...], rounds: int) -> Iterator[Row]:
             weight, bias = (torch.randn(shape[1]).to(dtype) for _ in range(2))
             for direction, run in (("forward", forward), ("backward", backward)):
                 torch.compiler.reset()
-                size, kind = "x".join(map(str, shape)), str(dtype).removeprefix("torch.")
+                size, kind = "x".join(map(str, shape)), dtype_name(dtype)
                 for row in run(x, weight, bias, rounds):
                     ours = (direction, row["name"]) == ("forward", "ours, compiled")
                     row["name"] += f", {direction}, {size} {kind} {layout}"

@@ -15,6 +15,7 @@ from torch import nn
 
 import fp8
 from benchmarks.common import Row, compare, fix_allocator, report
+from fp8.formats import dtype_name
 
 QUESTION = (
     "what does an optimizer step over one matrix of 4 million or 40 million parameters cost, "
@@ -60,7 +61,7 @@ def rows(millions: int, dtype: torch.dtype, threads: int, rounds: int) -> list[R
     torch.set_num_threads(threads)
     torch.compiler.reset()  # it compiles anew for each of these cases, but not more than 8 times
     fused = step(lambda p: torch.optim.AdamW(p, fused=True), millions, dtype)
-    size = f"{millions}M {str(dtype).removeprefix('torch.')}, threads {threads}"
+    size = f"{millions}M {dtype_name(dtype)}, threads {threads}"
     steps = {
         f"{name}, {size}": step(make, millions, dtype) for name, (make, _, _) in OPTIMIZERS.items()
     }

@@ -254,8 +254,8 @@ BENCHMARKS_PREAMBLE = """\
 # Benchmarks
 
 Written by `make docs` from benchmarks/results; `python -m benchmarks NAME` measures again. A ratio
-is the median of paired runs, candidate over baseline, with a 95 % confidence interval. What a
-target is missed by is said, with the reason as far as it is known."""
+is the median of paired runs, candidate over baseline, with a 95 % confidence interval. A target
+that is missed is shown as missed, with the reason as far as it is known."""
 
 # Keys of a row that are not shown: what the others are made of.
 _NOT_SHOWN = ("ms", "baseline_ms", "rounds", "ratio_low", "ratio_high", "losses")
@@ -267,6 +267,8 @@ def _cell(row: dict[str, Any], key: str) -> str:
         return f"{value:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f})"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     return "" if value is None else str(value)
 
 
@@ -276,10 +278,9 @@ def benchmark(path: Path) -> str:
     rows, machine = record["rows"], record["machine"]
     keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in _NOT_SHOWN]
     lines = [[_cell(row, key) for key in keys] for row in rows]
-    where = (
-        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, commit "
-        f"{machine['commit'][:7]}"
-    )
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    commit = machine["commit"][:7]
+    where = f"{machine['cpu']}, {threads}, torch {machine['torch']}, commit {commit}"
     headings = " | ".join(key.replace("_", " ") for key in keys)
     return f"## {path.stem}\n\n{record['question']} ({where})\n\n{table(headings, lines)}"
 

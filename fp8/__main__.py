@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,14 +87,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.what == "doctor":
         findings = doctor.examine()
-        print(json.dumps(findings, indent=2) if given.json else doctor.as_text(findings))
+        _print(json.dumps(findings, indent=2) if given.json else doctor.as_text(findings))
         return 0 if doctor.is_well(findings) else 1
     heads, rows = TABLES[given.what]
     if given.json:
-        print(json.dumps([dict(zip(heads, row, strict=True)) for row in rows()], indent=2))
+        _print(json.dumps([dict(zip(heads, row, strict=True)) for row in rows()], indent=2))
     else:
-        print(as_table([heads, *(list(map(_text, row)) for row in rows())]))
+        _print(as_table([heads, *(list(map(_text, row)) for row in rows())]))
     return 0
+
+
+def _print(text: str) -> None:
+    """Prints it, to a reader that may have seen enough (head)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # nothing more goes there, as Python's manual has it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

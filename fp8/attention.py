@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .casting import cast_backward, cast_forward
 from .matmul import active_recipe, histories, to_autocast_dtype
-from .recipe import Recipe
 from .tally import product_name
 
 __all__ = ["attention", "flex_attention"]
@@ -25,10 +24,9 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
-    recipe: Recipe | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` with operands cast under the recipe.
+    """`torch.nn.functional.scaled_dot_product_attention` with operands cast under the recipe of
+    the enclosing `fp8.autocast`.
 
     query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V), and the other arguments,
     errors and treatment of NaN and of rows without an allowed key are torch's.
@@ -38,7 +36,6 @@ def attention(
     backward pass uses the operands as they were cast for the forward one: query and key along E,
     value along S, the gradient along V.
     """
-    recipe = recipe or active_recipe()
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
@@ -46,17 +43,12 @@ def attention(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    (y,) = _cast_around(recipe, lambda *operands: (kernel(*operands),), query, key, value)
+    (y,) = _cast_around(lambda *operands: (kernel(*operands),), query, key, value)
     return y
 
 
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    recipe: Recipe | None = None,
-    **kwargs: Any,
+    query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     """What `torch.nn.attention.flex_attention` ends in, with operands cast as `attention` does.
 
@@ -64,23 +56,17 @@ def flex_attention(
     Returns the output (B, H, L, V) and statistics of its rows.
     """
     kernel = torch.ops.higher_order.flex_attention
-    return _cast_around(
-        recipe or active_recipe(),
-        lambda *operands: kernel(*operands, *args, **kwargs),
-        query,
-        key,
-        value,
-    )
+    return _cast_around(lambda *operands: kernel(*operands, *args, **kwargs), query, key, value)
 
 
 def _cast_around(
-    recipe: Recipe | None,
     kernel: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
 ) -> tuple[Tensor, ...]:
     """A kernel of cast operands, and the cast of the gradient of the first of its results."""
+    recipe = active_recipe()
     if recipe is None:
         return kernel(query, key, value)
     name, cast = product_name("attention"), recipe.input

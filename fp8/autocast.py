@@ -6,12 +6,14 @@ keyword, method or operator.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,6 +24,7 @@ from .checkpoint import checkpointed, in_reentrant
 from .function import FIRST_LOOK, called
 from .history import AmaxHistory
 from .matmul import ACTIVE, Block, active_recipe, checked_backend
+from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
 
@@ -33,6 +36,9 @@ __all__ = [
     "checkpoint_contexts",
     "outside_compiler",
 ]
+
+
+T = TypeVar("T")
 
 
 def _forced_eager(call: Callable[[], Any]) -> Any:
@@ -86,7 +92,50 @@ class _EagerStance:
 STANCE = _EagerStance()
 
 
-class autocast(TorchFunctionMode):
+class _Mode(TorchFunctionMode):
+    """What an open `autocast` block does with each call. An object of its own for each opening: of
+    one that was made elsewhere torch's compiler calls no ``__enter__``."""
+
+    def __init__(self, block: autocast) -> None:
+        super().__init__()
+        self.block = block
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        recipe = active_recipe()
+        if recipe is None:
+            return called(function, args, kwargs)
+        handler = PRODUCTS.get(function)
+        if handler is not None:
+            if not self.block.reenters and in_reentrant():
+                raise RuntimeError(_REENTRANT)
+            result = handler(recipe, *args, **kwargs)
+            if isinstance(result, str):
+                _leave(function, result)
+            elif result is not NotImplemented:
+                return result
+        elif function is checkpoint:
+            _check_recomputes(recipe)
+            return checkpointed(self, *args, **kwargs)
+        elif function in EXPANDED:
+            with self.block:
+                return EXPANDED[function](*args, **kwargs)
+        elif function in OPAQUE:
+            _leave(function, OPAQUE[function])
+        elif function in ACTIVATIONS and recipe.saved_activations is not None:
+            result = ACTIVATIONS[function](recipe.saved_activations, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return called(function, args, kwargs)
+
+
+class autocast:
     """Within the block, every matrix product runs under ``recipe``.
 
     recipe: a name in `fp8.RECIPES` or a `Recipe`. Of nested blocks the innermost counts.
@@ -107,7 +156,8 @@ class autocast(TorchFunctionMode):
     float16, bfloat16, float32 and float64 tensors are rounded in their own dtype; integer, complex
     and sparse products, and those that sum over a single term (outer products, which would round
     their result and save no work), are left as they are.
-    The block belongs to the thread that opens it. It may be inside `torch.autocast` or around it.
+    The block belongs to the thread that opens it. It may be inside `torch.autocast` or around it,
+    and, as that, decorate a function, whose calls it is then around.
     To compile, compile the function that contains the block: while a block is open in eager code,
     what was compiled before runs in eager mode, so that no product is cast twice.
     Activation checkpointing recomputes outside of the block, wherever backward is called. Give it
@@ -132,22 +182,20 @@ class autocast(TorchFunctionMode):
         backend: str = "simulate",
         enabled: bool = True,
     ) -> None:
-        super().__init__()
-        if opaque not in ("raise", "warn"):
-            raise ValueError(f"opaque must be 'raise' or 'warn', not {opaque!r}")
-        self.recipe = get_recipe(recipe)
-        if not enabled:
-            self.recipe, opaque, backend = Recipe(name="off"), "pass", "simulate"
-        if self.recipe.keeps_history and not isinstance(history, AmaxHistory):
+        check_name("opaque", opaque, ("raise", "warn"))
+        chosen = get_recipe(recipe)
+        if enabled and chosen.keeps_history and not isinstance(history, AmaxHistory):
             raise ValueError(
-                f'recipe {self.recipe.name!r} has scaling "delayed": give it a place to remember, '
+                f'recipe {chosen.name!r} has scaling "delayed": give it a place to remember, '
                 f"history=fp8.AmaxHistory(), not {history!r}"
             )
+        self.recipe = chosen if enabled else None
         self.opaque = opaque
-        self.backend = checked_backend(backend, self.recipe)
+        self.backend = checked_backend(backend, chosen) if enabled else "simulate"
         self.history = history
         #: Whether what is recomputed in the backward pass opens the block again by itself.
         self.reenters = False
+        self._open: list[_Mode] = []
 
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():
@@ -159,59 +207,30 @@ class autocast(TorchFunctionMode):
         ACTIVE.blocks.append(
             Block(self.recipe, self.opaque, above, self.history, counter, self.backend)
         )
-        super().__enter__()
-        for mode in above:
+        self._open.append(_Mode(self))
+        for mode in (self._open[-1], *above):
             TorchFunctionMode.__enter__(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
         above = ACTIVE.blocks.pop().above
-        for mode in reversed(above):
+        for mode in (*reversed(above), self._open.pop()):
             TorchFunctionMode.__exit__(mode, *error)
-        super().__exit__(*error)
         if not torch.compiler.is_compiling():
             STANCE.release()
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.opaque == "pass":
-            return called(function, args, kwargs)
-        handler = PRODUCTS.get(function)
-        if handler is not None:
-            if not self.reenters and in_reentrant():
-                raise RuntimeError(_REENTRANT)
-            result = handler(active_recipe(), *args, **kwargs)
-            if isinstance(result, str):
-                _leave(function, result)
-            elif result is not NotImplemented:
-                return result
-        elif function is checkpoint:
-            _check_recomputes(active_recipe())
-            return checkpointed(self, *args, **kwargs)
-        elif function in EXPANDED:
-            with self:
-                return EXPANDED[function](*args, **kwargs)
-        elif function in OPAQUE:
-            _leave(function, OPAQUE[function])
-        elif function in ACTIVATIONS:
-            result = _activation(function, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        return called(function, args, kwargs)
+    def __call__(self, function: Callable[..., T]) -> Callable[..., T]:
+        """``function``, each call of it in the block. Raises TypeError for one that goes on after
+        its call (a generator, a coroutine): open the block inside of it."""
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(f"{function.__name__} goes on after its call: open the block inside")
 
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> T:
+            with _again(self):
+                return function(*args, **kwargs)
 
-def _activation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call in ACTIVATIONS; NotImplemented where the recipe leaves it as it is."""
-    recipe = active_recipe()
-    if recipe is None or recipe.saved_activations is None:
-        return NotImplemented
-    return ACTIVATIONS[function](recipe.saved_activations, *args, **kwargs)
+        return inside
 
 
 _REENTRANT = (
@@ -221,8 +240,8 @@ _REENTRANT = (
 )
 
 
-def _check_recomputes(recipe: Recipe | None) -> None:
-    if recipe is not None and recipe.keeps_history:
+def _check_recomputes(recipe: Recipe) -> None:
+    if recipe.keeps_history:
         raise NotImplementedError(
             f"recipe {recipe.name!r} cannot be checkpointed: what is recomputed would have other "
             'scales, as scaling "delayed" has moved on'
@@ -244,14 +263,21 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     if not ACTIVE.blocks:
         return nullcontext(), nullcontext()
     block = ACTIVE.blocks[-1]
-    _check_recomputes(block.recipe)
-    return nullcontext(), autocast(block.recipe, opaque=block.opaque, backend=block.backend)
+    if block.recipe is not None:
+        _check_recomputes(block.recipe)
+    return nullcontext(), _again(block)
+
+
+def _again(block: Any) -> autocast:
+    """One like ``block``, a `Block` or an autocast."""
+    if block.recipe is None:
+        return autocast(enabled=False)
+    given: dict[str, Any] = {"history": block.history, "backend": block.backend}
+    return autocast(block.recipe, opaque=block.opaque, **given)
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:
     """Says that a call is not cast, as the innermost block wants it."""
-    if ACTIVE.blocks[-1].opaque == "pass":
-        return
     message = f"{function.__name__} cannot run under fp8.autocast: {why}"
     if ACTIVE.blocks[-1].opaque == "raise":
         raise NotImplementedError(message)

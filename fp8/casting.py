@@ -19,8 +19,8 @@ from torch.autograd import Function
 from .formats import Format, get_format
 from .function import apply, own
 from .quantize import check_dtype, quantize
+from .random_bits import KEY_START
 from .recipe import Cast, Recipe
-from .rounding import KEY_START
 from .scaled_tensor import plain
 from .scaling import delayed_scale, scale_of, scaled_tiles
 from .tally import labelled, observe

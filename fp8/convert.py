@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -17,15 +18,16 @@ from .casting import is_whole
 from .checkpoint import in_recomputation
 from .function import FIRST_LOOK
 from .history import LayerHistory, begin_anew, forget, remember
-from .matmul import checked_backend, linear
+from .matmul import ACTIVE, checked_backend, linear
 from .native import alignment, devices, why_not_here, why_not_recipe
+from .quantize import is_dense
 from .recipe import Recipe, get_recipe
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from .swap import Where, adapted, inside_attention, is_replacement, why_quantized
 from .where import checked_where, choose
 
-__all__ = ["LAYERS", "convert", "report", "revert"]
+__all__ = ["LAYERS", "check_ready", "convert", "report", "revert"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -61,16 +63,15 @@ _NO_BUFFERS = "more than one product, and the recipe keeps a history of each"
 _MORE_KEYS = "add_bias_kv and add_zero_attn are not supported"
 _PATCHED = "its forward was replaced on the instance: convert the model before that"
 
-# In evaluation these compute their whole forward in one kernel that reads the weights of their
-# layers, which then do not run. Under a mode they do not; a recipe without casts is one.
 _SET = tuple(
     f"fp8_{name}"
     for name in ("recipe", "asked", "backend", "why", "transposed", "multiple", "ragged")
 )
 """What `convert` sets on a layer, besides its class and buffers."""
 
+# In evaluation these compute their whole forward in one kernel that reads the weights of their
+# layers, which then do not run. Under a mode they do not; a block that is not enabled is one.
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
-_PLAIN = Recipe(name="plain")
 
 
 ADAPTERS: dict[str, Any] = {"transformer_engine": transformer_engine, "torchao": torchao}
@@ -98,11 +99,12 @@ class _Converted(Gained):
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
         # it may be compiled inside of a checkpoint.
-        if history is None and self._active == (_Converted,) and not FIRST_LOOK:
+        alone = history is None and self._active == (_Converted,) and not FIRST_LOOK
+        if alone and _is_a_tensor(*args, **kwargs):
             if self._original is nn.Linear:
-                return _linear(self, self.weight, *args, **kwargs)
+                return _linear(self, self.weight, *args)
             if self.fp8_transposed:
-                return _linear(self, self.weight.mT, *args, **kwargs)
+                return _linear(self, self.weight.mT, *args)
         mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=history)
         mode.reenters = True  # with each call of the layer
         with mode:
@@ -123,10 +125,15 @@ _RECOMPUTED = (
 )
 
 
-def _linear(layer: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    (input,) = (*args, *kwargs.values())
+def _is_a_tensor(*args: Any, **kwargs: Any) -> bool:
+    """Whether it is one tensor, by position, that is not sparse. Torch has all else."""
+    one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+    return one and args[0].layout == torch.strided
+
+
+def _linear(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
     if layer.fp8_backend != "simulate" and not torch.compiler.is_compiling():
-        tokens = input.numel() // weight.shape[1]
+        tokens = input.shape[:-1].numel()
         if tokens % layer.fp8_multiple:
             vars(layer)["fp8_ragged"] = tokens
     given = {"recipe": layer.fp8_recipe, "backend": layer.fp8_backend}
@@ -137,7 +144,7 @@ class _Expanded(Gained):
     """A container that calls its layers, in evaluation too."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        with autocast(_PLAIN):
+        with nullcontext() if ACTIVE.blocks else autocast(enabled=False):
             return forward(*args, **kwargs)
 
 
@@ -195,7 +202,7 @@ def convert(
     1 converted
     """
     check_module("convert", model)
-    _check_ready(model)
+    check_ready(model)
     chosen, where = get_recipe(recipe), checked_where(where)
     if backend in ADAPTERS:
         return _adapt(model, chosen, ADAPTERS[backend], where, rest)
@@ -215,7 +222,8 @@ def convert(
     return expand(model)
 
 
-def _check_ready(model: nn.Module) -> None:
+def check_ready(model: nn.Module) -> None:
+    """Raises TypeError for TorchScript in ``model``, ValueError for a layer without its weight."""
     for name, module in model.named_modules():
         check_not_scripted(name, module)
         if any(map(is_lazy, module.parameters(recurse=False))):
@@ -366,6 +374,12 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
         return f"computed by {owner}"
     if why := why_quantized(module):
         return why
+    library = bare_class(module).__module__.partition(".")[0]
+    if library in ADAPTERS:
+        return f"a layer of {library}, which computes its products"
+    for parameter in module.parameters(recurse=False):
+        if not is_dense(parameter):
+            return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
     if isinstance(module, (*LAYERS, *ACTIVATIONS)) or _is_transposed(module):
         return _PATCHED if "forward" in vars(module) else None
     known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))

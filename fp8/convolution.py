@@ -31,7 +31,6 @@ from .matmul import (
     to_autocast_dtype,
 )
 from .operands import Casts, casts_of, one_copy, with_copies
-from .recipe import Recipe
 from .tally import product_name
 
 __all__ = ["conv", "conv_transpose"]
@@ -132,9 +131,9 @@ def _convolve(
     bias: Tensor | None,
     scales: Scales,
     geometry: tuple[Any, ...],
-    recipe: Recipe | None,
 ) -> Tensor:
     """`_Convolution` of operands that are still to be cast."""
+    recipe = active_recipe()
     casts = casts_of(recipe, name=product_name("conv", weight))
     casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
@@ -201,17 +200,16 @@ def conv(
     groups: int = 1,
     *,
     scales: Scales = ONES,
-    recipe: Recipe | None = None,
 ) -> Tensor:
     """``s_y * conv(input, weight) + bias`` in one, two or three dimensions.
 
     input: (batch, in, *size) or (in, *size). weight: (out, in / groups, *kernel). The number of
     dimensions of the weight says which convolution it is; the other arguments are those of
     `torch.nn.functional.conv1d`, conv2d and conv3d.
-    scales, recipe: as in `fp8.matmul.linear`, dtypes and errors too. The weight carries the scale,
-    so a scale that is not a power of two rounds it once more, in its own dtype.
+    scales: as in `fp8.matmul.linear`, dtypes and errors too. The weight carries the scale, so a
+    scale that is not a power of two rounds it once more, in its own dtype. The recipe is that of
+    the enclosing `fp8.autocast`.
     """
-    recipe = recipe or active_recipe()
     scales = check_scales(scales)
     dims = _dims(input, weight)
     x = input if input.dim() == dims + 2 else input.unsqueeze(0)
@@ -221,7 +219,7 @@ def conv(
         raise ValueError(f"padding='same' needs stride 1, got {stride!r}")
     x, margins = _padded(x, weight, padding, steps)
     geometry = (strides, margins, steps, False, [0] * dims, groups)
-    y = _convolve(x, weight, bias, scales, geometry, recipe)
+    y = _convolve(x, weight, bias, scales, geometry)
     return y if input.dim() == dims + 2 else y.squeeze(0)
 
 
@@ -236,14 +234,12 @@ def conv_transpose(
     dilation: Ints = 1,
     *,
     scales: Scales = ONES,
-    recipe: Recipe | None = None,
 ) -> Tensor:
     """``s_y * conv_transpose(input, weight) + bias`` in one, two or three dimensions.
 
     weight: (in, out / groups, *kernel). The other arguments are those of
-    `torch.nn.functional.conv_transpose1d`, 2d and 3d; scales and recipe as in `conv`.
+    `torch.nn.functional.conv_transpose1d`, 2d and 3d; scales as in `conv`.
     """
-    recipe = recipe or active_recipe()
     scales = check_scales(scales)
     dims = _dims(input, weight)
     x = input if input.dim() == dims + 2 else input.unsqueeze(0)
@@ -257,5 +253,5 @@ def conv_transpose(
         )
     )
     geometry = (steps, margins, stretch, True, extra, groups)
-    y = _convolve(x, weight, bias, scales, geometry, recipe)
+    y = _convolve(x, weight, bias, scales, geometry)
     return y if input.dim() == dims + 2 else y.squeeze(0)

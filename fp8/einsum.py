@@ -44,16 +44,10 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
     return cast_backward(y, recipe.grad, -1, of_grad, name)
 
 
-def as_matmul(
-    equation: str,
-    operands: list[Tensor],
-    *,
-    scales: Scales = ONES,
-    recipe: Recipe | None = None,
-) -> Tensor | None:
+def as_matmul(equation: str, operands: list[Tensor], *, scales: Scales = ONES) -> Tensor | None:
     """The value of an equation that is one product of matrices, else None.
 
-    scales, recipe: as in `fp8.matmul.matmul`.
+    scales: as in `fp8.matmul.matmul`.
     """
     if len(operands) != 2:
         return None
@@ -76,7 +70,6 @@ def as_matmul(
         left.reshape(*left.shape[:head], m, k),
         right.reshape(*right.shape[:head], k, n),
         scales=scales,
-        recipe=recipe,
     )
     y = y.reshape((*y.shape[:head], *[size[c] for c in (*rows, *columns)]))
     order = [*batch, *rows, *columns]

@@ -9,6 +9,8 @@ from typing import ClassVar
 
 import torch
 
+from .names import check_name
+
 MAX_EXPONENT_BITS = 8
 """Every value of a format must be a float32: no wider exponent field than float32's."""
 
@@ -283,12 +285,7 @@ def get_format(format: str | Format) -> Format:
     if isinstance(format, Format):
         return Format.from_text(format.text) if torch.compiler.is_compiling() else format
     if not isinstance(format, str):
-        kind = type(format).__name__
-        raise TypeError(f"format is a {kind}; give a name or a Format: {_names()}")
-    if format not in FORMATS:
-        raise ValueError(f"unknown format {format!r}; choose one of {_names()}")
+        names = ", ".join(map(repr, FORMATS))
+        raise TypeError(f"format is a {type(format).__name__}; give a name or a Format: {names}")
+    check_name("format", format, FORMATS)
     return get_format(FORMATS[format])
-
-
-def _names() -> str:
-    return ", ".join(map(repr, FORMATS))

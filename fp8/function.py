@@ -1,21 +1,62 @@
-"""Calling a custom autograd function at the price of what it does."""
+"""Calling a function at the price of what it does: in eager code, and in a compiled graph.
+
+Whatever a compiled function has read while its graph was made, from the body of a function to the
+builtins that it calls, is compared at each of its calls, at some 0.3 microseconds apiece.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["FIRST_LOOK", "apply", "called", "is_inference_graph", "is_plain", "own"]
+__all__ = [
+    "FIRST_LOOK",
+    "IN_GRAPH",
+    "apply",
+    "called",
+    "in_graph",
+    "is_inference_graph",
+    "is_plain",
+    "own",
+    "taken_as_constant",
+]
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 # Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
 # order they were entered. An autocast that starts inside them puts them back on top.
 FIRST_LOOK: list[TorchFunctionMode] = []
+
+
+#: The functions of `in_graph` by name, which crosses into a graph where a class cannot.
+IN_GRAPH: dict[str, type[Function]] = {}
+
+
+def taken_as_constant(fn: Fn) -> Fn:
+    """``fn``, which a compiler calls with constants while it makes a graph: in it is the result.
+
+    A graph does not look at the result again, nor at what ``fn`` has read: this is for functions
+    that depend on their arguments alone. The result is a number, a string or a tuple of such.
+    `torch.compiler.assume_constant_result` leaves this mark too, and imports the compiler for it.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def in_graph(function: type[Function]) -> type[Function]:
+    """Class decorator for what `apply` leaves in a graph as the one call that it is.
+
+    That is for functions that do the same whether they are compiled or not, and look at nothing
+    but their arguments: tensors, numbers and strings.
+    """
+    IN_GRAPH[function.__name__] = function
+    return function
 
 
 def apply(function: type[Function], *args: Any, written: Tensor | None = None) -> Any:

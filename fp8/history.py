@@ -87,13 +87,14 @@ class AmaxHistory:
 
     def reduce(self, group: Group = None) -> None:
         """The largest entry over the processes of ``group`` (all) for every entry: one all-reduce,
-        to be called after the backward pass, by all with the same products."""
+        to be called after the backward pass, by all with the same products. Nothing where there is
+        one process, without torch.distributed."""
         _reduce([self.tensors[name] for name in sorted(self.tensors)], group)
 
 
 def _reduce(tensors: Iterable[Tensor], group: Group) -> None:
     tensors = list(tensors)
-    if not tensors:
+    if not (tensors and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     flat = torch.cat(tensors)
     torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
@@ -138,9 +139,11 @@ def forget(layer: nn.Module) -> None:
 
 def begin_anew(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Puts the histories of ``layer`` as they are at first into a state_dict that has none of them,
-    so that a checkpoint of the plain model loads."""
+    so that a checkpoint of the plain model loads. One with nothing of the layer under this name, as
+    safetensors writes the second name of a module, says nothing of them."""
     own = {prefix + name: b for name, b in layer.named_buffers(recurse=False) if _is_history(name)}
-    if own.keys().isdisjoint(state):
+    known = any(prefix + name in state for name, _ in layer.named_parameters())
+    if known and own.keys().isdisjoint(state):
         weight = state.get(prefix + "weight")
         for name, buffer in own.items():
             device = buffer.device if weight is None else weight.device
@@ -160,7 +163,8 @@ def reduce_amax(model: nn.Module, group: Group = None) -> None:
     """Makes the histories of a model that `fp8.convert` gave a recipe with scaling "delayed" equal
     over the processes of ``group`` (None: all): for each entry the largest.
 
-    To be called by all after the backward pass, before the optimizer's step: one all-reduce. Then
+    To be called by all after the backward pass, before the optimizer's step: one all-reduce; none
+    where torch.distributed was not initialized, in a process of its own. Then
     each process scales as one with the whole batch would. DistributedDataParallel gives every
     process the buffers of the first before each pass; for gradient accumulation, make it not to
     (``forward_sync_buffers=False``, before torch 2.13 ``broadcast_buffers=False``).

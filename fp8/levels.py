@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .convert import LAYERS, convert
+from .convert import LAYERS, check_ready, convert
 from .level_optimizer import settings_of, take_over
+from .names import check_name
 from .optim import AdamW
 from .recipe import Recipe, get_recipe
 from .scaled_tensor import DTYPES, ScaledTensor
 from .scaled_weights import SHARDED, scale_weights
-from .subclass import check_module, check_not_scripted
+from .subclass import check_module
 from .swap import why_quantized
 
 __all__ = ["LEVELS", "Level", "initialize"]
@@ -125,8 +126,7 @@ def initialize(
 
 
 def _level(name: str) -> Level:
-    if not isinstance(name, str) or name not in LEVELS:
-        raise ValueError(f"unknown opt_level {name!r}; choose one of {', '.join(LEVELS)}")
+    check_name("opt_level", name, LEVELS)
     return LEVELS[name]
 
 
@@ -145,8 +145,8 @@ _WRAPPERS = {
 
 def _check_model(model: nn.Module) -> None:
     check_module("initialize", model)
+    check_ready(model)
     for name, module in model.named_modules():
-        check_not_scripted(name, module)
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS:
                 where = f" ({name})" if name else ""

@@ -26,6 +26,7 @@ from . import native
 from .casting import round_straight, rounded
 from .function import apply
 from .kept import Held, keep, kept, shared
+from .names import check_name
 from .operands import casts_of, one_copy, with_copies
 from .quantize import refuse_nested
 from .recipe import Cast, Recipe
@@ -49,9 +50,7 @@ kernels where they take it; by those on the devices that they are for."""
 def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) -> str:
     """``backend``; "simulate" for "auto" where the recipe has no kernels. Raises ValueError for
     an unknown one, naming ``others`` too, and for "native" with such a recipe."""
-    if backend not in BACKENDS:
-        names = ", ".join([*BACKENDS, *others])
-        raise ValueError(f"unknown backend {backend!r}; choose one of {names}")
+    check_name("backend", backend, (*BACKENDS, *others))
     why_not = "" if backend == "simulate" else native.why_not_recipe(recipe)
     if why_not and backend == "native":
         raise ValueError(f"recipe {recipe.name!r} has no kernels: {why_not}")
@@ -59,10 +58,10 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
 
 
 class Block(NamedTuple):
-    """What an open `fp8.autocast` block says. above: the modes that it has put on top of itself.
-    counter: [number of products so far]."""
+    """What an open `fp8.autocast` block says. recipe: None where it is not enabled. above: the
+    modes that it has put on top of itself. counter: [number of products so far]."""
 
-    recipe: Recipe
+    recipe: Recipe | None
     opaque: str
     above: tuple[Any, ...]
     history: Any
@@ -85,7 +84,8 @@ ACTIVE = _Active()
 
 
 def active_recipe() -> Recipe | None:
-    """The recipe of the innermost `fp8.autocast` block of this thread, None outside of all."""
+    """The recipe of the innermost `fp8.autocast` block of this thread; None outside of all, and
+    where it is not enabled."""
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
 
 

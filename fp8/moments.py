@@ -176,8 +176,8 @@ def write(
 
 
 def _by_bits(values: Tensor) -> bool:
-    """Whether e4m3 is taken apart here: torch's own casts, compiled for a CPU, take twice the
-    time."""
+    """Whether e4m3 is taken apart here: with torch's own casts, compiled for a CPU, a step takes
+    1.1 to 1.25 times as long."""
     return torch.compiler.is_compiling() and values.is_cpu and values.dtype == torch.float8_e4m3fn
 
 

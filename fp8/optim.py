@@ -30,6 +30,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from .adam import PLAIN, step_units, units_of
 from .formats import dtype_name
 from .moments import MASTERS, MOMENTS
+from .names import check_name
 from .optim_base import LowPrecision
 from .optim_state import FIRST, MASTER, SECOND, convert, local, parameters_of
 from .sgd import MOMENTUM, SGD
@@ -41,9 +42,7 @@ def _check(group: dict[str, Any]) -> None:
     """Raises ValueError and TypeError for what a group cannot have."""
     choices: dict[str, tuple[str | None, ...]] = {**MOMENTS, "master_weights": (None, *MASTERS)}
     for name, allowed in choices.items():
-        if group[name] not in allowed:
-            listed = ", ".join(map(repr, allowed))
-            raise ValueError(f"unknown {name} {group[name]!r}; choose one of {listed}")
+        check_name(name, group[name], allowed)
     for field in ("lr", "eps", "weight_decay", "min_size"):
         if not 0 <= group[field] < math.inf:
             raise ValueError(f"{field} must be finite and not negative, got {group[field]}")
@@ -135,21 +134,20 @@ class AdamW(_Adam):
 
     Positions, names and defaults of torch's arguments are torch's. The arithmetic is float32.
 
-    Args:
-        params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or
-            tensors of another class that stand for these (`fp8.scaled_tensor.ScaledTensor`).
-        first_moment, second_moment: names in `MOMENTS`, of `ENCODINGS`. Bytes an element:
-            "float32" 4; "bfloat16" 2; "float16" 2, in units of one scale for the tensor; "e4m3" 1,
-            so too; "e4m3_block" and "e5m3_block" 1.03, with a scale for each block of 128.
-        master_weights: "float32" or "float16" (in units of one scale): the copy that is stepped
-            of weights that are not float32 themselves; after a step they are rounded from it.
-        stochastic_weights: round weights, or masters, that are bfloat16 or float16 to one of their
-            two neighbours, so that steps too small for their precision are taken in the mean.
-        min_size: parameters of fewer elements keep float32 moments, and are stepped together.
-        seed: of the random bits, which follow from it, the step and the position of an element:
-            the same eager and compiled, and in a run continued from a state_dict.
-        compile: compile the step of large parameters with `torch.compile`. Otherwise it goes
-            through them piece by piece in a processor's cache.
+    params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or tensors
+    of another class that stand for these (`fp8.scaled_tensor.ScaledTensor`).
+    first_moment, second_moment: names in `MOMENTS`, of `ENCODINGS`. Bytes an element: "float32" 4;
+    "bfloat16" 2; "float16" 2, in units of one scale for the tensor; "e4m3" 1, so too; "e4m3_block"
+    and "e5m3_block" 1.03, with a scale for each block of 128.
+    master_weights: "float32" or "float16" (in units of one scale): the copy that is stepped of
+    weights that are not float32 themselves; after a step they are rounded from it.
+    stochastic_weights: round weights, or masters, that are bfloat16 or float16 to one of their two
+    neighbours, so that steps too small for their precision are taken in the mean.
+    min_size: parameters of fewer elements keep float32 moments, and are stepped together.
+    seed: of the random bits, which follow from it, the step and the position of an element: the
+    same eager and compiled, and in a run continued from a state_dict.
+    compile: compile the step of large parameters with `torch.compile`. Otherwise it goes through
+    them piece by piece in a processor's cache.
 
     All may differ between groups, as the learning rate may. A gradient that is not finite, or
     whose square is not, in any of the groups: no parameter is stepped and no state changes, and

@@ -21,7 +21,7 @@ from .casting import cast_backward, cast_forward, is_whole
 from .convolution import conv, conv_transpose
 from .einsum import as_equation, einsum, sums_products
 from .multi_head import multi_head_attention_forward
-from .quantize import refuse_nested
+from .quantize import is_dense, refuse_nested
 from .recipe import Recipe
 from .tally import product_name
 
@@ -48,7 +48,7 @@ def _floating(*values: object) -> bool:
     for value in values:
         if isinstance(value, Tensor):
             refuse_nested(value)
-        if not (isinstance(value, Tensor) and value.is_floating_point()) or value.is_sparse:
+        if not is_dense(value):
             return False
     return True
 

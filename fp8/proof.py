@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .casting import Spec, round_straight
+from .function import taken_as_constant
 from .kernels import kernel_of, multiply, store, why_not_kernel
 
 __all__ = ["kernels", "why_not"]
@@ -37,18 +38,9 @@ _BITS = 2.0**-13
 that one and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
 
+@taken_as_constant
 def kernels(backend: str, pairs: tuple[Pair, ...], device: str, dtype: str) -> tuple[str, ...]:
-    """The kernels that compute the products, () where these are to be simulated. As `why_not`; a
-    compiler takes the answer as it is."""
-    if torch.compiler.is_compiling():
-        from .traced import evaluate
-
-        return evaluate(_asked, backend, pairs, device, dtype)
-    return _asked(backend, pairs, device, dtype)
-
-
-def _asked(backend: str, pairs: tuple[Pair, ...], device: str, dtype: str) -> tuple[str, ...]:
-    """`_kernels` as a plain function, which is what a compiler can pass on."""
+    """The kernels that compute the products, () where these are to be simulated. As `why_not`."""
     return _kernels(backend, pairs, device, dtype)
 
 

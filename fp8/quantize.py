@@ -9,19 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8.formats import Format, dtype_name, get_format
-from fp8.function import apply, own
-from fp8.rounding import (
-    LAYOUTS,
-    ROUNDINGS,
-    Grid,
-    Key,
-    Seed,
-    bits_from_key,
-    fewer_bits,
-    random_key,
-    round_to_grid,
-)
+from .formats import Format, dtype_name, get_format
+from .function import apply, own
+from .names import check_name
+from .random_bits import Key, Seed, bits_from_key, fewer_bits, random_key
+from .rounding import LAYOUTS, ROUNDINGS, Grid, round_to_grid
 
 OVERFLOWS = ("saturate", "nonfinite")
 
@@ -47,24 +39,24 @@ def quantize(
     """scale * (x / scale rounded to a value of `format`), with the shape, dtype and memory format
     of `x`.
 
-    Args:
-        x: float32, bfloat16, float16 or float64, any shape and strides. Each is rounded once, from
-            its exact value.
-        format: a name in `FORMATS` or a `Format`.
-        rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two
-            neighbours, so that the expected value is x.
-        overflow: "saturate": what is beyond the largest value, Inf included, becomes the largest
-            value of its sign. "nonfinite": it becomes Inf where the format has Inf, else NaN. As in
-            IEEE 754 what decides is the rounded value, so that toward zero only Inf is beyond.
-        scale: the size of one unit of the format: a positive float or a tensor of positive values
-            that broadcasts to `x`. Division and product are in float32 (float64 for float64); exact
-            for powers of two.
-        seed: for "stochastic", an int, a 0-dim int64 tensor or a sequence of these such as (seed,
-            step, stream). The same seed gives the same result in eager and compiled code and on
-            every device; element i in row-major order has the same random bits whatever the
-            strides. None draws a seed from torch's default
-            generator: repeatable under torch.manual_seed, but then differently in eager and
-                compiled code.
+    x: float32, bfloat16, float16 or float64, any shape and strides. Each is rounded once, from its
+    exact value.
+    format: a name in `FORMATS` or a `Format`.
+    rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two neighbours,
+    so that the expected value is x.
+    overflow: "saturate": what is beyond the largest value, Inf included, becomes the largest value
+    of its sign. "nonfinite": it becomes Inf where the format has Inf, else NaN. As in IEEE 754 what
+    decides is the rounded value, so that toward zero only Inf is beyond.
+    scale: the size of one unit of the format: a positive float or a tensor of positive values that
+    broadcasts to `x`. Division and product are in float32 (float64 for float64); exact for powers
+    of two.
+    seed: for "stochastic", an int, a 0-dim int64 tensor or a sequence of these such as (seed, step,
+    stream). The same seed gives the same result in eager and compiled code and on every device;
+    element i in row-major order has the same random bits whatever the strides. None draws a seed
+    from torch's default generator: repeatable under torch.manual_seed, but then differently in
+    eager and compiled code.
+    random_bits: for "stochastic", how many random bits decide, 1 to 31 (hardware has few: the
+    chance of rounding up is then a multiple of 2**-random_bits).
 
     NaN stays NaN, also in formats without NaN. -0 stays -0 and negative values round to -0, except
     in formats without -0. In an unsigned format (e8m0) zero becomes the smallest value and negative
@@ -73,9 +65,6 @@ def quantize(
     The result is a value of the format that x's dtype can hold: without a scale, the largest value
     that both have is where overflow begins (65280 for format "fp16" in a bfloat16 tensor, and for
     "bf16" in a float16 tensor).
-
-    random_bits: for "stochastic", how many random bits decide, 1 to 31 (hardware has few: the
-    chance of rounding up is then a multiple of 2**-random_bits).
 
     No gradient flows through: see `quantize_forward` and `quantize_backward`.
 
@@ -186,6 +175,11 @@ def check_dtype(x: Tensor) -> None:
         raise TypeError(f"cannot quantize a tensor of layout {x.layout}; give x.to_dense()")
 
 
+def is_dense(x: object) -> bool:
+    """Whether it is a tensor that casts are for: floating point, with all of its elements."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided
+
+
 def refuse_nested(x: Tensor) -> None:
     """Raises NotImplementedError for a nested tensor: the operator @ hides a TypeError."""
     if not torch.compiler.is_compiling() and x.is_nested:
@@ -204,14 +198,8 @@ def _check(
 ) -> tuple[Grid, Tensor | None]:
     """The arguments of `quantize`, validated, as the numbers that the arithmetic needs."""
     check_dtype(x)
-    for name, value, names in (
-        ("rounding", rounding, ROUNDINGS),
-        ("overflow", overflow, OVERFLOWS),
-    ):
-        if value not in names:
-            raise ValueError(
-                f"unknown {name} {value!r}; choose one of {', '.join(map(repr, names))}"
-            )
+    check_name("rounding", rounding, ROUNDINGS)
+    check_name("overflow", overflow, OVERFLOWS)
     if not 1 <= random_bits <= 31:
         raise ValueError(f"random_bits must be 1 to 31, got {random_bits}")
     grid = _grid(get_format(format), overflow, x.dtype, scale)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from .formats import Format, dtype_name, get_format
+from .names import check_name
 from .quantize import OVERFLOWS
 from .rounding import ROUNDINGS
 from .scaling import RULES, SCALINGS
@@ -17,11 +18,9 @@ __all__ = ["RECIPES", "Cast", "Recipe", "get_recipe"]
 
 
 def _check(what: str, got: object, allowed: Iterable[str]) -> None:
-    names = tuple(allowed)
     if not isinstance(got, str):
         raise TypeError(f"{what} is a {type(got).__name__}; give a name")
-    if got not in names:
-        raise ValueError(f"unknown {what} {got!r}; choose one of {', '.join(map(repr, names))}")
+    check_name(what, got, allowed)
 
 
 def _check_int(what: str, got: object, low: int, high: int) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Parts"]
+__all__ = ["Parts", "warn_of_small_steps"]
+
+aten = torch.ops.aten
+
+_STEPS = (aten.addcdiv_, aten._foreach_addcdiv_, aten._fused_adam_, aten._fused_adamw_)
+_AVERAGES = (aten.lerp_, aten._foreach_lerp_)
+_SUMS = (aten.add_, aten._foreach_add_)
+"""Operations in place by which torch's optimizers step a weight and averages of weights follow it;
+so do sums with a factor."""
 
 
 class Parts(Tensor):
@@ -54,3 +63,16 @@ class Parts(Tensor):
 
     def tolist(self) -> Any:
         return self.dequantize().tolist()
+
+
+def warn_of_small_steps(func: Any, kwargs: dict[str, Any]) -> None:
+    """A UserWarning where ``func`` is about to change ScaledTensors by what their formats may round
+    away, each time: the numbers would stand still."""
+    kind = func.overloadpacket
+    if kind in (*_STEPS, *_AVERAGES) or (kind in _SUMS and kwargs.get("alpha", 1) != 1):
+        warnings.warn(
+            f"{kind.__name__} on a ScaledTensor: its format rounds small steps away. Step it by an "
+            "optimizer that fp8.initialize returned; make a copy that averages weights before "
+            "fp8.initialize",
+            stacklevel=4,
+        )

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .formats import FORMATS, Format, dtype_name, get_format
 from .function import apply
-from .scaled_parts import Parts
+from .scaled_parts import Parts, warn_of_small_steps
 from .scaling import in_format
 
 __all__ = ["ScaledTensor", "keep_gradients_in", "plain", "scaled"]
@@ -261,6 +261,8 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for i, argument in enumerate(func._schema.arguments)
         if argument.is_write
     ]
+    if any(isinstance(x, ScaledTensor) for x in tree_leaves(written)):
+        warn_of_small_steps(func, kwargs)
     changed = {
         id(numbers[id(x)]): x._write(numbers[id(x)])
         for x in tree_leaves(written)

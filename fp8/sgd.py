@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from .moments import ENCODINGS, MASTERS, decode
+from .names import check_name
 from .optim_base import LowPrecision
 from .optim_state import (
     MASTER,
@@ -34,11 +35,7 @@ MOMENTUM = "momentum_buffer"
 
 def _check(group: Group) -> None:
     """Raises ValueError and TypeError for what a group cannot have."""
-    if group["master_weights"] not in (None, *MASTERS):
-        listed = ", ".join(map(repr, (None, *MASTERS)))
-        raise ValueError(
-            f"unknown master_weights {group['master_weights']!r}; choose one of {listed}"
-        )
+    check_name("master_weights", group["master_weights"], (None, *MASTERS))
     for field in ("lr", "momentum", "weight_decay"):
         if not 0 <= group[field] < math.inf:
             raise ValueError(f"{field} must be finite and not negative, got {group[field]}")

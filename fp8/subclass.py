@@ -32,6 +32,9 @@ class Gained:
     #: would leave behind.
     _attributes: ClassVar[tuple[str, ...]] = ()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Not that of the module's class, which may want arguments, or count its subclasses."""
+
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """The module's forward: what calls ``forward(*args, **kwargs)``, which is bound."""
         raise NotImplementedError
@@ -92,12 +95,12 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 @contextmanager
 def _bare(module: Any) -> Iterator[None]:
     """The module has its original class meanwhile."""
-    gained = module._gained
+    cls = type(module)
     module.__class__ = module._original
     try:
         yield
     finally:
-        _become(module, gained)
+        module.__class__ = cls
 
 
 _SUBCLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
@@ -119,6 +122,8 @@ def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) 
 
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, behaviour):  # lost, and this was kept by what replaced the forward
+            return inner(self, *args, **kwargs)
         return behaviour.around(self, functools.partial(inner, self), args, kwargs)
 
     active = tuple(b for b in gained if b.around is not Gained.around)
@@ -154,7 +159,17 @@ def bare_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _become(module: nn.Module, gained: tuple[type[Gained], ...]) -> None:
-    module.__class__ = _subclass(bare_class(module), gained)
+    module.__class__ = _below(type(module), _subclass(bare_class(module), gained))
+
+
+def _below(cls: Any, base: type[nn.Module]) -> Any:
+    """``base``, and on it again what others (parametrizations, FSDP2) have derived from ours since:
+    classes made on the fly, whose methods name no class."""
+    if not issubclass(cls, Gained) or "_original" in vars(cls):
+        return base
+    bases = tuple(_below(b, base) if issubclass(b, Gained) else b for b in cls.__bases__)
+    own = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, own)
 
 
 def gain(module: nn.Module, behaviour: type[Gained], *, inside: bool = False) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-__all__ = ["evaluate"]
+from .function import IN_GRAPH
 
-T = TypeVar("T")
+__all__ = ["apply"]
 
 
-@torch.compiler.assume_constant_result
-def evaluate(fn: Callable[..., T], *args: Any) -> T:
-    """``fn(*args)`` while the graph is made: in it is the result."""
-    return fn(*args)
+@torch.compiler.allow_in_graph
+def apply(name: str, *args: Any) -> Any:
+    """The function of this name in `IN_GRAPH`, called: what is in it the compiler does not read."""
+    return IN_GRAPH[name].apply(*args)

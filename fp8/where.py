@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from .names import check_name
 from .subclass import bare_class
 from .swap import Where
 
@@ -65,10 +66,9 @@ WHERE: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
 def checked_where(where: str | Where | None) -> str | Where | None:
     """``where``. Raises ValueError for a name that is not in `WHERE`, TypeError for what is neither
     a name nor a function nor None."""
-    if isinstance(where, str) and where not in WHERE:
-        allowed = ", ".join(map(repr, WHERE))
-        raise ValueError(f"unknown where {where!r}; choose one of {allowed}")
-    if not (where is None or isinstance(where, str) or callable(where)):
+    if isinstance(where, str):
+        check_name("where", where, WHERE)
+    elif not (where is None or callable(where)):
         raise TypeError(f"where is a {type(where).__name__}; give a name or (name, layer) -> bool")
     return where
 

@@ -4,14 +4,15 @@
 #: A name stands for everything below it. `unit_scaling` may import all of `fp8`, `fp8` nothing of
 #: `unit_scaling`; the modules of one name may import each other where that makes no circle.
 LAYERS = """
-fp8.formats, fp8.function, fp8.rounding <- fp8.quantize <- fp8.scaling
+fp8.names <- fp8.formats, fp8.where, fp8.adapters
+fp8.formats, fp8.function, fp8.random_bits, fp8.rounding <- fp8.quantize <- fp8.scaling
 fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor
 fp8.formats <- fp8.tally <- fp8.casting
 fp8.recipe, fp8.scaled_tensor <- fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
 fp8.casting <- fp8.operands <- fp8.matmul
 fp8.casting <- fp8.kernels <- fp8.proof <- fp8.native
-fp8.traced <- fp8.proof
+fp8.function <- fp8.traced, fp8.proof
 fp8.kept <- fp8.activations
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
 fp8.activations, fp8.products, fp8.checkpoint, fp8.history <- fp8.autocast
@@ -23,7 +24,7 @@ fp8.function <- fp8.layer_norm2d_kernels <- fp8.layer_norm2d
 fp8.layer_norm2d, fp8.matmul <- fp8.norm
 fp8.norm, fp8.report, fp8.subclass <- fp8.low_precision
 
-fp8.moments, fp8.scaled_tensor <- fp8.optim_state <- fp8.adam <- fp8.optim
+fp8.moments, fp8.scaled_tensor <- fp8.optim_state <- fp8.adam_step <- fp8.adam <- fp8.optim
 fp8.optim_state <- fp8.optim_base <- fp8.sgd <- fp8.optim
 fp8.optim_state, fp8.subclass <- fp8.scaled_weights
 fp8.report, fp8.scaled_tensor, fp8.subclass <- fp8.level_state

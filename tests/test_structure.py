@@ -135,7 +135,7 @@ def layer_of(module: str, names: dict[str, set[str]]) -> str | None:
     if module in PACKAGES:
         return None
     found = [name for name in names if module == name or module.startswith(f"{name}.")]
-    assert found, f"{module} has no place in LAYERS: add it to tests/test_structure.py"
+    assert found, f"{module} has no place in LAYERS: add it to tests/layers.py"
     return max(found, key=len)
 
 

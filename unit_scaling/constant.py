@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import torch
+from torch.compiler import is_compiling
+
+from fp8.function import taken_as_constant
 
 __all__ = ["aside", "constant", "specialised"]
 
@@ -22,15 +24,11 @@ def constant(fn: Callable[..., T], *args: Any) -> T:
     of its own, where no mode, autocast or torch.func transform of the caller is active; a compiler
     takes the result as a constant of the graph. Raises what ``fn`` raises.
     """
-    if torch.compiler.is_compiling():
-        from fp8.traced import evaluate
-
-        return evaluate(*[specialised(value) for value in (_kept, fn, *args)])
-    return _worked_out(fn, *args)
+    return _kept(fn, *[specialised(value) for value in args] if is_compiling() else args)
 
 
+@taken_as_constant
 def _kept(fn: Callable[..., T], *args: Any) -> T:
-    """`_worked_out` as a plain function, which is what a compiler can pass on."""
     return _worked_out(fn, *args)
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .constant import constant
+from fp8.function import taken_as_constant
+
+from .constant import constant, specialised
 from .ops import Scales, tie
 from .quadrature import normal_means
 from .scale import scale_output
@@ -43,6 +45,9 @@ def unit_scaled(fn: Elementwise) -> Elementwise:
     tensor([0.0000, 1.4938])
     """
 
+    if not callable(fn):
+        raise TypeError(f"unit_scaled needs a function, got {type(fn).__name__}")
+
     @wraps(fn)
     def scaled(
         input: Tensor,
@@ -65,16 +70,29 @@ def scaled_elementwise(
     constraint: str | None,
     *,
     new: bool = False,
-    saved: bool = True,
 ) -> Tensor:
     """``s * fn(mult * input, *settings, **named) / mult``.
 
-    new: the output of ``fn`` is a new tensor, at no time its input. saved: autograd saves it.
+    new: the output of ``fn`` is a new tensor, at no time its input, and autograd does not save it.
     """
-    s = elementwise_scales(fn, settings, named, mult, constraint)
+    known = 1.0 if mult == 1.0 else specialised(mult)
+    fwd, bwd = elementwise_factors(fn, settings, named, known, constraint)
     output = fn(input if mult == 1.0 else input * mult, *settings, **named)
-    fresh = new and not (saved and (output.requires_grad or torch.compiler.is_compiling()))
-    return scale_output(output, s["output"] / mult, s["input"] / mult, fresh=fresh)
+    return scale_output(output, fwd, bwd, fresh=new)
+
+
+@taken_as_constant
+def elementwise_factors(
+    fn: Elementwise,
+    settings: tuple[Any, ...],
+    named: dict[str, Any],
+    mult: float,
+    constraint: str | None,
+) -> tuple[float, float]:
+    """The factors of ``fn(mult * x)`` and of its gradient: one number where they are the same."""
+    s = elementwise_scales(fn, settings, named, mult, constraint)
+    fwd = s["output"] / mult
+    return fwd, fwd if s["input"] == s["output"] else s["input"] / mult
 
 
 def elementwise_scales(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fp8.formats import Format
+from fp8.names import check_name
 from fp8.quantize import quantize, quantize_backward, quantize_forward
 
 __all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
@@ -41,9 +42,7 @@ class FPFormat:
     srbits: int = 0
 
     def __post_init__(self) -> None:
-        if self.rounding not in _SHORT:
-            allowed = ", ".join(map(repr, _SHORT))
-            raise ValueError(f"unknown rounding {self.rounding!r}; choose one of {allowed}")
+        check_name("rounding", self.rounding, _SHORT)
         _ = self.format  # refuses impossible numbers of bits
         dropped = _MANTISSA_BITS - self.mantissa_bits
         if self.srbits and self.rounding == "nearest":

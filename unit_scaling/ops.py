@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from fp8.function import taken_as_constant
+
 from .constraints import apply_constraint
 from .watched import watched
 
@@ -138,14 +140,25 @@ def find_op(func: Callable[..., Any] | None) -> Op | None:
 def tie(constraint: str | None, **scales: float) -> Scales:
     """The named scales ("output" first) after `apply_constraint`.
 
-    The default is told apart here: whatever a compiled function reads, its every call checks.
+    The default is told apart, and without a builtin: whatever a compiled function reads, its every
+    call checks.
 
     >>> tie("to_output_scale", output=0.5, input=0.25)
     {'output': 0.5, 'input': 0.5}
     """
     if constraint == "to_output_scale":
-        return dict.fromkeys(scales, scales["output"])
+        return {name: scales["output"] for name in scales}  # noqa: C420
     return dict(zip(scales, apply_constraint(constraint, *scales.values()), strict=True))
+
+
+@taken_as_constant
+def factors(rule: Callable[..., Scales], *settings: Any) -> tuple[float, float]:
+    """("output", "input") of a rule that reads settings alone: one number where they are the same.
+
+    A compiled function takes them as they are, and has not read the rule.
+    """
+    s = rule(*settings)
+    return s["output"], s["output"] if s["input"] == s["output"] else s["input"]
 
 
 def row(

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fp8.names import check_name
+
 from .parameter import ParameterData, has_parameter_data
 
 __all__ = [
@@ -112,9 +114,7 @@ def _lr_scale(rule: str, param: ParameterData) -> float:
 def _as_function(rule: LrScale | str) -> LrScale:
     if callable(rule):
         return rule
-    if rule not in LR_RULES:
-        allowed = ", ".join(map(repr, LR_RULES))
-        raise ValueError(f"unknown learning-rate rule {rule!r}; choose one of {allowed}")
+    check_name("learning-rate rule", rule, LR_RULES)
     return partial(_lr_scale, rule)
 
 
@@ -128,10 +128,7 @@ _SGD_RULES = {None: "sgd", "to_output_scale": "sgd_to_output_scale"}
 
 
 def _sgd_rule(readout_constraint: str | None) -> str:
-    if readout_constraint not in _SGD_RULES:
-        raise ValueError(
-            f"unknown readout_constraint {readout_constraint!r}; choose None or 'to_output_scale'"
-        )
+    check_name("readout_constraint", readout_constraint, _SGD_RULES)
     return _SGD_RULES[readout_constraint]
 
 

@@ -11,7 +11,6 @@ transformed model is, gives them back by itself; `remember_tags` and `restore_ta
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.weak import TensorWeakRef
+
+from fp8.names import check_name
 
 __all__ = [
     "MupType",
@@ -67,6 +68,8 @@ def Parameter(
     >>> p.mup_type, p.mup_scaling_depth
     ('weight', None)
     """
+    if not isinstance(data, Tensor):
+        raise TypeError(f"data must be a Tensor, not {type(data).__name__}")
     return tag(nn.Parameter(data, requires_grad), mup_type, mup_scaling_depth)
 
 
@@ -78,9 +81,7 @@ def tag(
     mup_type: one of `MupType`. mup_scaling_depth: 1 or more, or None outside a residual stack.
     Raises ValueError for anything else.
     """
-    if mup_type not in get_args(MupType):
-        allowed = ", ".join(map(repr, get_args(MupType)))
-        raise ValueError(f"unknown mup_type {mup_type!r}; choose one of {allowed}")
+    check_name("mup_type", mup_type, get_args(MupType))
     if mup_scaling_depth is not None and mup_scaling_depth < 1:
         raise ValueError(f"mup_scaling_depth must be 1 or more, or None: got {mup_scaling_depth}")
     attributes: dict[str, Any] = {"mup_type": mup_type, "mup_scaling_depth": mup_scaling_depth}
@@ -240,11 +241,11 @@ def _deepcopy(reference: TensorWeakRef, memo: dict[int, Any]) -> nn.Parameter:
 
 def _reduce(reference: TensorWeakRef, protocol: Any) -> tuple[Any, ...]:
     p = _alive(reference)
-    return _rebuild, (p.data, p.requires_grad, OrderedDict(), p.mup_type, p.mup_scaling_depth)
+    return _rebuild, (p.data, p.requires_grad, p.mup_type, p.mup_scaling_depth)
 
 
 def _rebuild(
-    data: Tensor, requires_grad: bool, hooks: Any, mup_type: MupType, depth: int | None
+    data: Tensor, requires_grad: bool, mup_type: MupType, depth: int | None
 ) -> nn.Parameter:
     """The tagged parameter that was pickled. Hooks are not pickled, as in torch."""
     return Parameter(data, mup_type, depth, requires_grad)

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 
-from fp8.function import apply, is_inference_graph
+from fp8.function import apply, in_graph, is_inference_graph
 
 from .watched import watched
 
 __all__ = ["scale_bwd", "scale_fwd"]
 
 
+@in_graph
 class _Scale(Function):
-    """``y = fwd * x`` with ``dx = bwd * dy``. Differentiable twice, under vmap, and compiled."""
+    """``y = fwd * x`` with ``dx = bwd * dy``. Differentiable twice, forward too, and under vmap."""
 
     generate_vmap_rule = True
 
@@ -36,15 +37,12 @@ class _Scale(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return scale_both(grad, ctx.bwd), None, None
 
-
-class _EagerScale(_Scale):
-    """The same with forward-mode derivatives, which a compiled graph cannot hold."""
-
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         return tangent * ctx.bwd
 
 
+@in_graph
 class _Instead(Function):
     """``y = value`` with ``d total = scale * dy``: one number returned, another differentiated."""
 
@@ -75,12 +73,13 @@ def _check(scale: float) -> None:
 def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     """``fwd * input`` with ``bwd`` times the gradient. ``input`` itself where both are 1.
 
-    A graph that is compiled without a backward pass does not depend on bwd.
+    A graph has a view of it there, and reads neither.
     """
-    if _is_one(fwd) and (is_inference_graph() or _is_one(bwd)):
-        return input
-    function = _Scale if torch.compiler.is_compiling() else _EagerScale
-    return apply(function, input, fwd, bwd)
+    if is_compiling():
+        from fp8.traced import apply as apply_in_graph
+
+        return apply_in_graph("_Scale", input, fwd, bwd)
+    return input if _is_one(fwd) and _is_one(bwd) else apply(_Scale, input, fwd, bwd)
 
 
 def scale_both(input: Tensor, scale: float) -> Tensor:
@@ -96,13 +95,17 @@ def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tens
     """
     if not (fwd is bwd or is_inference_graph() or fwd == bwd):
         return scale_each(output, fwd, bwd)
-    if _is_one(fwd):
+    if fwd == 1.0:
         return output
     return output.mul_(fwd) if fresh else output * fwd
 
 
 def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
     """``value``, whose gradient is ``scale`` times that of ``total`` (of the same shape)."""
+    if is_compiling():
+        from fp8.traced import apply as apply_in_graph
+
+        return apply_in_graph("_Instead", total, value, scale)
     return apply(_Instead, total, value, scale)
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..convert import ADAPTERS, convert, expand, revert
 from ..levels import initialize
 from ..matmul import BACKENDS
+from ..names import check_name
 from ..recipe import Recipe
 from ..subclass import check_module
 from ..swap import Where
@@ -71,7 +72,8 @@ def prepare(
     where: as in `fp8.convert`; with a recipe object of Accelerate's, a function.
 
     Raises ValueError for an Accelerator with mixed_precision="fp8", which would convert the model
-    once more ("no" and "bf16" are right), for a recipe object of another backend, and for settings
+    once more ("no" and "bf16" are right), for a second model, for a recipe object of another
+    backend, and for settings
     that nothing computes: an interval other than 1, override_linear_precision, the format E5M2;
     TypeError for another order of arguments.
     """
@@ -84,6 +86,11 @@ def prepare(
         raise ValueError(
             "Accelerator(mixed_precision='fp8') converts the model itself: make it with 'no' or "
             "'bf16', and give its recipe object to this function"
+        )
+    if any(isinstance(other, nn.Module) for other in others):
+        raise ValueError(
+            "prepare converts one model, got another: call it for each, with its own optimizer, or "
+            "accelerator.prepare for one that is to stay as it is"
         )
     plan = _plan(accelerator, model, recipe, backend, opt_level, where)
     if plan.opt_level == "O3" and plan.backend in ADAPTERS:
@@ -127,9 +134,7 @@ def _plan(
     opt_level: str | None,
     where: str | Where | None,
 ) -> _Plan:
-    known = (*BACKENDS, *ADAPTERS, "msamp")
-    if backend not in known:
-        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(known)}")
+    check_name("backend", backend, (*BACKENDS, *ADAPTERS, "msamp"))
     if isinstance(recipe, str | Recipe):
         level = opt_level or ("O2" if backend == "msamp" else None)
         return _Plan(recipe=recipe, backend=backend, opt_level=level, where=where, options={})

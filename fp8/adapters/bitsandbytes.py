@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ..names import check_name
 from . import need
 
 __all__ = ["optimizer"]
@@ -24,9 +25,5 @@ def optimizer(name: str, params: ParamsT, **options: Any) -> Optimizer:
     Raises ValueError for a name that is none of its 8-bit optimizers, ImportError without it.
     """
     library = need("bitsandbytes").optim
-    names = [known for known in dir(library) if known.endswith("8bit")]
-    if name not in names:
-        raise ValueError(
-            f"unknown 8-bit optimizer {name!r}; bitsandbytes has {', '.join(map(repr, names))}"
-        )
+    check_name("8-bit optimizer", name, [n for n in dir(library) if n.endswith("8bit")])
     return getattr(library, name)(params, **options)

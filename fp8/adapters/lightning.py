@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..convert import ADAPTERS, convert
 from ..history import histories
 from ..matmul import checked_backend
+from ..names import check_name
 from ..recipe import Recipe, get_recipe
 from ..swap import Where
 from . import need
@@ -93,10 +94,8 @@ def FP8FabricPrecision(
 
 def _base(names: tuple[str, str], part: str, precision: str, library: str | None) -> Any:
     """The class of Lightning's plugin. part: of the first library; the second is that alone."""
-    for what, got, allowed in (("precision", precision, PRECISIONS), ("library", library, names)):
-        if got is not None and got not in allowed:
-            choices = ", ".join(map(repr, allowed))
-            raise ValueError(f"unknown {what} {got!r}; choose one of {choices}")
+    check_name("precision", precision, PRECISIONS)
+    check_name("library", library, (None, *names))
     if library is None:
         library = next((name for name in names if name in sys.modules), names[0])
     if library == "lightning":

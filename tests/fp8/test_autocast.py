@@ -159,7 +159,7 @@ def test_the_innermost_block_says_what_to_do():
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="opaque must be 'raise' or 'warn', not 'skip'"):
+    with pytest.raises(ValueError, match="unknown opaque 'skip'; choose one of 'raise', 'warn'"):
         fp8.autocast("unit", opaque="skip")
     with pytest.raises(ValueError, match="unknown recipe"):
         fp8.autocast("int4")
@@ -192,6 +192,44 @@ def test_nested_blocks():
             F.linear(x, w.double())
         assert active_recipe() is fp8.RECIPES["unit"]
     assert active_recipe() is None
+
+
+@pytest.mark.parametrize("given", [{"recipe": "unit"}, {"enabled": False}], ids=str)
+def test_as_a_decorator(given):
+    x, w = randn(5, 8).detach(), randn(6, 8).detach()
+    with fp8.autocast(**given):
+        expected = F.linear(x, w)
+
+    @fp8.autocast(**given)
+    def product(x):
+        return F.linear(x, w)
+
+    with fp8.autocast(COARSE):
+        assert torch.equal(product(x), expected)
+    assert torch.equal(torch.compile(product, backend="eager", fullgraph=True)(x), expected)
+    assert product.__name__ == "product"
+
+    def late():
+        yield
+
+    with pytest.raises(TypeError, match="late goes on after its call: open the block inside"):
+        fp8.autocast(**given)(late)
+
+
+def test_a_block_made_outside_of_what_is_compiled():
+    """The compiler opened torch's mode without ours, and nothing was cast."""
+    x, block = randn(5, 8).detach(), fp8.autocast("unit")
+
+    def product(x):
+        with block:
+            return x @ x.T
+
+    assert not torch.equal(product(x), x @ x.T)
+    compiled = torch.compile(product, backend="eager")  # breaks the graph there
+    assert torch.equal(compiled(x), product(x))
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="autocast"):
+        torch.compile(product, backend="eager", fullgraph=True)(x)
 
 
 def test_threads_do_not_share_a_block():
@@ -318,7 +356,7 @@ def test_another_mode_and_a_subclass():
 def test_disabled_it_computes_as_torch_does(around):
     torch.manual_seed(0)
     a, b = operands(MATMUL)
-    lstm, x = nn.LSTM(4, 4), randn(3, 4)
+    lstm, x = nn.LSTM(4, 4), torch.randn(3, 4)
     with fp8.autocast("unit"), pytest.raises(NotImplementedError):
         lstm(x)
 
@@ -330,7 +368,7 @@ def test_disabled_it_computes_as_torch_does(around):
     assert torch.equal(torch.compile(product, backend="eager", fullgraph=True)(a, b), a @ b)
     with around(), fp8.autocast(enabled=False):
         assert torch.equal(lstm(x)[0], lstm(x)[0])
-    with fp8.autocast(enabled=False):
+        assert torch.equal(torch.mm(x, x.T, out=torch.empty(3, 3)), x @ x.T)
         checkpoint(torch.matmul, a.requires_grad_(), b, use_reentrant=True).sum().backward()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,10 +71,13 @@ def test_reentrant_checkpointing_is_refused_by_name():
         CHECKPOINTED(x)
 
 
-def test_outside_of_a_block_the_contexts_do_nothing():
-    y = checkpoint(
-        CHECKPOINTED, randn(5, 8), use_reentrant=False, context_fn=fp8.checkpoint_contexts
-    )
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast(enabled=False)])
+def test_outside_of_a_block_and_in_one_that_is_off_the_contexts_do_nothing(around):
+    given = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
+    x = randn(5, 8)
+    with around():
+        y = checkpoint(CHECKPOINTED, x, **given)
+    assert torch.equal(y, CHECKPOINTED(x))
     y.sum().backward()
 
 
@@ -88,3 +93,15 @@ def test_checkpointing_of_the_block_itself():
     y = checkpoint(run, use_reentrant=False)
     (got,) = torch.autograd.grad(y.square().sum(), layer.weight)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast("unit")])
+def test_disabled_it_is_recomputed_as_it_was(around):
+    x = randn(4, 8).requires_grad_()
+    with around():
+        with fp8.autocast(enabled=False):
+            again = {"use_reentrant": False, "context_fn": fp8.checkpoint_contexts}
+            y = checkpoint(lambda x: (x @ x.mT) @ x, x, **again)
+        y.square().sum().backward()
+    (expected,) = torch.autograd.grad(((x @ x.mT) @ x).square().sum(), x)
+    assert torch.equal(x.grad, expected)

@@ -55,7 +55,8 @@ def test_against_float64(torchs, ours, input, weight, kwargs, dtype, recipe):
 )
 def test_bias(torchs, ours, input, weight, recipe):
     x, w, b = randn(*input), randn(*weight), randn(6)
-    y = ours(x, w, b, scales=SCALES, recipe=recipe)
+    with fp8.autocast(recipe):
+        y = ours(x, w, b, scales=SCALES)
     grad = randn(*y.shape, seed=2).detach()
     values, magnitudes = product(torchs, (x, w), grad, SCALES, recipe)
     channels = b.detach().double().reshape(-1, *[1] * (len(weight) - 2))
@@ -79,8 +80,8 @@ def test_gradients_only_where_asked_for(wanted):
 def test_double_backward():
     x, w = randn(2, 4, 9, dtype=torch.float64), randn(6, 4, 3, dtype=torch.float64)
     assert torch.autograd.gradgradcheck(lambda x, w: conv(x, w, scales=(0.5, 0.5, 0.5)), (x, w))
-    recipe = Recipe(name="grad only", grad=Cast(format="e5m2"))
-    y = conv(x, w, recipe=recipe)
+    with fp8.autocast(Recipe(name="grad only", grad=Cast(format="e5m2"))):
+        y = conv(x, w)
     g = randn(*y.shape, dtype=torch.float64, seed=3)
     (dx,) = torch.autograd.grad(y, x, g, create_graph=True)
     (dw,) = torch.autograd.grad(dx.sum(), w)
@@ -107,7 +108,8 @@ def test_channels_last():
 def test_torch_autocast():
     x, w, b = randn(2, 4, 9), randn(6, 4, 3), randn(6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = conv(x, w, b, recipe=fp8.RECIPES["unit"])
+        with fp8.autocast("unit"):
+            y = conv(x, w, b)
         expected = F.conv1d(fp8.quantize(x, "e4m3"), fp8.quantize(w, "e4m3"), b)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, expected)

@@ -374,7 +374,9 @@ def test_bad_input_changes_nothing():
         with pytest.raises(error, match=match):
             fp8.initialize(*args, **kwargs)
 
-    refused(ValueError, "unknown opt_level 'O4'; choose one of O1, O2, O3", model, optimizer, "O4")
+    refused(
+        ValueError, "unknown opt_level 'O4'; choose one of 'O1', 'O2', 'O3'", model, optimizer, "O4"
+    )
     refused(ValueError, "unknown recipe", model, optimizer, recipe="none")
     refused(ValueError, "not the model's", model, others)
     refused(TypeError, "RMSprop", model, torch.optim.RMSprop(model.parameters()))

@@ -52,6 +52,16 @@ def test_as_a_module():
 
 
 @pytest.mark.parametrize("command", TABLES)
+def test_a_reader_that_has_gone(command):
+    """As ``fp8 formats | head`` may leave it: no traceback, and no error in a pipeline."""
+    run = [sys.executable, "-m", "fp8", command]
+    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == ("", 0)
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("command", TABLES)
 def test_as_json(command, capsys):
     assert main([command, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

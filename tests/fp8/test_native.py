@@ -276,7 +276,9 @@ def test_native_without_a_kernel_on_the_device_simulates_and_says_so():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="unknown backend 'gpu'; choose one of simulate, native"):
+    with pytest.raises(
+        ValueError, match="unknown backend 'gpu'; choose one of 'simulate', 'native'"
+    ):
         fp8.autocast("unit", backend="gpu")
     with pytest.raises(ValueError, match=r"recipe 'mxfp6' has no kernels: .* format 'e2m3'"):
         fp8.autocast("mxfp6", backend="native")

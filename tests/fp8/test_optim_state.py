@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8
 from fp8.moments import ENCODINGS, MOMENTS, Stored, decode, scale_for, write, zeros
 from fp8.optim import Adam, AdamW
-from fp8.rounding import random_bits
+from fp8.random_bits import random_bits
 from fp8.scaling import scale_of
 
 SHAPES = ((64, 96), (4097,), (5,))

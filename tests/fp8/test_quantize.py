@@ -15,7 +15,7 @@ from gfloat import RoundMode
 from torch import Tensor
 
 from fp8 import FORMATS, Format, quantize
-from fp8.rounding import random_bits
+from fp8.random_bits import random_bits
 from tests.fp8.oracles import (
     GFLOAT,
     all_patterns,

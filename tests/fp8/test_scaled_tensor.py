@@ -83,6 +83,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*rounds small steps away")
 @each_format
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place(format, name):
@@ -250,6 +251,7 @@ def test_clip_grad_norm():
         nn.utils.clip_grad_norm_([w], 1.0, error_if_nonfinite=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*rounds small steps away")
 @pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
 def test_grad_scaler(bad):
     w, bias = weight(), nn.Parameter(torch.zeros(3))

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.formats import FORMATS
-from tests.transforms.models import batch, gpt, same, step, tiny
+from tests.transforms.models import Checkpointed, batch, gpt, same, step, tiny
 from tests.transforms.test_metrics import check
 from unit_scaling.transforms import (
     compile,
@@ -244,14 +243,6 @@ def test_copies_measure_by_themselves():
 
 
 def test_checkpoints_are_measured_once():
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.layer, x, use_reentrant=False)
-
     torch.manual_seed(0)
     model = track_scales(Checkpointed())
     model(torch.randn(4, 8)).sum().backward()
@@ -336,3 +327,13 @@ def test_what_is_refused():
         track_scales(nn.Linear(2, 2), formats=["fp9"])
     with pytest.raises(ValueError, match="is for scales"):
         track_scales(nn.Linear(2, 2), formats=["e8m0"])
+
+
+def test_a_call_that_is_recorded_and_expanded_is_watched() -> None:
+    """The recording of the first call ended with another's place in the order of modes."""
+    from fp8.function import FIRST_LOOK
+
+    tracked = track_scales(unit_scale(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)))
+    tracked(torch.randn(2, 3, 8)).sum().backward()
+    assert len(tracked.scales_graph().nodes) > 10
+    assert not FIRST_LOOK

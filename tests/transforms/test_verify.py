@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from tests.transforms.models import batch, gpt
+from tests.transforms.models import Checkpointed, batch, gpt
 from unit_scaling.transforms import (
     Verification,
     compile,
@@ -302,14 +301,6 @@ def test_a_block_of_autocast_inside_the_model():
 
 
 def test_checkpoints_are_counted_once():
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.layer, x, use_reentrant=False)
-
     torch.manual_seed(0)
     model, x = Checkpointed(), torch.randn(4, 8)
     for each in (model, unit_scale(model)):
@@ -390,3 +381,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="choose one of 'activation', 'weight', 'gradient'"):
         result.share("bias")
     assert math.isnan(result.share("query-key gradient"))
+
+
+def test_a_loss_of_many_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one number, got torch\.Size"):
+        uu.verify(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda output: output)

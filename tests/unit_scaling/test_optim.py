@@ -63,7 +63,7 @@ def test_rules():
     sgd = [4.0, 8.0, 16, 1, 1.154701, 4.0, 60**0.5]
     scale = lr_scale_func_sgd("to_output_scale")
     assert [scale(p) for p in parameters()] == pytest.approx(sgd, abs=5e-7)
-    with pytest.raises(ValueError, match="choose None or 'to_output_scale'"):
+    with pytest.raises(ValueError, match="choose one of None, 'to_output_scale'"):
         lr_scale_func_sgd("gmean")
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from ..core.functional import logarithmic_interpolation
-from ..ops import Scales, row, tie
-from ..scale import scale_bwd, scale_each, scale_output
+from ..ops import Scales, factors, row, tie
+from ..scale import scale_each, scale_output
 from . import from_output, fused
 
 __all__ = ["add", "dropout", "gelu", "silu", "silu_glu", "softmax"]
@@ -29,7 +31,8 @@ _LINEAR_STD = 1 / 2
 def _alpha(weight: float, mult: float) -> float:
     """How near an op is to its limit for a large mult. Raises ValueError for what is no number
     above 0, as torch's own arguments are by position: ``silu(x, inplace)``."""
-    if isinstance(mult, (bool, str)) or not mult > 0:
+    default = mult == 1.0 and mult is not True  # all that most graphs look at
+    if not default and (isinstance(mult, (bool, str)) or not mult > 0):
         raise ValueError(f"mult is {mult!r}, not a number above 0; give torch's arguments by name")
     return 1 / (1 + weight / mult**2)
 
@@ -38,6 +41,16 @@ def _gated_scale(weight: float, mult: float, limit: float) -> float:
     """1 / the RMS of x * sigmoid-like(mult * x): between x/2 and relu-like as mult grows."""
     alpha = _alpha(weight, mult)
     return logarithmic_interpolation(alpha, 1 / _LINEAR_STD, 1 / limit)
+
+
+def _factors(
+    rule: Callable[..., Scales], mult: float, constraint: str | None
+) -> tuple[float, float]:
+    """The factors of ``op(mult * x)`` and of its gradient, constants of a graph for the default."""
+    if mult == 1.0 and mult is not True:
+        return factors(rule, 1.0, constraint)
+    s = rule(mult, constraint)
+    return s["output"] / mult, s["input"] / mult
 
 
 def _torch_gelu(input: Tensor, *, approximate: str = "none") -> dict[str, Any]:
@@ -62,8 +75,7 @@ def gelu(
     input: any shape, floating point. mult: how non-linear it is, above 0. approximate: "none" or
     "tanh", as in `torch.nn.functional.gelu`. Returns the shape and dtype of input.
     """
-    s = gelu_scales(mult, constraint)
-    fwd, bwd = s["output"] / mult, s["input"] / mult
+    fwd, bwd = _factors(gelu_scales, mult, constraint)
     input = input if mult == 1.0 else input * mult
     if fused.applies(input) and approximate in ("none", "tanh"):
         return fused.activation(input, "gelu", fwd, bwd, approximate)
@@ -92,8 +104,7 @@ def silu(
     input: any shape, floating point. mult: how non-linear it is, above 0. inplace: write the
     result into ``input``. Returns the shape and dtype of input.
     """
-    s = silu_scales(mult, constraint)
-    fwd, bwd = s["output"] / mult, s["input"] / mult
+    fwd, bwd = _factors(silu_scales, mult, constraint)
     x = input if mult == 1.0 else input * mult
     x = x.clone() if inplace and x is input else x  # what autograd saves must not be written to
     if fused.applies(x):
@@ -144,12 +155,8 @@ def softmax_scales(
     size = input.size(_softmax_dim(input, dim)) if input.dim() else 1
     if size == 0:
         return tie(constraint, output=1.0, input=1.0)
-    alpha = _alpha(4, mult)
-    return tie(
-        constraint,
-        output=logarithmic_interpolation(alpha, size, math.sqrt(size)),
-        input=logarithmic_interpolation(alpha, size / mult, math.sqrt(size / mult)),
-    )
+    power = 1 - _alpha(4, mult) / 2  # of `logarithmic_interpolation` between a number and its root
+    return tie(constraint, output=size**power, input=(size / mult) ** power)
 
 
 def _torch_nn_softmax(
@@ -187,7 +194,7 @@ def softmax(
     s = softmax_scales(input, dim, constraint, mult)
     logits = input if mult == 1.0 else input * mult
     axis = _softmax_dim(input, dim)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         logits = logits if dtype is None else logits.to(dtype)
         return from_output.activation(logits, "softmax", s["output"], s["input"], axis)
     output = F.softmax(logits, axis, dtype=dtype)
@@ -238,8 +245,10 @@ def add_scales(
         return {"output": 1.0, "input": 1.0, "other": 1.0}
     assert isinstance(input, Tensor)
     assert isinstance(other, Tensor)
-    size = math.prod(torch.broadcast_shapes(input.shape, other.shape))
-    grads = [math.sqrt(t.numel() / size) if t.numel() else 1.0 for t in (input, other)]
+    grads = [1.0, 1.0]
+    if input.shape != other.shape:
+        size = math.prod(torch.broadcast_shapes(input.shape, other.shape))
+        grads = [math.sqrt(t.numel() / size) if t.numel() else 1.0 for t in (input, other)]
     return tie(
         constraint,
         output=(1 + alpha * alpha) ** -0.5,
@@ -295,6 +304,7 @@ def add(
     else:
         assert isinstance(input, Tensor)
         assert isinstance(other, Tensor)
-        output = torch.add(scale_bwd(input, s["input"]), scale_bwd(other, s["other"]), alpha=alpha)
+        input = scale_each(input, 1.0, s["input"])
+        output = input.add(scale_each(other, 1.0, s["other"]), alpha=alpha)
         output = scale_each(output, s["output"], 1.0)
     return output if out is None else out.copy_(output)

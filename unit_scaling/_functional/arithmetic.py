@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Scales, row, tie
-from ..scale import scale_bwd, scale_each, scale_output
+from ..scale import scale_each, scale_output
 from .activations import add, add_scales
 
 __all__ = ["addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
@@ -95,8 +95,10 @@ def mul_scales(input: Number, other: Number, constraint: str | None = "to_output
         return scales
     if not (input.is_floating_point() and other.is_floating_point()):
         return scales
-    size = math.prod(torch.broadcast_shapes(input.shape, other.shape))
-    grads = [float(_copies(size, t) ** -0.5) for t in (input, other)]
+    grads = [1.0, 1.0]
+    if input.shape != other.shape:
+        size = math.prod(torch.broadcast_shapes(input.shape, other.shape))
+        grads = [float(_copies(size, t) ** -0.5) for t in (input, other)]
     return tie(constraint, output=1.0, input=grads[0], other=grads[1])
 
 
@@ -142,9 +144,9 @@ def mul(
 def _collected(input: Number, other: Number, s: Scales) -> tuple[Number, Number]:
     """Both operands, with the factors of what a broadcast one collects on the way back."""
     if s["input"] != 1.0:
-        input = scale_bwd(input, s["input"])  # type: ignore[arg-type]
+        input = scale_each(input, 1.0, s["input"])  # type: ignore[arg-type]
     if s["other"] != 1.0:
-        other = scale_bwd(other, s["other"])  # type: ignore[arg-type]
+        other = scale_each(other, 1.0, s["other"])  # type: ignore[arg-type]
     return input, other
 
 
@@ -241,7 +243,7 @@ def _sum_of_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Sca
     """``fn(*operands)`` with its factors, in one pass each way where they are all the same."""
     if len({s[name] for name in operands}) == 1:
         return scale_output(fn(*operands.values()), s["output"], s["input"], fresh=True)
-    terms = [scale_bwd(t, s[name]) for name, t in operands.items()]
+    terms = [scale_each(t, 1.0, s[name]) for name, t in operands.items()]
     return scale_each(fn(*terms), s["output"], 1.0)
 
 

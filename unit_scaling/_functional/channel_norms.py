@@ -16,7 +16,7 @@ from ..batch import row_scale
 from ..constant import constant
 from ..ops import Scales, row, tie
 from ..quadrature import largest_square
-from ..scale import scale_bwd, scale_output
+from ..scale import scale_each, scale_output
 
 __all__ = [
     "batch_norm",
@@ -31,14 +31,14 @@ __all__ = [
 def channel_norm_scales(input: Tensor) -> Scales:
     """The output has RMS 1 as it is; a channel's weight collects from all but the channels."""
     channels = input.shape[1] if input.dim() > 1 else 1
-    scale = row_scale(input.numel() // (channels or 1))
+    scale = row_scale(input.numel() // (channels or 1), 0.5)
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
 
 def _scaled(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
     s = channel_norm_scales(input)
     return [
-        None if parameter is None else scale_bwd(parameter, s[name])
+        None if parameter is None else scale_each(parameter, 1.0, s[name])
         for name, parameter in (("weight", weight), ("bias", bias))
     ]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from fp8.activations import KERNELS
@@ -28,8 +29,10 @@ def applies(*tensors: Tensor) -> bool:
 
     They keep their input as it is; a recipe that says otherwise sees to torch's functions.
     """
+    if is_compiling():
+        return False
     first, recipe = tensors[0], active_recipe()
-    if torch.compiler.is_compiling() or (recipe is not None and recipe.saved_activations):
+    if recipe is not None and recipe.saved_activations:
         return False
     return all(
         type(t) in (Tensor, nn.Parameter)

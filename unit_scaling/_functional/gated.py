@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..batch import row_scale
-from ..elementwise import elementwise_scales
-from ..ops import Scales, row, tie
-from ..scale import scale_bwd, scale_output
+from ..elementwise import elementwise_factors, elementwise_scales
+from ..ops import Scales, factors, row, tie
+from ..scale import scale_each, scale_output
 from .activations import softmax, softmax_scales
 
 __all__ = ["geglu", "glu", "log_softmax", "prelu", "reglu", "softmin"]
@@ -31,8 +31,8 @@ def glu(input: Tensor, dim: int = -1, constraint: str | None = "to_output_scale"
 
     input: floating point, of an even size along dim. Returns half of that size.
     """
-    s = glu_scales(constraint)
-    return scale_output(F.glu(input, dim), s["output"], s["input"], fresh=True)
+    fwd, bwd = factors(glu_scales, constraint)
+    return scale_output(F.glu(input, dim), fwd, bwd, fresh=True)
 
 
 def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
@@ -73,9 +73,9 @@ def prelu_scales(
     input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
 ) -> Scales:
     """As leaky_relu with the slope 1/4 that torch starts from; a slope collects all negatives."""
-    scale = elementwise_scales(F.leaky_relu, (0.25,), constraint=None)
-    collected = row_scale(input.numel() // (weight.numel() or 1))
-    return {**tie(constraint, **scale), "weight": math.sqrt(2) * collected}
+    fwd, bwd = elementwise_factors(F.leaky_relu, (0.25,), {}, 1.0, constraint)
+    collected = row_scale(input.numel() // (weight.numel() or 1), 0.5)
+    return {"output": fwd, "input": bwd, "weight": 2**0.5 * collected}
 
 
 @row(prelu_scales, replaces=(F.prelu, torch.prelu, torch.Tensor.prelu))
@@ -85,7 +85,7 @@ def prelu(input: Tensor, weight: Tensor, constraint: str | None = "to_output_sca
     input: floating point, channels second. weight: one slope, or one for each channel.
     """
     s = prelu_scales(input, weight, constraint)
-    output = F.prelu(input, scale_bwd(weight, s["weight"] / s["input"]))
+    output = F.prelu(input, scale_each(weight, 1.0, s["weight"] / s["input"]))
     return scale_output(output, s["output"], s["input"], fresh=True)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import Scales, row
-from ..scale import scale_bwd, value_with_gradient
+from ..scale import scale_each, value_with_gradient
 
 __all__ = ["cross_entropy", "ctc_loss", "nll_loss"]
 
@@ -32,6 +32,8 @@ def reduction_of(
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> str:
     """The reduction, with torch's two legacy arguments taken into account."""
+    if reduction == "mean" and size_average is None and reduce is None:
+        return reduction  # a compiled call looks no further than this
     if size_average is not None or reduce is not None:
         if reduce is False:
             return "none"
@@ -93,10 +95,10 @@ def cross_entropy(
 def unit_loss(loss: Loss, *operands: Tensor, kind: str, scale: float) -> Tensor:
     """``loss(*operands)`` reduced as ``kind``; the gradient is ``scale`` times the sum's."""
     if kind == "none":
-        return scale_bwd(loss(*operands, reduction="none"), scale)
+        return scale_each(loss(*operands, reduction="none"), 1.0, scale)
     total = loss(*operands, reduction="sum")
     if kind == "sum":
-        return scale_bwd(total, scale)
+        return scale_each(total, 1.0, scale)
     with torch.no_grad():
         value = loss(*[operand.detach() for operand in operands], reduction=kind)
     return value_with_gradient(value, total, scale)
@@ -165,8 +167,8 @@ def ctc_loss(
     lengths = (input_lengths, target_lengths)
     losses = loss(log_probs, targets, *lengths, blank, "none", zero_infinity)
     if kind == "none":
-        return scale_bwd(losses, scale)
+        return scale_each(losses, 1.0, scale)
     if kind == "sum":
-        return scale_bwd(losses.sum(), scale)
+        return scale_each(losses.sum(), 1.0, scale)
     divisors = torch.as_tensor(target_lengths).clamp_min(1).to(losses)
     return value_with_gradient((losses.detach() / divisors).mean(), losses.sum(), scale)

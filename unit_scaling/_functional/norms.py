@@ -12,19 +12,14 @@ from torch.nn import functional as F
 
 from ..batch import row_scale
 from ..ops import Scales, row
-from ..scale import scale_bwd
+from ..scale import scale_each
 
 __all__ = ["layer_norm", "rms_norm"]
 
 
-def _row_scale(input: Tensor, normalized_shape: Sequence[int]) -> float:
-    """1/sqrt(rows): what the gradient of a norm's weight sums over."""
-    return row_scale(input.numel() // (math.prod(normalized_shape) or 1))
-
-
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     """The output has RMS 1 as it is; weight and bias collect a gradient from every row."""
-    scale = _row_scale(input, normalized_shape)
+    scale = row_scale(input.numel() // (math.prod(normalized_shape) or 1), 0.5)
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
 
@@ -62,15 +57,15 @@ def layer_norm(
     input: (..., *normalized_shape). weight, bias: normalized_shape or None.
     """
     s = layer_norm_scales(input, normalized_shape)
-    weight = None if weight is None else scale_bwd(weight, s["weight"])
-    bias = None if bias is None else scale_bwd(bias, s["bias"])
+    weight = None if weight is None else scale_each(weight, 1.0, s["weight"])
+    bias = None if bias is None else scale_each(bias, 1.0, s["bias"])
     return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 def rms_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     """As `layer_norm_scales`."""
-    scale = _row_scale(input, normalized_shape)
-    return {"output": 1.0, "input": 1.0, "weight": scale}
+    s = layer_norm_scales(input, normalized_shape)
+    return {"output": 1.0, "input": 1.0, "weight": s["weight"]}
 
 
 def _torch_rms_norm(
@@ -95,5 +90,5 @@ def rms_norm(
     epsilon of the dtype, torch's own default.
     """
     s = rms_norm_scales(input, normalized_shape)
-    weight = None if weight is None else scale_bwd(weight, s["weight"])
+    weight = None if weight is None else scale_each(weight, 1.0, s["weight"])
     return F.rms_norm(input, list(normalized_shape), weight, eps)

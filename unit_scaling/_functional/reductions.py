@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import Scales, row, tie
-from ..scale import scale_bwd, scale_each, scale_output
+from ..scale import scale_each, scale_output
 
 __all__ = ["cosine_similarity", "cumsum", "mean", "std", "sum", "var"]
 
@@ -20,10 +20,11 @@ Dims = int | Sequence[int] | None
 
 def _summed(input: Tensor, dim: Dims) -> int:
     """How many numbers each sum is of."""
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+    if isinstance(dim, int):
+        return input.shape[dim] or 1 if input.dim() else 1
+    if dim is None or len(dim) == 0:
         return input.numel() or 1
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    return math.prod([input.shape[d] for d in dims]) or 1 if input.dim() else 1
+    return math.prod([input.shape[d] for d in dim]) or 1 if input.dim() else 1
 
 
 def _is_value(input: Tensor, dim: Dims, keepdim: bool) -> bool:
@@ -70,10 +71,6 @@ def _torch_reduce(
     return {"input": input, "dim": given.pop("axis"), "keepdim": keepdim, **given}
 
 
-def _settings(dtype: torch.dtype | None) -> dict[str, Any]:
-    return {} if dtype is None else {"dtype": dtype}
-
-
 @row(sum_scales, adapters={torch.sum: _torch_reduce, torch.Tensor.sum: _torch_reduce})
 def sum(
     input: Tensor,
@@ -87,7 +84,7 @@ def sum(
     input: any shape. dim: one or several dimensions, None for all. dtype: of the result.
     """
     s = sum_scales(input, dim, keepdim, constraint)
-    output = torch.sum(input, dim, keepdim, **_settings(dtype))  # type: ignore[arg-type]
+    output = torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
     return scale_output(output, s["output"], s["input"], fresh=True)
 
 
@@ -104,7 +101,7 @@ def mean(
     Arguments as in `sum`.
     """
     s = mean_scales(input, dim, keepdim, constraint)
-    output = torch.mean(input, dim, keepdim, **_settings(dtype))  # type: ignore[arg-type]
+    output = torch.mean(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
     return scale_output(output, s["output"], s["input"], fresh=True)
 
 
@@ -126,7 +123,7 @@ def cumsum(
 ) -> Tensor:
     """``s * input.cumsum(dim)``; of integers, not scaled. The factor depends on the length."""
     s = cumsum_scales(input, dim, constraint)
-    output = torch.cumsum(input, dim, **_settings(dtype))
+    output = torch.cumsum(input, dim, dtype=dtype)
     return scale_output(output, s["output"], s["input"], fresh=True)
 
 
@@ -249,5 +246,6 @@ def cosine_similarity(
     if s["x1"] == s["x2"]:
         output = F.cosine_similarity(x1, x2, dim, eps)
         return scale_output(output, s["output"], s["x1"], fresh=True)
-    output = F.cosine_similarity(scale_bwd(x1, s["x1"]), scale_bwd(x2, s["x2"]), dim, eps)
+    x1, x2 = scale_each(x1, 1.0, s["x1"]), scale_each(x2, 1.0, s["x2"])
+    output = F.cosine_similarity(x1, x2, dim, eps)
     return scale_each(output, s["output"], 1.0)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import Scales, row
-from ..scale import scale_bwd
+from ..scale import scale_each
 from .activations import softmax_scales
 from .losses import Loss, reduction_of, unit_loss
 
@@ -29,6 +28,8 @@ __all__ = [
 
 def _pair(input: Tensor, target: Tensor, rms: float) -> Scales:
     """1/rms for both operands; a broadcast one collects the gradients of its copies."""
+    if input.shape == target.shape:
+        return {"output": 1.0, "input": 1 / rms, "target": 1 / rms}
     size = math.prod(torch.broadcast_shapes(input.shape, target.shape))
     copies = [size / (t.numel() or 1) or 1.0 for t in (input, target)]
     return {
@@ -41,12 +42,12 @@ def _pair(input: Tensor, target: Tensor, rms: float) -> Scales:
 def _difference_loss(loss: Loss, input: Tensor, target: Tensor, kind: str, s: Scales) -> Tensor:
     if s["input"] == s["target"]:
         return unit_loss(loss, input, target, kind=kind, scale=s["input"])
-    input, target = scale_bwd(input, s["input"]), scale_bwd(target, s["target"])
+    input, target = (scale_each(t, 1.0, s[k]) for k, t in (("input", input), ("target", target)))
     return unit_loss(loss, input, target, kind=kind, scale=1.0)
 
 
-def _weighted(weight: Tensor | None) -> dict[str, Any]:
-    return {} if weight is None else {"weight": weight}
+def _weighted(loss: Loss, weight: Tensor | None) -> Loss:
+    return loss if weight is None else partial(loss, weight=weight)
 
 
 def _clipped_rms(limit: float) -> float:
@@ -64,7 +65,7 @@ def mse_loss_scales(input: Tensor, target: Tensor) -> Scales:
 
     A broadcast operand collects the gradients of its copies.
     """
-    return _pair(input, target, math.sqrt(8))
+    return _pair(input, target, 8**0.5)
 
 
 @row(mse_loss_scales, replaces=(F.mse_loss,))
@@ -83,7 +84,7 @@ def mse_loss(
     Raises ValueError for an unknown reduction.
     """
     kind = reduction_of(reduction, size_average, reduce)
-    loss = partial(F.mse_loss, **_weighted(weight))
+    loss = _weighted(F.mse_loss, weight)
     return _difference_loss(loss, input, target, kind, mse_loss_scales(input, target))
 
 
@@ -103,7 +104,7 @@ def l1_loss(
 ) -> Tensor:
     """The value of `torch.nn.functional.l1_loss`, unit-scaled backward; see `mse_loss`."""
     kind = reduction_of(reduction, size_average, reduce)
-    loss = partial(F.l1_loss, **_weighted(weight))
+    loss = _weighted(F.l1_loss, weight)
     return _difference_loss(loss, input, target, kind, l1_loss_scales(input, target))
 
 
@@ -142,7 +143,7 @@ def huber_loss(
 ) -> Tensor:
     """The value of `torch.nn.functional.huber_loss`, unit-scaled backward; see `mse_loss`."""
     kind = reduction_of(reduction, None, None)
-    loss = partial(F.huber_loss, delta=delta, **_weighted(weight))
+    loss = _weighted(partial(F.huber_loss, delta=delta), weight)
     return _difference_loss(loss, input, target, kind, huber_loss_scales(input, target, delta))
 
 

@@ -16,10 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from ..elementwise import elementwise_scales, scaled_elementwise
+from fp8.activations import KERNELS
+
+from ..constant import specialised
+from ..elementwise import elementwise_factors, elementwise_scales, scaled_elementwise
 from ..ops import Adapter, Scales, row
+from ..scale import scale_output
 from . import from_output, fused
 from .generated import REQUIRED, described
 
@@ -90,29 +95,22 @@ def _spellings(names: Sequence[str], arguments: Sequence[str]) -> dict[Callable[
 
 
 def _given(
-    name: str, settings: dict[str, Any], args: tuple[Any, ...], named: dict[str, Any]
-) -> dict[str, Any]:
-    """All settings of an op, by name: the table itself where it is empty, as it mostly is.
-
-    What a graph reads while it is made is looked at again at each of its calls.
-    """
-    if not (settings or args or named):
-        return settings
-    if len(args) > len(settings):
-        raise TypeError(f"{name} takes {len(settings) + 3} arguments by position")
-    return {**settings, **dict(zip(settings, args, strict=False)), **named}
+    name: str, defaults: dict[str, Any], args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[float, str | None, bool, dict[str, Any]]:
+    """mult, constraint, inplace and the settings of a call, as numbers that the compiler knows."""
+    if len(args) >= len(defaults):  # inplace is by name
+        raise TypeError(f"{name} takes {len(defaults)} arguments by position")
+    given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
+    known = {key: specialised(value) for key, value in given.items()}
+    return known.pop("mult"), known.pop("constraint"), known.pop("inplace"), known
 
 
-def _kernel(
-    compiled: Callable[..., Tensor] | None, input: Tensor, fused_kernel: bool
-) -> Callable[..., Tensor] | None:
-    """What computes an activation together with its factors, if anything does.
-
-    compiled: what does so in a graph.
-    """
-    if torch.compiler.is_compiling():
-        return compiled
-    large = fused_kernel and input.numel() >= _LARGE
+def _kernel(name: str, input: Tensor) -> Callable[..., Tensor] | None:
+    """What computes an activation together with its factors, if anything does: fused.py in eager
+    code, from_output.py in a graph."""
+    if is_compiling():
+        return from_output.activation if name in from_output.KERNELS else None
+    large = name in KERNELS and input.numel() >= _LARGE
     return fused.activation if large and fused.applies(input) else None
 
 
@@ -123,54 +121,63 @@ def _activation(
     *,
     spelled: Sequence[str] | None = None,
     saves_output: bool = False,
-    fused_kernel: bool = False,
 ) -> Callable[..., Tensor]:
     """Adds a row for an elementwise function, and returns its unit-scaled version.
 
     settings: the arguments of ``fn`` after the first, and their defaults. spelled: what torch
     calls it, by default as it is named here; () where a transform must not replace it.
     saves_output: autograd keeps the output of ``fn``, which must then not be changed in place.
-    fused_kernel: fused.py has it too, for a function that costs no more than its memory traffic.
     """
     settings, spelled = settings or {}, (name,) if spelled is None else spelled
-    compiled = from_output.activation if name in from_output.KERNELS else None
+    ours = {"mult": 1.0, "constraint": "to_output_scale"}
+    defaults = {**ours, **settings, "inplace": False}
+    plain = not (saves_output or name in {**KERNELS, **from_output.KERNELS})
 
     def rule(mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any) -> Scales:
         return elementwise_scales(fn, (), named, mult, constraint)
 
-    def op(
-        input: Tensor,
-        mult: float = 1.0,
-        constraint: str | None = "to_output_scale",
-        *args: Any,
-        inplace: bool = False,
-        **named: Any,
-    ) -> Tensor:
-        given = _given(name, settings, args, named)
+    def op(input: Tensor, *args: Any, **named: Any) -> Tensor:
+        # What a graph reads while it is made it compares at each call: mostly nothing of these.
+        mult, inplace = 1.0, False
+        constraint: str | None = "to_output_scale"
+        given: dict[str, Any] = {}
+        if args or named:
+            mult, constraint, inplace, given = _given(name, defaults, args, named)
         if not input.is_floating_point():
             return fn(input, **given)
+        fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
-        kernel = _kernel(compiled, x, fused_kernel)
+        x = x if mult == 1.0 else x * mult
+        kernel = None if plain else _kernel(name, x)
         if kernel is not None:
-            s = rule(mult, constraint, **given)
-            z = x if mult == 1.0 else x * mult
-            output = kernel(z, name, s["output"] / mult, s["input"] / mult, *given.values())
+            output = kernel(x, name, fwd, bwd, *(given or settings).values())
         else:
-            output = scaled_elementwise(
-                fn, x, (), given, mult, constraint, new=True, saved=saves_output
-            )
+            output = fn(x, **given)
+            fresh = plain or not (saves_output and (output.requires_grad or is_compiling()))
+            output = scale_output(output, fwd, bwd, fresh=fresh)
         return input.copy_(output) if inplace else output
 
-    ours = {"mult": 1.0, "constraint": "to_output_scale"}
     described(rule, f"{name}_scales", _RULE.format(name=name), {**ours, **settings})
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
-    described(op, name, about, {"input": REQUIRED, **ours, **settings, "inplace": False})
+    described(op, name, about, {"input": REQUIRED, **defaults})
     return row(rule, adapters=_spellings(spelled, ("input", *settings, "inplace")))(op)
 
 
 def _relu_squared(input: Tensor) -> Tensor:
     """relu(x)**2, the activation of Primer (arXiv 2109.08668)."""
     return torch.relu(input).square()
+
+
+def _mish(input: Tensor) -> Tensor:
+    """x * tanh(log(1 + e^x)). In a graph x * n / (n + 2) with n = e^x (e^x + 2), where exp is all
+    that takes long; from 20 on that is x to all the digits of float64."""
+    if not is_compiling():
+        return F.mish(input)
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    e = x.clamp(max=20).exp()
+    n = e * (e + 2)
+    rest = 1 / (n + 2)
+    return (x * torch.where(x > 0, 1 - 2 * rest, n * rest)).to(input.dtype)
 
 
 abs = _activation("abs", torch.abs, spelled=("abs", "absolute"))
@@ -181,15 +188,15 @@ cos = _activation("cos", torch.cos)
 elu = _activation("elu", F.elu, {"alpha": 1.0})
 erf = _activation("erf", torch.erf)
 exp = _activation("exp", torch.exp, saves_output=True)
-hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5}, fused_kernel=True)
+hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5})
 hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
 hardswish = _activation("hardswish", F.hardswish)
 hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0})
 leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
 # A log-probability: losses want its value, so the transform leaves it alone.
 logsigmoid = _activation("logsigmoid", F.logsigmoid, spelled=())
-mish = _activation("mish", F.mish)
-relu = _activation("relu", torch.relu, saves_output=True, fused_kernel=True)
+mish = _activation("mish", _mish)
+relu = _activation("relu", torch.relu, saves_output=True)
 relu6 = _activation("relu6", F.relu6)
 relu_squared = _activation("relu_squared", _relu_squared, spelled=())
 selu = _activation("selu", F.selu)
@@ -216,6 +223,4 @@ def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scal
     of input. Raises ValueError for other exponents: a normal number has no root, and no inverse
     with a finite second moment.
     """
-    return scaled_elementwise(
-        torch.pow, input, (exponent,), {}, 1.0, constraint, new=True, saved=False
-    )
+    return scaled_elementwise(torch.pow, input, (exponent,), {}, 1.0, constraint, new=True)

@@ -23,6 +23,7 @@ __all__ = [
     "CASTS",
     "CONSTANT",
     "ELEMENTWISE",
+    "EXTREMES",
     "KEPT",
     "KINDS",
     "LINEAR",
@@ -48,7 +49,7 @@ TRANSPARENT = frozenset(
         "narrow index_select chunk split unbind flip roll view_as_complex view_as_real diagonal "
         "rot90 unfold tensor_split hsplit vsplit dsplit pixel_shuffle pixel_unshuffle "
         "channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d atleast_3d "
-        "adjoint conj resolve_conj"
+        "adjoint conj resolve_conj reshape_as as_strided"
     ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""
@@ -84,6 +85,9 @@ NEUTRAL = (
     | CONSTANT
 )
 """Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
+
+EXTREMES = frozenset("max min amax amin".split())
+"""Kinds that take the largest or smallest of some dimensions."""
 
 KEPT = frozenset("abs cat stack".split())
 """Neutral kinds with a rule, which gives a factor of 1: the call stays as it is."""

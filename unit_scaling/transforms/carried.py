@@ -20,9 +20,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from .calls import AVERAGES, CASTS, ELEMENTWISE, LINEAR, MOVES
-from .flow import Flow
+from .flow import Flow, reached
 from .record import Place
-from .steps import Step
+from .steps import Decision, Step
 from .units import Unit
 
 __all__ = ["Carried"]
@@ -72,7 +72,7 @@ class Carried:
         """The units without any of these calls."""
         return {end: u for end, u in units.items() if not any(call in self for call in u.calls)}
 
-    def decide(self, index: int, restored: Step | None) -> tuple[Step | None, str, str]:
+    def decide(self, index: int, restored: Step | None) -> Decision:
         """As a decision of the plan. restored: the step that brings back the call's weights."""
         count = self.sums.get(index, 1)
         if count > 1:
@@ -106,21 +106,18 @@ class Carried:
 
     def _around(self, cycle: set[Place]) -> set[Place]:
         """The places of a loop that keep their values: the state, its functions and its gates."""
-        found, todo = set(cycle), list(cycle)
-        while todo:
-            calls = self._members[todo.pop()]
-            near = [p for p in self._places(calls, self.flow.readers) if p[1] in _FORMED]
-            near += [p for p in self._places(calls, self.flow.sources) if p[1] in LINEAR | MOVES]
-            new = {p for p in near if len(self._members[p]) > 1} - found - self._scaled
-            found |= new
-            todo += new
-        gates, todo = set(cycle), [place for place in cycle if place[1] in _MULTIPLY]
-        while todo:
-            above = self._places(self._members[todo.pop()], self.flow.sources)
-            new = {p for p in above if p[1] in _GATES} - gates - self._scaled
-            gates |= new
-            todo += new
-        return found | gates
+
+        def near(place: Place) -> set[Place]:
+            calls = self._members[place]
+            found = [p for p in self._places(calls, self.flow.readers) if p[1] in _FORMED]
+            found += [p for p in self._places(calls, self.flow.sources) if p[1] in LINEAR | MOVES]
+            return {p for p in found if len(self._members[p]) > 1} - self._scaled
+
+        def gates(place: Place) -> set[Place]:
+            above = self._places(self._members[place], self.flow.sources)
+            return {p for p in above if p[1] in _GATES} - cycle - self._scaled
+
+        return reached(cycle, near) | reached([p for p in cycle if p[1] in _MULTIPLY], gates)
 
 
 def _is_plain(places: set[Place]) -> bool:

@@ -17,9 +17,17 @@ from torch import nn
 
 from .record import tensors_in
 
-__all__ = ["deep_copy"]
+__all__ = ["deep_copy", "detached", "twin_of"]
 
 M = TypeVar("M", bound=nn.Module)
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
@@ -37,6 +45,21 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     for owner, name, function in functions:
         vars(memo[id(owner)])[name] = _rebound(function, parts, memo)
     return result
+
+
+def twin_of(module: M, scope: object) -> M:
+    """A copy that shares parameters and ``scope``, with buffers of its own and without hooks."""
+    shared: dict[int, Any] = {id(p): p for p in module.parameters()}
+    shared[id(scope)] = scope
+    for child in module.modules():
+        shared.update({id(getattr(child, name)): type(getattr(child, name))() for name in _HOOKS})
+    return deep_copy(module, shared)
+
+
+def detached(value: Any) -> Any:
+    """A copy of arguments that shares no storage with them."""
+    memo: dict[int, Any] = {id(t): t.detach().clone() for _, t in tensors_in(value)}
+    return copy.deepcopy(value, memo)
 
 
 def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, str, FunctionType]]:

@@ -6,13 +6,26 @@ computed from parameters alone (a tied, masked or normalised weight) is no value
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from .calls import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
 from .record import Graph, Node
 
-__all__ = ["Flow", "is_read_by_positions"]
+__all__ = ["Flow", "is_read_by_positions", "reached"]
+
+T = TypeVar("T")
+
+
+def reached(starts: Iterable[T], next: Callable[[T], Iterable[T]]) -> set[T]:
+    """``starts``, what is ``next`` to each of them, what is next to those, and so on."""
+    found = set(starts)
+    todo = list(found)
+    while todo:
+        new = set(next(todo.pop())) - found
+        found |= new
+        todo += new
+    return found
 
 
 class Flow:
@@ -100,38 +113,29 @@ class Flow:
 
         Only nodes between the two are visited.
         """
-        seen, todo = {end}, [end]
-        while todo:
-            for source in self.sources[todo.pop()]:
-                if source >= start and source not in seen:
-                    seen.add(source)
-                    todo.append(source)
-        if start not in seen or start == end:
+        above = reached([end], lambda index: [s for s in self.sources[index] if s >= start])
+        if start not in above or start == end:
             return []
-        reached = {start}
-        for index in sorted(seen):
-            if any(source in reached for source in self.sources[index]):
-                reached.add(index)
-        return sorted(reached - {start})
+        found = {start}
+        for index in sorted(above):
+            if any(source in found for source in self.sources[index]):
+                found.add(index)
+        return sorted(found - {start})
 
     def weights(self, index: int) -> set[str]:
         """The parameters among the arguments of a call, and those that compute one of them."""
-        seen: set[int] = set()
-        todo = [index]
-        while todo:
-            new = {i.node for i in self.nodes[todo.pop()].inputs} - seen
-            seen |= new
-            todo += [i for i in new if self.nodes[i].computed]
-        return {name for i in seen if (name := self.nodes[i].parameter) is not None}
+
+        def arguments(call: int) -> list[int]:
+            follows = call == index or self.nodes[call].computed
+            return [i.node for i in self.nodes[call].inputs] if follows else []
+
+        found = reached([index], arguments)
+        return {name for i in found if (name := self.nodes[i].parameter) is not None}
 
     def is_waist(self, index: int) -> bool:
         """Whether all that the node depends on goes on through it alone."""
-        seen, todo = {index}, [index]
-        while todo:
-            new = set(self.sources[todo.pop()]) - seen
-            seen |= new
-            todo += new
-        return all(seen.issuperset(self.readers[i]) for i in seen - {index})
+        above = reached([index], self.sources.__getitem__)
+        return all(above.issuperset(self.readers[i]) for i in above - {index})
 
     def up(self, index: int, kinds: Iterable[str]) -> int | None:
         """The source of a call of one of these kinds; None for another, or with more sources."""

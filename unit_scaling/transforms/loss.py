@@ -20,10 +20,10 @@ import torch
 from .._functional.losses import reduction_of
 from ..ops import find_op
 from .calls import AVERAGES, LOSSES, MOVES, UNRULED_LOSSES
-from .flow import Flow
+from .flow import Flow, reached
 from .record import DISTRIBUTION, Node, Slot
 from .results import Results
-from .steps import Step
+from .steps import Decision, Step
 
 __all__ = ["Loss"]
 
@@ -83,14 +83,11 @@ class Loss:
         return [i.slot for i in outside if nodes[i.node].live and not data[i.node]]
 
     def _made_of(self, results: Results) -> set[int]:
-        found = {index for index, slots in self.parts.items() if () in slots}
-        todo = list(found)
-        while todo:
-            new = set(self.flow.sources[todo.pop()]) - found
-            new = {i for i in new if not (self.flow.is_product(i) or results.mixes[i])}
-            found |= new
-            todo += new
-        return found
+        def sources(index: int) -> list[int]:
+            above = self.flow.sources[index]
+            return [i for i in above if not (self.flow.is_product(i) or results.mixes[i])]
+
+        return reached([i for i, slots in self.parts.items() if () in slots], sources)
 
     # The factor
 
@@ -103,7 +100,7 @@ class Loss:
         """The bridges that are not in a loss of several parts, whose gradients have no factor."""
         return [bridge and index not in self.above for index, bridge in enumerate(bridges)]
 
-    def decide(self, index: int, step: Step | None) -> tuple[Step | None, str, str]:
+    def decide(self, index: int, step: Step | None) -> Decision:
         """As a decision of the plan. step: what the call has to do as it is."""
         if index not in self.parts:
             return step, "unchanged", "in a loss of several parts"
@@ -138,7 +135,9 @@ class Loss:
                 count = max(i.numel for i in node.inputs)
                 factor = count ** _POWERS[node.kind] if node.kind in _POWERS else math.inf
             elif node.kind in ("mul", "div"):
-                number = _factor(node)
+                number = _factor(node) / (_divisor(node) if self.flow.inverts(index) else 1.0)
+                gains = (self.flow.nodes[i.node] for i in node.inputs if i.numel == 1)
+                number *= math.prod(gain.rms for gain in gains if gain.computed)
                 factor = 1 / number if number else math.inf
             else:
                 factor = _growth(node)
@@ -165,6 +164,12 @@ def _factor(node: Node) -> float:
     if node.kind == "mul":
         return float(numbers[0])
     return 1 / numbers[0] if numbers[0] and not node.name.startswith("__r") else 1.0
+
+
+def _divisor(node: Node) -> float:
+    """The size of the value that a call divides by: the sums of a Dice loss, say."""
+    size = node.args[-1].detach().float().abs().mean().item() if len(node.args) == 2 else 1.0
+    return size if 0 < size < math.inf else 1.0
 
 
 def _averages(node: Node) -> bool:

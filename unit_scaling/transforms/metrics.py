@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8.formats import Format, get_format
+from fp8.names import check_name
 
 __all__ = ["InFormat", "Metrics"]
 
@@ -108,9 +109,7 @@ class Metrics:
     @staticmethod
     def get_full_name(short_name: str) -> str:
         """A name in words, for plots. Raises ValueError for an unknown name."""
-        if short_name not in _FULL_NAMES:
-            names = ", ".join(map(repr, _FULL_NAMES))
-            raise ValueError(f"unknown metric {short_name!r}; choose one of {names}")
+        check_name("metric", short_name, _FULL_NAMES)
         return _FULL_NAMES[short_name]
 
     @staticmethod

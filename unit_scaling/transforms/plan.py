@@ -9,39 +9,35 @@
    (Unit Scaling, section 3: cut edges). Elsewhere its scales are tied. Parameters do not count as
    paths: a tied weight gets the sum of differently scaled gradients, as in the peer libraries.
 4. A number that multiplies a value is taken out: the op before it has made the scale 1 already.
-5. What comes after the last product and has a range (a probability, a direction) keeps its values.
+5. What comes after the last product and has a range (a probability, a cosine) keeps its values.
 6. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
-from typing import Any
 
-import torch
-
-from ..ops import OPS, find_op
+from ..ops import find_op
 from .agreement import Agreement
-from .calls import AVERAGES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
+from .arguments import Arguments
+from .attention import Attention
+from .calls import AVERAGES, EXTREMES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
 from .collected import Collected, fixed_calls
 from .flow import Flow
 from .growth import gradient_factors
 from .loss import Loss
-from .record import DISTRIBUTION, Graph, Node, is_sparse, sees_the_past
+from .record import DISTRIBUTION, Graph, Node, is_sparse
 from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
-from .steps import Plan, Row, Scaling, Settings, Step, with_slots
+from .selecting import DISTANCE, consumers, distances, one_hot
+from .steps import Decision, Plan, Row, Settings, Step, with_slots
 from .sums import summed
 from .units import Unit, find_units
 from .unread import unread_parts
 
 __all__ = ["make_plan"]
-
-Decision = tuple[Step | None, str, str]
-"""(step, what the report says was done or "" for no line, why)."""
 
 _NOTHING: Decision = (None, "", "")
 
@@ -90,13 +86,18 @@ class _Planner:
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
-        self.uses = Counter(
-            (node.path, flow.parameters[i.node])
-            for node in self.nodes
-            if node.kind in PRODUCTS
-            for i in node.inputs
-        )
-        self.averages: dict[int, int] = {}  # product of attention weights and values -> keys
+        self.arguments = Arguments(flow, settings)
+        self.attention = Attention(flow, settings)
+        self.special = {
+            "add": self._add,
+            "sub": self._add,
+            "mul": self._mul,
+            "div": self._mul,
+            "cat": self._cat,
+            "grouped_mm": self._grouped_mm,
+        }
+        self.consumers = consumers(graph)
+        self.distances = distances(self.consumers)
 
     def _inner_readouts(self, bridges: list[bool]) -> frozenset[str]:
         """The readout weights with products, residual adds or a second path to the loss around."""
@@ -137,33 +138,37 @@ class _Planner:
     def _choose(self, index: int, node: Node, kind: str) -> Decision:
         replaced = Step(op="replace") if kind in self.settings.replaced else None
         if index in self.loss:
-            return self.loss.decide(index, replaced or self._restored(node))
+            return self.loss.decide(index, replaced or self.arguments.restored(node))
         if replaced is not None:
             return replaced, "replaced", "as asked"
         if node.inside:
             done = "unchanged" if node.inside == DISTRIBUTION else "left alone"
             done = "" if node.continues(self.nodes[index - 1]) else done
-            return self._restored(node), done, f"inside {node.inside}, as all its calls"
+            return self.arguments.restored(node), done, f"inside {node.inside}, as all its calls"
         if self.settings.preserve:
             return self._preserve(node, kind)
+        if index in self.distances:
+            return None, "unchanged", DISTANCE
         if node.computed:
             return self._weight(node, kind)
         if index in self.carried and index not in self.results.terms:
-            return self.carried.decide(index, self._restored(node))
+            return self.carried.decide(index, self.arguments.restored(node))
+        if index in self.results.cosines.calls and kind not in TRANSPARENT:
+            shares = self.arguments.shares(node)
+            return self.results.cosines.decide(index, self.bridges[index], shares)
         if index in self.within:
             return self._unit(index, node)
         if index in self.residuals.adds:
             slots, why = self.residuals.adds[index]
             return Step(slots=slots), "scaled", why
-        kept = self.results.decide(index, self.bridges[index], self._shares(node))
+        kept = self.results.decide(index, self.bridges[index], self.arguments.shares(node))
         if kept is not None:
             return kept
         sums = summed(self.flow, index, self.bridges[index], self.agreement.average(index))
         if sums is not None:
             return sums
-        special = getattr(self, f"_{kind}", None) if kind in _SPECIAL_KINDS else None
-        decision = special(index, node) if special is not None else None
-        return decision or self._by_rule(index, node, kind)
+        special = self.special.get(kind, self.attention.decide)
+        return special(index, node) or self._by_rule(index, node, kind)
 
     # The kinds of calls
 
@@ -173,16 +178,17 @@ class _Planner:
         if kind in TRANSPARENT:
             share = first.numel / (node.numel or 1)
             return (Step(slots=((first.slot, 1.0, share**0.5),)), "", "") if share < 1 else _NOTHING
-        step = self._restored(node)
+        step = self.arguments.restored(node)
         return step, "unchanged" if step else "", "computes a weight, from parameters as they were"
 
     def _unit(self, index: int, node: Node) -> Decision:
         unit = self.units.get(index)
-        step = with_slots(None, self._shares(node))
+        step = with_slots(None, self.arguments.shares(node))
         if unit is None:
             return step, "", ""
         calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
-        bridge = self.bridges[index] and unit.name == "formula"
+        free = unit.name == "formula" or index in self.results.cosines.directions
+        bridge = self.bridges[index] and free
         input = unit.input if bridge else unit.output
         output, why = (unit.output, input), f"factor {unit.output:.3g}"
         if self.results.is_ranged(unit.calls):
@@ -191,7 +197,7 @@ class _Planner:
 
     def _add(self, index: int, node: Node) -> Decision | None:
         sources = [self.nodes[i.node] for i in node.inputs]
-        shares = with_slots(None, self._shares(node))
+        shares = with_slots(None, self.arguments.shares(node))
         if len(sources) < 2:
             return shares, "unchanged", "adds a number"
         if node.numel == 1:
@@ -202,6 +208,8 @@ class _Planner:
             return shares, "unchanged", "adds a constant"
         if self.flow.data[index]:
             return None, "unchanged", _DATA
+        if set(self.consumers[index].values()) == {"detach"}:
+            return shares, "unchanged", "is detached: the rest of a straight-through gradient"
         weights = [self.flow.parameters[i.node] for i in node.inputs if self.nodes[i.node].computed]
         if weights and not any(name in self.settings.factors for name in weights):
             return shares, "unchanged", "adds a bias"
@@ -211,13 +219,13 @@ class _Planner:
             return Step(op="add", constraint=None), "scaled", "not constrained: on the only path"
         return replace(shares or Step(), op="add"), "scaled", ""
 
-    _sub = _add
-
     def _mul(self, index: int, node: Node) -> Decision | None:
         if self.flow.inverts(index):
             return None
         if self.flow.data[index]:
             return None, "unchanged", _DATA
+        if index in self.loss.above:
+            return None, "unchanged", "in a loss of several parts"
         values = self.flow.sources[index]
         numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
         others = [self.nodes[i.node] for i in node.inputs if i.node not in values]
@@ -232,62 +240,22 @@ class _Planner:
             return None, "unchanged", "the product of two values"
         return None
 
-    _div = _mul
-
     def _gain(self, node: Node) -> Decision:
         """A value times what is computed from parameters: a gain of RMS 1 at first."""
         gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self.nodes[i.node].computed]
         slots = [(slot, 1 / gain.rms, 1 / gain.rms) for slot, gain in gains if not gain.parameter]
         why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
         slots = [s for s in slots if abs(s[1] - 1) > 0.1]
-        return with_slots(with_slots(None, self._shares(node)), slots), "scaled", f"a gain{why}"
+        step = with_slots(None, [*self.arguments.shares(node), *slots])
+        return step, "scaled", f"a gain{why}"
 
     def _cat(self, index: int, node: Node) -> Decision | None:
         step = with_slots(None, self.unread.get(index, []))
         why = "gradient only: of what is not read at the end"
         return None if step is None else (step, "scaled", why)
 
-    def _softmax(self, index: int, node: Node) -> Decision | None:
-        """The softmax of attention: scaled for a fixed number of keys."""
-        product = self.flow.weighs(index)
-        if product is None or self.nodes[product].kind not in ("matmul", "bmm", "mm"):
-            return None
-        dim = OPS["softmax"].bind(node.args, node.kwargs, node.function).get("dim", -1)
-        keys, _ = self._keys(node, node.shape[-1 if dim is None else dim])
-        self.averages[product] = keys
-        factor = OPS["softmax"].rule(torch.empty(keys, device="meta"), 0)["output"]
-        return Step(output=(factor, factor)), "scaled", f"attention over {keys} keys"
-
-    def _matmul(self, index: int, node: Node) -> Decision | None:
-        if (keys := self.averages.get(index)) is None:
-            return None
-        return Step(op="average", factor=keys**-0.5), "scaled", f"attention over {keys} keys"
-
     def _grouped_mm(self, index: int, node: Node) -> Decision:
         return Step(op="grouped_mm"), "scaled", ""
-
-    def _scaled_dot_product_attention(self, index: int, node: Node) -> Decision | None:
-        """Attention in one call: the same factor in every form of call, whatever its length."""
-        op = OPS[node.kind]
-        given = op.bind(node.args, node.kwargs, node.function)
-        mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
-        keys, always = self._keys(node, given["value"].shape[-2], causal or sees_the_past(mask))
-        settings: tuple[tuple[str, Any], ...]
-        settings, output = (("context_length", keys), ("is_causal", always)), 1.0
-        if mask is None and causal != always:  # the argument does more than choose the factor
-            factors = [
-                op.scales((), {**given, "context_length": keys, "is_causal": c})["output"]
-                for c in (always, causal)
-            ]
-            settings, output = settings[:1], factors[0] / factors[1]
-        step = Step(op=node.kind, settings=settings, output=(output, output))
-        return step, "scaled", f"over {keys} keys" + (", of the past" if always else "")
-
-    def _keys(self, node: Node, seen: int, causal: bool = False) -> tuple[int, bool]:
-        """(the number of keys to scale for, whether queries see the past only), always the same."""
-        assert node.key is not None
-        found = (self.settings.context or seen, causal)
-        return self.settings.settled.keys.setdefault(node.key, found)
 
     def _by_rule(self, index: int, node: Node, kind: str) -> Decision:
         assert node.function is not None
@@ -297,8 +265,9 @@ class _Planner:
         if kind in KEPT:
             return None, "unchanged", "keeps the scale"
         weights = {self.flow.parameters[i.node] for i in node.inputs}
-        slots = (*self._computed_weights(node), *self._shared_weights(node))
-        constraint = None if self.bridges[index] else "to_output_scale"
+        slots = (*self.arguments.scaled(node), *one_hot(self.flow, node))
+        looked_up = kind in PRODUCTS and not self.flow.sources[index]  # only weights get a gradient
+        constraint = None if self.bridges[index] or looked_up else "to_output_scale"
         if kind == "linear" and weights & (self.settings.readouts - self.inner):
             step = Step(op="linear_readout", constraint=constraint, slots=slots)
             return step, "scaled", "readout: 1/fan_in"
@@ -307,17 +276,19 @@ class _Planner:
 
     def _without_rule(self, index: int, node: Node, kind: str) -> Decision:
         if kind in TRANSPARENT:
-            return self._selection(index, node)
+            return self._selection(node)
+        if kind in EXTREMES and self.bridges[index] and len(node.inputs) == 1:
+            return self._extreme(node)
         if kind in NEUTRAL:
-            return with_slots(None, self._shares(node)), "", ""
+            return with_slots(None, self.arguments.shares(node)), "", ""
         if self.flow.data[index]:
             return None, "unchanged", _DATA
-        restored = self._restored(node)
+        restored = self.arguments.restored(node)
         why = " of a sparse tensor" if is_sparse(node) else ""
         why += "; its weight keeps its own scale" if restored else ""
         return restored, "left alone", f"no rule for {node.name}{why}"
 
-    def _selection(self, index: int, node: Node) -> Decision:
+    def _selection(self, node: Node) -> Decision:
         """A part of a value of which only parts are read: the rest of it gets no gradient."""
         whole = node.inputs[0]
         readers = self.flow.readers[whole.node]
@@ -327,6 +298,14 @@ class _Planner:
             return _NOTHING
         step = Step(slots=((whole.slot, 1.0, share**-0.5),))
         return step, "scaled", f"gradient only: takes 1 in {1 / share:.3g}"
+
+    def _extreme(self, node: Node) -> Decision:
+        """The largest of many: the others get no gradient."""
+        count = node.inputs[0].numel / (node.numel or 1)
+        if count <= 1:
+            return _NOTHING
+        step = Step(slots=((node.inputs[0].slot, 1.0, count**0.5),))
+        return step, "scaled", f"gradient only: takes 1 in {count:.3g}"
 
     def _read(self, index: int) -> int:
         """How many numbers of a value a call hands on, or their averages, where a constraint keeps
@@ -344,57 +323,10 @@ class _Planner:
             return Step(op=kind), "scaled", "gradient only"
         if kind in TRANSPARENT:
             return _NOTHING
-        step = self._restored(node)
+        step = self.arguments.restored(node)
         if step is None:
             return _NOTHING
         factor = step.slots[0][1]
         if kind in ("linear", "embedding") and len(step.slots) == 1 and not node.computed:
             return Step(op=f"preserved_{kind}", factor=factor), "preserved", f"factor {factor:g}"
         return step, "preserved", f"weight times {factor:g}"
-
-    # Weights among the arguments
-
-    def _restored(self, node: Node) -> Step | None:
-        """The step that brings the weights of a call back to the scale they came with."""
-        factors = self.settings.factors
-        found = [
-            (i.slot, factors.get(self.flow.parameters[i.node] or "", 1.0)) for i in node.inputs
-        ]
-        return with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
-
-    def _shares(self, node: Node) -> list[Scaling]:
-        """A parameter that is repeated over the result collects as many gradients."""
-        shares = [
-            (i.slot, i.numel / (node.numel or 1))
-            for i in node.inputs
-            if self.nodes[i.node].computed
-        ]
-        return [(slot, 1.0, share**0.5) for slot, share in shares if 0 < share < 1]
-
-    def _computed_weights(self, node: Node) -> tuple[Scaling, ...]:
-        """Weights that are computed (by a parametrization, say) come at a scale of their own."""
-        found = [
-            (i.slot, 1 / self.nodes[i.node].rms)
-            for i in node.inputs
-            if self.nodes[i.node].computed
-            and self.flow.parameters[i.node] is None
-            and len(self.nodes[i.node].shape) > 1
-        ]
-        return tuple((slot, factor, factor) for slot, factor in found)
-
-    def _shared_weights(self, node: Node) -> tuple[Scaling, ...]:
-        """A weight collects a gradient from each time that its module is called."""
-        if node.kind not in PRODUCTS:
-            return ()
-        names = [(i.slot, self.flow.parameters[i.node]) for i in node.inputs]
-        return tuple(
-            (slot, 1.0, self.uses[node.path, name] ** -0.5)
-            for slot, name in names
-            if name in self.settings.factors and self.uses[node.path, name] > 1
-        )
-
-
-_SPECIAL_KINDS = frozenset(
-    "add sub mul div cat softmax matmul grouped_mm scaled_dot_product_attention".split()
-)
-"""Kinds with a method of the planner."""

@@ -219,7 +219,7 @@ class Replay(TorchFunctionMode):
                 args = _scaled(args, slot, fwd, bwd)
         output = self._compute(step, function, args, kwargs)
         if () in step.parts:
-            dtype = output.dtype
+            dtype = output.dtype  # of the arguments, or of autocast: known by computing it
             if dtype is torch.float16:  # it does not hold a gradient that is times the growth
                 output = self._compute(step, function, *_widened((args, kwargs)))
             return value_with_gradient(output.detach(), output, self._growth).to(dtype)

@@ -16,8 +16,9 @@ from collections.abc import Iterable
 
 from ..ops import find_op
 from .calls import ELEMENTWISE, LINEAR, MOVES, RANGED, TRANSPARENT
-from .flow import Flow
-from .steps import Scaling, Step, with_slots
+from .cosines import Cosines
+from .flow import Flow, reached
+from .steps import Decision, Scaling, Step, with_slots
 
 __all__ = ["KEEPS", "Results"]
 
@@ -44,14 +45,17 @@ _TERMS = (
 
 class Results:
     """The results of a model. adds: its residual adds. whole: False for a part of a model, which
-    has none. mixes: for each node, whether it goes on into products or residual connections. terms:
-    the calls of a loss that is written out.
+    has none. mixes: for each node, whether it goes on into products or residual connections.
+    cosines: the products that are results. terms: the calls of a loss that is written out.
     """
 
     def __init__(self, flow: Flow, adds: Iterable[int], whole: bool) -> None:
         self.flow = flow
         self.whole = whole
-        self.mixes = self._before({*adds, *filter(flow.is_product, range(len(flow.nodes)))})
+        mixing = {*adds, *filter(flow.is_product, range(len(flow.nodes)))}
+        self.mixes = self._before(mixing)
+        self.cosines = Cosines(flow, self.mixes, whole)
+        self._goes_on = self._before(mixing - self.cosines.products)
         self._gated = self._before({i for i in range(len(flow.nodes)) if self._is_gated(i)})
         self.terms: set[int] = set()
         for index in reversed(range(len(flow.nodes)) if whole else ()):
@@ -67,7 +71,8 @@ class Results:
         return before
 
     def _is_gated(self, index: int) -> bool:
-        return self.flow.nodes[index].kind == "mul" and self._joins(index)
+        gate = self.flow.nodes[index].kind == "mul" and index not in self.cosines.products
+        return gate and self._joins(index)
 
     def _joins(self, index: int) -> bool:
         """Whether a call has more than one value that is not what the model is called with."""
@@ -96,17 +101,11 @@ class Results:
 
     def _origins(self, index: int) -> set[int]:
         """The last products that a value comes from."""
-        seen, todo = {index}, [index]
-        while todo:
-            last = todo.pop()
-            new = set() if self.flow.is_product(last) else set(self.flow.sources[last]) - seen
-            seen |= new
-            todo += new
-        return {i for i in seen if self.flow.is_product(i)}
+        flow = self.flow
+        above = reached([index], lambda i: () if flow.is_product(i) else flow.sources[i])
+        return {i for i in above if flow.is_product(i)}
 
-    def decide(
-        self, index: int, bridge: bool, shares: list[Scaling]
-    ) -> tuple[Step | None, str, str] | None:
+    def decide(self, index: int, bridge: bool, shares: list[Scaling]) -> Decision | None:
         """The decision of the plan for a result that keeps its values; None for any other call.
 
         bridge: whether its gradient may have a factor. shares: factors for parameters.
@@ -123,14 +122,14 @@ class Results:
         return step, "scaled", TERM if term else KEEPS
 
     def __contains__(self, index: int) -> bool:
-        inner = self.mixes[index] or self._gated[index] or self.flow.data[index]
+        inner = self._goes_on[index] or self._gated[index] or self.flow.data[index]
         return self.whole and not inner
 
     def is_ranged(self, calls: tuple[int, ...]) -> bool:
         """Whether calls are a function with a range and linear ones: ``(tanh(x) + 1) / 2``."""
         kinds = {self.flow.nodes[call].kind for call in calls} - LINEAR
         chain = all(len(self.flow.sources[call]) == 1 for call in calls)
-        if calls[-1] in self.terms:
+        if calls[-1] in self.terms or calls[-1] in self.cosines.directions:
             return True
         if not (chain and bool(kinds) and kinds <= RANGED):
             return False
@@ -140,12 +139,7 @@ class Results:
         """Whether a logarithm is taken of a value, or of what is computed from each element of it:
         ``log(1 - tanh(x)**2)`` has no value for a larger one.
         """
-        nodes, seen, todo = self.flow.nodes, {index}, [index]
-        while todo:
-            new = set(self.flow.readers[todo.pop()]) - seen
-            if any(nodes[i].name.rstrip("_") in _LOGARITHMS for i in new):
-                return True
-            new = {i for i in new if nodes[i].kind in TRANSPARENT | ELEMENTWISE}
-            seen |= new
-            todo += new
-        return False
+        nodes, readers = self.flow.nodes, self.flow.readers
+        kinds = TRANSPARENT | ELEMENTWISE
+        below = reached([index], lambda i: [r for r in readers[i] if nodes[r].kind in kinds])
+        return any(nodes[r].name.rstrip("_") in _LOGARITHMS for i in below for r in readers[i])

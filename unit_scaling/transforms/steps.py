@@ -9,7 +9,7 @@ from fp8.report import LEFT_ALONE
 
 from .record import Key, Place, Slot
 
-__all__ = ["Plan", "Row", "Scaling", "Settings", "Settled", "Step", "with_slots"]
+__all__ = ["Decision", "Plan", "Row", "Scaling", "Settings", "Settled", "Step", "with_slots"]
 
 Scaling = tuple[Slot, float, float]
 """(slot, forward factor, backward factor) of an argument."""
@@ -35,6 +35,10 @@ class Step:
     settings: tuple[tuple[str, Any], ...] = ()
     parts: tuple[Slot, ...] = ()
     growth: tuple[float, bool] | None = None
+
+
+Decision = tuple[Step | None, str, str]
+"""(step, what the report says was done or "" for no line, why)."""
 
 
 @dataclass(frozen=True)

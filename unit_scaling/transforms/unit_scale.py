@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
+from fp8.names import check_name
 from fp8.subclass import check_module
 
 from ..parameter import remember_tags, tag
 from .calls import KINDS
 from .compile import copied
-from .copies import deep_copy
+from .copies import detached, twin_of
 from .fold import Folded, folded
 from .install import Call, Places, find_scope, install, is_sharded, unwrapped
 from .plan import make_plan
@@ -39,14 +39,6 @@ CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_se
 _RUNNING: list[UnitScale] = []
 
 _UNSEEN = "unit_scale has not seen this form of call yet"
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
 
 
 class UnitScale:
@@ -239,10 +231,16 @@ class UnitScale:
         """The plan for a call of ``module``, from a run of a copy that shares its parameters.
 
         The copy has buffers of its own and no hooks; the random state is put back afterwards.
+        Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
         """
-        twin = _twin(module, self)
+        if is_sharded(module):
+            raise RuntimeError(
+                f"{_UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
+                "once before fully_shard, with arguments of the same form"
+            )
+        twin = twin_of(module, self)
         wanted = [t.requires_grad for _, t in tensors_in((args, kwargs))]
-        args, kwargs = _detached((args, kwargs), self)
+        args, kwargs = detached((args, kwargs))
         prefix = f"{path}." if path else ""
         names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
         for name, part in twin.named_modules(prefix=path):
@@ -292,30 +290,6 @@ def _form(value: Any) -> Any:
     return type(value).__name__
 
 
-def _twin(module: nn.Module, scope: UnitScale) -> nn.Module:
-    """A copy that shares parameters and scopes, with buffers of its own and without hooks.
-
-    Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
-    """
-    if is_sharded(module):
-        raise RuntimeError(
-            f"unit_scale has not seen this form of call of {type(module).__name__} yet, and cannot "
-            "look at a sharded model: call the model once before fully_shard, with arguments of "
-            "the same form"
-        )
-    shared: dict[int, Any] = {id(p): p for p in module.parameters()}
-    shared[id(scope)] = scope
-    for child in module.modules():
-        shared.update({id(getattr(child, name)): type(getattr(child, name))() for name in _HOOKS})
-    return deep_copy(module, shared)
-
-
-def _detached(value: Any, scope: UnitScale) -> Any:
-    """A copy of arguments that shares no storage with them."""
-    memo: dict[int, Any] = {id(t): t.detach().clone() for _, t in tensors_in(value)}
-    return copy.deepcopy(value, memo)
-
-
 def unit_scale(
     module: M,
     replace: Replacements | None = None,
@@ -343,17 +317,18 @@ def unit_scale(
     configuration (``max_position_embeddings``, ``n_positions``, ``block_size``), or else the
     number of keys of each attention call when it is first made.
 
-    Raises TypeError for what is not a module or is TorchScript, ValueError for an unknown option,
-    a replacement for what is not a torch function, and a weight that a hook computes
-    (`torch.nn.utils.weight_norm`). The first call raises ValueError for a function, not a module,
-    under `torch.utils.checkpoint`: it would be computed again without its scales; RuntimeError
-    inside `torch.export` or `torch.vmap`, which take a model that has run once.
+    Raises TypeError for what is not a module or is TorchScript, and for a replacement that is no
+    function; ValueError for an unknown option, a replacement for what is not a torch function, and
+    a weight that a hook computes (`torch.nn.utils.weight_norm`). The first call raises ValueError
+    for a function, not a module, under `torch.utils.checkpoint`: it would be computed again without
+    its scales; RuntimeError inside `torch.export` or `torch.vmap`, which take a model that has run
+    once.
     """
     check_module("unit_scale", module)
-    for name, got, allowed in (("init", init, INITS), ("residual", residual, RESIDUALS)):
-        if got not in allowed:
-            names = ", ".join(map(repr, allowed))
-            raise ValueError(f"unknown {name} {got!r}; choose one of {names}")
+    check_name("init", init, INITS)
+    check_name("residual", residual, RESIDUALS)
+    if not all(map(callable, dict(replace or {}).values())):
+        raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")

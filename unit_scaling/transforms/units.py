@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..elementwise import elementwise_rms
 from .calls import CASTS, ELEMENTWISE, LINEAR, MOVES
-from .flow import Flow
+from .flow import Flow, reached
 from .record import Key, Node, Slot, replaced, tensors_in
 
 __all__ = ["UNITS", "Pattern", "Unit", "find_units", "run_unit"]
@@ -127,19 +127,20 @@ def _unit(flow: Flow, last: int) -> Unit | None:
 
 def _region(flow: Flow, entry: int, last: int) -> tuple[int, ...]:
     """The calls between two where all paths meet; () if there are any that are in no unit."""
-    seen, todo = {last}, [last]
-    while todo:
-        index = todo.pop()
-        node = flow.nodes[index]
-        if node.kind not in _FORMED or node.inside:
-            return ()
-        new = set(flow.sources[index]) - seen - {entry}
-        seen |= new
-        todo += new
-    calls = tuple(sorted(seen))
+
+    def is_formed(index: int) -> bool:
+        return flow.nodes[index].kind in _FORMED and not flow.nodes[index].inside
+
+    def sources(index: int) -> set[int]:
+        return set(flow.sources[index]) - {entry} if is_formed(index) else set()
+
+    found = reached([last], sources)
+    if not all(map(is_formed, found)):
+        return ()
+    calls = tuple(sorted(found))
     if len({i.part for c in calls for i in flow.nodes[c].inputs if i.node == entry}) > 1:
         return ()
-    closed = all(seen.issuperset(flow.readers[c]) for c in calls[:-1])
+    closed = all(found.issuperset(flow.readers[c]) for c in calls[:-1])
     return calls if closed else ()
 
 
@@ -207,12 +208,10 @@ def _inside(entry: dict[int, tuple[int, int]], origin: tuple[int, int], readers:
 
 
 def _upwards(flow: Flow, last: int, entry: dict[int, tuple[int, int]]) -> tuple[int, ...]:
-    seen, todo = {last}, [last]
-    while todo:
-        new = {s for s in flow.sources[todo.pop()] if entry.get(s) == entry[last]} - seen
-        seen |= new
-        todo += new
-    return tuple(sorted(seen))
+    def sources(index: int) -> list[int]:
+        return [s for s in flow.sources[index] if entry.get(s) == entry[last]]
+
+    return tuple(sorted(reached([last], sources)))
 
 
 def _acts_on_elements(flow: Flow, index: int) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8.autocast import outside_compiler
+from fp8.names import check_name
 from fp8.report import Rows, as_table
 from fp8.subclass import check_module
 
@@ -86,9 +87,7 @@ class Verification(Rows[Measurement]):
 
         Raises ValueError for an unknown kind and for one without a range.
         """
-        ranged = [name for name, limits in RANGES.items() if limits is not None]
-        if kind not in ranged:
-            raise ValueError(f"kind is {kind!r}; choose one of {', '.join(map(repr, ranged))}")
+        check_name("kind", kind, [name for name, limits in RANGES.items() if limits is not None])
         inside = [bool(row.inside) for row in self.rows if row.kind == kind]
         return sum(inside) / len(inside) if inside else math.nan
 
@@ -146,8 +145,8 @@ def verify(
     the model, its gradients, buffers and the random state stay as they are. Of a recurrent layer,
     whose steps are one call, the operands and the output have rows, and `notes` says so. A
     `DistributedDataParallel` is measured on the batch of this process, without communication.
-    Raises TypeError for what is not a module, ValueError where no output requires a gradient, and
-    for a model that FSDP has sharded.
+    Raises TypeError for what is not a module, ValueError where no output requires a gradient, for a
+    loss of more than one number, and for a model that FSDP has sharded.
 
     >>> import unit_scaling as uu
     >>> model = nn.Linear(512, 512)
@@ -200,7 +199,11 @@ def _detached(batch: Any) -> Any:
 
 def _backward(output: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> None:
     if loss is not None:
-        loss(output).backward()
+        value = loss(output)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = getattr(value, "shape", type(value).__name__)
+            raise ValueError(f"loss must return a tensor of one number, got {shape}")
+        value.backward()
         return
     found = find_loss(output)
     if found is not None:

@@ -276,7 +276,7 @@ def test_bad_input(te):
         accelerate.prepare(accelerator, model, recipe=3)
     with pytest.raises(ValueError, match="converts the model itself"):
         accelerate.prepare(SimpleNamespace(mixed_precision="fp8"), model)
-    known = "simulate, native, auto, transformer_engine, torchao, msamp"
+    known = "'simulate', 'native', 'auto', 'transformer_engine', 'torchao', 'msamp'"
     for recipe in ("unit", AORecipeKwargs()):
         with pytest.raises(ValueError, match=f"unknown backend 'te'; choose one of {known}"):
             accelerate.prepare(accelerator, model, recipe=recipe, backend="te")
@@ -284,9 +284,22 @@ def test_bad_input(te):
         accelerate.prepare(model, adam(model))
     with pytest.raises(TypeError, match=r"prepare needs an nn.Module, got AdamW"):
         accelerate.prepare(accelerator, adam(model), model)
+    with pytest.raises(ValueError, match="prepare converts one model, got another"):
+        accelerate.prepare(accelerator, model, adam(model), Model())
     with pytest.raises(ValueError, match="unknown opt_level 'O4'"):
         accelerate.prepare(accelerator, model, adam(model), opt_level="O4")
     assert type(model.up) is nn.Linear
+
+
+def test_back_from_a_model_that_is_a_layer():
+    """In bf16 Accelerate replaces the forward of the model, and calls the one before."""
+    accelerator, model = library.Accelerator(cpu=True, mixed_precision="bf16"), nn.Linear(32, 32)
+    x = torch.randn(16, 32)
+    expected = model(x)
+    prepared, _ = accelerate.prepare(accelerator, model, adam(model), recipe="unit")
+    assert not torch.equal(prepared(x), expected)
+    assert fp8.revert(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)) is model
+    assert torch.equal(model(x), expected)
 
 
 @pytest.mark.proves("Accelerate", "opt_level", how="library")

@@ -374,6 +374,9 @@ def test_it_is_a_plugin_of_that_library(library, precision):
 def test_bad_input():
     with pytest.raises(ValueError, match="unknown precision 'fp8'; choose one of '32-true'"):
         FP8Precision("unit", precision="fp8")
+    for precision in (16, "bf16", None, []):  # Lightning's short forms are not taken, but named
+        with pytest.raises(ValueError, match=r"unknown precision .*'16-mixed', 'bf16-mixed'"):
+            FP8Precision("unit", precision=precision)
     with pytest.raises(ValueError, match="unknown library 'keras'"):
         FP8Precision("unit", library="keras")
     with pytest.raises(ValueError, match="recipe"):

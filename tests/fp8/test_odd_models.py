@@ -1,0 +1,161 @@
+"""Layers and classes that are not as most are: converted and reverted, or left alone by name."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import fp8
+from fp8 import RECIPES
+
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+
+FORMS = {nn.Conv1d: {"kernel_size": 1}}
+
+
+def layer(cls: type = nn.Linear, **options):
+    torch.manual_seed(0)
+    return cls(32, 32, **options)
+
+
+class Tagged(nn.Linear):
+    """Counts its subclasses, each of which needs a tag."""
+
+    seen: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        cls.seen.append(tag)
+
+
+class Mine(Tagged, tag="mine"):
+    pass
+
+
+@pytest.mark.parametrize("undo", ["revert", "convert"])
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrized_after_it_was_converted(wrap, undo):
+    """Torch derives a class from ours, with a property for the weight, which has to stay."""
+    model = nn.Sequential(fp8.convert(layer()))
+    wrap(model[0])
+    model.eval()  # spectral_norm changes in training
+    weight = model[0].weight
+    with fp8.autocast("unit"):
+        expected = nn.functional.linear(X, weight, model[0].bias)
+    assert torch.equal(model(X), expected)
+    if undo == "convert":
+        fp8.convert(model, "tensor")
+        assert fp8.report(model)[0].done == "converted"
+    fp8.revert(model)
+    assert torch.equal(model(X), nn.functional.linear(X, model[0].weight, model[0].bias))
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_class_that_another_derived_from_ours_stays_on_top():
+    """As FSDP2 does with the modules that it shards."""
+
+    class Mixin:
+        def hello(self):
+            return type(self).__name__
+
+    converted = fp8.convert(layer())
+    converted.__class__ = type("Mixed", (Mixin, type(converted)), {})
+    fp8.convert(converted, "tensor")
+    assert (converted.hello(), fp8.report(converted)[0].done) == ("Mixed", "converted")
+    fp8.revert(converted)
+    assert (converted.hello(), type(converted).__bases__) == ("Mixed", (Mixin, nn.Linear))
+
+
+def test_a_class_that_its_subclasses_are_told_to():
+    before = list(Tagged.seen)
+    model = fp8.convert(layer(Mine))
+    with fp8.autocast("unit"):
+        expected = nn.functional.linear(X, model.weight, model.bias)
+    assert torch.equal(model(X), expected)
+    assert Tagged.seen == before
+    assert type(fp8.revert(model)) is Mine
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, nn.Conv1d, nn.LayerNorm])
+def test_a_forward_that_was_replaced_after_is_the_plain_one_once_reverted(cls):
+    """As trainers and offloading do it: what they call is the forward that was there before."""
+    plain = cls(32) if cls is nn.LayerNorm else layer(cls, **FORMS.get(cls, {}))
+    x = X[..., None] if cls is nn.Conv1d else X
+    expected = plain(x)
+    fp8.low_precision_norms(fp8.convert(plain), precision="amp_bf16")
+    plain.forward = lambda x, forward=plain.forward: forward(x)
+    assert not torch.equal(plain(x), expected)
+    fp8.revert_norms(fp8.revert(plain))
+    assert torch.equal(plain(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_weights_that_no_recipe_casts_are_left_alone():
+    sparse = layer(bias=False)
+    sparse.weight = nn.Parameter(sparse.weight.detach().to_sparse_csr())
+    model = nn.ModuleList([layer(dtype=torch.complex64), sparse])
+    expected = [model[0](X.to(torch.complex64)), model[1](X)]
+    fp8.convert(model)
+    why = [row.why for row in fp8.report(model).left_alone]
+    assert why == [
+        "no recipe casts its weight: torch.complex64, torch.strided",
+        "no recipe casts its weight: torch.float32, torch.sparse_csr",
+    ]
+    assert torch.equal(model[0](X.to(torch.complex64)), expected[0])
+    assert torch.equal(model[1](X), expected[1])
+
+
+@pytest.mark.parametrize("form", ["to_sparse", "to_sparse_csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_inputs_are_left_to_torch(form):
+    plain, x = layer(bias=False), getattr(X, form)()
+    expected = plain(x)
+    assert torch.equal(fp8.convert(plain)(x), expected)
+    with fp8.autocast("unit"):
+        assert torch.equal(fp8.revert(plain)(x), expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_no_features(recipe):
+    empty = fp8.convert(nn.Linear(0, 16), recipe)
+    y = empty(torch.ones(3, 0))
+    y.sum().backward()
+    assert torch.equal(y, empty.bias.expand(3, 16))
+
+
+@pytest.mark.parametrize("wrong", [((), {}), ((X, X), {}), ((), {"x": X}), (([1.0],), {})], ids=str)
+def test_a_wrong_call_is_the_error_of_torch(wrong):
+    args, kwargs = wrong
+    plain = layer()
+    with pytest.raises(TypeError) as expected:
+        plain(*args, **kwargs)
+    with pytest.raises(TypeError) as got:
+        fp8.convert(plain)(*args, **kwargs)
+    assert str(got.value) == str(expected.value)
+
+
+def test_histories_of_a_module_with_two_names(tmp_path):
+    """safetensors writes it under one of its names; the other one resets nothing."""
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def model():
+        one = fp8.convert(layer(), "delayed")
+        return nn.ModuleList([one, nn.Sequential(one), one])
+
+    saved, loaded = model(), model()
+    saved[0](X).sum().backward()
+    safetensors.save_model(saved, tmp_path / "model.safetensors")
+    safetensors.load_model(loaded, tmp_path / "model.safetensors")
+    for name, history in saved[0].named_buffers():
+        assert history.any()
+        assert torch.equal(loaded[0].get_buffer(name), history)
+
+
+@pytest.mark.parametrize("use", [fp8.convert, fp8.initialize])
+def test_layers_without_a_weight_yet(use):
+    with pytest.raises(ValueError, match="0 has no weight yet: call the model once"):
+        use(nn.Sequential(nn.LazyLinear(4)))

@@ -1,0 +1,69 @@
+"""What the weights among the arguments of a call need, whatever the call is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .calls import PRODUCTS
+from .flow import Flow
+from .record import Node
+from .steps import Scaling, Settings, Step, with_slots
+
+__all__ = ["Arguments"]
+
+
+class Arguments:
+    """The factors of parameters, and of what is computed from them, in the calls of a flow."""
+
+    def __init__(self, flow: Flow, settings: Settings) -> None:
+        self.flow = flow
+        self._factors = settings.factors
+        self._uses = Counter(
+            (node.path, flow.parameters[i.node])
+            for node in flow.nodes
+            if node.kind in PRODUCTS
+            for i in node.inputs
+        )
+
+    def restored(self, node: Node) -> Step | None:
+        """The step that brings the weights of a call back to the scale they came with."""
+        found = [
+            (i.slot, self._factors.get(self.flow.parameters[i.node] or "", 1.0))
+            for i in node.inputs
+        ]
+        return with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
+
+    def shares(self, node: Node) -> list[Scaling]:
+        """A parameter that is repeated over the result collects as many gradients."""
+        shares = [
+            (i.slot, i.numel / (node.numel or 1))
+            for i in node.inputs
+            if self.flow.nodes[i.node].computed
+        ]
+        return [(slot, 1.0, share**0.5) for slot, share in shares if 0 < share < 1]
+
+    def scaled(self, node: Node) -> tuple[Scaling, ...]:
+        """The factors of the weights of a call that is scaled by its rule."""
+        return (*self._computed(node), *self._shared(node))
+
+    def _computed(self, node: Node) -> list[Scaling]:
+        """Weights that are computed (by a parametrization, say) come at a scale of their own."""
+        found = [
+            (i.slot, 1 / self.flow.nodes[i.node].rms)
+            for i in node.inputs
+            if self.flow.nodes[i.node].computed
+            and self.flow.parameters[i.node] is None
+            and len(self.flow.nodes[i.node].shape) > 1
+        ]
+        return [(slot, factor, factor) for slot, factor in found]
+
+    def _shared(self, node: Node) -> list[Scaling]:
+        """A weight collects a gradient from each time that its module is called."""
+        if node.kind not in PRODUCTS:
+            return []
+        names = [(i.slot, self.flow.parameters[i.node]) for i in node.inputs]
+        return [
+            (slot, 1.0, self._uses[node.path, name] ** -0.5)
+            for slot, name in names
+            if name in self._factors and self._uses[node.path, name] > 1
+        ]
