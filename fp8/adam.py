@@ -1,19 +1,18 @@
-"""One step of Adam over tensors in any encodings: what goes into it, and its arithmetic, which
-eager mode does piece by piece and `torch.compile` in one pass."""
+"""One step of Adam over the parameters of an optimizer: what is stepped together, in which pieces,
+with which scales. The arithmetic is that of `fp8.adam_step`."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .moments import BLOCK, ENCODINGS, HEADROOM, Encoding, Stored, decode, scale_for, write
+from .adam_step import ROOM, How, adam, adam_compiled
+from .moments import BLOCK, ENCODINGS, HEADROOM, Encoding, Stored, decode, scale_for
 from .optim_state import (
     FIRST,
     MASTER,
@@ -28,7 +27,7 @@ from .optim_state import (
     read,
 )
 from .quantize import CHUNK
-from .random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
+from .random_bits import Key, key_at, random_key
 
 __all__ = ["PLAIN", "step_units", "units_of"]
 
@@ -51,29 +50,6 @@ BLOCKS = 1 << 16
 """Numbers that a compiled step with blocks takes at once on each thread of a CPU, always as many:
 for a number that may change torch compiles loops without vectors, which take ten times as long."""
 
-HALF = 15
-"""Random bits for each of the two moments, from one word of 32."""
-
-
-class _How(NamedTuple):
-    """How the weight and the moments are kept, and which of them are rounded stochastically."""
-
-    weight: Encoding
-    first: Encoding
-    second: Encoding
-    stochastic: tuple[bool, bool, bool]
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether a moment has a scale for each block."""
-        return "block" in (self.first.scale, self.second.scale)
-
-    @property
-    def by_name(self) -> tuple[tuple[str, Encoding], ...]:
-        """The encodings, with the names in a state."""
-        return (MASTER, self.weight), (FIRST, self.first), (SECOND, self.second)
-
-
 Scales = list[float | None]
 """Of the weight and the moments, where one is for a whole tensor."""
 
@@ -92,7 +68,7 @@ class _Unit:
     decoupled: bool
     index: int
     master: bool
-    how: _How
+    how: How
 
     def kept(self, name: str) -> Stored:
         """A moment or the master, flat; of one parameter it shares memory with the state."""
@@ -219,7 +195,7 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
     return list(found.values())
 
 
-def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
+def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> How:
     here, (b1, b2) = local(parameter), group["betas"]
     weight = kept.get(MASTER) or PLAIN[here.dtype if is_plain(here) else torch.float32]
     first, second = kept[FIRST], kept[SECOND]
@@ -228,7 +204,7 @@ def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
         first.rounds_stochastically(b1),
         second.rounds_stochastically(b2),
     )
-    return _How(weight, first, second, stochastic)
+    return How(weight, first, second, stochastic)
 
 
 def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
@@ -265,10 +241,6 @@ def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-Kept = tuple[Stored, Stored, Stored]
-"""The weight and the moments."""
-
-
 def _step(unit: _Unit, scales: Scales) -> None:
     """One unit, in pieces that stay in a processor's cache; the rest of a compiled one is not
     compiled."""
@@ -277,7 +249,7 @@ def _step(unit: _Unit, scales: Scales) -> None:
     count = len(grad)
     keys = unit.keys() if any(how.stochastic) else []
     size, least, narrow = _sizes((grad, *(stored.values for stored in kept)), unit)
-    room = _ROOM.of(narrow, min(size, count))
+    room = ROOM.of(narrow, min(size, count))
     whole = count - count % least
     largest = []
     for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
@@ -289,9 +261,9 @@ def _step(unit: _Unit, scales: Scales) -> None:
         old = [parts[0].values, parts[1].values, parts[2].values, grad[begin:end]]
         rest = (numbers, how, [key_at(key, begin) for key in keys])
         if unit.compiled and begin < whole:
-            largest.append(_step_compiled(parts, old, room, *rest))
+            largest.append(adam_compiled(parts, old, room, *rest))
         else:
-            largest.append(_adam(parts, old, *rest))
+            largest.append(adam(parts, old, *rest))
     if kept[0].amax is not None and largest:
         kept[0].amax.copy_(torch.stack(largest).amax())
     for stored, scale in zip(kept, scales, strict=True):
@@ -312,75 +284,3 @@ def _sizes(read: Sequence[Tensor], unit: _Unit) -> tuple[int, int, int]:
     if unit.how.in_blocks:
         return BLOCKS << threads, BLOCKS << threads, narrow
     return COMPILED >> max(narrow - 1, 0).bit_length(), least, narrow
-
-
-class _Room(threading.local):
-    """The memory of the copies in float32, at most COMPILED numbers. It stays with the thread:
-    memory that is new at each step costs as much as half of the step."""
-
-    numbers = torch.empty(0, device="cpu")
-
-    def of(self, rows: int, columns: int) -> Tensor:
-        if torch.compiler.is_compiling():  # which is not to depend on what this thread has done
-            return torch.empty(rows, columns)
-        if len(self.numbers) < rows * columns:
-            self.numbers = torch.empty(rows * columns, dtype=torch.float32, device="cpu")
-        return self.numbers[: rows * columns].view(rows, columns)
-
-
-_ROOM = _Room()
-
-
-def _step_compiled(
-    kept: Kept, old: list[Tensor], room: Tensor, numbers: Tensor, how: _How, keys: list[Key]
-) -> Tensor:
-    """`_adam`, compiled. On a CPU it reads what has 16 bits from a copy in ``room``: loops that
-    torch compiles for AVX-512 read 16-bit numbers under masks; such loads are not prefetched, and
-    wait for what was stored under masks just before."""
-    rows = iter(room)
-    for i, x in enumerate(old):
-        if x.element_size() == 2 and (row := next(rows, None)) is not None:
-            old[i] = row[: len(x)].copy_(x)
-    device = old[0].device
-    words = [torch.as_tensor(key, device=device) for key in keys]  # ints compile anew
-    step = _compiled(False if device.type == "cpu" and how.in_blocks else None)
-    return step(kept, old, numbers, how, words)
-
-
-def _adam(
-    kept: Kept, old: Sequence[Tensor], numbers: Tensor, how: _How, keys: Sequence[Key]
-) -> Tensor:
-    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay, of ``kept``. Its
-    values, and the gradient, are read from ``old``: the same tensors, or copies. (Not views of
-    them: what shares memory must be one tensor to a compiler.)
-
-        m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
-        w = decay w - size m / (root sqrt(v) + eps)
-
-    In float32, from the new moments before they are rounded. old: (n,) each. numbers: see
-    `_Unit.numbers`. Returns the largest magnitude of a weight that has a scale, else 0.
-    """
-    weight, first, second = (s._replace(values=x) for s, x in zip(kept, old, strict=False))
-    decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
-    g = old[3].to(torch.float32)
-    m = decode(first) * b1 + g * c1
-    v = decode(second) * b2 + g * g * c2
-    w = decode(weight) * decay - m * size / (v.sqrt() * root + eps)
-    bits = low = high = None
-    of_weight, of_first, of_second = how.stochastic
-    if of_first or of_second:
-        word = bits_from_key(g.shape, keys[0], device=g.device)
-        high = fewer_bits(word, HALF) if of_first else None
-        low = fewer_bits(word << 16, HALF) if of_second else None
-    if of_weight:
-        bits = bits_from_key(g.shape, keys[1], device=g.device)
-    write(w, kept[0], how.weight, units[0], bits=bits)
-    write(m, kept[1], how.first, units[1], bits=high)
-    write(v, kept[2], how.second, units[2], away=True, bits=low)
-    return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
-
-
-@functools.cache
-def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
-    skip = torch.compiler.skip_guard_on_globals_unsafe  # no function of this package changes
-    return torch.compile(_adam, dynamic=dynamic, options={"guard_filter_fn": skip})

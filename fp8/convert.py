@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from .casting import is_whole
 from .checkpoint import in_recomputation
 from .function import FIRST_LOOK
 from .history import LayerHistory, begin_anew, forget, remember
-from .matmul import checked_backend, linear
+from .matmul import ACTIVE, checked_backend, linear
 from .native import alignment, devices, why_not_here, why_not_recipe
 from .quantize import is_dense
 from .recipe import Recipe, get_recipe
@@ -62,16 +63,15 @@ _NO_BUFFERS = "more than one product, and the recipe keeps a history of each"
 _MORE_KEYS = "add_bias_kv and add_zero_attn are not supported"
 _PATCHED = "its forward was replaced on the instance: convert the model before that"
 
-# In evaluation these compute their whole forward in one kernel that reads the weights of their
-# layers, which then do not run. Under a mode they do not; a recipe without casts is one.
 _SET = tuple(
     f"fp8_{name}"
     for name in ("recipe", "asked", "backend", "why", "transposed", "multiple", "ragged")
 )
 """What `convert` sets on a layer, besides its class and buffers."""
 
+# In evaluation these compute their whole forward in one kernel that reads the weights of their
+# layers, which then do not run. Under a mode they do not; a block that is not enabled is one.
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
-_PLAIN = Recipe(name="plain")
 
 
 ADAPTERS: dict[str, Any] = {"transformer_engine": transformer_engine, "torchao": torchao}
@@ -144,7 +144,7 @@ class _Expanded(Gained):
     """A container that calls its layers, in evaluation too."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        with autocast(_PLAIN):
+        with nullcontext() if ACTIVE.blocks else autocast(enabled=False):
             return forward(*args, **kwargs)
 
 
@@ -374,6 +374,9 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
         return f"computed by {owner}"
     if why := why_quantized(module):
         return why
+    library = bare_class(module).__module__.partition(".")[0]
+    if library in ADAPTERS:
+        return f"a layer of {library}, which computes its products"
     for parameter in module.parameters(recurse=False):
         if not is_dense(parameter):
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"

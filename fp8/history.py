@@ -87,13 +87,14 @@ class AmaxHistory:
 
     def reduce(self, group: Group = None) -> None:
         """The largest entry over the processes of ``group`` (all) for every entry: one all-reduce,
-        to be called after the backward pass, by all with the same products."""
+        to be called after the backward pass, by all with the same products. Nothing where there is
+        one process, without torch.distributed."""
         _reduce([self.tensors[name] for name in sorted(self.tensors)], group)
 
 
 def _reduce(tensors: Iterable[Tensor], group: Group) -> None:
     tensors = list(tensors)
-    if not tensors:
+    if not (tensors and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     flat = torch.cat(tensors)
     torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
@@ -162,7 +163,8 @@ def reduce_amax(model: nn.Module, group: Group = None) -> None:
     """Makes the histories of a model that `fp8.convert` gave a recipe with scaling "delayed" equal
     over the processes of ``group`` (None: all): for each entry the largest.
 
-    To be called by all after the backward pass, before the optimizer's step: one all-reduce. Then
+    To be called by all after the backward pass, before the optimizer's step: one all-reduce; none
+    where torch.distributed was not initialized, in a process of its own. Then
     each process scales as one with the whole batch would. DistributedDataParallel gives every
     process the buffers of the first before each pass; for gradient accumulation, make it not to
     (``forward_sync_buffers=False``, before torch 2.13 ``broadcast_buffers=False``).

@@ -24,7 +24,7 @@ fp8.function <- fp8.layer_norm2d_kernels <- fp8.layer_norm2d
 fp8.layer_norm2d, fp8.matmul <- fp8.norm
 fp8.norm, fp8.report, fp8.subclass <- fp8.low_precision
 
-fp8.moments, fp8.scaled_tensor <- fp8.optim_state <- fp8.adam <- fp8.optim
+fp8.moments, fp8.scaled_tensor <- fp8.optim_state <- fp8.adam_step <- fp8.adam <- fp8.optim
 fp8.optim_state <- fp8.optim_base <- fp8.sgd <- fp8.optim
 fp8.optim_state, fp8.subclass <- fp8.scaled_weights
 fp8.report, fp8.scaled_tensor, fp8.subclass <- fp8.level_state

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from fp8.function import taken_as_constant
 
@@ -75,8 +76,11 @@ def scaled_elementwise(
 
     new: the output of ``fn`` is a new tensor, at no time its input, and autograd does not save it.
     """
-    known = 1.0 if mult == 1.0 else specialised(mult)
-    fwd, bwd = elementwise_factors(fn, settings, named, known, constraint)
+    if is_compiling():
+        mult = 1.0 if mult == 1.0 else specialised(mult)
+        settings = tuple([specialised(value) for value in settings])
+        named = {key: specialised(value) for key, value in named.items()}
+    fwd, bwd = elementwise_factors(fn, settings, named, mult, constraint)
     output = fn(input if mult == 1.0 else input * mult, *settings, **named)
     return scale_output(output, fwd, bwd, fresh=new)
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -209,6 +210,30 @@ def test_the_fast_path_of_the_encoder_does_not_skip_its_layers() -> None:
     with torch.no_grad():
         assert not torch.equal(got, model(x))
     assert type(model) is nn.TransformerEncoder
+
+
+def test_what_an_encoder_computes_besides_its_layers_is_as_it_was() -> None:
+    """In high precision, or under the recipe of a block around it; an LSTM too, which has none."""
+
+    class Layer(nn.TransformerEncoderLayer):
+        def __init__(self) -> None:
+            super().__init__(16, 2, 32, batch_first=True)
+            self.memory = nn.LSTM(16, 16, batch_first=True)
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(self.memory(x)[0], *args, **kwargs)
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    model = nn.TransformerEncoder(Layer(), 1, enable_nested_tensor=False).eval()
+    plain = model(x)
+    with fp8.autocast("tensor", opaque="warn"), pytest.warns(match="lstm"):
+        cast = model(x)
+    fp8.convert(model, fp8.Recipe(name="none"), where=lambda name, layer: name.endswith("linear1"))
+    torch.testing.assert_close(model(x), plain)
+    fp8.convert(model, "tensor", where=lambda name, layer: name.endswith("linear1"))
+    with fp8.autocast("tensor", opaque="warn"), pytest.warns(match="lstm"):
+        assert torch.equal(model(x), cast)
 
 
 def test_inside_a_unit_scaled_model_the_layers_are_cast_once() -> None:

@@ -240,8 +240,8 @@ def test_loading_replaces_everything():
 
 def test_reduce_takes_the_largest(tmp_path):
     history = AmaxHistory()
-    history.reduce()  # nothing to do, and no process group needed
     history.tensors = {"a": torch.tensor([1.0, 5.0]), "b": torch.tensor([3.0])}
+    history.reduce()  # one process, as a script for many may be run: no process group needed
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1
     )

@@ -1,5 +1,4 @@
-"""Weights at a level, changed by what their formats round away: it works in no other way than right,
-or a warning says so."""
+"""Weights at a level, changed by what their formats round away: right, or warned of."""
 
 import pytest
 import torch

@@ -30,10 +30,12 @@ __all__ = [
     "LOSSES",
     "MOVES",
     "NEUTRAL",
+    "PARTS",
     "POSITIVE",
     "PRODUCTS",
     "RANGED",
     "RECURRENT",
+    "SCATTERS",
     "SELECTIONS",
     "TRANSPARENT",
     "UNRULED_LOSSES",
@@ -54,6 +56,9 @@ TRANSPARENT = frozenset(
 
 SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
 """Kinds that take a part of a value."""
+
+PARTS = frozenset("chunk split unbind tensor_split hsplit vsplit dsplit".split())
+"""Kinds that take a value apart."""
 
 CONSTANT = frozenset(
     (
@@ -134,6 +139,9 @@ AVERAGES = frozenset(
 )
 """Kinds that average over positions."""
 
+SCATTERS = frozenset("index_add scatter_add scatter_reduce".split())
+"""Kinds that sum rows up where an index says."""
+
 MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
 """Kinds that move elements about and change none."""
 
@@ -195,7 +203,7 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
 
 
 def _kinds() -> dict[Callable[..., Any], str]:
-    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, UNRULED_LOSSES)
+    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, SCATTERS, UNRULED_LOSSES)
     names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS])
     table = {function: kind for kind in names for function in _spellings(kind)}
     table |= {torch.Tensor.T.__get__: "t", torch.Tensor.mT.__get__: "transpose"}  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from .arguments import Arguments
 from .attention import Attention
 from .calls import AVERAGES, EXTREMES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
+from .collected import Collected, fixed_calls
 from .flow import Flow
 from .growth import gradient_factors
 from .loss import Loss
@@ -32,6 +33,7 @@ from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
 from .selecting import DISTANCE, consumers, distances, one_hot
 from .steps import Decision, Plan, Row, Settings, Step, with_slots
+from .sums import summed
 from .units import Unit, find_units
 from .unread import unread_parts
 
@@ -79,6 +81,8 @@ class _Planner:
         self.bridges = self.loss.without(flow.bridges(units, closed))
         self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
+        fixed = fixed_calls(flow, self.carried, self.results, self.loss, settings.preserve)
+        self.collected = Collected(self.agreement, fixed)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
@@ -122,6 +126,9 @@ class _Planner:
         own, because = self.agreement.own(index) if done == "scaled" else ((), "")
         if own:
             step, why = replace(step or Step(), own=own), f"{why}{', ' if why else ''}{because}"
+        if index in self.collected:
+            step, because = self.collected.added(index, step)
+            done, why = done or "scaled", f"{why}{', ' if why else ''}{because}"
         if splits:
             step = with_slots(step, splits)
             if node.key is None:
@@ -160,9 +167,9 @@ class _Planner:
         kept = self.results.decide(index, self.bridges[index], self.arguments.shares(node))
         if kept is not None:
             return kept
-        factor = self.agreement.average(index)
-        if factor is not None:
-            return self._average(index, node, factor)
+        sums = summed(self.flow, index, self.bridges[index], self.agreement.average(index))
+        if sums is not None:
+            return sums
         special = self.special.get(kind, self.attention.decide)
         return special(index, node) or self._by_rule(index, node, kind)
 
@@ -190,13 +197,6 @@ class _Planner:
         if self.results.is_ranged(unit.calls):
             output, why = (1.0, input if bridge else 1.0), KEEPS
         return replace(step or Step(), output=output), "scaled", f"{unit.name} of {calls}, {why}"
-
-    def _average(self, index: int, node: Node, factor: float) -> Decision:
-        """An average of values that agree, or a relu of positive ones."""
-        count = node.inputs[0].numel / (node.numel or 1)
-        whose = "its input is mostly positive" if factor == 1 else "positions agree"
-        step = Step(output=(factor, count if self.bridges[index] else factor))
-        return step, "scaled", f"{whose}: factor {factor:.3g}"
 
     def _add(self, index: int, node: Node) -> Decision | None:
         sources = [self.nodes[i.node] for i in node.inputs]

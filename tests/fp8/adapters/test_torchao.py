@@ -152,6 +152,20 @@ def test_odd_sizes_only_where_they_are_emulated():
     assert rows[0].why == "torchao, MXFP8Linear, emulated"
 
 
+def test_layers_that_its_own_walk_put_there_are_left_alone():
+    """Their operands are no tensors that a cast takes: the first call failed."""
+    from torchao.float8 import convert_to_float8_training
+
+    torch.manual_seed(0)
+    x = torch.randn(16, 32)
+    model = nn.Sequential(convert_to_float8_training(nn.Linear(32, 32)), nn.Linear(32, 32))
+    expected = model[0](x)
+    fp8.convert(model, "unit")
+    assert [row.done for row in fp8.report(model)] == ["left alone", "converted"]
+    assert fp8.report(model)[0].why == "a layer of torchao, which computes its products"
+    assert torch.equal(model[0](x), expected)
+
+
 def test_what_it_does_not_have():
     known = {"tensor", "row", "row_gw_hp", "mxfp8"}
     for name in RECIPES.keys() - known:
