@@ -333,3 +333,21 @@ def test_a_gauge_is_compiled() -> None:
         found.append([p.grad for p in model.parameters()])
     assert any("collected" in row.why for row in uu.report(model))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gate_may_be_computed_in_place() -> None:
+    """MobileNetV3's: what is scaled on the way back is no tensor to write into."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate, self.down = (nn.Conv2d(8, 8, 1) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.up(x)
+            y = x * (F.relu6(self.gate(x.mean((2, 3), keepdim=True)) + 3, inplace=True) / 6)
+            return self.down(y * (F.relu6(y + 3, inplace=True) / 6))
+
+    model = unit_scale(Gated())
+    model(torch.randn(2, 8, 8, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

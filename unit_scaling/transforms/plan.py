@@ -156,9 +156,6 @@ class _Planner:
         if index in self.results.meant.calls and kind not in TRANSPARENT:
             shares = self.arguments.shares(node)
             return self.results.meant.decide(index, self.bridges[index], shares)
-        given = self.settings.whole and self.flow.data[index] and not node.computed
-        if given and kind not in NEUTRAL:
-            return None, "unchanged", _DATA
         if index in self.within:
             return self._unit(index, node)
         if index in self.residuals.adds:

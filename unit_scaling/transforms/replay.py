@@ -217,6 +217,8 @@ class Replay(TorchFunctionMode):
                 kwargs = _scaled(kwargs, slot, fwd, bwd)
             else:
                 args = _scaled(args, slot, fwd, bwd)
+        if step.slots and kwargs.get("inplace"):  # no writing into what an autograd function gave
+            kwargs = {**kwargs, "inplace": False}
         output = self._compute(step, function, args, kwargs)
         if () in step.parts:
             dtype = output.dtype  # of the arguments, or of autocast: known by computing it
