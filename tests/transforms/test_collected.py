@@ -341,12 +341,15 @@ def test_a_gate_may_be_computed_in_place() -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.gate, self.down = (nn.Conv2d(8, 8, 1) for _ in range(3))
+            self.up, self.down = nn.Conv2d(8, 64, 1), nn.Conv2d(64, 8, 1)
+            self.gate, self.out = nn.Linear(64, 8), nn.Linear(8, 64)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.up(x)
-            y = x * (F.relu6(self.gate(x.mean((2, 3), keepdim=True)) + 3, inplace=True) / 6)
-            return self.down(y * (F.relu6(y + 3, inplace=True) / 6))
+            y = self.up(x)
+            y = y * (F.relu6(y + 3, inplace=True) / 6)
+            gate = self.out(F.relu(self.gate(y.mean((2, 3))), inplace=True))
+            y = y * (F.relu6(gate + 3, inplace=True) / 6)[:, :, None, None]
+            return self.down(F.relu(y, inplace=True))
 
     model = unit_scale(Gated())
     model(torch.randn(2, 8, 8, 8)).sum().backward()
