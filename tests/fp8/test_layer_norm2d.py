@@ -236,7 +236,9 @@ def test_statistics_of_compiled_code_whatever_channel_is_off(
 
 def test_what_is_computed_once_a_pixel_keeps_its_value():
     for dtype in (torch.float32, torch.float64):
-        value = torch.tensor([0.0, -3.3, 1e-45, 3e38, torch.inf, -torch.inf, torch.nan], dtype=dtype)
+        value = torch.tensor(
+            [0.0, -3.3, 1e-45, 3e38, torch.inf, -torch.inf, torch.nan], dtype=dtype
+        )
         kept = module._once_a_pixel(value)
         assert kept.dtype == dtype
         torch.testing.assert_close(kept, value, rtol=0, atol=0, equal_nan=True)
