@@ -27,10 +27,6 @@ aten = torch.ops.aten
 BLOCK = 16
 """Channels of which compiled code sums at once, each on a line of its own in memory."""
 
-LANES = 16
-"""Channels of float32 in the widest vector of a CPU; a power of two, so that a sum of as many
-equal numbers is exact."""
-
 
 def layer_norm2d(
     input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
@@ -185,11 +181,10 @@ def _kept(value: Tensor) -> Tensor:
     return value.as_strided(value.shape, value.stride())
 
 
-def _once_a_pixel(value: Tensor, x: Tensor) -> Tensor:
-    """``value``, one for each pixel of ``x``, as a sum over LANES channels: nothing else does
-    torch's compiler for CPUs finish for one pixel before it goes to the next."""
-    some = x[:, :LANES]
-    return torch.where(some == some, value * (1.0 / LANES), some).sum(1, keepdim=True)
+def _once_a_pixel(value: Tensor) -> Tensor:
+    """``value``, one for each pixel, times an int16 that is 1 or, of NaN, 0: torch's compiler for
+    CPUs has no vectors of int16, and so finishes it for one pixel before it goes to the next."""
+    return _kept(value * (value == value).to(torch.int16))
 
 
 def _compiled_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -199,18 +194,23 @@ def _compiled_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor,
     It would take the root again at every element. Where the channels lie together all of a pixel is
     done at once, but for 16 bits: rounding to them is long enough to hold up the next pixel. There
     the first channel is near enough to the mean for bfloat16, and saves a pass: with n channels the
-    variance is good to 2 n roundings of float32, however far off that channel is.
+    variance is good to 2 n roundings of float32, however far off that channel is. Contiguous
+    bfloat16 has m + d in one number of float32, and d = 0: three lines of as many pixels and those
+    of x and y do not fit in the nearest cache.
     """
-    wider, channels = wide(x, x), x.shape[1]
-    if not x.movedim(1, -1).is_contiguous():
-        by_blocks = x.is_contiguous() and channels % BLOCK == 0
-        mean, rest, rstd = (_statistics_by_blocks if by_blocks else _statistics)(wider, eps)
-    elif x.element_size() > 2 and channels >= LANES:
-        mean, rest, rstd = _statistics(wider, eps)
-        return mean, rest, _once_a_pixel(mean + rest, wider), _once_a_pixel(rstd, wider)
-    else:
+    wider = wide(x, x)
+    if x.movedim(1, -1).is_contiguous():
+        if x.element_size() > 2:
+            mean, rest, rstd = _statistics(wider, eps)
+            return mean, rest, _once_a_pixel(mean + rest), _once_a_pixel(rstd)
         near = wider[:, :1] if x.dtype == torch.bfloat16 else None
         mean, rest, rstd = _statistics(wider, eps, near)
+        return mean, rest, mean + rest, _kept(rstd)
+    by_blocks = x.is_contiguous() and x.shape[1] % BLOCK == 0
+    mean, rest, rstd = (_statistics_by_blocks if by_blocks else _statistics)(wider, eps)
+    if x.dtype == torch.bfloat16:
+        both = _kept(mean + rest)
+        return both, torch.zeros_like(both), both, _kept(rstd)
     return mean, rest, mean + rest, _kept(rstd)
 
 

@@ -122,6 +122,8 @@ def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) 
 
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, behaviour):  # lost, and this was kept by what replaced the forward
+            return inner(self, *args, **kwargs)
         return behaviour.around(self, functools.partial(inner, self), args, kwargs)
 
     active = tuple(b for b in gained if b.around is not Gained.around)

@@ -64,7 +64,8 @@ def example_batch(
     mapping with "input_ids".
     Each sequence starts at one of the first ``shuffle_buffer_size`` tokens, drawn with ``seed``.
 
-    Raises ValueError without a text, and for one that is shorter than a sequence.
+    Raises ValueError without a text, and for one that is shorter than a sequence; TypeError for
+    another kind of text.
     """
     for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
         if size < 1:
@@ -85,6 +86,8 @@ def example_batch(
 def _text(text: str | Path | None, dataset_path: str) -> str:
     if isinstance(text, str):
         return text
+    if not (text is None or isinstance(text, Path)):
+        raise TypeError(f"text is a string or a pathlib.Path, not {type(text).__name__}")
     path = Path(dataset_path) if text is None else text
     if not path.is_file():
         raise ValueError(

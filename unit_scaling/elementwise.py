@@ -46,6 +46,9 @@ def unit_scaled(fn: Elementwise) -> Elementwise:
     tensor([0.0000, 1.4938])
     """
 
+    if not callable(fn):
+        raise TypeError(f"unit_scaled needs a function, got {type(fn).__name__}")
+
     @wraps(fn)
     def scaled(
         input: Tensor,

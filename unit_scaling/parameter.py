@@ -68,6 +68,8 @@ def Parameter(
     >>> p.mup_type, p.mup_scaling_depth
     ('weight', None)
     """
+    if not isinstance(data, Tensor):
+        raise TypeError(f"data must be a Tensor, not {type(data).__name__}")
     return tag(nn.Parameter(data, requires_grad), mup_type, mup_scaling_depth)
 
 

@@ -65,8 +65,8 @@ def FP8Precision(
     of both the first.
     options: ``device`` and ``scaler`` of Lightning's MixedPrecision; device is that of the
     accelerator unless given.
-    Raises ValueError for an unknown name, TypeError for other options, ImportError where Lightning
-    is not installed.
+    Raises ValueError for an unknown name, TypeError for other options and in a Fabric, whose
+    checkpoints would lack the histories, ImportError where Lightning is not installed.
     """
     base = _base(("lightning", "pytorch_lightning"), ".pytorch", precision, library)
     return _kind(base, True)(recipe, precision, (backend, where, rest), options)
@@ -142,6 +142,10 @@ class _Converting:
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """The model under the recipe, with the histories that it has."""
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if self._of_trainer and "LightningModule" not in kinds:
+            kind = type(module).__name__
+            raise TypeError(f"FP8Precision is for a Trainer; for {kind} take FP8FabricPrecision")
         module = super().convert_module(module)  # type: ignore[misc]
         before = _copies(module)
         self._model = convert(module, self.recipe, **self._how)

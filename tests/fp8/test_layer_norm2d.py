@@ -234,6 +234,16 @@ def test_statistics_of_compiled_code_whatever_channel_is_off(
     torch.testing.assert_close(both, m + d)
 
 
+def test_what_is_computed_once_a_pixel_keeps_its_value():
+    for dtype in (torch.float32, torch.float64):
+        value = torch.tensor(
+            [0.0, -3.3, 1e-45, 3e38, torch.inf, -torch.inf, torch.nan], dtype=dtype
+        )
+        kept = module._once_a_pixel(value)
+        assert kept.dtype == dtype
+        torch.testing.assert_close(kept, value, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.proves("timm", "LayerNorm2d(num_channels, eps, affine)", how="own")
 def test_constructor_is_timms():
     norm = fp8.LayerNorm2d(6, eps=1e-3, device="cpu", dtype=torch.float64)

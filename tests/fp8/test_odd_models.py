@@ -13,6 +13,9 @@ from fp8 import RECIPES
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 
 
+FORMS = {nn.Conv1d: {"kernel_size": 1}}
+
+
 def layer(cls: type = nn.Linear, **options):
     torch.manual_seed(0)
     return cls(32, 32, **options)
@@ -74,6 +77,19 @@ def test_a_class_that_its_subclasses_are_told_to():
     assert torch.equal(model(X), expected)
     assert Tagged.seen == before
     assert type(fp8.revert(model)) is Mine
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, nn.Conv1d, nn.LayerNorm])
+def test_a_forward_that_was_replaced_after_is_the_plain_one_once_reverted(cls):
+    """As trainers and offloading do it: what they call is the forward that was there before."""
+    plain = cls(32) if cls is nn.LayerNorm else layer(cls, **FORMS.get(cls, {}))
+    x = X[..., None] if cls is nn.Conv1d else X
+    expected = plain(x)
+    fp8.low_precision_norms(fp8.convert(plain), precision="amp_bf16")
+    plain.forward = lambda x, forward=plain.forward: forward(x)
+    assert not torch.equal(plain(x), expected)
+    fp8.revert_norms(fp8.revert(plain))
+    assert torch.equal(plain(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

@@ -271,3 +271,20 @@ def test_a_torchscript_function_as_attribute_is_refused() -> None:
     net.activation = scripted
     with pytest.raises(TypeError, match="'activation' is a TorchScript function"):
         unit_scale(net)
+
+
+def test_an_attribute_without_a_rule_is_reported_by_its_name() -> None:
+    ours = model(lambda m, x: m.b(torch.fft.fft(m.a(x)).imag))
+    ours(torch.randn(4, WIDTH))
+    assert rows(ours)["imag"].startswith("left alone: no rule for imag")
+
+
+def test_a_recurrent_layer_of_one_hot_letters_is_no_weight() -> None:
+    """Nothing that goes into it but weights is floating-point before the cast."""
+    torch.manual_seed(0)
+    net = Net(
+        lambda m, ids: m.a(F.one_hot(ids, 8).float())[0], a=nn.LSTM(8, WIDTH, batch_first=True)
+    )
+    ours = unit_scale(net)
+    ours(torch.randint(8, (4, 6)))
+    assert [row.done for row in uu.report(ours) if row.call == "lstm"] == ["scaled"]

@@ -234,3 +234,29 @@ def test_the_balance_of_experts_in_a_model_of_transformers():
     logits, labels = found.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
     torch.testing.assert_close(found.loss, F.cross_entropy(logits, labels) + 0.02 * balance)
     assert uu.verify(model, {"input_ids": ids, "labels": ids}).share("gradient") > 0.8
+
+
+def softened(h: Tensor, y: Tensor) -> Tensor:
+    """Distillation, at a temperature of its own."""
+    target = torch.linspace(-1, 1, WIDTH).expand_as(y).softmax(-1)
+    return 16.0 * F.kl_div(F.log_softmax(y / 4.0, -1), target, reduction="batchmean")
+
+
+def dice(h: Tensor, y: Tensor) -> Tensor:
+    """The overlap of a segmentation over the size of both: a quotient of sums."""
+    p, target = y.softmax(-1), F.one_hot(CLASSES[: len(y)], WIDTH).to(y)
+    overlap = 2 * (p * target).sum(0)
+    return 1 - ((overlap + 1e-6) / (p.sum(0) + target.sum(0) + 1e-6)).mean()
+
+
+@pytest.mark.parametrize("part", [softened, dice])
+def test_a_temperature_and_a_quotient_in_a_part_are_what_they_were(part: Part) -> None:
+    """The values stay, and the growth is that of the entropy, up to what is not known of a part."""
+    x, found = torch.randn(ROWS, WIDTH), []
+    for other in (entropy, part):
+        net = unit_scale(Net(entropy, other))
+        net(x)  # with all weights
+        found.append(growths(net, x))
+    (alone, _), (first, second) = found
+    assert second == pytest.approx(first, rel=1e-3)
+    assert first > alone / 8  # a quotient of sums over 64 rows has no larger gradient than a mean

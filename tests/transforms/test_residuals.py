@@ -169,3 +169,22 @@ def test_depth_of_what_a_branch_reads_from_elsewhere() -> None:
     model((torch.randn(8, 16), torch.randn(8, 16)))
     expected = {name: None if name.startswith("a.") else 3 for name in depths(model)}
     assert depths(model) == expected
+
+
+def test_a_shift_is_no_skip_connection() -> None:
+    """adaLN: what modulates a branch is repeated over positions, though it depends on it."""
+
+    class Modulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.attend, self.up = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+            gate, scale, shift = self.table(condition)[:, None].chunk(3, dim=-1)
+            x = x + gate * self.attend(F.layer_norm(x, (8,)))
+            return x + self.up(F.layer_norm(x, (8,)) * (1 + scale) + shift)
+
+    ours = unit_scale(Modulated())
+    ours(torch.randn(2, 5, 8), torch.randn(2, 8))
+    why = [row.why for row in uu.report(ours) if row.call == "add"]
+    assert sum(w.startswith("residual") for w in why) == 2

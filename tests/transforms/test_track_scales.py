@@ -327,3 +327,13 @@ def test_what_is_refused():
         track_scales(nn.Linear(2, 2), formats=["fp9"])
     with pytest.raises(ValueError, match="is for scales"):
         track_scales(nn.Linear(2, 2), formats=["e8m0"])
+
+
+def test_a_call_that_is_recorded_and_expanded_is_watched() -> None:
+    """The recording of the first call ended with another's place in the order of modes."""
+    from fp8.function import FIRST_LOOK
+
+    tracked = track_scales(unit_scale(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)))
+    tracked(torch.randn(2, 3, 8)).sum().backward()
+    assert len(tracked.scales_graph().nodes) > 10
+    assert not FIRST_LOOK

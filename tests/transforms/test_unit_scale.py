@@ -354,3 +354,8 @@ def test_recurrent_layers_are_simulated_without_a_warning() -> None:
     for model in (simulate_fp8(unit_scale(nn.LSTM(8, 8))), unit_scale(simulate_fp8(nn.LSTM(8, 8)))):
         first, second = model(x)[0], model(x)[0]  # warnings are errors here
         assert torch.equal(first, second)
+
+
+def test_a_replacement_that_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"replace: .* is one, got"):
+        unit_scale(nn.Linear(4, 4), replace={F.relu: "gelu"})  # type: ignore[dict-item]

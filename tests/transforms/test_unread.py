@@ -59,3 +59,21 @@ def test_the_gradient_of_what_is_not_read_has_unit_scale(case: str, residual: st
         rows = uu.verify(model, x).rows
         patches = [r.rms for r in rows if r.path == "patches" and r.kind == "gradient"]
         assert all(0.5 <= rms <= 2 for rms in patches), patches
+
+
+def test_a_stream_may_be_turned_about() -> None:
+    """As OpenAI's CLIP has it: positions first within the layers, last outside."""
+
+    class Turned(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.cat([self.token.expand(len(x), -1, -1), self.patches(x)], dim=1)
+            x = x.permute(1, 0, 2)
+            for layer in self.attention:
+                y = F.layer_norm(x, (WIDTH,)).permute(1, 0, 2)
+                x = x + layer(F.scaled_dot_product_attention(y, y, y)).permute(1, 0, 2)
+            return self.head(F.layer_norm(x.permute(1, 0, 2)[:, 0], (WIDTH,)))
+
+    torch.manual_seed(0)
+    model = unit_scale(Turned(lambda x: x))
+    model(torch.randn(32, 16, WIDTH))
+    assert [row.call for row in uu.report(model) if "not read" in row.why] == ["cat"]

@@ -381,3 +381,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="choose one of 'activation', 'weight', 'gradient'"):
         result.share("bias")
     assert math.isnan(result.share("query-key gradient"))
+
+
+def test_a_loss_of_many_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one number, got torch\.Size"):
+        uu.verify(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda output: output)

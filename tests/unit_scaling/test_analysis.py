@@ -226,3 +226,8 @@ def test_infinite_and_nan_values_do_not_break_the_axis():
     axes = plot(model.scales_graph(), show_zero_tensors=True)
     assert all(math.isfinite(end) for end in axes.get_xlim())
     axes.figure.canvas.draw()
+
+
+def test_a_list_of_texts_is_refused() -> None:
+    with pytest.raises(TypeError, match="not list"):
+        example_batch(None, 2, 8, text=["a"])  # type: ignore[arg-type]

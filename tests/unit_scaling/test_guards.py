@@ -40,7 +40,7 @@ MORE = {
     (torch, "sum", X, -1): 49,
     (torch, "mean", X, -1): 51,
     (F, "elu", X): 28,
-    (F, "hardtanh", X): 28,
+    (F, "hardtanh", X): 60,
     (F, "gelu", X): 51,
     (F, "silu", X): 51,
     (F, "glu", X): 36,

@@ -62,3 +62,8 @@ def test_tags_keep_nothing_alive():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="data must be a Tensor, not list"):
+        Parameter([1.0], "weight")  # type: ignore[arg-type]

@@ -227,10 +227,6 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return output.mul_(s["output"]) if s["output"] != 1.0 else output
 
 
-def _numel(value: Tensor | complex) -> int:
-    return value.numel() if isinstance(value, Tensor) else 1
-
-
 def add_scales(
     input: Tensor | float,
     other: Tensor | float,

@@ -1,25 +1,30 @@
-"""Activations of compiled graphs whose gradient is computed from their scaled output.
+"""Activations of compiled graphs, with what they keep for the backward pass: output or input.
 
-The derivative of exp, sigmoid, tanh and softmax is a function of their value, which torch saves.
-Of a scaled value, though, the compiler would save something else as well, or work the value out
-again. Here the scaled output is all that is saved, and what the next product saves too.
+The derivative of exp, relu, sigmoid, tanh and softmax is a function of their value, which torch
+saves. Of a scaled value, though, the compiler would save something else as well, or work the value
+out again. Here the scaled output is all that is saved, and what the next product saves too.
+
+Where the derivative depends on the side of a kink, the compiler saves bools. Its kernels for CPUs
+write and read them one at a time, in ten times the time of all the rest. Here the gradient compares
+the output or, in a graph for a CPU, the input, as in eager mode.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fp8.function import in_graph
+from fp8.function import in_graph, taken_as_constant
+from fp8.matmul import active_recipe
 
-from ..scale import scale_both
+from ..scale import scale_both, scale_output
 
-__all__ = ["KERNELS", "activation"]
+__all__ = ["KERNELS", "Kernel", "activation"]
 
 aten = torch.ops.aten
 
@@ -50,40 +55,104 @@ def _softmax_gradient(grad: Tensor, y: Tensor, fwd: float, bwd: float, dim: int)
     return scale_both((grad - mean) * y, bwd / fwd)
 
 
-#: Name -> (the function, ``bwd`` times its gradient from ``y``, which is ``fwd`` times its value).
-KERNELS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "exp": (aten.exp.default, _exp_gradient),
-    "sigmoid": (aten.sigmoid.default, _sigmoid_gradient),
-    "softmax": (aten.softmax.int, _softmax_gradient),
-    "tanh": (aten.tanh.default, _tanh_gradient),
+def _piecewise(gradient: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``gradient(grad, x, *settings)`` of torch, which compares x, in the form of a `Kernel`.
+
+    To x is added a zero that the compiler does not know before grad, so that it keeps no bools.
+    """
+
+    def scaled(grad: Tensor, x: Tensor, fwd: float, bwd: float, *settings: Any) -> Tensor:
+        return scale_both(gradient(grad, x + grad.sign().clamp(0, 0), *settings), bwd)
+
+    return scaled
+
+
+def _clamp_gradient(grad: Tensor, x: Tensor, low: float | None, high: float | None) -> Tensor:
+    grad = grad if low is None else torch.where(x >= low, grad, 0.0)
+    return grad if high is None else torch.where(x <= high, grad, 0.0)
+
+
+def _leaky_relu_gradient(grad: Tensor, x: Tensor, slope: float) -> Tensor:
+    return aten.leaky_relu_backward.default(grad, x, slope, False)
+
+
+def _relu_gradient(grad: Tensor, y: Tensor) -> Tensor:
+    return aten.threshold_backward.default(grad, y, 0)
+
+
+def _relu6_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return aten.hardtanh_backward.default(grad, x, 0, 6)
+
+
+class Kernel(NamedTuple):
+    """A row of KERNELS: a function of a tensor and its settings; and ``bwd`` times its gradient: a
+    function of the output's gradient, the output, which is ``fwd`` times the function's value, fwd,
+    bwd and the settings. keeps_input: of the input in place of the output, on CPUs."""
+
+    function: Callable[..., Tensor]
+    gradient: Callable[..., Tensor]
+    keeps_input: bool = False
+
+
+def _kinked(function: Callable[..., Tensor], gradient: Callable[..., Tensor]) -> Kernel:
+    return Kernel(function, _piecewise(gradient), keeps_input=True)
+
+
+KERNELS: dict[str, Kernel] = {
+    "clamp": _kinked(aten.clamp.default, _clamp_gradient),
+    "exp": Kernel(aten.exp.default, _exp_gradient),
+    "hardshrink": _kinked(aten.hardshrink.default, aten.hardshrink_backward.default),
+    "hardsigmoid": _kinked(aten.hardsigmoid.default, aten.hardsigmoid_backward.default),
+    "hardtanh": _kinked(aten.hardtanh.default, aten.hardtanh_backward.default),
+    "leaky_relu": _kinked(aten.leaky_relu.default, _leaky_relu_gradient),
+    "relu": Kernel(torch.relu, _piecewise(_relu_gradient)),
+    "relu6": _kinked(aten.relu6.default, _relu6_gradient),
+    "sigmoid": Kernel(aten.sigmoid.default, _sigmoid_gradient),
+    "softmax": Kernel(aten.softmax.int, _softmax_gradient),
+    "softshrink": _kinked(aten.softshrink.default, aten.softshrink_backward.default),
+    "tanh": Kernel(aten.tanh.default, _tanh_gradient),
 }
+"""Name -> how it is computed."""
+
+
+@taken_as_constant
+def _keeps_input(name: str) -> bool:
+    return KERNELS[name].keeps_input
 
 
 @in_graph
-class _FromOutput(Function):
+class _Activation(Function):
     """``fwd * f(x)``, with ``bwd`` times its gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
-        return KERNELS[name][0](x, *settings) * fwd
+        return KERNELS[name].function(x, *settings) * fwd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, ctx.name, *ctx.settings = inputs
         ctx.dtype = x.dtype
-        ctx.save_for_backward(output)
+        ctx.save_for_backward(x if KERNELS[ctx.name].keeps_input else output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (y,) = ctx.saved_tensors
-        gradient = KERNELS[ctx.name][1](grad, y, *ctx.settings)
+        (kept,) = ctx.saved_tensors
+        gradient = KERNELS[ctx.name].gradient(grad, kept, *ctx.settings)
         return gradient.to(ctx.dtype), *[None] * (1 + len(ctx.settings))
 
 
 def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
-    """``fwd * f(input)``; ``bwd`` times the gradient. settings: the arguments of f after input."""
+    """``fwd * f(input)``; ``bwd`` times the gradient. settings: the arguments of f after input.
+
+    Torch's own gradient for an input that records none, for `torch.func`; and for relu where a
+    recipe says what is saved, and sees to torch's functions.
+    """
     from fp8.traced import apply
 
-    return apply("_FromOutput", input, name, fwd, bwd, *settings)
+    recipe = active_recipe() if name == "relu" else None
+    ours = input.requires_grad and (input.is_cpu or not _keeps_input(name))
+    if ours and not (recipe and recipe.saved_activations):
+        return apply("_Activation", input, name, fwd, bwd, *settings)
+    return scale_output(KERNELS[name].function(input, *settings), fwd, bwd, fresh=False)

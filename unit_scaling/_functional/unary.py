@@ -169,6 +169,18 @@ def _relu_squared(input: Tensor) -> Tensor:
     return torch.relu(input).square()
 
 
+def _mish(input: Tensor) -> Tensor:
+    """x * tanh(log(1 + e^x)). In a graph x * n / (n + 2) with n = e^x (e^x + 2), where exp is all
+    that takes long; from 20 on that is x to all the digits of float64."""
+    if not is_compiling():
+        return F.mish(input)
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    e = x.clamp(max=20).exp()
+    n = e * (e + 2)
+    rest = 1 / (n + 2)
+    return (x * torch.where(x > 0, 1 - 2 * rest, n * rest)).to(input.dtype)
+
+
 abs = _activation("abs", torch.abs, spelled=("abs", "absolute"))
 atan = _activation("atan", torch.atan, spelled=("atan", "arctan"))
 celu = _activation("celu", F.celu, {"alpha": 1.0})
@@ -184,7 +196,7 @@ hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0}
 leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
 # A log-probability: losses want its value, so the transform leaves it alone.
 logsigmoid = _activation("logsigmoid", F.logsigmoid, spelled=())
-mish = _activation("mish", F.mish)
+mish = _activation("mish", _mish)
 relu = _activation("relu", torch.relu, saves_output=True)
 relu6 = _activation("relu6", F.relu6)
 relu_squared = _activation("relu_squared", _relu_squared, spelled=())

@@ -2,11 +2,12 @@
 
 from . import utils
 from .compile import compile
+from .history import History
 from .metrics import InFormat, Metrics
 from .prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
 from .report import Report, report
 from .simulate import simulate_format, simulate_fp8
-from .track_scales import History, track_scales
+from .track_scales import track_scales
 from .unit_scale import unit_scale
 from .verify import Verification, verify
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..constant import aside
 from ..ops import find_op
 from .calls import ATTENTION, AVERAGES, ELEMENTWISE, LINEAR, PRODUCTS, SELECTIONS, TRANSPARENT
-from .flow import Flow
+from .flow import Flow, is_read_by_positions
 from .record import Input, Node, replaced, sees_the_past, tensors_in
 from .residuals import Residuals, leans
 from .steps import Scaling
@@ -51,6 +51,12 @@ _LOSSES: dict[str, Shares] = {"ctc_loss": (0.6, 0.6, 0.0)}
 measured for logits near 0, 0.57 to 0.81 and 0.52 to 0.79 for labels that fill up to 0.4 of them.
 """
 
+_REGRESSIONS = frozenset("mse_loss smooth_l1_loss huber_loss".split())
+"""Losses whose gradient is the output less the target: half of it is of the output."""
+
+_SPREADS = frozenset("add sub mul div expand expand_as broadcast_to".split())
+"""Kinds in which many positions read a value."""
+
 _NEAR_ONE = 0.5
 """Growth that is nearer to 1 than this is let be: a factor costs a pass over the weight."""
 
@@ -62,7 +68,7 @@ class Agreement:
         self, flow: Flow, residuals: Residuals, units: Mapping[int, Unit], bridges: list[bool]
     ) -> None:
         self.flow, self.residuals, self.bridges = flow, residuals, bridges
-        self._ends = {call: unit for unit in units.values() for call in unit.calls}
+        self.units = {call: unit for unit in units.values() for call in unit.calls}
         softmaxes = [i for i, node in enumerate(flow.nodes) if node.kind == "softmax"]
         softmaxes += [end for end, unit in units.items() if unit.name == "softmax"]
         weighed = map(flow.weighs, softmaxes)
@@ -86,9 +92,10 @@ class Agreement:
         if node.kind not in AVERAGES or op is None or len(self.flow.sources[index]) != 1:
             return None
         (i,), kept = self._inputs(index), op.scales(node.args, node.kwargs, func=node.function)
-        agreement = self.values[i.node][0]
-        many = kept["output"] != 1 and agreement * i.numel > node.numel
-        return agreement**-0.5 if many else None
+        agreement, count = self.values[i.node][0], i.numel / max(1, node.numel)
+        if kept["output"] == 1:  # a statistic, if anything but products reads it
+            return _energy(agreement, count) ** -0.5 if self.flow.feeds_products(index) else None
+        return agreement**-0.5 if agreement * count > 1 else None
 
     def own(self, index: int) -> tuple[tuple[Scaling, ...], str]:
         """Factors for the gradients of the weights of a product, and what to say of them."""
@@ -99,6 +106,18 @@ class Agreement:
         slots = [i.slot for i in computed if len(self.flow.nodes[i.node].shape) > 1]
         why = f"gradient of the weight divided by {growth:.3g}: positions agree"
         return tuple((slot, 1.0, 1 / growth) for slot in slots), why if slots else ""
+
+    def handed(self, index: int, i: Input) -> float:
+        """How much positions of the gradient agree that a call hands to an argument."""
+        return self._handed(index, self.flow.nodes[index], i, self.gradients[index])[1][0]
+
+    def attended(self, index: int, i: Input) -> float:
+        """The energy of the gradient that attention hands to its values for each query that a key
+        has, over that of independent queries; 0 for queries and keys, whose own is small.
+        """
+        if i is not _value_of(self._inputs(index)):
+            return 0.0
+        return 1 + (self.flow.nodes[index].shape[-2] - 1) * self.gradients[index][0]
 
     def _growth(self, index: int) -> float:
         """The RMS of the gradient of a product's weight, over that of independent positions."""
@@ -123,12 +142,12 @@ class Agreement:
 
     def _value(self, index: int, node: Node) -> Shares:
         inputs = self._inputs(index)
-        if index in self._ends:
-            return self._of_unit(index, self._ends[index])
+        if index in self.units:
+            return self._of_unit(index, self.units[index])
         if not inputs:
             return _of_table(node) if node.kind == "embedding" else _NONE
-        values = [self.values[i.node] for i in inputs]
-        if self._is_attention(index):
+        values = [self._spread_over(node, i) for i in inputs]
+        if self.is_attention(index):
             return self._attended(index, node, self.values[_value_of(inputs).node], 2.0)
         if node.kind in ("mul", "div"):
             return _NONE if self.flow.inverts(index) else _product(values)
@@ -148,12 +167,19 @@ class Agreement:
             return _centred(self.values[inputs[0].node], self.values[inputs[0].node][2])
         weights, _ = self.residuals.adds.get(index, ((), ""))
         squares = {slot: forward**2 for slot, forward, _ in weights}
-        terms = [(squares.get(i.slot, 1.0), self.values[i.node]) for i in inputs]
+        terms = [(squares.get(i.slot, 1.0), self._spread_over(node, i)) for i in inputs]
         if node.kind == "add":
             rows = [i for i in node.inputs if i.numel > node.shape[-1:][0]] if node.shape else []
             terms += [(1.0, _NONE) for i in rows if self.flow.nodes[i.node].computed]
         a, c, level = _mean(terms)
         return a, c, 0.0 if node.kind in PRODUCTS else level
+
+    def _spread_over(self, node: Node, i: Input) -> Shares:
+        """Of an argument where a call reads it: all positions that read one value agree."""
+        a, c, level = self.values[i.node]
+        before = self.flow.nodes[i.node].shape
+        repeated = node.kind in _SPREADS and is_read_by_positions(before, node.shape)
+        return 1.0 if repeated else a, c, level
 
     def _of_unit(self, index: int, unit: Unit) -> Shares:
         if index != unit.calls[-1] or unit.name == "softmax":
@@ -189,7 +215,8 @@ class Agreement:
         energy = _energy(a, i.numel / max(1, node.numel))
         return 1.0 if self._positions(index) == 1 else a / energy, c / energy, level / energy
 
-    def _is_attention(self, index: int) -> bool:
+    def is_attention(self, index: int) -> bool:
+        """Whether a call is attention, or the product of its weights and values."""
         return index in self._weighed or self.flow.nodes[index].kind in ATTENTION
 
     def _attended(self, index: int, node: Node, shares: Shares, past: float) -> Shares:
@@ -222,7 +249,7 @@ class Agreement:
             found[index] = _mean(parts[index])
             if not parts[index] and losses and index not in losses:
                 continue  # what no loss is made of has no gradient
-            unit = self._ends.get(index)
+            unit = self.units.get(index)
             if unit is not None:
                 if index == unit.calls[-1] and unit.name != "softmax":
                     pair = _product([found[index], self._slopes.get(index, (1.0, 1.0, 0.0))])
@@ -238,14 +265,17 @@ class Agreement:
         weights, _ = self.residuals.adds.get(index, ((), ""))
         if node.name in _LOSSES:
             return energy, _LOSSES[node.name]
+        if node.kind in _REGRESSIONS:
+            return energy, _times(self.values[i.node], 0.5)
         energy *= math.prod(backward**2 for slot, _, backward in weights if slot == i.slot)
         inputs = self._inputs(index)
-        if self._is_attention(index):
+        if self.is_attention(index):
             if i is not _value_of(inputs):
                 return 0.0, _NONE
             return energy, self._attended(index, node, pair, 1.0)
         if node.kind in ("mul", "div"):
-            return energy, _product([pair, *(self.values[j.node] for j in inputs if j is not i)])
+            others = [self._spread_over(node, j) for j in inputs if j is not i]
+            return energy, _product([pair, *others])
         if node.kind in SELECTIONS:
             share = node.numel / (i.numel or 1)
             before = self.flow.nodes[i.node].shape

@@ -23,16 +23,19 @@ __all__ = [
     "CASTS",
     "CONSTANT",
     "ELEMENTWISE",
+    "EXTREMES",
     "KEPT",
     "KINDS",
     "LINEAR",
     "LOSSES",
     "MOVES",
     "NEUTRAL",
+    "PARTS",
     "POSITIVE",
     "PRODUCTS",
     "RANGED",
     "RECURRENT",
+    "SCATTERS",
     "SELECTIONS",
     "TRANSPARENT",
     "UNRULED_LOSSES",
@@ -46,13 +49,16 @@ TRANSPARENT = frozenset(
         "narrow index_select chunk split unbind flip roll view_as_complex view_as_real diagonal "
         "rot90 unfold tensor_split hsplit vsplit dsplit pixel_shuffle pixel_unshuffle "
         "channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d atleast_3d "
-        "adjoint conj resolve_conj"
+        "adjoint conj resolve_conj reshape_as as_strided"
     ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""
 
 SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
 """Kinds that take a part of a value."""
+
+PARTS = frozenset("chunk split unbind tensor_split hsplit vsplit dsplit".split())
+"""Kinds that take a value apart."""
 
 CONSTANT = frozenset(
     (
@@ -79,6 +85,9 @@ NEUTRAL = (
     | CONSTANT
 )
 """Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
+
+EXTREMES = frozenset("max min amax amin".split())
+"""Kinds that take the largest or smallest of some dimensions."""
 
 KEPT = frozenset("abs cat stack".split())
 """Neutral kinds with a rule, which gives a factor of 1: the call stays as it is."""
@@ -129,6 +138,9 @@ AVERAGES = frozenset(
     ).split()
 )
 """Kinds that average over positions."""
+
+SCATTERS = frozenset("index_add scatter_add scatter_reduce".split())
+"""Kinds that sum rows up where an index says."""
 
 MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
 """Kinds that move elements about and change none."""
@@ -191,7 +203,7 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
 
 
 def _kinds() -> dict[Callable[..., Any], str]:
-    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, UNRULED_LOSSES)
+    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, SCATTERS, UNRULED_LOSSES)
     names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS])
     table = {function: kind for kind in names for function in _spellings(kind)}
     table |= {torch.Tensor.T.__get__: "t", torch.Tensor.mT.__get__: "transpose"}  # type: ignore[attr-defined]

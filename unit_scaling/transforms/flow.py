@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from .calls import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
 from .record import Graph, Node
 
-__all__ = ["Flow", "reached"]
+__all__ = ["Flow", "is_read_by_positions", "reached"]
 
 T = TypeVar("T")
 
@@ -100,6 +100,14 @@ class Flow:
                     return found
         return None
 
+    def feeds_products(self, index: int) -> bool:
+        """Whether products read the result of a call, moved at most, and nothing else does."""
+        readers = self.readers[index]
+        moves = (r for r in readers if not self.is_product(r))
+        return bool(readers) and all(
+            self.nodes[r].kind in TRANSPARENT and self.feeds_products(r) for r in moves
+        )
+
     def between(self, start: int, end: int) -> list[int]:
         """The nodes of all paths from ``start`` (left out) to ``end``, in order; [] if none.
 
@@ -186,6 +194,16 @@ class Flow:
             parents[index] = common
             depth[index] = depth[common] + 1 if common >= 0 else 0
         return parents
+
+
+def is_read_by_positions(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
+    """Whether values of one shape are repeated in another, and not over features alone, as
+    (B, T, 1) in (B, T, C) and (B, 1, H, W) in (B, C, H, W).
+    """
+    padded = (1,) * (len(large) - len(small)) + small
+    repeated = [d for d, (a, b) in enumerate(zip(padded, large, strict=False)) if a == 1 < b]
+    features = repeated == [len(large) - 1] or (repeated == [1] and len(large) > 3)
+    return bool(repeated) and not features
 
 
 def _parameter_origins(nodes: list[Node]) -> list[str | None]:

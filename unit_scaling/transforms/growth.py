@@ -91,6 +91,8 @@ class _Growth:
             return gain * math.prod(back**2 for slot, _, back in weights if slot == i.slot)
         if node.kind in _ADDS:
             return gain / len(self.flow.sources[index])
+        if node.kind == "cat":
+            return gain
         if node.kind == "pad":
             gain *= node.numel / i.numel  # what the padding collects is lost
         mean = self.means[i.node]

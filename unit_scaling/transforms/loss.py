@@ -135,7 +135,9 @@ class Loss:
                 count = max(i.numel for i in node.inputs)
                 factor = count ** _POWERS[node.kind] if node.kind in _POWERS else math.inf
             elif node.kind in ("mul", "div"):
-                number = _factor(node)
+                number = _factor(node) / (_divisor(node) if self.flow.inverts(index) else 1.0)
+                gains = (self.flow.nodes[i.node] for i in node.inputs if i.numel == 1)
+                number *= math.prod(gain.rms for gain in gains if gain.computed)
                 factor = 1 / number if number else math.inf
             else:
                 factor = _growth(node)
@@ -162,6 +164,12 @@ def _factor(node: Node) -> float:
     if node.kind == "mul":
         return float(numbers[0])
     return 1 / numbers[0] if numbers[0] and not node.name.startswith("__r") else 1.0
+
+
+def _divisor(node: Node) -> float:
+    """The size of the value that a call divides by: the sums of a Dice loss, say."""
+    size = node.args[-1].detach().float().abs().mean().item() if len(node.args) == 2 else 1.0
+    return size if 0 < size < math.inf else 1.0
 
 
 def _averages(node: Node) -> bool:

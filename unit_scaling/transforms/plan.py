@@ -9,7 +9,7 @@
    (Unit Scaling, section 3: cut edges). Elsewhere its scales are tied. Parameters do not count as
    paths: a tied weight gets the sum of differently scaled gradients, as in the peer libraries.
 4. A number that multiplies a value is taken out: the op before it has made the scale 1 already.
-5. What comes after the last product and has a range (a probability, a direction) keeps its values.
+5. What comes after the last product and has a range (a probability, a cosine) keeps its values.
 6. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
 """
 
@@ -22,15 +22,18 @@ from ..ops import find_op
 from .agreement import Agreement
 from .arguments import Arguments
 from .attention import Attention
-from .calls import AVERAGES, KEPT, NEUTRAL, SELECTIONS, TRANSPARENT
+from .calls import AVERAGES, EXTREMES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRANSPARENT
 from .carried import Carried
+from .collected import Collected, fixed_calls
 from .flow import Flow
 from .growth import gradient_factors
 from .loss import Loss
 from .record import DISTRIBUTION, Graph, Node, is_sparse
 from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
+from .selecting import DISTANCE, consumers, distances, one_hot
 from .steps import Decision, Plan, Row, Settings, Step, with_slots
+from .sums import summed
 from .units import Unit, find_units
 from .unread import unread_parts
 
@@ -78,6 +81,8 @@ class _Planner:
         self.bridges = self.loss.without(flow.bridges(units, closed))
         self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
+        fixed = fixed_calls(flow, self.carried, self.results, self.loss, settings.preserve)
+        self.collected = Collected(self.agreement, fixed)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
@@ -91,6 +96,8 @@ class _Planner:
             "cat": self._cat,
             "grouped_mm": self._grouped_mm,
         }
+        self.consumers = consumers(graph)
+        self.distances = distances(self.consumers)
 
     def _inner_readouts(self, bridges: list[bool]) -> frozenset[str]:
         """The readout weights with products, residual adds or a second path to the loss around."""
@@ -119,6 +126,9 @@ class _Planner:
         own, because = self.agreement.own(index) if done == "scaled" else ((), "")
         if own:
             step, why = replace(step or Step(), own=own), f"{why}{', ' if why else ''}{because}"
+        if index in self.collected:
+            step, because = self.collected.added(index, step)
+            done, why = done or "scaled", f"{why}{', ' if why else ''}{because}"
         if splits:
             step = with_slots(step, splits)
             if node.key is None:
@@ -137,10 +147,15 @@ class _Planner:
             return self.arguments.restored(node), done, f"inside {node.inside}, as all its calls"
         if self.settings.preserve:
             return self._preserve(node, kind)
+        if index in self.distances:
+            return None, "unchanged", DISTANCE
         if node.computed:
             return self._weight(node, kind)
         if index in self.carried and index not in self.results.terms:
             return self.carried.decide(index, self.arguments.restored(node))
+        if index in self.results.cosines.calls and kind not in TRANSPARENT:
+            shares = self.arguments.shares(node)
+            return self.results.cosines.decide(index, self.bridges[index], shares)
         if index in self.within:
             return self._unit(index, node)
         if index in self.residuals.adds:
@@ -149,9 +164,9 @@ class _Planner:
         kept = self.results.decide(index, self.bridges[index], self.arguments.shares(node))
         if kept is not None:
             return kept
-        factor = self.agreement.average(index)
-        if factor is not None:
-            return self._average(index, node, factor)
+        sums = summed(self.flow, index, self.bridges[index], self.agreement.average(index))
+        if sums is not None:
+            return sums
         special = self.special.get(kind, self.attention.decide)
         return special(index, node) or self._by_rule(index, node, kind)
 
@@ -172,19 +187,13 @@ class _Planner:
         if unit is None:
             return step, "", ""
         calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
-        bridge = self.bridges[index] and unit.name == "formula"
+        free = unit.name == "formula" or index in self.results.cosines.directions
+        bridge = self.bridges[index] and free
         input = unit.input if bridge else unit.output
         output, why = (unit.output, input), f"factor {unit.output:.3g}"
         if self.results.is_ranged(unit.calls):
             output, why = (1.0, input if bridge else 1.0), KEEPS
         return replace(step or Step(), output=output), "scaled", f"{unit.name} of {calls}, {why}"
-
-    def _average(self, index: int, node: Node, factor: float) -> Decision:
-        """An average of values that agree, or a relu of positive ones."""
-        count = node.inputs[0].numel / (node.numel or 1)
-        whose = "its input is mostly positive" if factor == 1 else "positions agree"
-        step = Step(output=(factor, count if self.bridges[index] else factor))
-        return step, "scaled", f"{whose}: factor {factor:.3g}"
 
     def _add(self, index: int, node: Node) -> Decision | None:
         sources = [self.nodes[i.node] for i in node.inputs]
@@ -199,6 +208,8 @@ class _Planner:
             return shares, "unchanged", "adds a constant"
         if self.flow.data[index]:
             return None, "unchanged", _DATA
+        if set(self.consumers[index].values()) == {"detach"}:
+            return shares, "unchanged", "is detached: the rest of a straight-through gradient"
         weights = [self.flow.parameters[i.node] for i in node.inputs if self.nodes[i.node].computed]
         if weights and not any(name in self.settings.factors for name in weights):
             return shares, "unchanged", "adds a bias"
@@ -213,6 +224,8 @@ class _Planner:
             return None
         if self.flow.data[index]:
             return None, "unchanged", _DATA
+        if index in self.loss.above:
+            return None, "unchanged", "in a loss of several parts"
         values = self.flow.sources[index]
         numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
         others = [self.nodes[i.node] for i in node.inputs if i.node not in values]
@@ -252,8 +265,9 @@ class _Planner:
         if kind in KEPT:
             return None, "unchanged", "keeps the scale"
         weights = {self.flow.parameters[i.node] for i in node.inputs}
-        slots = self.arguments.scaled(node)
-        constraint = None if self.bridges[index] else "to_output_scale"
+        slots = (*self.arguments.scaled(node), *one_hot(self.flow, node))
+        looked_up = kind in PRODUCTS and not self.flow.sources[index]  # only weights get a gradient
+        constraint = None if self.bridges[index] or looked_up else "to_output_scale"
         if kind == "linear" and weights & (self.settings.readouts - self.inner):
             step = Step(op="linear_readout", constraint=constraint, slots=slots)
             return step, "scaled", "readout: 1/fan_in"
@@ -263,6 +277,8 @@ class _Planner:
     def _without_rule(self, index: int, node: Node, kind: str) -> Decision:
         if kind in TRANSPARENT:
             return self._selection(node)
+        if kind in EXTREMES and self.bridges[index] and len(node.inputs) == 1:
+            return self._extreme(node)
         if kind in NEUTRAL:
             return with_slots(None, self.arguments.shares(node)), "", ""
         if self.flow.data[index]:
@@ -282,6 +298,14 @@ class _Planner:
             return _NOTHING
         step = Step(slots=((whole.slot, 1.0, share**-0.5),))
         return step, "scaled", f"gradient only: takes 1 in {1 / share:.3g}"
+
+    def _extreme(self, node: Node) -> Decision:
+        """The largest of many: the others get no gradient."""
+        count = node.inputs[0].numel / (node.numel or 1)
+        if count <= 1:
+            return _NOTHING
+        step = Step(slots=((node.inputs[0].slot, 1.0, count**0.5),))
+        return step, "scaled", f"gradient only: takes 1 in {count:.3g}"
 
     def _read(self, index: int) -> int:
         """How many numbers of a value a call hands on, or their averages, where a constraint keeps

@@ -22,7 +22,7 @@ from fp8.autocast import EXPANDED
 from fp8.function import FIRST_LOOK
 
 from . import install
-from .calls import CONSTANT, PRODUCTS, TRANSPARENT
+from .calls import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT
 
 __all__ = [
     "DISTRIBUTION",
@@ -190,7 +190,7 @@ class Recorder(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        FIRST_LOOK.remove(self)
+        FIRST_LOOK.pop()
         super().__exit__(*error)
 
     def __torch_function__(
@@ -223,7 +223,7 @@ class Recorder(TorchFunctionMode):
         if kind is not None:
             key = (path, kind, self._counts[path, kind])
             self._counts[path, kind] += 1
-        name = getattr(function, "__name__", str(function))
+        name = _name(function)
         node = Node(key, name, path, function, inputs, args, kwargs)
         node.where, node.inside, node.site = _site()
         sources = [self.graph.nodes[i.node] for i in inputs]
@@ -304,6 +304,12 @@ class Recorder(TorchFunctionMode):
         self._remember(written)
 
 
+def _name(function: Callable[..., Any]) -> str:
+    """What the report calls it; an attribute (``x.real``) is seen as the call of its getter."""
+    name: str = getattr(function, "__name__", str(function))
+    return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
+
+
 def _computed(kind: str, sources: list[Node]) -> bool:
     """Whether the result depends on parameters, and on nothing that the model is called with.
 
@@ -312,7 +318,8 @@ def _computed(kind: str, sources: list[Node]) -> bool:
     live = [s for s in sources if s.live]
     others = [s for s in sources if not s.live]
     plain = all(s.floating and not s.masking for s in others)
-    return bool(live) and all(s.computed for s in live) and plain and kind not in PRODUCTS
+    mixes = kind in PRODUCTS | RECURRENT
+    return bool(live) and all(s.computed for s in live) and plain and not mixes
 
 
 @torch.no_grad()

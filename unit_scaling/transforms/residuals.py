@@ -130,6 +130,8 @@ def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
     if len(terms) != 2:
         return None
     for (slot, skip), (end_slot, end) in (terms, terms[::-1]):
+        if flow.nodes[skip].numel != flow.nodes[index].numel:
+            continue  # it is repeated over positions: a shift
         origin, region = _origin(flow, adds, skip, end)
         if any(map(flow.is_product, region)):
             attention = any(map(flow.is_attention, region))

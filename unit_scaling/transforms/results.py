@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from ..ops import find_op
 from .calls import ELEMENTWISE, LINEAR, MOVES, RANGED, TRANSPARENT
+from .cosines import Cosines
 from .flow import Flow, reached
 from .steps import Decision, Scaling, Step, with_slots
 
@@ -44,14 +45,17 @@ _TERMS = (
 
 class Results:
     """The results of a model. adds: its residual adds. whole: False for a part of a model, which
-    has none. mixes: for each node, whether it goes on into products or residual connections. terms:
-    the calls of a loss that is written out.
+    has none. mixes: for each node, whether it goes on into products or residual connections.
+    cosines: the products that are results. terms: the calls of a loss that is written out.
     """
 
     def __init__(self, flow: Flow, adds: Iterable[int], whole: bool) -> None:
         self.flow = flow
         self.whole = whole
-        self.mixes = self._before({*adds, *filter(flow.is_product, range(len(flow.nodes)))})
+        mixing = {*adds, *filter(flow.is_product, range(len(flow.nodes)))}
+        self.mixes = self._before(mixing)
+        self.cosines = Cosines(flow, self.mixes, whole)
+        self._goes_on = self._before(mixing - self.cosines.products)
         self._gated = self._before({i for i in range(len(flow.nodes)) if self._is_gated(i)})
         self.terms: set[int] = set()
         for index in reversed(range(len(flow.nodes)) if whole else ()):
@@ -67,7 +71,8 @@ class Results:
         return before
 
     def _is_gated(self, index: int) -> bool:
-        return self.flow.nodes[index].kind == "mul" and self._joins(index)
+        gate = self.flow.nodes[index].kind == "mul" and index not in self.cosines.products
+        return gate and self._joins(index)
 
     def _joins(self, index: int) -> bool:
         """Whether a call has more than one value that is not what the model is called with."""
@@ -117,14 +122,14 @@ class Results:
         return step, "scaled", TERM if term else KEEPS
 
     def __contains__(self, index: int) -> bool:
-        inner = self.mixes[index] or self._gated[index] or self.flow.data[index]
+        inner = self._goes_on[index] or self._gated[index] or self.flow.data[index]
         return self.whole and not inner
 
     def is_ranged(self, calls: tuple[int, ...]) -> bool:
         """Whether calls are a function with a range and linear ones: ``(tanh(x) + 1) / 2``."""
         kinds = {self.flow.nodes[call].kind for call in calls} - LINEAR
         chain = all(len(self.flow.sources[call]) == 1 for call in calls)
-        if calls[-1] in self.terms:
+        if calls[-1] in self.terms or calls[-1] in self.cosines.directions:
             return True
         if not (chain and bool(kinds) and kinds <= RANGED):
             return False

@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,17 +15,16 @@ from torch.fx import Graph, Node
 
 from fp8.autocast import outside_compiler
 from fp8.formats import Format, get_format
-from fp8.report import as_table
 from fp8.subclass import check_module
 
 from .compile import copied
+from .history import History, Pass
 from .install import Call, Places, install, unwrapped
 from .metrics import Metrics
 from .observe import Observer, mapped, plain, unseen
 from .record import Slot, tensors_in
-from .rows import as_csv, as_json
 
-__all__ = ["History", "Tap", "Track", "track_scales"]
+__all__ = ["Tap", "Track", "track_scales"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -204,9 +201,6 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-Pass = tuple[int, Graph]
-
-
 class Track:
     """The scope that chooses the calls to measure, entered first: the others run compiled."""
 
@@ -272,70 +266,6 @@ def differentiable(slot: Slot, tensor: Tensor) -> Tensor:
     if tensor.requires_grad or not (tensor.is_floating_point() and torch.is_grad_enabled()):
         return tensor
     return tensor.detach().requires_grad_().clone()
-
-
-class History:
-    """The scales of a model over time: see `track_scales`.
-
-    rows: a dict for each floating-point tensor of each measured call and for each gradient, with
-    "call" (how many calls of the model came before), "name" (of the node), "path" (of the module),
-    "direction" ("fwd" or "bwd"), "weight" (whether it is a parameter), the names of `Metrics`, and
-    for each format "zero", "subnormal", "saturated" and "headroom" behind its name.
-    """
-
-    def __init__(self, passes: Sequence[Pass]) -> None:
-        self.rows = [row for call, graph in passes for row in _rows(call, graph)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self.rows)
-
-    def series(
-        self, name: str, metric: str = "rms", direction: str = "fwd"
-    ) -> tuple[list[int], list[float]]:
-        """The calls in which a tensor was measured, and what a metric was there.
-
-        Raises ValueError for a tensor, metric or direction that has no row.
-        """
-        found = [r for r in self.rows if r["name"] == name and r["direction"] == direction]
-        if not found or metric not in found[0]:
-            names = ", ".join(dict.fromkeys(r["name"] for r in self.rows)) or "none"
-            raise ValueError(
-                f"no {metric!r} of {name!r}, direction {direction!r}; directions are 'fwd' and "
-                f"'bwd', tensors {names}"
-            )
-        return [r["call"] for r in found], [r[metric] for r in found]
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """The rows as a JSON list of objects, NaN and infinities as null; also to ``path``."""
-        return as_json(self.rows, path)
-
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """The rows as CSV with a header; also written to ``path``."""
-        return as_csv(self.rows, path)
-
-    def __str__(self) -> str:
-        cells = [("call", "name", "direction", "rms", "abs_max")]
-        for row in self.rows:
-            rms, largest = f"{row['rms']:.3g}", f"{row['abs_max']:.3g}"
-            cells.append((str(row["call"]), row["name"], row["direction"], rms, largest))
-        return as_table(cells)
-
-
-def _rows(call: int, graph: Graph) -> Iterator[dict[str, Any]]:
-    for node in graph.nodes:
-        metrics = node.meta.get("metrics")
-        for direction in ("fwd", "bwd"):
-            data = getattr(metrics, direction, None)
-            if data is not None:
-                numbers = asdict(data)
-                losses = numbers.pop("formats")
-                place = {"call": call, "name": node.meta["clean_name"], "path": node.meta["path"]}
-                about = {"direction": direction, "weight": node.meta["requires_grad"]}
-                formats = {f"{f}_{k}": v for f, loss in losses.items() for k, v in loss.items()}
-                yield {**place, **about, **numbers, **formats}
 
 
 def track_scales(

@@ -317,15 +317,18 @@ def unit_scale(
     configuration (``max_position_embeddings``, ``n_positions``, ``block_size``), or else the
     number of keys of each attention call when it is first made.
 
-    Raises TypeError for what is not a module or is TorchScript, ValueError for an unknown option,
-    a replacement for what is not a torch function, and a weight that a hook computes
-    (`torch.nn.utils.weight_norm`). The first call raises ValueError for a function, not a module,
-    under `torch.utils.checkpoint`: it would be computed again without its scales; RuntimeError
-    inside `torch.export` or `torch.vmap`, which take a model that has run once.
+    Raises TypeError for what is not a module or is TorchScript, and for a replacement that is no
+    function; ValueError for an unknown option, a replacement for what is not a torch function, and
+    a weight that a hook computes (`torch.nn.utils.weight_norm`). The first call raises ValueError
+    for a function, not a module, under `torch.utils.checkpoint`: it would be computed again without
+    its scales; RuntimeError inside `torch.export` or `torch.vmap`, which take a model that has run
+    once.
     """
     check_module("unit_scale", module)
     check_name("init", init, INITS)
     check_name("residual", residual, RESIDUALS)
+    if not all(map(callable, dict(replace or {}).values())):
+        raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")

@@ -43,13 +43,13 @@ def _end(flow: Flow, residuals: Residuals, after: dict[int, int], start: int) ->
     hands back to the other parts); the share is 0 for any other stream.
     """
     at, share = start, 0.0
-    while flow.nodes[at].shape == flow.nodes[start].shape:
+    while flow.nodes[at].numel == flow.nodes[start].numel:  # it may be turned about meanwhile
         readers = flow.readers[at]
         if at in after:
             at = after[at]
             share = math.hypot(share, residuals.attended[at])
         elif readers and all(flow.nodes[r].kind in SELECTIONS for r in readers):
-            return at, share
+            return at, share if flow.nodes[at].shape == flow.nodes[start].shape else 0.0
         elif len(readers) == 1 and not flow.is_product(readers[0]):
             at = readers[0]
         else:

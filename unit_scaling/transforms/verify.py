@@ -145,8 +145,8 @@ def verify(
     the model, its gradients, buffers and the random state stay as they are. Of a recurrent layer,
     whose steps are one call, the operands and the output have rows, and `notes` says so. A
     `DistributedDataParallel` is measured on the batch of this process, without communication.
-    Raises TypeError for what is not a module, ValueError where no output requires a gradient, and
-    for a model that FSDP has sharded.
+    Raises TypeError for what is not a module, ValueError where no output requires a gradient, for a
+    loss of more than one number, and for a model that FSDP has sharded.
 
     >>> import unit_scaling as uu
     >>> model = nn.Linear(512, 512)
@@ -199,7 +199,11 @@ def _detached(batch: Any) -> Any:
 
 def _backward(output: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> None:
     if loss is not None:
-        loss(output).backward()
+        value = loss(output)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = getattr(value, "shape", type(value).__name__)
+            raise ValueError(f"loss must return a tensor of one number, got {shape}")
+        value.backward()
         return
     found = find_loss(output)
     if found is not None:

@@ -291,6 +291,17 @@ def test_bad_input(te):
     assert type(model.up) is nn.Linear
 
 
+def test_back_from_a_model_that_is_a_layer():
+    """In bf16 Accelerate replaces the forward of the model, and calls the one before."""
+    accelerator, model = library.Accelerator(cpu=True, mixed_precision="bf16"), nn.Linear(32, 32)
+    x = torch.randn(16, 32)
+    expected = model(x)
+    prepared, _ = accelerate.prepare(accelerator, model, adam(model), recipe="unit")
+    assert not torch.equal(prepared(x), expected)
+    assert fp8.revert(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)) is model
+    assert torch.equal(model(x), expected)
+
+
 @pytest.mark.proves("Accelerate", "opt_level", how="library")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_levels(level, tmp_path):

@@ -383,5 +383,8 @@ def test_bad_input():
         FP8Precision("unknown")
     with pytest.raises(ValueError, match="backend"):
         FP8Precision("unit", backend="unknown")
+    fabric = lightning.Fabric(plugins=FP8Precision("unit"), accelerator="cpu")
+    with pytest.raises(TypeError, match="for Linear take FP8FabricPrecision"):
+        fabric.setup(nn.Linear(16, 16))
     with pytest.raises(TypeError, match="device"):
         FP8Precision("unit", device="cpu")

@@ -1,0 +1,83 @@
+"""The scales of a model over time: what `track_scales` has measured, as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Graph
+
+from fp8.report import as_table
+
+from .rows import as_csv, as_json
+
+__all__ = ["History"]
+
+Pass = tuple[int, Graph]
+"""(how many calls of the model came before, the graph of a measured one)."""
+
+
+class History:
+    """The scales of a model over time: see `track_scales`.
+
+    rows: a dict for each floating-point tensor of each measured call and for each gradient, with
+    "call" (how many calls of the model came before), "name" (of the node), "path" (of the module),
+    "direction" ("fwd" or "bwd"), "weight" (whether it is a parameter), the names of `Metrics`, and
+    for each format "zero", "subnormal", "saturated" and "headroom" behind its name.
+    """
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self.rows = [row for call, graph in passes for row in _rows(call, graph)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def series(
+        self, name: str, metric: str = "rms", direction: str = "fwd"
+    ) -> tuple[list[int], list[float]]:
+        """The calls in which a tensor was measured, and what a metric was there.
+
+        Raises ValueError for a tensor, metric or direction that has no row.
+        """
+        found = [r for r in self.rows if r["name"] == name and r["direction"] == direction]
+        if not found or metric not in found[0]:
+            names = ", ".join(dict.fromkeys(r["name"] for r in self.rows)) or "none"
+            raise ValueError(
+                f"no {metric!r} of {name!r}, direction {direction!r}; directions are 'fwd' and "
+                f"'bwd', tensors {names}"
+            )
+        return [r["call"] for r in found], [r[metric] for r in found]
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The rows as a JSON list of objects, NaN and infinities as null; also to ``path``."""
+        return as_json(self.rows, path)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The rows as CSV with a header; also written to ``path``."""
+        return as_csv(self.rows, path)
+
+    def __str__(self) -> str:
+        cells = [("call", "name", "direction", "rms", "abs_max")]
+        for row in self.rows:
+            rms, largest = f"{row['rms']:.3g}", f"{row['abs_max']:.3g}"
+            cells.append((str(row["call"]), row["name"], row["direction"], rms, largest))
+        return as_table(cells)
+
+
+def _rows(call: int, graph: Graph) -> Iterator[dict[str, Any]]:
+    for node in graph.nodes:
+        metrics = node.meta.get("metrics")
+        for direction in ("fwd", "bwd"):
+            data = getattr(metrics, direction, None)
+            if data is not None:
+                numbers = asdict(data)
+                losses = numbers.pop("formats")
+                place = {"call": call, "name": node.meta["clean_name"], "path": node.meta["path"]}
+                about = {"direction": direction, "weight": node.meta["requires_grad"]}
+                formats = {f"{f}_{k}": v for f, loss in losses.items() for k, v in loss.items()}
+                yield {**place, **about, **numbers, **formats}
