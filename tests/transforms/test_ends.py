@@ -288,3 +288,59 @@ def test_a_recurrent_layer_of_one_hot_letters_is_no_weight() -> None:
     ours = unit_scale(net)
     ours(torch.randint(8, (4, 6)))
     assert [row.done for row in uu.report(ours) if row.call == "lstm"] == ["scaled"]
+
+
+# What meets an input
+
+
+class Forecast(nn.Module):
+    """What was taken off the input is put on again (RevIN)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def made(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.a(x)))
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        mean, std = x.mean(1, keepdim=True), x.std(1, keepdim=True)
+        return self.made((x - mean) / std) * std + mean
+
+
+class Returns(Forecast):
+    """A target of Q-learning: rewards and discounted values."""
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        return given + 0.9 * self.made(x).amax(1)
+
+
+class Denoised(Forecast):
+    """EDM's: the input and what is made of it are weighed by the size of the noise."""
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        size = x[:, :1].abs()
+        return x / (1 + size**2) + self.made(x / (1 + size**2).sqrt()) * size
+
+
+@pytest.mark.parametrize("kind", [Forecast, Returns, Denoised])
+def test_what_meets_an_input_has_its_units(kind: type[Forecast]) -> None:
+    """The transformed model computes what the plain one does of the transformed layers."""
+    torch.manual_seed(0)
+    plain = kind()
+    ours, x = unit_scale(plain), (torch.randn(16, WIDTH) + 3, torch.randn(16))
+    result = ours(*x)
+    seen: list[Tensor] = []
+    ours.b.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    torch.testing.assert_close(ours(*x), result)
+    plain.made = lambda _: seen[0]  # type: ignore[method-assign]
+    torch.testing.assert_close(plain(*x), result)
+
+
+def test_statistics_of_an_input_are_what_they_are() -> None:
+    ours = model(lambda m, x: m.b(F.relu(m.a((x - x.mean()) / (1 + x.std() ** 2)))))
+    x = torch.randn(8, WIDTH) * 3 + 2
+    torch.testing.assert_close(
+        uu.verify(ours, x).rows[0].rms,
+        ((x - x.mean()) / (1 + x.std() ** 2)).square().mean().sqrt().item(),
+    )

@@ -153,9 +153,12 @@ class _Planner:
             return self._weight(node, kind)
         if index in self.carried and index not in self.results.terms:
             return self.carried.decide(index, self.arguments.restored(node))
-        if index in self.results.cosines.calls and kind not in TRANSPARENT:
+        if index in self.results.meant.calls and kind not in TRANSPARENT:
             shares = self.arguments.shares(node)
-            return self.results.cosines.decide(index, self.bridges[index], shares)
+            return self.results.meant.decide(index, self.bridges[index], shares)
+        given = self.settings.whole and self.flow.data[index] and not node.computed
+        if given and kind not in NEUTRAL:
+            return None, "unchanged", _DATA
         if index in self.within:
             return self._unit(index, node)
         if index in self.residuals.adds:
@@ -187,7 +190,7 @@ class _Planner:
         if unit is None:
             return step, "", ""
         calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
-        free = unit.name == "formula" or index in self.results.cosines.directions
+        free = unit.name == "formula" or index in self.results.meant.directions
         bridge = self.bridges[index] and free
         input = unit.input if bridge else unit.output
         output, why = (unit.output, input), f"factor {unit.output:.3g}"

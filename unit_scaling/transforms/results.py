@@ -12,12 +12,12 @@ to a number without dimensions. They keep their values, so that its parts keep t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from ..ops import find_op
 from .calls import ELEMENTWISE, LINEAR, MOVES, RANGED, TRANSPARENT
-from .cosines import Cosines
 from .flow import Flow, reached
+from .meant import Meant
 from .steps import Decision, Scaling, Step, with_slots
 
 __all__ = ["KEEPS", "Results"]
@@ -46,16 +46,17 @@ _TERMS = (
 class Results:
     """The results of a model. adds: its residual adds. whole: False for a part of a model, which
     has none. mixes: for each node, whether it goes on into products or residual connections.
-    cosines: the products that are results. terms: the calls of a loss that is written out.
+    meant: the values after the last product that are in units. terms: the calls of a loss that is
+    written out.
     """
 
-    def __init__(self, flow: Flow, adds: Iterable[int], whole: bool) -> None:
+    def __init__(self, flow: Flow, adds: Collection[int], whole: bool) -> None:
         self.flow = flow
         self.whole = whole
         mixing = {*adds, *filter(flow.is_product, range(len(flow.nodes)))}
         self.mixes = self._before(mixing)
-        self.cosines = Cosines(flow, self.mixes, whole)
-        self._goes_on = self._before(mixing - self.cosines.products)
+        self.meant = Meant(flow, adds, self.mixes, whole)
+        self._goes_on = self._before(mixing - self.meant.products)
         self._gated = self._before({i for i in range(len(flow.nodes)) if self._is_gated(i)})
         self.terms: set[int] = set()
         for index in reversed(range(len(flow.nodes)) if whole else ()):
@@ -71,7 +72,7 @@ class Results:
         return before
 
     def _is_gated(self, index: int) -> bool:
-        gate = self.flow.nodes[index].kind == "mul" and index not in self.cosines.products
+        gate = self.flow.nodes[index].kind == "mul" and index not in self.meant.products
         return gate and self._joins(index)
 
     def _joins(self, index: int) -> bool:
@@ -129,7 +130,7 @@ class Results:
         """Whether calls are a function with a range and linear ones: ``(tanh(x) + 1) / 2``."""
         kinds = {self.flow.nodes[call].kind for call in calls} - LINEAR
         chain = all(len(self.flow.sources[call]) == 1 for call in calls)
-        if calls[-1] in self.terms or calls[-1] in self.cosines.directions:
+        if calls[-1] in self.terms or calls[-1] in self.meant.directions:
             return True
         if not (chain and bool(kinds) and kinds <= RANGED):
             return False

@@ -1,13 +1,17 @@
-"""Products of directions: cosines, and what a loss makes of them.
+"""Values after the last product that are in units: cosines, and what is added to an input.
 
 A direction is a value over its norm. The product of two, or of one and a constant, is at most 1,
 and is meant to be: a margin is added to its angle, a temperature makes a logit of it. So where it
 goes on into no product, the directions, it and all that follows keep their values; gradients alone
 are scaled. In attention it is a logit like any other.
+
+What is added to an input there has the units of the input: a forecast and the mean that was taken
+off, a value and a reward, noise and what it is taken from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from ..ops import find_op
@@ -16,23 +20,26 @@ from .flow import Flow
 from .record import Node
 from .steps import Decision, Scaling, Step, with_slots
 
-__all__ = ["Cosines"]
+__all__ = ["Meant"]
 
 COSINE = "of a cosine, after the last product: keeps its values"
+MET = "with what the model is called with, after the last product: keeps its values"
 """What the report says."""
 
 _PRODUCTS = frozenset("linear matmul mm bmm mv einsum tensordot mul".split())
 _NORMS = frozenset(["norm", "vector_norm"])
 _KEEPS = MOVES | CASTS | {"detach"}
+_AFFINE = MOVES | CASTS | frozenset("mul div neg".split())
 _BOUNDED = MOVES | CASTS | frozenset("clamp clamp_min maximum add".split())
 
 
-class Cosines:
-    """directions: the calls that make one that goes into a cosine. calls: cosines and all that is
-    made of them, as far as it is no loss of torch. mixes: as in `Results`. whole: as there.
+class Meant:
+    """directions: the calls that make one that goes into a cosine. products: the cosines. met: what
+    is added to an input. calls: all of these, and all that is made of them, as far as it is no loss
+    of torch. adds, mixes, whole: as in `Results`.
     """
 
-    def __init__(self, flow: Flow, mixes: list[bool], whole: bool) -> None:
+    def __init__(self, flow: Flow, adds: Collection[int], mixes: list[bool], whole: bool) -> None:
         self.flow = flow
         self._made: list[set[int]] = []  # of each node, the calls that make the directions in it
         for node in flow.nodes:
@@ -40,6 +47,7 @@ class Cosines:
         self.directions: set[int] = set()
         self.products: set[int] = set()
         self.calls: set[int] = set()
+        self.met: set[int] = set()
         for index, node in enumerate(flow.nodes):
             if self.calls.intersection(flow.sources[index]):
                 if node.kind not in LOSSES and node.shape:
@@ -48,6 +56,24 @@ class Cosines:
                 self.directions |= {i for source in node.inputs for i in self._made[source.node]}
                 self.products.add(index)
                 self.calls |= {index, *(i for i in self.directions if flow.nodes[i].kind == "mul")}
+        self._meet_data([mixes[i] or i in adds or not whole for i in range(len(mixes))])
+
+    def _meet_data(self, mixes: list[bool]) -> None:
+        """Adds what is added to an input after the last product, from the product on."""
+        flow, todo = self.flow, list[int]()
+        for index, node in enumerate(flow.nodes):
+            made = [flow.data[source] for source in flow.sources[index]]
+            if self.met.intersection(flow.sources[index]):
+                self.met |= {index} if node.kind not in LOSSES and node.shape else set()
+            elif node.kind in ("add", "sub") and not mixes[index] and len({*made}) == 2:
+                self.met.add(index)
+                todo.append(index)
+        while todo:
+            sources = [i for i in flow.sources[todo.pop()] if not flow.data[i]]
+            new = {i for i in sources if flow.nodes[i].kind in _AFFINE} - self.met
+            self.met |= new
+            todo += new
+        self.calls |= self.met
 
     def _directions(self, node: Node) -> set[int]:
         here, found = len(self._made), [self._made[i.node] for i in node.inputs]
@@ -93,4 +119,5 @@ class Cosines:
             numbers += [nodes[i.node].rms for i in node.inputs if nodes[i.node].computed]
             sizes = [n if node.kind == "div" else 1 / n for n in numbers]
             step = replace(step or Step(), output=(1.0, sizes[0])) if sizes else step
-        return step, "scaled" if step else "unchanged", COSINE
+        why = MET if index in self.met else COSINE
+        return step, "scaled" if step else "unchanged", why
