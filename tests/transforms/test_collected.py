@@ -222,13 +222,6 @@ def test_a_gauge_changes_no_gradient_but_those_inside(
     assert len(set(ratios.values())) > 1
 
 
-def test_a_shift_is_no_skip_connection() -> None:
-    """What is normed and shifted depends on other slices of the layer that the shift is from."""
-    model, batch = build("modulated")
-    model(*batch)
-    assert sum(row.why.startswith("residual") for row in uu.report(model)) == 2
-
-
 @pytest.mark.parametrize("form", ["index_add", "index_add_", "scatter_add_", "sum", "mean"])
 def test_rows_that_are_summed_have_unit_scale(form: str) -> None:
     class Net(nn.Module):

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .calls import AVERAGES, PARTS, POSITIVE, TRANSPARENT
+from .calls import AVERAGES, POSITIVE, TRANSPARENT
 from .flow import Flow
 from .record import Slot
 
@@ -147,20 +147,8 @@ def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[
         if region:
             return at, region
         # x + f(x) + g(x): the second branch leaves where the first did
-        at = adds[at].origin if at in adds else _moved(flow, at)
+        at = adds[at].origin if at in adds else flow.up(at, TRANSPARENT)
     return skip, []
-
-
-def _moved(flow: Flow, index: int) -> int | None:
-    """What a call moves. Less than half of a value is another one: the shifts and scales of a layer
-    come as slices of one tensor.
-    """
-    source = flow.up(index, TRANSPARENT)
-    if source is None:
-        return None
-    whole = flow.nodes[source if flow.nodes[source].kind in PARTS else index]
-    size = max((i.numel for i in whole.inputs), default=0)
-    return None if 2 * flow.nodes[index].numel < size else source
 
 
 def _parts(flow: Flow, adds: dict[int, _Branch], branch: _Branch) -> list[_Branch]:
