@@ -89,6 +89,17 @@ class Decoders(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
 
 
+class Decoder(nn.Sequential):
+    """The end of an autoencoder: pixels in a range, and their squared error."""
+
+    def __init__(self) -> None:
+        layers = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 3, 3, padding=1)
+        super().__init__(*layers)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(torch.tanh(self[1](F.relu(self[0](x)))), y)
+
+
 def values() -> Tensor:
     return torch.randn(BATCH, LENGTH, WIDTH)
 
@@ -127,6 +138,16 @@ def test_weights_of_attention_have_gradients_of_unit_scale(loss: str) -> None:
     found = gradients(unit_scale(Encoder(loss)), (values(), labels(BATCH, LENGTH)))
     assert len(found) >= 8
     assert all(1 / 4 <= rms <= 4 for rms in found.values()), found
+
+
+def test_what_a_regression_asks_of_a_range_has_independent_gradients() -> None:
+    """The gradient of tanh is smallest where it has most in common with its value: as one that
+    agrees with it by a half, that of the weight would be divided by 8, for 1 to 2 that it grows by.
+    """
+    torch.manual_seed(0)
+    model = unit_scale(Decoder())
+    found = gradients(model, (torch.randn(8, 16, 16, 16), torch.randn(8, 3, 16, 16)))
+    assert found["1"] > 0.5, found
 
 
 @pytest.mark.parametrize("causal", [False, True])

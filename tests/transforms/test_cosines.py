@@ -73,6 +73,24 @@ def test_a_loss_of_cosines_keeps_its_value(loss: Callable[[Net, Tensor], Tensor]
     assert all(2**-8 < rms < 4 for rms in grads)
 
 
+def test_a_loss_of_cosines_that_is_written_out_keeps_its_gradient() -> None:
+    """Of 32 logits a softmax leaves about 1/sqrt(32); what multiplies that, as a temperature does,
+    is part of the loss. With the temperature taken out it would be a tenth.
+    """
+
+    def loss(m: Net, x: Tensor) -> Tensor:
+        a, b = F.normalize(m.a(x), dim=1), F.normalize(m.b(x), dim=1)
+        logits = a @ b.T / 0.1
+        return (logits.logsumexp(1) - logits.diagonal()).mean()
+
+    torch.manual_seed(0)
+    ours = unit_scale(Net(loss, a=linear(), b=linear()))
+    rows = uu.verify(ours, torch.randn(32, WIDTH)).rows
+    grads = [r.rms for r in rows if r.path and r.tensor == "gradient of output"]
+    assert len(grads) == 2
+    assert all(1 / 8 < rms < 4 for rms in grads), grads
+
+
 def test_the_gradient_of_a_cosine_is_parallel_to_that_of_torch() -> None:
     torch.manual_seed(0)
     plain = Net(contrast, a=linear(), b=linear())

@@ -310,3 +310,17 @@ def test_what_meets_an_input_has_its_units() -> None:
     ours, x, rewards = unit_scale(Returns()), torch.randn(16, WIDTH), torch.randn(16)
     result = ours(x, rewards)
     torch.testing.assert_close(result, rewards + 0.9 * ours.values.amax(1))
+
+
+def test_a_loss_of_what_meets_an_input_has_gradients_of_unit_scale() -> None:
+    """A forecast in units of its input, and its squared error, which is written out."""
+
+    def loss(m: Net, x: Tensor) -> Tensor:
+        mean = x[:, :1]
+        y = m.b(F.relu(m.a(x - mean))) + mean
+        return ((y - x.roll(1)) ** 2).mean()
+
+    ours = model(loss)
+    rows = uu.verify(ours, torch.randn(64, WIDTH)).rows
+    (rms,) = (r.rms for r in rows if r.path == "b" and r.tensor == "gradient of output")
+    assert 1 / 2 < rms < 2

@@ -52,7 +52,8 @@ measured for logits near 0, 0.57 to 0.81 and 0.52 to 0.79 for labels that fill u
 """
 
 _REGRESSIONS = frozenset("mse_loss smooth_l1_loss huber_loss".split())
-"""Losses whose gradient is the output less the target: half of it is of the output."""
+"""Losses whose gradient is the output less the target: half of it is of the output, but of a tanh,
+whose slope is small where its value is not."""
 
 _SPREADS = frozenset("add sub mul div expand expand_as broadcast_to".split())
 """Kinds in which many positions read a value."""
@@ -266,7 +267,8 @@ class Agreement:
         if node.name in _LOSSES:
             return energy, _LOSSES[node.name]
         if node.kind in _REGRESSIONS:
-            return energy, _times(self.values[i.node], 0.5)
+            curved = self.flow.nodes[i.node].kind in ELEMENTWISE - LINEAR or i.node in self.units
+            return energy, _NONE if curved else _times(self.values[i.node], 0.5)
         energy *= math.prod(backward**2 for slot, _, backward in weights if slot == i.slot)
         inputs = self._inputs(index)
         if self.is_attention(index):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from ..ops import find_op
 from .agreement import Agreement
-from .calls import AVERAGES, ELEMENTWISE, PARTS, PRODUCTS, SCATTERS, TRANSPARENT
+from .calls import AVERAGES, ELEMENTWISE, EXTREMES, PARTS, PRODUCTS, SCATTERS, TRANSPARENT
 from .carried import Carried
 from .flow import Flow, is_read_by_positions
 from .loss import Loss
@@ -40,6 +40,7 @@ _KNOWN = (
     | PRODUCTS
     | AVERAGES
     | SCATTERS
+    | EXTREMES
     | frozenset("sum cat stack pad where masked_fill max_pool1d max_pool2d max_pool3d".split())
     | frozenset("batch_norm layer_norm rms_norm group_norm instance_norm".split())
 )
@@ -76,12 +77,14 @@ def fixed_calls(
 class Collected:
     """The gauges of a graph, and the factors that put them on and off.
 
-    fixed: calls without a gauge. slots: call -> factors for the gradients of its arguments. own:
-    the same, where they are the call's own doing.
+    fixed: calls without a gauge. weights: quotients that add up to 1. slots: call -> factors for
+    the gradients of its arguments. own: the same, where they are the call's own doing.
     """
 
-    def __init__(self, agreement: Agreement, fixed: Collection[int]) -> None:
-        self.agreement, self._fixed = agreement, fixed
+    def __init__(
+        self, agreement: Agreement, fixed: Collection[int], weights: Collection[int]
+    ) -> None:
+        self.agreement, self._fixed, self._weights = agreement, fixed, weights
         self.flow, self.bridges = agreement.flow, agreement.bridges
         self.residuals, self._units = agreement.residuals, agreement.units
         self.slots: dict[int, list[Scaling]] = {}
@@ -196,6 +199,8 @@ class Collected:
         if unit is not None or node.kind == "softmax":
             end = index if unit is None else unit.calls[-1]
             return (math.nan if self.flow.weighs(end) is None else 0.0), False
+        if index in self._weights:  # the sum takes off what all weights have in common, no more
+            return float(i.node == self.flow.sources[index][0]), False
         if self.agreement.is_attention(index):
             return self.agreement.attended(index, i) * copies, True
         if node.kind in _READS:
@@ -205,6 +210,8 @@ class Collected:
             return math.nan, False
         if self.bridges[index] or index in self.residuals.adds:
             return 1.0, False  # bridges have rules without a constraint
+        if node.kind in EXTREMES:
+            return (copies if len(node.inputs) == 1 else math.nan), True
         if node.kind in _SPREADS and copies > 1:
             terms = len(self.flow.sources[index]) if node.kind in _ADDS else 1
             return self._summed(index, node, i, copies) / terms, True

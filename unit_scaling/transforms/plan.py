@@ -33,7 +33,7 @@ from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
 from .selecting import DISTANCE, consumers, distances, one_hot
 from .steps import Decision, Plan, Row, Settings, Step, with_slots
-from .sums import summed
+from .sums import normalised, summed
 from .units import Unit, find_units
 from .unread import unread_parts
 
@@ -82,7 +82,8 @@ class _Planner:
         self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
         fixed = fixed_calls(flow, self.carried, self.results, self.loss, settings.preserve)
-        self.collected = Collected(self.agreement, fixed)
+        self.normalised = normalised(flow)
+        self.collected = Collected(self.agreement, fixed, self.normalised)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
@@ -164,7 +165,8 @@ class _Planner:
         kept = self.results.decide(index, self.bridges[index], self.arguments.shares(node))
         if kept is not None:
             return kept
-        sums = summed(self.flow, index, self.bridges[index], self.agreement.average(index))
+        average = self.agreement.average(index)
+        sums = summed(self.flow, index, self.bridges[index], average, self.normalised)
         if sums is not None:
             return sums
         special = self.special.get(kind, self.attention.decide)

@@ -34,6 +34,7 @@ __all__ = [
     "Slot",
     "is_sparse",
     "replaced",
+    "rms_of",
     "sees_the_past",
     "tensors_in",
 ]
@@ -268,7 +269,7 @@ class Recorder(TorchFunctionMode):
             node.live = node.floating and known and not node.masking
             node.wanted = self._inputs.get(id(tensor), False)
             if name is not None:
-                node.rms = _rms(tensor)
+                node.rms = rms_of(tensor)
             self.graph.nodes.append(node)
             self._remember([tensor])
         index, part = self._node_of[id(tensor)]
@@ -297,9 +298,9 @@ class Recorder(TorchFunctionMode):
         node.live = differs and any(s.live for s in sources)
         node.masking = node.floating and not node.live and _any_masking(written)
         if node.computed and largest is not None:
-            node.rms = _rms(largest)
+            node.rms = rms_of(largest)
         elif node.kind in PRODUCTS and len(written) == 1 and node.floating:
-            written[0].div_(_rms(written[0]))
+            written[0].div_(rms_of(written[0]))
         self.graph.nodes.append(node)
         self._remember(written)
 
@@ -323,7 +324,7 @@ def _computed(kind: str, sources: list[Node]) -> bool:
 
 
 @torch.no_grad()
-def _rms(tensor: Tensor) -> float:
+def rms_of(tensor: Tensor) -> float:
     """The RMS of the values, 1 where that is zero or not finite."""
     if not tensor.numel() or tensor.is_meta:
         return 1.0
