@@ -11,7 +11,7 @@ summed by an index, is a value like any other. So is a statistic within a unit (
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from .calls import ELEMENTWISE, EXTREMES, MOVES, NEUTRAL, SCATTERS, TRANSPARENT
 from .flow import Flow, reached
@@ -25,13 +25,15 @@ _REMOVES = frozenset("sub rsub div".split())
 _WEIGHS = frozenset(["mul", "div"])
 
 
-def given_calls(flow: Flow, units: Iterable[Unit]) -> set[int]:
-    """The calls that keep their values. units: those of the model."""
+def given_calls(flow: Flow, units: Iterable[Unit], results: Collection[int]) -> set[int]:
+    """The calls that keep their values. units: those of the model. results: those of its calls
+    that are in the units of an input.
+    """
     closed = {c for u in units if u.name not in ("formula", "linear form") for c in u.calls}
     starts = _starts(flow, closed)
     met: set[int] = set()
     for index in range(len(flow.nodes)):
-        met |= _met(flow, index, starts)
+        met |= _met(flow, index, starts, index in results)
     kept = {index for index, of in starts.items() if of and of <= met}
     above = reached(kept, flow.sources.__getitem__)
     return {index for index in above if flow.nodes[index].function is not None}
@@ -56,14 +58,18 @@ def _starts(flow: Flow, closed: set[int]) -> dict[int, set[int]]:
     return starts
 
 
-def _met(flow: Flow, index: int, starts: dict[int, set[int]]) -> set[int]:
-    """The statistics that a call brings together with their input, and numbers with a value."""
+def _met(flow: Flow, index: int, starts: dict[int, set[int]], result: bool) -> set[int]:
+    """The statistics that a call brings together with their input or a result in its units, and
+    the numbers that it multiplies a value by.
+    """
     node, sources = flow.nodes[index], flow.sources[index]
     inside = [starts[s] for s in sources if s in starts]
     others = [s for s in sources if s not in starts]
     if not others or not inside:
         return set()
     found = set().union(*inside)
+    if result:
+        return found
     if node.kind in _REMOVES and flow.data[index]:
         inputs = reached(others, flow.sources.__getitem__)
         if not inputs.isdisjoint(reached(found, flow.sources.__getitem__)):

@@ -76,11 +76,12 @@ class _Planner:
             self.residuals = find_residuals(flow, settings.residual)
         self.carried = Carried(flow, self.residuals.adds, settings.settled.carried)
         self.units = self.carried.spared(self.units)
-        self.given = given_calls(flow, self.units.values()) if settings.whole else set()
+        self.results = Results(flow, self.residuals.adds, settings.whole)
+        met = self.results.meant.met
+        self.given = given_calls(flow, self.units.values(), met) if settings.whole else set()
         self.units = {i: u for i, u in self.units.items() if self.given.isdisjoint(u.calls)}
         units = [unit.calls for unit in self.units.values()]
         closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
-        self.results = Results(flow, self.residuals.adds, settings.whole)
         self.loss = Loss(flow, self.results)
         self.bridges = self.loss.without(flow.bridges(units, closed))
         self.unread = unread_parts(flow, self.bridges, self.residuals)
