@@ -130,16 +130,6 @@ def test_a_level_of_noise_weighs_the_input_and_the_result(shape: tuple[int, ...]
     compare(Denoised(), series(), torch.rand(shape) + 0.1)
 
 
-def test_values_are_the_same_if_the_input_wants_a_gradient() -> None:
-    """It is that of what is computed."""
-    torch.manual_seed(0)
-    ours, x = unit_scale(Normalised("squeezed", layers()).double()), series()[:2].double()
-    values = ours(x)
-    x.requires_grad_()
-    torch.testing.assert_close(ours(x), values)
-    torch.autograd.gradcheck(ours, x, fast_mode=True)
-
-
 def test_a_trend_that_is_taken_off() -> None:
     """A moving average, as of Autoformer and DLinear; each part has a layer of its own."""
 

@@ -19,6 +19,7 @@ from .units import Unit
 
 __all__ = ["given_calls"]
 
+_SPELLED = frozenset(["formula", "linear form"])  # units without a statistic
 _FOLLOWED = ELEMENTWISE | NEUTRAL
 _NO_STATISTICS = _FOLLOWED | MOVES | SCATTERS
 _REMOVES = frozenset("sub rsub div".split())
@@ -29,7 +30,7 @@ def given_calls(flow: Flow, units: Iterable[Unit], results: Collection[int]) -> 
     """The calls that keep their values. units: those of the model. results: those of its calls
     that are in the units of an input.
     """
-    closed = {c for u in units if u.name not in ("formula", "linear form") for c in u.calls}
+    closed = {c for u in units if u.name not in _SPELLED for c in u.calls}
     starts = _starts(flow, closed)
     met: set[int] = set()
     for index in range(len(flow.nodes)):
@@ -52,7 +53,7 @@ def _starts(flow: Flow, closed: set[int]) -> dict[int, set[int]]:
         if not sources:
             starts |= {index: {index}} if node.numel == (*node.shape, 1)[0] else {}
         elif follows and all(source in starts for source in sources):
-            starts[index] = set().union(*(starts[source] for source in sources))
+            starts[index] = set[int]().union(*(starts[source] for source in sources))
         elif reduces and node.numel < size:
             starts[index] = {index}
     return starts
@@ -67,12 +68,12 @@ def _met(flow: Flow, index: int, starts: dict[int, set[int]], result: bool) -> s
     others = [s for s in sources if s not in starts]
     if not others or not inside:
         return set()
-    found = set().union(*inside)
+    found = set[int]().union(*inside)
     if result:
         return found
     if node.kind in _REMOVES and flow.data[index]:
-        inputs = reached(others, flow.sources.__getitem__)
-        if not inputs.isdisjoint(reached(found, flow.sources.__getitem__)):
+        theirs, ours = (reached(of, flow.sources.__getitem__) for of in (others, found))
+        if theirs & ours:
             return found
     single = all(flow.nodes[start].function is None for start in found)
     larger = all(node.numel > flow.nodes[start].numel for start in found)

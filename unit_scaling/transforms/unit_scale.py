@@ -359,9 +359,9 @@ def unit_scale(
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, or if it has no argument ``inplace``, one that drops it."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # of C, as torch.relu, without a signature
-        parameters = ()
+        parameters = []
     takes = any(p.name == "inplace" or p.kind is p.VAR_KEYWORD for p in parameters)
     return function if takes else partial(_without_inplace, function)
 
