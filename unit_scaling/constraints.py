@@ -34,12 +34,19 @@ def amean(*scales: float) -> float:
 
 def gmean(*scales: float) -> float:
     """The geometric mean of the scales (positive numbers)."""
+    _check_positive("gmean", scales)
     return float(math.prod(scales) ** (1 / len(scales)))
 
 
 def hmean(*scales: float) -> float:
     """The harmonic mean of the scales (positive numbers)."""
+    _check_positive("hmean", scales)
     return len(scales) / sum(1 / scale for scale in scales)
+
+
+def _check_positive(name: str, scales: tuple[float, ...]) -> None:
+    if any(scale <= 0 for scale in scales):
+        raise ValueError(f"{name} is a mean of positive numbers, got {scales}")
 
 
 def to_output_scale(output_scale: float, *grad_input_scale: float) -> float:
@@ -87,7 +94,8 @@ def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float
     constraint_name: a key of `CONSTRAINTS`, "" or None. scales: the output's, then one for each
     input's gradient.
     Raises ValueError for an unknown name, and for a constraint that does not fit this number of
-    scales ("to_left_grad_scale" with one input).
+    scales ("to_left_grad_scale" with one input); for a geometric or harmonic mean of scales that
+    are not positive.
 
     >>> apply_constraint("gmean", 2.0, 8.0)
     (4.0, 4.0)

@@ -166,9 +166,17 @@ def test_the_input_as_target_is_no_second_path() -> None:
     assert "only path" in rows(ours)["tanh"]
 
 
-def test_an_input_that_wants_a_gradient_is_a_path() -> None:
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda m, x: m.b(torch.tanh(m.a(x))) * x,
+        lambda m, x: m.b(torch.tanh(m.a(x - x.mean(1)[:, None]))) + x.mean(1)[:, None],
+    ],
+    ids=["times it", "its mean"],
+)
+def test_an_input_that_wants_a_gradient_is_a_path(fn: Function) -> None:
     """Then its gradient is that of what is computed; the values are the same either way."""
-    ours = model(lambda m, x: m.b(torch.tanh(m.a(x))) * x).double()
+    ours = model(fn).double()
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     values = ours(x)
     x.requires_grad_()

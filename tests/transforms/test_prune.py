@@ -95,3 +95,8 @@ def test_graphs_of_another_origin_are_refused():
     for prune in (prune_non_float_tensors, prune_same_scale_tensors):
         with pytest.raises(ValueError, match="not one of track_scales"):
             prune(symbolic_trace(nn.Linear(2, 2)).graph)
+    for prune in (prune_non_float_tensors, prune_same_scale_tensors):
+        with pytest.raises(TypeError, match=r"graph is a torch\.fx\.Graph, .* got Linear"):
+            prune(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"graph is a torch\.fx\.Graph, .* got Linear"):
+        prune_selected_nodes(nn.Linear(2, 2), [])  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -270,6 +272,20 @@ def test_replace() -> None:
     h = U.linear(x, model[0].weight, model[0].bias, constraint=None)
     torch.testing.assert_close(model(x), U.silu(h))
     assert [r.done for r in uu.report(model) if r.call == "relu"] == ["replaced"]
+
+
+@pytest.mark.parametrize("other", [U.gelu, U.silu, torch.relu])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_replacement_need_not_know_inplace(other: Callable[..., Tensor], inplace: bool) -> None:
+    """`nn.ReLU` gives it by name."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=inplace))
+    model, x = unit_scale(net, replace={F.relu: other}), torch.randn(4, 8)
+    expected = other(U.linear(x, model[0].weight, model[0].bias, constraint=None))
+    for run in (model, pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(run(x), expected)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
 
 
 def test_strict_names_the_first_call_left_alone() -> None:

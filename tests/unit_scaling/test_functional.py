@@ -337,6 +337,13 @@ def test_residual_add_broadcasts():
     assert skip.grad.tolist() == [4.0] * 6
 
 
+@pytest.mark.parametrize("tau", [-0.5, float("nan")])
+def test_a_branch_of_negative_weight_is_refused(tau):
+    for call in (lambda: U.residual_split(X, tau), lambda: U.residual_add(X, X, tau)):
+        with pytest.raises(ValueError, match=f"tau, .* is at least 0, got {tau}"):
+            call()
+
+
 def test_one_branch_without_gradient():
     x = X.clone().requires_grad_()
     branch, _ = U.residual_split(x, 2.0)

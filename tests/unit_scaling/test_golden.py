@@ -192,6 +192,16 @@ def test_residual_scaling_rule():
     assert taus == pytest.approx(expected, rel=1e-8)
     with pytest.raises(ValueError, match="even number of branches, got 3"):
         rule()(0, 3)
+    for index in (-1, 8):
+        with pytest.raises(ValueError, match=f"one of 8 branches, from 0 on, got {index}"):
+            rule()(index, 8)
+
+
+@pytest.mark.parametrize("name", ["residual_mult", "residual_attn_ratio"])
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_negative_weight_of_branches_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} is at least 0, got {value}"):
+        uu.transformer_residual_scaling_rule(**{name: value})
 
 
 def test_same_initial_values():

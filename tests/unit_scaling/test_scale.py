@@ -74,6 +74,13 @@ def test_unknown_constraint(name):
         apply_constraint(name, 2.0, 3.0)
 
 
+@pytest.mark.parametrize("name", ["gmean", "hmean"])
+@pytest.mark.parametrize("scales", [(-1.0, 2.0), (0.0, 2.0)])
+def test_means_of_numbers_that_are_not_positive(name, scales):
+    with pytest.raises(ValueError, match=f"{name} is a mean of positive numbers, got"):
+        apply_constraint(name, *scales)
+
+
 def test_constraint_for_another_number_of_inputs():
     with pytest.raises(ValueError, match=r"is for ops with 1 scaled input\(s\), but this op has 2"):
         uu.functional.matmul(X, X.T, constraint="to_grad_input_scale")

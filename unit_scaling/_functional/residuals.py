@@ -19,6 +19,8 @@ __all__ = ["residual_add", "residual_apply", "residual_split"]
 
 def _weights(tau: float) -> tuple[float, float]:
     """The weights of branch and skip connection: their ratio is tau, their squares sum to 1."""
+    if not tau >= 0:
+        raise ValueError(f"tau, the weight of a branch, is at least 0, got {tau!r}")
     norm = math.sqrt(1 + tau**2)
     return tau / norm, 1 / norm
 
@@ -72,6 +74,7 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
     tau: the weight of the branch against the skip connection, at least 0; the same number as in
     `residual_add`, which ends the branch. Inside the branch gradients are those of a branch of
     weight 1, so they have RMS 1 too; here they are multiplied by the branch's weight.
+    Raises ValueError for a negative tau.
     """
     branch, skip = apply(_Split, input, *_weights(tau))
     return branch, skip

@@ -81,19 +81,26 @@ def transformer_residual_scaling_rule(
     attention, odd: MLP) of ``branches`` (an even number) is added as `U.residual_add` does.
     Source: u-muP (arXiv 2407.17465), appendix G. With residual_mult=sqrt(tuned / layers) they are
     CompleteP's (arXiv 2505.01618): in proportion to 1 / layers, and u-muP's in a model of ``tuned``
-    layers; its rates take ``set_depth(stack, tuned)``. The function raises ValueError for an odd
-    number of branches.
+    layers; its rates take ``set_depth(stack, tuned)``.
+    Raises ValueError for a negative number; the function for an odd number of branches, and for an
+    index that is not one of them.
 
     >>> tau = transformer_residual_scaling_rule()
     >>> [round(tau(i, 4), 3) for i in range(4)]
     [0.707, 0.577, 0.5, 0.447]
     """
+    given = {"residual_mult": residual_mult, "residual_attn_ratio": residual_attn_ratio}
+    for name, value in given.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is at least 0, got {value!r}")
     mlp = residual_mult * math.sqrt(2 / (1 + residual_attn_ratio**2))
     attention = residual_attn_ratio * mlp
 
     def tau(index: int, branches: int) -> float:
         if branches % 2:
             raise ValueError(f"a transformer has an even number of branches, got {branches}")
+        if not 0 <= index < branches:
+            raise ValueError(f"index is one of {branches} branches, from 0 on, got {index}")
         attentions, mlps = (index + 1) // 2, index // 2
         weight = mlp if index % 2 else attention
         total = branches / 2 + attentions * attention**2 + mlps * mlp**2

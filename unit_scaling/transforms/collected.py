@@ -28,6 +28,7 @@ from .loss import Loss
 from .record import Input, Node, Slot, tensors_in
 from .results import Results
 from .steps import Scaling, Step, with_slots
+from .sums import normalised
 from .units import Unit
 
 __all__ = ["Collected", "fixed_calls"]
@@ -77,15 +78,14 @@ def fixed_calls(
 class Collected:
     """The gauges of a graph, and the factors that put them on and off.
 
-    fixed: calls without a gauge. weights: quotients that add up to 1. slots: call -> factors for
-    the gradients of its arguments. own: the same, where they are the call's own doing.
+    fixed: calls without a gauge. weights: as `normalised` gives them. slots: call -> factors for the
+    gradients of its arguments. own: the same, where they are the call's own doing.
     """
 
-    def __init__(
-        self, agreement: Agreement, fixed: Collection[int], weights: Collection[int]
-    ) -> None:
-        self.agreement, self._fixed, self._weights = agreement, fixed, weights
+    def __init__(self, agreement: Agreement, fixed: Collection[int]) -> None:
+        self.agreement, self._fixed = agreement, fixed
         self.flow, self.bridges = agreement.flow, agreement.bridges
+        self.weights = normalised(self.flow)
         self.residuals, self._units = agreement.residuals, agreement.units
         self.slots: dict[int, list[Scaling]] = {}
         self.own: dict[int, list[Scaling]] = {}
@@ -199,7 +199,7 @@ class Collected:
         if unit is not None or node.kind == "softmax":
             end = index if unit is None else unit.calls[-1]
             return (math.nan if self.flow.weighs(end) is None else 0.0), False
-        if index in self._weights:  # the sum takes off what all weights have in common, no more
+        if index in self.weights:  # the sum takes off what all weights have in common, no more
             return float(i.node == self.flow.sources[index][0]), False
         if self.agreement.is_attention(index):
             return self.agreement.attended(index, i) * copies, True

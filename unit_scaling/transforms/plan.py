@@ -9,8 +9,9 @@
    (Unit Scaling, section 3: cut edges). Elsewhere its scales are tied. Parameters do not count as
    paths: a tied weight gets the sum of differently scaled gradients, as in the peer libraries.
 4. A number that multiplies a value is taken out: the op before it has made the scale 1 already.
-5. What comes after the last product and has a range (a probability, a cosine) keeps its values.
-6. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
+5. Statistics that are taken off an input (`transforms.given`) keep their values.
+6. What comes after the last product and has a range (a probability, a cosine) keeps its values.
+7. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .calls import AVERAGES, EXTREMES, KEPT, NEUTRAL, PRODUCTS, SELECTIONS, TRAN
 from .carried import Carried
 from .collected import Collected, fixed_calls
 from .flow import Flow
+from .given import given_calls
 from .growth import gradient_factors
 from .loss import Loss
 from .record import DISTRIBUTION, Graph, Node, is_sparse
@@ -33,7 +35,7 @@ from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
 from .selecting import DISTANCE, consumers, distances, one_hot
 from .steps import Decision, Plan, Row, Settings, Step, with_slots
-from .sums import normalised, summed
+from .sums import summed
 from .units import Unit, find_units
 from .unread import unread_parts
 
@@ -74,16 +76,18 @@ class _Planner:
             self.residuals = find_residuals(flow, settings.residual)
         self.carried = Carried(flow, self.residuals.adds, settings.settled.carried)
         self.units = self.carried.spared(self.units)
+        self.results = Results(flow, self.residuals.adds, settings.whole)
+        met = self.results.meant.met
+        self.given = given_calls(flow, self.units.values(), met) if settings.whole else set()
+        self.units = {i: u for i, u in self.units.items() if self.given.isdisjoint(u.calls)}
         units = [unit.calls for unit in self.units.values()]
         closed = [d and not w for d, w in zip(flow.data, flow.wanted(), strict=True)]
-        self.results = Results(flow, self.residuals.adds, settings.whole)
         self.loss = Loss(flow, self.results)
         self.bridges = self.loss.without(flow.bridges(units, closed))
         self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
         fixed = fixed_calls(flow, self.carried, self.results, self.loss, settings.preserve)
-        self.normalised = normalised(flow)
-        self.collected = Collected(self.agreement, fixed, self.normalised)
+        self.collected = Collected(self.agreement, fixed | self.given)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
@@ -157,6 +161,8 @@ class _Planner:
         if index in self.results.meant.calls and kind not in TRANSPARENT:
             shares = self.arguments.shares(node)
             return self.results.meant.decide(index, self.bridges[index], shares)
+        if index in self.given and kind not in NEUTRAL:
+            return None, "unchanged", _DATA
         if index in self.within:
             return self._unit(index, node)
         if index in self.residuals.adds:
@@ -166,7 +172,7 @@ class _Planner:
         if kept is not None:
             return kept
         average = self.agreement.average(index)
-        sums = summed(self.flow, index, self.bridges[index], average, self.normalised)
+        sums = summed(self.flow, index, self.bridges[index], average, self.collected.weights)
         if sums is not None:
             return sums
         special = self.special.get(kind, self.attention.decide)

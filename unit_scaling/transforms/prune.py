@@ -19,7 +19,8 @@ def prune_non_float_tensors(graph: Graph) -> Graph:
     """A copy of a graph of `track_scales` without the nodes that are not a floating-point tensor.
 
     What reads such a node reads its one floating-point input instead, or None where it has none or
-    several. Raises ValueError for a graph that `track_scales` has not made.
+    several.
+    Raises ValueError for a graph that `track_scales` has not made, TypeError for what is no graph.
     """
     return _pruned(graph, lambda node: not _is_float(node))
 
@@ -30,7 +31,7 @@ def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
     Such a node has one floating-point input, and the mean absolute value of both, and of both
     gradients if there are any, is the same, up to the relative difference ``rtol`` (slices change
     it slightly). What reads it reads its input instead.
-    Raises ValueError for a graph that `track_scales` has not made.
+    Raises ValueError for a graph that `track_scales` has not made, TypeError for what is no graph.
     """
 
     def same(node: Node) -> bool:
@@ -47,13 +48,17 @@ def prune_selected_nodes(graph: Graph, targets: Iterable[Callable[..., Any] | st
     """A copy of a graph without the nodes that call one of ``targets``.
 
     targets: functions, or names of methods. What reads such a node reads its one floating-point
-    input instead, or None where it has none or several.
+    input instead, or None where it has none or several. Raises TypeError for what is no graph.
     """
     chosen = list(targets)
     return _pruned(graph, lambda node: node.target in chosen, tracked=False)
 
 
 def _pruned(graph: Graph, prune: Callable[[Node], bool], tracked: bool = True) -> Graph:
+    if not isinstance(graph, Graph):
+        raise TypeError(
+            f"graph is a torch.fx.Graph, as of scales_graph(), got {type(graph).__name__}"
+        )
     nodes = list(graph.nodes)
     if tracked and any("outputs_float_tensor" not in node.meta for node in nodes):
         raise ValueError("the graph is not one of track_scales: its nodes have no metrics")

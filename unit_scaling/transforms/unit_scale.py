@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -305,7 +307,8 @@ def unit_scale(
     `unit_scaling.report`. The copy is the same model in every other way.
 
     replace: torch function -> function to call in its place, with the same arguments, e.g.
-    {F.relu: U.relu_squared}.
+    {F.relu: U.relu_squared}. One that has no argument ``inplace`` is called without it: its result
+    is a new tensor.
     init: "unit" brings every weight to RMS 1 and every bias to 0; "preserve" keeps the function
     that the model computes, to rounding: the scale of each weight moves into the op's factor.
     residual: the weights of residual branches: "fixed", 0.5 for feed-forward and 0.01 for
@@ -343,7 +346,7 @@ def unit_scale(
         raise ValueError(f"context_length is a positive number of keys, got {context_length!r}")
     scope = UnitScale(
         prepare(inner, init),
-        dict(replace or {}),
+        {function: _out_of_place(other) for function, other in (replace or {}).items()},
         init=init,
         residual=residual,
         strict=strict,
@@ -351,6 +354,22 @@ def unit_scale(
     )
     install(inner, scope)
     return result
+
+
+def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or if it has no argument ``inplace``, one that drops it."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # of C, as torch.relu, without a signature
+        parameters = []
+    takes = any(p.name == "inplace" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return function if takes else partial(_without_inplace, function)
+
+
+def _without_inplace(
+    function: Callable[..., Any], *args: Any, inplace: bool = False, **kwargs: Any
+) -> Any:
+    return function(*args, **kwargs)
 
 
 def _configured_length(model: nn.Module) -> int | None:
