@@ -78,8 +78,8 @@ def fixed_calls(
 class Collected:
     """The gauges of a graph, and the factors that put them on and off.
 
-    fixed: calls without a gauge. weights: as `normalised` gives them. slots: call -> factors for the
-    gradients of its arguments. own: the same, where they are the call's own doing.
+    fixed: calls without a gauge. weights: as `normalised` gives them. slots: call -> factors for
+    the gradients of its arguments. own: the same, where they are the call's own doing.
     """
 
     def __init__(self, agreement: Agreement, fixed: Collection[int]) -> None:
