@@ -117,6 +117,22 @@ def _summed(dims: int, **given: Any) -> dict[str, Any]:
     return {**given, "divisor_override": 1} if same else given
 
 
+def _as_sums(
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """avg_pool1d with a divisor, which torch's has not: as avg_pool2d over a dimension of 1."""
+    step = [] if stride is None or stride == [] else [1, *_each(stride, 1)]
+    sizes = [1, *_each(kernel_size, 1)], step, [0, *_each(padding, 1)]
+    sums = F.avg_pool2d(input.unsqueeze(-2), *sizes, ceil_mode, count_include_pad, divisor_override)
+    return sums.squeeze(-2)
+
+
 def max_pool_scales(
     dims: int,
     input: Tensor,
@@ -231,11 +247,11 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         given = {**dict(zip(names, args, strict=False)), **named}
         if torch.compiler.is_compiling():  # torch's own lp_pool takes no symbol for a kernel
             given = {setting: specialised(value) for setting, value in given.items()}
-            if "divisor_override" in settings and input.dtype != torch.float16:
+            if kind == "avg_pool" and input.dtype != torch.float16:
                 given = _summed(dims, **given)
         s = rule(input, **given)
         given.pop("constraint", None)
-        output = fn(input, **given)
+        output = (_as_sums if dims == 1 and "divisor_override" in given else fn)(input, **given)
         if isinstance(output, tuple):
             values, indices = output
             return scale_output(values, s["output"], s["input"], fresh=False), indices

@@ -1,0 +1,58 @@
+"""Average pooling in a graph: sums in place of means, and one factor."""
+
+import pytest
+import torch
+
+import unit_scaling.functional as U
+from tests.unit_scaling.test_rows import normal
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"padding": 1},
+        {"padding": (0, 0, 0), "count_include_pad": False},
+        {"padding": 1, "count_include_pad": False},
+        {"ceil_mode": True},
+        {"ceil_mode": True, "divisor_override": 5},
+        {"divisor_override": -3},
+    ],
+)
+def test_compiled_averages_are_the_eager_ones(settings):
+    """A graph has sums in place of means, where all are over the same number, and only there."""
+    torch.compiler.reset()
+    x, results = normal(2, 3, 9, 9, 9), []
+    options = {"constraint": None, **settings}
+    for pool in (U.avg_pool3d, torch.compile(U.avg_pool3d, backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        y = pool(leaf, 3, 2, **options)
+        y.square().sum().backward()
+        results.append((y.detach(), leaf.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [(2,), ([3], [2], (1,)), (3, 1, 1, False, False), (4, None, 0, True), (2, [])]
+)
+def test_compiled_averages_over_a_line(settings: tuple, batch: tuple):
+    torch.compiler.reset()
+    x, results = normal(*batch, 3, 17), []
+    for pool in (U.avg_pool1d, torch.compile(U.avg_pool1d, backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        y = pool(leaf, *settings)
+        y.square().sum().backward()
+        results.append((y.detach(), leaf.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-14, atol=1e-14)
+
+
+def test_compiled_averages_do_not_overflow():
+    """Four of 30000 are more than float16 holds. A divisor of 0 is an error, as in torch."""
+    torch.compiler.reset()
+    pool = torch.compile(U.avg_pool2d, backend="aot_eager")
+    x = torch.full((1, 1, 2, 2), 30000.0, dtype=torch.float16)
+    assert pool(x, 2).item() == 60000
+    for function in (U.avg_pool2d, pool):
+        with pytest.raises(RuntimeError, match="divisor must be not zero"):
+            function(x.float(), 2, divisor_override=0)
