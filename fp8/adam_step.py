@@ -15,7 +15,7 @@ from .moments import Encoding, Stored, decode, write
 from .optim_state import FIRST, MASTER, SECOND
 from .random_bits import Key, bits_from_key, fewer_bits
 
-__all__ = ["Room"]
+__all__ = ["ROOM", "How", "Room", "adam", "adam_compiled"]
 
 HALF = 15
 """Random bits for each of the two moments, from one word of 32."""

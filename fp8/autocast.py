@@ -272,8 +272,8 @@ def _again(block: Any) -> autocast:
     """One like ``block``, a `Block` or an autocast."""
     if block.recipe is None:
         return autocast(enabled=False)
-    given: dict[str, Any] = {"history": block.history, "backend": block.backend}
-    return autocast(block.recipe, opaque=block.opaque, **given)
+    recipe, opaque, history = block.recipe, block.opaque, block.history
+    return autocast(recipe, opaque=opaque, history=history, backend=block.backend)
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:

@@ -164,9 +164,9 @@ def reduce_amax(model: nn.Module, group: Group = None) -> None:
     over the processes of ``group`` (None: all): for each entry the largest.
 
     To be called by all after the backward pass, before the optimizer's step: one all-reduce; none
-    where torch.distributed was not initialized, in a process of its own. Then
-    each process scales as one with the whole batch would. DistributedDataParallel gives every
-    process the buffers of the first before each pass; for gradient accumulation, make it not to
+    where torch.distributed was not initialized, in a process of its own. Then each process scales
+    as one with the whole batch would. DistributedDataParallel gives every process the buffers of
+    the first before each pass; for gradient accumulation, make it not to
     (``forward_sync_buffers=False``, before torch 2.13 ``broadcast_buffers=False``).
     """
     _reduce([history for _, history in sorted(histories(model).items())], group)

@@ -73,9 +73,8 @@ def prepare(
 
     Raises ValueError for an Accelerator with mixed_precision="fp8", which would convert the model
     once more ("no" and "bf16" are right), for a second model, for a recipe object of another
-    backend, and for settings
-    that nothing computes: an interval other than 1, override_linear_precision, the format E5M2;
-    TypeError for another order of arguments.
+    backend, and for settings that nothing computes: an interval other than 1,
+    override_linear_precision, the format E5M2; TypeError for another order of arguments.
     """
     need("accelerate")
     if not hasattr(accelerator, "mixed_precision"):

@@ -56,3 +56,11 @@ def test_compiled_averages_do_not_overflow():
     for function in (U.avg_pool2d, pool):
         with pytest.raises(RuntimeError, match="divisor must be not zero"):
             function(x.float(), 2, divisor_override=0)
+
+
+def test_a_divisor_is_refused_where_torch_has_none():
+    """avg_pool1d has no divisor_override, in a graph either, where it is an avg_pool2d."""
+    pool = torch.compile(U.avg_pool1d, backend="eager")
+    for function in (U.avg_pool1d, pool):
+        with pytest.raises(TypeError, match="divisor_override"):
+            function(torch.ones(1, 1, 8), 2, divisor_override=3)

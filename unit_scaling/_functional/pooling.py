@@ -117,7 +117,7 @@ def _summed(dims: int, **given: Any) -> dict[str, Any]:
     return {**given, "divisor_override": 1} if same else given
 
 
-def _as_sums(
+def _avg_pool1d(
     input: Tensor,
     kernel_size: Sizes,
     stride: Sizes | None = None,
@@ -245,13 +245,16 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         if len(args) > len(names):
             raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
         given = {**dict(zip(names, args, strict=False)), **named}
+        pool = fn
         if torch.compiler.is_compiling():  # torch's own lp_pool takes no symbol for a kernel
             given = {setting: specialised(value) for setting, value in given.items()}
-            if kind == "avg_pool" and input.dtype != torch.float16:
+            known = "divisor_override" in settings or "divisor_override" not in given
+            if kind == "avg_pool" and known and input.dtype != torch.float16:
                 given = _summed(dims, **given)
+                pool = _avg_pool1d if dims == 1 else fn
         s = rule(input, **given)
         given.pop("constraint", None)
-        output = (_as_sums if dims == 1 and "divisor_override" in given else fn)(input, **given)
+        output = pool(input, **given)
         if isinstance(output, tuple):
             values, indices = output
             return scale_output(values, s["output"], s["input"], fresh=False), indices

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ..ops import find_op
 from .calls import CASTS, LOSSES, MOVES
-from .flow import Flow
+from .flow import Flow, reached
 from .record import Node
 from .steps import Decision, Scaling, Step, with_slots
 
@@ -60,19 +60,20 @@ class Meant:
 
     def _meet_data(self, mixes: list[bool]) -> None:
         """Adds what is added to an input after the last product, from the product on."""
-        flow, todo = self.flow, list[int]()
+        flow, starts = self.flow, list[int]()
         for index, node in enumerate(flow.nodes):
             made = [flow.data[source] for source in flow.sources[index]]
             if self.met.intersection(flow.sources[index]):
                 self.met |= {index} if node.kind not in LOSSES and node.shape else set()
             elif node.kind in ("add", "sub") and not mixes[index] and len({*made}) == 2:
                 self.met.add(index)
-                todo.append(index)
-        while todo:
-            sources = [i for i in flow.sources[todo.pop()] if not flow.data[i]]
-            new = {i for i in sources if flow.nodes[i].kind in _AFFINE} - self.met
-            self.met |= new
-            todo += new
+                starts.append(index)
+
+        def above(index: int) -> list[int]:
+            made = [i for i in flow.sources[index] if not flow.data[i] and i not in self.met]
+            return [i for i in made if flow.nodes[i].kind in _AFFINE]
+
+        self.met |= reached(starts, above)
         self.calls |= self.met
 
     def _directions(self, node: Node) -> set[int]:

@@ -62,9 +62,8 @@ class Results:
         for index in reversed(range(len(flow.nodes)) if whole else ()):
             if index not in adds and self._is_term(index):
                 self.terms.add(index)
-        self.meant.calls -= (
-            self.terms
-        )  # which keep their values too, and have gradients of their own
+        # Terms keep their values too, and have gradients of their own.
+        self.meant.calls -= self.terms
 
     def _before(self, ends: set[int]) -> list[bool]:
         """For each node, whether its result goes on into one of these calls."""
