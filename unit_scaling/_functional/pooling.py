@@ -273,12 +273,17 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     return row(rule, replaces=same)(op)
 
 
-adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (
-    _pool("adaptive_avg_pool", dims) for dims in (1, 2, 3)
+def _three(kind: str) -> list[Callable[..., Any]]:
+    return [_pool(kind, dims) for dims in (1, 2, 3)]
+
+
+# These have no return_indices, and return one tensor.
+_without_indices: Callable[[str], list[Callable[..., Tensor]]] = _three
+
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _without_indices(
+    "adaptive_avg_pool"
 )
-adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
-    _pool("adaptive_max_pool", dims) for dims in (1, 2, 3)
-)
-avg_pool1d, avg_pool2d, avg_pool3d = (_pool("avg_pool", dims) for dims in (1, 2, 3))
-lp_pool1d, lp_pool2d, lp_pool3d = (_pool("lp_pool", dims) for dims in (1, 2, 3))
-max_pool1d, max_pool2d, max_pool3d = (_pool("max_pool", dims) for dims in (1, 2, 3))
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = _three("adaptive_max_pool")
+avg_pool1d, avg_pool2d, avg_pool3d = _without_indices("avg_pool")
+lp_pool1d, lp_pool2d, lp_pool3d = _without_indices("lp_pool")
+max_pool1d, max_pool2d, max_pool3d = _three("max_pool")
