@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from .calls import AVERAGES, POSITIVE, TRANSPARENT
@@ -64,11 +64,12 @@ class Residuals:
     depths: dict[str, int] = field(default_factory=dict)
 
 
-def find_residuals(flow: Flow, rule: str) -> Residuals:
-    """The residual adds of a model; rule: one of `RESIDUALS`."""
+def find_residuals(flow: Flow, rule: str, formulas: Collection[int] = ()) -> Residuals:
+    """The residual adds of a model; rule: one of `RESIDUALS`. formulas: calls that are none."""
     adds: dict[int, _Branch] = {}
     for index, node in enumerate(flow.nodes):
-        branch = _branch(flow, adds, index) if node.kind == "add" and not node.inside else None
+        suitable = node.kind == "add" and not node.inside and index not in formulas
+        branch = _branch(flow, adds, index) if suitable else None
         if branch is not None:
             adds[index] = branch
     places = _places(flow, adds)
