@@ -1,7 +1,8 @@
 """Residual connections in a recorded model, and the weights of their branches.
 
 An add is *residual* if one term is an ancestor of the other and products lie in between; the term
-that is the ancestor is the skip connection, the other the branch. Branches that leave from the
+that is the ancestor is the skip connection, the other the branch. What is taken off a value is no
+skip connection of the rest. Branches that leave from the
 same place are found one by one (``x + f(x) + g(x)``) or added up first (``f(x) + g(x) + x``).
 """
 
@@ -134,10 +135,25 @@ def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
         if flow.nodes[skip].numel != flow.nodes[index].numel:
             continue  # it is repeated over positions: a shift
         origin, region = _origin(flow, adds, skip, end)
-        if any(map(flow.is_product, region)):
+        if any(map(flow.is_product, region)) and not _is_rest(flow, origin, region):
             attention = any(map(flow.is_attention, region))
             return _Branch(skip, slot, origin, end, end_slot, region, attention)
     return None
+
+
+def _is_rest(flow: Flow, origin: int, region: list[int]) -> bool:
+    """Whether all that goes into a branch is taken off what it is made of: the rest of a series
+    without its trend, ``f(x - trend(x)) + trend(x)``, has the trend for no skip connection.
+    """
+    todo = [origin]
+    for index in todo:
+        for reader in set(region).intersection(flow.readers[index]):
+            node = flow.nodes[reader]
+            if node.kind in TRANSPARENT:
+                todo.append(reader)
+            elif node.kind != "sub" or not flow.between(flow.sources[reader][0], origin):
+                return False
+    return True
 
 
 def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[int, list[int]]:
