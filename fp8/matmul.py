@@ -24,10 +24,10 @@ from torch.autograd import Function
 
 from . import native
 from .casting import round_straight, rounded
-from .function import apply
+from .function import apply, in_graph
 from .kept import Held, keep, kept, shared
 from .names import check_name
-from .operands import casts_of, one_copy, with_copies
+from .operands import Casts, casts_of, one_copy, with_copies
 from .quantize import refuse_nested
 from .recipe import Cast, Recipe
 from .tally import product_name
@@ -137,14 +137,13 @@ def gradients(
     return [for_a, round_straight(grad, casts[4], -2, history, record=True)]
 
 
-def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
-    """``alpha * a @ b (+ bias)`` for two matrices or two batches of matrices."""
+def _gemm(
+    a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None, *, fuses: bool
+) -> Tensor:
+    """``alpha * a @ b (+ bias)`` for two matrices or two batches of matrices. fuses: `_fuses`."""
     if bias is not None:
         return aten.addmm.default(bias, a, b, alpha=alpha)
     batches = a.dim() == 3
-    # What baddbmm is to ignore, a compiler writes out in full; a multiplication it fuses with what
-    # follows. In float16 that could overflow first.
-    fuses = batches and torch.compiler.is_compiling() and a.dtype != torch.float16
     if alpha == 1.0 or fuses:
         product = aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
         return product if alpha == 1.0 else product * alpha
@@ -153,13 +152,22 @@ def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Ten
     return product(ignored, a, b, beta=0, alpha=alpha)
 
 
+def _fuses(a: Tensor) -> bool:
+    """Whether a graph has the scale of this product as a multiplication of its own.
+
+    What baddbmm is to ignore, a compiler writes out in full; a multiplication it fuses with what
+    is around it. In float16 the product could overflow first.
+    """
+    return a.dim() == 3 and a.dtype != torch.float16
+
+
 class _Product(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k).
 
     Every product has this one form: it is the layout of the FP8 GEMM, and the gradient of a
     weight (n, k) comes out in the weight's own layout. Arguments: a and b, cast, and the scales of
     all of them; what backward casts instead of them, or None; bias (n,) of two matrices or None;
-    the history of the gradient or None; the three scales; `Casts`; what is held of a.
+    the history of the gradient or None; the three scales; `Casts`; what is held of a; `_fuses`.
     """
 
     generate_vmap_rule = True
@@ -179,15 +187,16 @@ class _Product(Function):
         s_b: float,
         casts: tuple[Any, ...],
         held: Held | None,
+        fuses: bool,
     ) -> Tensor:
-        return _gemm(a, b.mT, s_y, bias)
+        return _gemm(a, b.mT, s_y, bias, fuses=fuses)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved: it changes, and is meant to, before it is used.
         a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
         ctx.turned = b.mT.is_contiguous()  # the second operand of a matmul: so is its gradient
-        ctx.s_a, ctx.s_b, ctx.casts, held = rest
+        ctx.s_a, ctx.s_b, ctx.casts, held, ctx.fuses = rest
         keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, held)
 
     @staticmethod
@@ -195,16 +204,29 @@ class _Product(Function):
         a, b = kept(ctx, grad.dtype)
         needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
         for_a, for_b = gradients(grad, ctx.casts, ctx.history, needs_a, needs_b)
+        s_a, s_b = ctx.s_a, ctx.s_b
+        if ctx.fuses and for_a is for_b is grad and s_a == s_b:  # one multiplication for both
+            for_a = for_b = grad * s_a
+            s_a = s_b = 1.0
         da = db = dbias = None
         if needs_a:
             b = round_straight(b, ctx.casts[3], -2).to(grad.dtype)
-            da = _gemm(for_a, b, ctx.s_a)
+            da = _gemm(for_a, b, s_a, fuses=ctx.fuses)
         if needs_b:
             a = round_straight(a, ctx.casts[5], -2).to(grad.dtype)
-            db = _gemm(a.mT, for_b, ctx.s_b).mT if ctx.turned else _gemm(for_b.mT, a, ctx.s_b)
+            first, second = (a.mT, for_b) if ctx.turned else (for_b.mT, a)
+            db = _gemm(first, second, s_b, fuses=ctx.fuses)
+            db = db.mT if ctx.turned else db
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
-        return da, db, *[None] * 4, dbias, *[None] * 6
+        return da, db, *[None] * 4, dbias, *[None] * 7
+
+
+@in_graph
+def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, *scales: float) -> Tensor:
+    """`_Product` of operands that nothing casts, as the graph of a compiler has it."""
+    a, b, bias = to_autocast_dtype(a, b, bias)
+    return _Product.apply(a, b, *[None] * 4, bias, None, *scales, tuple(Casts()), None, _fuses(a))
 
 
 def keep_operands(ctx: Any, a: Any, b: Any, casts: Any, held: Held | None) -> None:
@@ -230,6 +252,10 @@ def _multiply(
     In that order each is rounded to its format once, from its full precision; torch.autocast's
     16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
     """
+    if recipe is None and torch.compiler.is_compiling():
+        from .traced import apply as apply_in_graph
+
+        return apply_in_graph("_uncast", a, b, bias, *scales)
     kind = "linear" if layer else "matmul"
     name = product_name(kind, b if layer else None)  # what is sampled is simulated
     casts = casts_of(recipe, layer, name)
@@ -244,7 +270,7 @@ def _multiply(
     w, scale_w = rounded(b, casts.b, -1, of_b)
     x, w, bias = to_autocast_dtype(x, w, bias)
     operands = (x, w, scale_x, scale_w, first, second)
-    settings = (*scales, tuple(casts), held)
+    settings = (*scales, tuple(casts), held, torch.compiler.is_compiling() and _fuses(x))
     return apply(_Product, *operands, bias, of_grad, *settings, written=of_grad)
 
 
