@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fp8.active import active_recipe
 from fp8.function import in_graph, taken_as_constant
-from fp8.matmul import active_recipe
 
 from ..scale import scale_both, scale_output
 
