@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -218,14 +219,14 @@ class autocast:
         if not torch.compiler.is_compiling():
             STANCE.release()
 
-    def __call__(self, function: Callable[..., T]) -> Callable[..., T]:
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """``function``, each call of it in the block. Raises TypeError for one that goes on after
         its call (a generator, a coroutine): open the block inside of it."""
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(f"{function.__name__} goes on after its call: open the block inside")
 
         @functools.wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> T:
+        def inside(*args: P.args, **kwargs: P.kwargs) -> T:
             with _again(self):
                 return function(*args, **kwargs)
 

@@ -189,7 +189,7 @@ def revert_norms(model: M) -> M:
     return model
 
 
-def norm_report(model: nn.Module) -> Report:
+def norm_report(model: nn.Module) -> Report[Row]:
     """One row for every norm: in which precision, or left alone and why.
 
     A norm is one of `NORMS`, or a layer without layers of its own that is called one. Of a norm

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import functional as U
 from ..constraints import checked_constraint
@@ -93,8 +94,8 @@ class LayerNorm(TaggedModule, nn.LayerNorm):
         eps: float = 1e-5,
         elementwise_affine: bool = False,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         shape: Any = normalized_shape
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
@@ -118,8 +119,8 @@ class RMSNorm(TaggedModule, nn.RMSNorm):
         normalized_shape: int | Sequence[int],
         eps: float | None = 1e-5,
         elementwise_affine: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         shape: Any = normalized_shape
         super().__init__(shape, eps, elementwise_affine, device, dtype)

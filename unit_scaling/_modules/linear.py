@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import functional as U
 from ..constraints import checked_constraint
@@ -38,8 +40,8 @@ class Linear(TaggedModule, nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         constraint: str | None = "to_output_scale",
         weight_mup_type: MupType = "weight",
     ) -> None:
@@ -69,8 +71,8 @@ class LinearReadout(Linear):
         in_features: int,
         out_features: int,
         bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         constraint: str | None = None,
         weight_mup_type: MupType = "output",
     ) -> None:
@@ -96,8 +98,8 @@ class Bilinear(TaggedModule, nn.Bilinear):
         in2_features: int,
         out_features: int,
         bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         constraint: str | None = "to_output_scale",
         weight_mup_type: MupType = "weight",
     ) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import functional as U
 from ..constraints import checked_constraint
@@ -87,8 +87,8 @@ class PReLU(TaggedModule, nn.PReLU):
         self,
         num_parameters: int = 1,
         init: float = 0.25,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         constraint: str | None = "to_output_scale",
     ) -> None:
         super().__init__(num_parameters, init, device, dtype)
