@@ -34,7 +34,7 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 FIRST_LOOK: list[TorchFunctionMode] = []
 
 
-#: The functions of `in_graph` by name, which crosses into a graph where a class cannot.
+#: The functions of `in_graph` by module and name, which cross into a graph where a class cannot.
 IN_GRAPH: dict[str, type[Function]] = {}
 
 
@@ -55,7 +55,7 @@ def in_graph(function: type[Function]) -> type[Function]:
     That is for functions that do the same whether they are compiled or not, and look at nothing
     but their arguments: tensors, numbers and strings.
     """
-    IN_GRAPH[function.__name__] = function
+    IN_GRAPH[f"{function.__module__}.{function.__qualname__}"] = function
     return function
 
 
