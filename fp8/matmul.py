@@ -168,6 +168,8 @@ def _multiply(
     In that order each is rounded to its format once, from its full precision; torch.autocast's
     16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
     """
+    if not a.is_floating_point():
+        scales = ONES
     if recipe is None and torch.compiler.is_compiling():
         from .traced import apply as apply_in_graph
 
@@ -227,7 +229,7 @@ def linear(
     bias: (out,) or None. Returns (..., out). All of one floating-point dtype, which is the
     result's (torch's own errors otherwise); accumulation is the kernel's, NaN and Inf spread.
     scales: (s_y, s_dx, s_dw); the bias gradient is s_dw times the sum of the output's gradient,
-    which no cast has touched.
+    which no cast has touched. What is not floating point is neither scaled nor cast.
     recipe: the casts of the operands; None takes the recipe, and the backend, of the enclosing
     `fp8.autocast`. backend: as there.
     Under `torch.autocast` the operands are cast to the recipe's format first (so that they are

@@ -110,7 +110,7 @@ def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None =
         return NotImplemented
     right = other if other.dim() == 1 else other.flatten(0, -2).mT
     y = matmul.matmul(input, right)
-    return y.reshape(*input.shape[:-1], *other.shape[:-1])
+    return y.reshape((*input.shape[:-1], *other.shape[:-1]))
 
 
 def _vecdot(

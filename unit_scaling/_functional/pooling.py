@@ -49,6 +49,11 @@ def _each(value: Any, dims: int) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
+def _steps(stride: Sizes | None, dims: int) -> list[int]:
+    """The stride of each dimension; [] where it is left out: that of the kernel."""
+    return [] if stride is None else _each(stride, dims)
+
+
 def _outputs_per_input(
     dims: int,
     input: Tensor,
@@ -59,13 +64,14 @@ def _outputs_per_input(
     ceil_mode: bool = False,
 ) -> float:
     kernel = _each(kernel_size, dims)
-    steps = kernel if stride is None or stride == [] else _each(stride, dims)
+    steps = _steps(stride, dims) or kernel
     pads, dilations = _each(padding, dims), _each(dilation, dims)
     ratio = 1.0
     for size, k, step, pad, d in zip(
         input.shape[-dims:], kernel, steps, pads, dilations, strict=True
     ):
         room = size + 2 * pad - d * (k - 1) - 1
+        step = step or 1  # torch refuses 0
         count = (room + step - 1 if ceil_mode else room) // step + 1
         if ceil_mode and (count - 1) * step >= size + pad:
             count -= 1  # torch leaves out a window that starts in the padding on the right
@@ -129,8 +135,8 @@ def _avg_pool1d(
     divisor_override: int | None = None,
 ) -> Tensor:
     """avg_pool1d with a divisor, which torch's has not: as avg_pool2d over a dimension of 1."""
-    step = [] if stride is None or stride == [] else [1, *_each(stride, 1)]
-    sizes = [1, *_each(kernel_size, 1)], step, [0, *_each(padding, 1)]
+    step = _steps(stride, 1)
+    sizes = [1, *_each(kernel_size, 1)], step and [1, *step], [0, *_each(padding, 1)]
     sums = F.avg_pool2d(input.unsqueeze(-2), *sizes, ceil_mode, count_include_pad, divisor_override)
     return sums.squeeze(-2)
 

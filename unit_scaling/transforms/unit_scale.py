@@ -334,7 +334,10 @@ def unit_scale(
         raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
-            raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
+            raise ValueError(
+                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
+                "to take its place in the model itself"
+            )
     refuse_weights(module)
     result = copied(module)
     inner = unwrapped(result)
