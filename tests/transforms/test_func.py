@@ -88,7 +88,7 @@ def test_exports_once_it_has_run(x: Tensor):
 
 @pytest.mark.parametrize("name", ["linear", "tanh", "gelu"])
 def test_a_compiled_gradient_is_that_of_eager_code(name: str):
-    """Of an argument that goes into an op as it is, too: the op's own gradient, with its factors."""
+    """The op's own gradient, with its factors: of an argument that goes into it as it is, too."""
     torch.manual_seed(0)
     x, w = torch.randn(64, 8), torch.randn(4, 8)
     if name == "linear":

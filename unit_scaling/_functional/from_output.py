@@ -8,8 +8,8 @@ Where the derivative depends on the side of a kink, the compiler saves bools. It
 write and read them one at a time, in ten times the time of all the rest. Here the gradient compares
 the output or, in a graph for a CPU, the input, as in eager mode.
 
-Where CPUs wait for arithmetic, not for memory, a derivative is from a value that takes less of it, or
-has the factor in the constants of its formula.
+Where CPUs wait for arithmetic and not for memory, a derivative is worked out with less of it: from a
+value in place of an exponential, or with the factor in the constants of its formula.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _elu_gradient(grad: Tensor, y: Tensor, fwd: float, bwd: float, alpha: float)
 
 
 def _silu_gradient(grad: Tensor, x: Tensor, fwd: float, bwd: float) -> Tensor:
-    """The derivative is g (1 + x (1 - g)), g = sigmoid(x): each factor has the root of bwd. Computed
-    in float32 at least."""
+    """The derivative is g (1 + x (1 - g)), g = sigmoid(x), and each of the two has the root of bwd
+    for a factor. Computed in float32 at least."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, root = x.to(dtype), bwd**0.5
     gate = x.new_full((), root) / (1 + (-x).exp())
@@ -178,5 +178,6 @@ def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any)
 
     recipe = active_recipe() if name in ("relu", "silu") else None
     if input.requires_grad and not (recipe and recipe.saved_activations):
-        return apply("_activation", input, name, fwd, bwd, *settings)
+        function = "unit_scaling._functional.from_output._activation"
+        return apply(function, input, name, fwd, bwd, *settings)
     return scale_output(KERNELS[name].function(input, *settings), fwd, bwd, fresh=False)
