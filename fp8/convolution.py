@@ -119,7 +119,7 @@ class _Convolution(Function):
                 g, _ = _cast_maps(grad, for_w, -2, ctx.history, record=True)
             x = _cast_maps(x, again_x, -2)[0].to(grad.dtype)
             _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *ctx.geometry, [False, True, False])
-        if needs_w:
+        if dw is not None:
             dw = _times(dw, ctx.s_dw)
         if needs_bias:  # of the gradient that no cast has touched, as in fp8.matmul.linear
             db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)

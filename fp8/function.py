@@ -56,8 +56,8 @@ def in_graph(function: Fn) -> Fn:
     are compiled or not, and look at nothing but what every compiled call compares (autocast, the
     gradient mode) and their arguments: tensors, numbers and strings.
     """
-    called = function.apply if isinstance(function, type) else function
-    IN_GRAPH[f"{function.__module__}.{function.__qualname__}"] = called
+    name = f"{function.__module__}.{function.__qualname__}"
+    IN_GRAPH[name] = getattr(function, "apply", function)
     return function
 
 

@@ -8,8 +8,8 @@ Where the derivative depends on the side of a kink, the compiler saves bools. It
 write and read them one at a time, in ten times the time of all the rest. Here the gradient compares
 the output or, in a graph for a CPU, the input, as in eager mode.
 
-Where CPUs wait for arithmetic and not for memory, a derivative is worked out with less of it: from a
-value in place of an exponential, or with the factor in the constants of its formula.
+Where CPUs wait for arithmetic and not for memory, a derivative is worked out with less of it: from
+a value in place of an exponential, or with the factor in the constants of its formula.
 """
 
 from __future__ import annotations
