@@ -82,7 +82,7 @@ def _outputs_per_input(
 def _window(dims: int, input: Tensor, kernel_size: Sizes, padding: Sizes = 0) -> int:
     """How many numbers a window has: with ``ceil_mode`` a kernel may be larger than its input."""
     sizes = zip(input.shape[-dims:], _each(kernel_size, dims), _each(padding, dims), strict=True)
-    return math.prod(min(kernel, size + 2 * pad) for size, kernel, pad in sizes)
+    return math.prod([min(kernel, size + 2 * pad) for size, kernel, pad in sizes])
 
 
 def _averaged(window: float, ratio: float, divisor: float, constraint: Constraint) -> Scales:
