@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .active import histories, product_recipe
 from .casting import cast_backward, cast_forward
-from .matmul import active_recipe, histories, to_autocast_dtype
+from .matmul import to_autocast_dtype
 from .tally import product_name
 
 __all__ = ["attention", "flex_attention"]
@@ -66,7 +67,7 @@ def _cast_around(
     value: Tensor,
 ) -> tuple[Tensor, ...]:
     """A kernel of cast operands, and the cast of the gradient of the first of its results."""
-    recipe = active_recipe()
+    recipe = product_recipe()
     if recipe is None:
         return kernel(query, key, value)
     name, cast = product_name("attention"), recipe.input

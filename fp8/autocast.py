@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from .activations import ACTIVATIONS
+from .active import ACTIVE, Block, active_recipe, checked_backend, product_recipe
 from .checkpoint import checkpointed, in_reentrant
 from .function import FIRST_LOOK, called
 from .history import AmaxHistory
-from .matmul import ACTIVE, Block, active_recipe, checked_backend
 from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
@@ -114,9 +114,7 @@ class _Mode(TorchFunctionMode):
             return called(function, args, kwargs)
         handler = PRODUCTS.get(function)
         if handler is not None:
-            if not self.block.reenters and in_reentrant():
-                raise RuntimeError(_REENTRANT)
-            result = handler(recipe, *args, **kwargs)
+            result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):
                 _leave(function, result)
             elif result is not NotImplemented:
@@ -205,8 +203,9 @@ class autocast:
         # A block within one of the same history goes on counting its products.
         outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
         counter = outer.counter if outer is not None and outer.history is self.history else [0]
+        again = self.reenters or in_reentrant()  # opened inside of what is recomputed
         ACTIVE.blocks.append(
-            Block(self.recipe, self.opaque, above, self.history, counter, self.backend)
+            Block(self.recipe, self.opaque, above, self.history, counter, self.backend, again)
         )
         self._open.append(_Mode(self))
         for mode in (self._open[-1], *above):
@@ -232,13 +231,6 @@ class autocast:
                 return function(*args, **kwargs)
 
         return inside
-
-
-_REENTRANT = (
-    "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "
-    "block, without casts: use checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts) "
-    "or fp8.convert"
-)
 
 
 def _check_recomputes(recipe: Recipe) -> None:

@@ -17,6 +17,7 @@ from tests.unit_scaling.test_rows import normal
         {"ceil_mode": True},
         {"ceil_mode": True, "divisor_override": 5},
         {"divisor_override": -3},
+        {"divisor_override": -3, "constraint": "hmean"},
     ],
 )
 def test_compiled_averages_are_the_eager_ones(settings):

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fp8.active import active_recipe
 from fp8.function import in_graph, taken_as_constant
-from fp8.matmul import active_recipe
 
 from ..scale import scale_both, scale_output
 
@@ -154,5 +154,7 @@ def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any)
     recipe = active_recipe() if name == "relu" else None
     ours = input.requires_grad and (input.is_cpu or not _keeps_input(name))
     if ours and not (recipe and recipe.saved_activations):
-        return apply("_Activation", input, name, fwd, bwd, *settings)
+        return apply(
+            "unit_scaling._functional.from_output._Activation", input, name, fwd, bwd, *settings
+        )
     return scale_output(KERNELS[name].function(input, *settings), fwd, bwd, fresh=False)

@@ -49,6 +49,11 @@ def _each(value: Any, dims: int) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
+def _steps(stride: Sizes | None, dims: int) -> list[int]:
+    """The stride of each dimension; [] where it is left out: that of the kernel."""
+    return [] if stride is None else _each(stride, dims)
+
+
 def _outputs_per_input(
     dims: int,
     input: Tensor,
@@ -59,13 +64,14 @@ def _outputs_per_input(
     ceil_mode: bool = False,
 ) -> float:
     kernel = _each(kernel_size, dims)
-    steps = kernel if stride is None or stride == [] else _each(stride, dims)
+    steps = _steps(stride, dims) or kernel
     pads, dilations = _each(padding, dims), _each(dilation, dims)
     ratio = 1.0
     for size, k, step, pad, d in zip(
         input.shape[-dims:], kernel, steps, pads, dilations, strict=True
     ):
         room = size + 2 * pad - d * (k - 1) - 1
+        step = step or 1  # torch refuses 0
         count = (room + step - 1 if ceil_mode else room) // step + 1
         if ceil_mode and (count - 1) * step >= size + pad:
             count -= 1  # torch leaves out a window that starts in the padding on the right
@@ -73,8 +79,10 @@ def _outputs_per_input(
     return ratio
 
 
-def _window(dims: int, kernel_size: Sizes) -> int:
-    return math.prod(_each(kernel_size, dims))
+def _window(dims: int, input: Tensor, kernel_size: Sizes, padding: Sizes = 0) -> int:
+    """How many numbers a window has: with ``ceil_mode`` a kernel may be larger than its input."""
+    sizes = zip(input.shape[-dims:], _each(kernel_size, dims), _each(padding, dims), strict=True)
+    return math.prod(min(kernel, size + 2 * pad) for size, kernel, pad in sizes)
 
 
 def _averaged(window: float, ratio: float, divisor: float, constraint: Constraint) -> Scales:
@@ -100,7 +108,7 @@ def avg_pool_scales(
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
     """The mean of n numbers has RMS 1/sqrt(n), and so has the gradient of a window."""
-    window = _window(dims, kernel_size)
+    window = _window(dims, input, kernel_size, padding)
     ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, 1, ceil_mode)
     return _averaged(window, ratio, divisor_override or window, constraint)
 
@@ -127,8 +135,8 @@ def _avg_pool1d(
     divisor_override: int | None = None,
 ) -> Tensor:
     """avg_pool1d with a divisor, which torch's has not: as avg_pool2d over a dimension of 1."""
-    step = [] if stride is None or stride == [] else [1, *_each(stride, 1)]
-    sizes = [1, *_each(kernel_size, 1)], step, [0, *_each(padding, 1)]
+    step = _steps(stride, 1)
+    sizes = [1, *_each(kernel_size, 1)], step and [1, *step], [0, *_each(padding, 1)]
     sums = F.avg_pool2d(input.unsqueeze(-2), *sizes, ceil_mode, count_include_pad, divisor_override)
     return sums.squeeze(-2)
 
@@ -145,7 +153,7 @@ def max_pool_scales(
 ) -> Scales:
     """The RMS of the largest of n standard normal numbers; it gets all of a window's gradient."""
     ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, dilation, ceil_mode)
-    return _largest(_window(dims, kernel_size), ratio, constraint)
+    return _largest(_window(dims, input, kernel_size), ratio, constraint)
 
 
 def lp_pool_scales(
@@ -166,7 +174,7 @@ def lp_pool_scales(
     def moment(p: float) -> float:
         return float(2 ** (p / 2) * math.gamma((p + 1) / 2) / math.sqrt(math.pi))
 
-    window, p = _window(dims, kernel_size), float(norm_type)
+    window, p = _window(dims, input, kernel_size), float(norm_type)
     if not 0 < p < math.inf:
         raise ValueError(f"norm_type is a positive number, got {norm_type}")
     norm = (window * moment(p)) ** (1 / p)

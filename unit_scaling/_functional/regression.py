@@ -130,7 +130,7 @@ def smooth_l1_loss(
 
 def huber_loss_scales(input: Tensor, target: Tensor, delta: float = 1.0) -> Scales:
     """The gradient is the difference of two unit normals, clipped to [-delta, delta]."""
-    return _pair(input, target, _clipped_rms(delta))
+    return _pair(input, target, _clipped_rms(delta) if delta > 0 else 1.0)  # torch refuses 0
 
 
 @row(huber_loss_scales, replaces=(F.huber_loss,))

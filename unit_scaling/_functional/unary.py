@@ -24,7 +24,7 @@ from fp8.activations import KERNELS
 from ..constant import specialised
 from ..elementwise import elementwise_factors, elementwise_scales, scaled_elementwise
 from ..ops import Adapter, Scales, row
-from ..scale import scale_output
+from ..scale import kept_in, scale_output
 from . import from_output, fused
 from .generated import REQUIRED, described
 
@@ -145,7 +145,7 @@ def _activation(
         if args or named:
             mult, constraint, inplace, given = _given(name, defaults, args, named)
         if not input.is_floating_point():
-            return fn(input, **given)
+            return kept_in(input if inplace else None, fn(input, **given))
         fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult

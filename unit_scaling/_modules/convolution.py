@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from .. import functional as U
+from ..constraints import checked_constraint
 from ..parameter import MupType, TaggedModule
 from .linear import reset_weight_and_bias
 
@@ -23,7 +24,7 @@ class _Weighted(TaggedModule):
     """What convolutions share. ``self`` is also the torch module of the same name."""
 
     def _keep(self, constraint: str | None, weight_mup_type: MupType) -> None:
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
         self.tag_parameters(weight=weight_mup_type, bias="bias")
 
     def reset_parameters(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .. import functional as U
+from ..constraints import checked_constraint
 from ..parameter import TaggedModule
 
 __all__ = [
@@ -34,7 +35,7 @@ class GELU(nn.GELU):
     ) -> None:
         super().__init__(approximate=approximate)
         self.mult = mult
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:
         return U.gelu(input, self.mult, self.constraint, self.approximate)
@@ -51,7 +52,7 @@ class SiLU(nn.SiLU):
     ) -> None:
         super().__init__(inplace=inplace)
         self.mult = mult
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:
         return U.silu(input, self.mult, self.constraint, self.inplace)
@@ -68,7 +69,7 @@ class Softmax(nn.Softmax):
     ) -> None:
         super().__init__(dim=dim)
         self.mult = mult
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:
         return U.softmax(input, self.dim, constraint=self.constraint, mult=self.mult)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .. import functional as U
+from ..constraints import checked_constraint
 from ..parameter import MupType, TaggedModule
 
 __all__ = ["Bilinear", "Linear", "LinearReadout"]
@@ -45,7 +46,7 @@ class Linear(TaggedModule, nn.Linear):
         weight_mup_type: MupType = "weight",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
         self.tag_parameters(weight=weight_mup_type, bias="bias")
 
     def reset_parameters(self) -> None:
@@ -103,7 +104,7 @@ class Bilinear(TaggedModule, nn.Bilinear):
         weight_mup_type: MupType = "weight",
     ) -> None:
         super().__init__(in1_features, in2_features, out_features, bias, device, dtype)
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
         self.tag_parameters(weight=weight_mup_type, bias="bias")
 
     def reset_parameters(self) -> None:

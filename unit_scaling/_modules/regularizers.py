@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from .. import functional as U
+from ..constraints import checked_constraint
 from ..parameter import TaggedModule
 from .scaled import Constrained, Scaled
 
@@ -91,7 +92,7 @@ class PReLU(TaggedModule, nn.PReLU):
         constraint: str | None = "to_output_scale",
     ) -> None:
         super().__init__(num_parameters, init, device, dtype)
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
         self.tag_parameters(weight="norm")
 
     def reset_parameters(self) -> None:
@@ -114,7 +115,7 @@ class Softmin(nn.Softmin):
     ) -> None:
         super().__init__(dim=dim)
         self.mult = mult
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:
         return U.softmin(input, self.dim, constraint=self.constraint, mult=self.mult)

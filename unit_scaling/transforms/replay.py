@@ -17,12 +17,13 @@ from fp8.autocast import EXPANDED
 from fp8.checkpoint import checkpointed
 from fp8.function import FIRST_LOOK, called
 
+from ..batch import row_scale
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each, scale_output, value_with_gradient
 from .calls import KINDS
 from .hidden import reveal
 from .install import HOOKS
-from .record import Key, Slot
+from .record import Key, Slot, tensors_in
 from .steps import Plan, Step
 
 __all__ = ["SPECIAL", "PlanMissError", "Replay"]
@@ -49,10 +50,10 @@ def _average(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
 
 def _preserved_linear(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = max(1, input.numel() // max(1, weight.shape[1]))
+        grad = row_scale(input.numel() // max(1, weight.shape[1]))
         if bias is not None:
-            bias = scale_bwd(bias, rows**-0.5)
-        scales = (step.factor, step.factor, rows**-0.5)
+            bias = scale_bwd(bias, grad)
+        scales = (step.factor, step.factor, grad)
         y = matmul.linear(input, weight, scales=scales)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -71,7 +72,7 @@ def _grouped_mm(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     left, right = (*args, *kwargs.values())[:2]
     output = (left.shape[-1] or 1) ** -0.5
     rows = left.shape[0] / right.shape[0] if right.dim() == 3 else right.shape[-1]
-    right = scale_each(right, 1.0, (rows or 1) ** -0.5 / output)
+    right = scale_each(right, 1.0, row_scale(rows) / output)
     args = (left, right, *args[2:])
     names = [name for name in kwargs if name not in ("self", "mat2", "mat_a", "mat_b")]
     product = torch.nn.functional.grouped_mm(*args, **{name: kwargs[name] for name in names})
@@ -175,7 +176,7 @@ class Replay(TorchFunctionMode):
         self._busy = True
         try:
             kind = self._kind(function)
-            step = None if kind is None else self._next(kind)
+            step = None if kind is None else self._next(kind, args, kwargs)
             self.latest = step
             if step is None:
                 return called(function, args, kwargs)
@@ -190,7 +191,7 @@ class Replay(TorchFunctionMode):
                     return kind
         return self._kinds.get(function)
 
-    def _next(self, kind: str) -> Step | None:
+    def _next(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         path = self._path[-1]
         if path.endswith(HOOKS):
             return None
@@ -198,7 +199,12 @@ class Replay(TorchFunctionMode):
         self._counts[path, kind] = count + 1
         key: Key = (path, kind, count)
         if key not in self._steps:
-            raise PlanMissError(f"call {count} of {kind} in {path or 'the model itself'!r}")
+            if not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
+                return None  # positions and masks, which have no scale
+            raise PlanMissError(
+                f"unit_scale has not seen call {count} of {kind} in {path or 'the model itself'!r}: "
+                "torch.export takes the branch of the model that its calls have taken"
+            )
         return self._steps[key]
 
     def _execute(
