@@ -120,7 +120,7 @@ class _Convolution(Function):
                 g, _ = _cast_maps(grad, for_w, -2, ctx.history, record=True)
             x = _cast_maps(x, again_x, -2)[0].to(grad.dtype)
             _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *ctx.geometry, [False, True, False])
-        if needs_w:
+        if dw is not None:
             dw = _times(dw, ctx.s_dw)
         if needs_bias:  # of the gradient that no cast has touched, as in fp8.matmul.linear
             db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
@@ -139,8 +139,8 @@ def _convolve(
     if recipe is None and torch.compiler.is_compiling():
         from .traced import apply as apply_in_graph
 
-        name = "fp8.convolution._uncast_convolution"
-        return apply_in_graph(name, x, weight, bias, scales, geometry)
+        function = "fp8.convolution._uncast_convolution"
+        return apply_in_graph(function, x, weight, bias, scales, geometry)
     casts = casts_of(recipe, name=product_name("conv", weight))
     casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)

@@ -53,6 +53,7 @@ fp8.subclass, fp8.report <- unit_scaling.transforms
 fp8.function, unit_scaling.watched <- unit_scaling.scale
 unit_scaling.watched <- unit_scaling.ops
 unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
+unit_scaling.one_call <- unit_scaling._functional
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
 unit_scaling.quadrature, unit_scaling.constant, unit_scaling.ops <- unit_scaling.elementwise
 unit_scaling.elementwise <- unit_scaling._functional
