@@ -112,9 +112,9 @@ def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float
     >>> apply_constraint(None, 2.0, 8.0)
     (2.0, 8.0)
     """
-    if constraint_name is None or constraint_name == "":
-        return scales
     checked_constraint(constraint_name)
+    if not constraint_name:
+        return scales
     arity = _ARITY.get(constraint_name, len(scales))
     if arity != len(scales):
         raise ValueError(

@@ -16,7 +16,7 @@ from fp8.autocast import outside_compiler
 from fp8.names import check_name
 from fp8.subclass import check_module
 
-from ..parameter import remember_tags, tag
+from ..parameter import has_parameter_data, remember_tags, tag
 from .calls import KINDS
 from .compile import copied
 from .copies import detached, twin_of
@@ -200,8 +200,8 @@ class UnitScale:
         counts: Counter[int] = Counter()
         for name, depth in depths.items():
             parameter: Any = model.get_parameter(name)
-            if hasattr(parameter, "mup_type") and parameter.mup_scaling_depth is None:
-                tag(parameter, parameter.mup_type, depth)
+            if has_parameter_data(parameter) and parameter.mup_scaling_depth is None:
+                tag(model.get_parameter(name), parameter.mup_type, depth)
                 counts[depth] += 1
         for depth, count in counts.items():
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
@@ -333,7 +333,10 @@ def unit_scale(
         raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
-            raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
+            raise ValueError(
+                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
+                "to take its place in the model itself"
+            )
     refuse_weights(module)
     result = copied(module)
     inner = unwrapped(result)
