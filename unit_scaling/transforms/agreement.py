@@ -361,8 +361,8 @@ def _centred(shares: Shares, mean: float) -> Shares:
 
 
 def _of_table(node: Node) -> Shares:
-    """Rows of a table, each as often as any other, agree by what they have in common. Those that are
-    trained start independent: a plan made after a checkpoint was loaded is that of before."""
+    """Rows of a table, each as often as any other, agree by what they have in common. Those that
+    are trained start independent: a plan made after a checkpoint was loaded is that of before."""
     table = next(
         (t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()), None
     )
