@@ -35,7 +35,7 @@ FIRST_LOOK: list[TorchFunctionMode] = []
 
 
 #: The functions of `in_graph` by module and name, which cross into a graph where a class cannot.
-IN_GRAPH: dict[str, type[Function]] = {}
+IN_GRAPH: dict[str, Callable[..., Any]] = {}
 
 
 def taken_as_constant(fn: Fn) -> Fn:
@@ -49,13 +49,15 @@ def taken_as_constant(fn: Fn) -> Fn:
     return fn
 
 
-def in_graph(function: type[Function]) -> type[Function]:
-    """Class decorator for what `apply` leaves in a graph as the one call that it is.
+def in_graph(function: Fn) -> Fn:
+    """Decorator for what `fp8.traced.apply` leaves in a graph as the one call that it is.
 
-    That is for functions that do the same whether they are compiled or not, and look at nothing
-    but their arguments: tensors, numbers and strings.
+    function: an autograd function, or a function. That is for those that do the same whether they
+    are compiled or not, and look at nothing but what every compiled call compares (autocast, the
+    gradient mode) and their arguments: tensors, numbers and strings.
     """
-    IN_GRAPH[f"{function.__module__}.{function.__qualname__}"] = function
+    name = f"{function.__module__}.{function.__qualname__}"
+    IN_GRAPH[name] = getattr(function, "apply", function)
     return function
 
 

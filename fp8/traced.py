@@ -14,4 +14,4 @@ __all__ = ["apply"]
 @torch.compiler.allow_in_graph
 def apply(name: str, *args: Any) -> Any:
     """The function of this name in `IN_GRAPH`, called: what is in it the compiler does not read."""
-    return IN_GRAPH[name].apply(*args)
+    return IN_GRAPH[name](*args)

@@ -1,4 +1,4 @@
-"""Average pooling in a graph: sums in place of means, and one factor."""
+"""Average pooling in a graph: sums in place of means, and one factor; all pooling as one call."""
 
 import pytest
 import torch
@@ -65,3 +65,39 @@ def test_a_divisor_is_refused_where_torch_has_none():
     for function in (U.avg_pool1d, pool):
         with pytest.raises(TypeError, match="divisor_override"):
             function(torch.ones(1, 1, 8), 2, divisor_override=3)
+
+
+@pytest.mark.parametrize("sizes", [4, 1, (2, None, 3), (None, 1, 5), (24, 1, 1)], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_compiled_adaptive_averages(sizes, channels_last: bool):
+    """Of windows of one size, a graph has the sums; of others what torch has."""
+    torch.compiler.reset()
+    x, results = normal(2, 3, 12, 4, 15), []
+    x = x.to(memory_format=torch.channels_last_3d) if channels_last else x[0]
+    op = U.adaptive_avg_pool3d
+    for pool in (op, torch.compile(op, backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        y = pool(leaf, sizes, constraint=None)
+        y.square().sum().backward()
+        results.append((y.detach(), leaf.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-14, atol=1e-14)
+
+
+def test_compiled_adaptive_averages_do_not_overflow():
+    """Four of 30000 are more than float16 holds. NaN and Inf stay in their window."""
+    pool = torch.compile(U.adaptive_avg_pool1d, backend="aot_eager", fullgraph=True)
+    x = torch.full((1, 1, 8), 30000.0)
+    assert pool(x.half(), 2).tolist() == [[[60000, 60000]]]
+    x[..., 0], x[..., 4] = torch.inf, torch.nan
+    assert str(pool(x, 4).tolist()) == str(U.adaptive_avg_pool1d(x, 4).tolist())
+
+
+def test_compiled_pools_return_indices_and_name_what_is_wrong():
+    torch.compiler.reset()
+    x = normal(2, 3, 8)
+    pool = torch.compile(U.max_pool1d, backend="aot_eager", fullgraph=True)
+    got, expected = (f(x, 2, return_indices=True) for f in (pool, U.max_pool1d))
+    torch.testing.assert_close(got, expected)
+    for function in (U.lp_pool1d, torch.compile(U.lp_pool1d, backend="aot_eager")):
+        with pytest.raises((ValueError, RuntimeError), match="norm_type is a positive number"):
+            function(x, -1.0, 2)

@@ -37,8 +37,6 @@ MORE = {
     (torch, "mul", X, Y): 54,
     (torch, "sin", X): 28,
     (torch, "exp", X): 50,
-    (torch, "sum", X, -1): 49,
-    (torch, "mean", X, -1): 51,
     (F, "elu", X): 28,
     (F, "hardtanh", X): 60,
     (F, "gelu", X): 51,
@@ -52,6 +50,23 @@ MORE = {
     (F, "huber_loss", X, Y): 91,
     (F, "cross_entropy", X, CLASSES): 77,
 }
+
+
+#: Ops of which the compiler reads nothing, however long their rules are.
+ONE_CALL = [
+    *[(torch, name, X, -1) for name in ("sum", "mean", "var", "std", "cumsum")],
+    (F, "cosine_similarity", X, Y),
+    (F, "avg_pool1d", IMAGE, 2),
+    (F, "max_pool1d", IMAGE, 2),
+    (F, "lp_pool1d", IMAGE, 2.0, 2),
+    (F, "adaptive_avg_pool1d", IMAGE, 2),
+    (F, "adaptive_max_pool1d", IMAGE, 2),
+    (F, "interpolate", IMAGE, None, 2),
+    (F, "dropout1d", IMAGE, 0.5),
+    (F, "alpha_dropout", X, 0.5, True),
+    (F, "feature_alpha_dropout", IMAGE, 0.5, True),
+]
+MORE |= dict.fromkeys(ONE_CALL, 24)
 
 
 @pytest.mark.parametrize(("given", "more"), MORE.items(), ids=[given[1] for given in MORE])
@@ -71,6 +86,13 @@ CHANGING = {
     ("prelu", X, SLOPE): [{}, {"constraint": None}, {"constraint": "gmean"}],
     ("add", X, Y): [{}, {"alpha": 2.0}, {"alpha": -1.0, "constraint": None}],
     ("mean", X): [{"dim": 0}, {"dim": (0, 1)}, {"dim": None}, {"dim": 1, "keepdim": True}],
+    ("sum", X): [{"dim": 0}, {"dim": (0, 1)}, {"dim": 1, "constraint": None}, {"keepdim": True}],
+    ("var", X): [{"dim": 0}, {"dim": 1}, {"dim": 1, "correction": 0}],
+    ("max_pool1d", IMAGE): [{"kernel_size": 2}, {"kernel_size": (3,)}, {"kernel_size": [2]}],
+    ("avg_pool1d", IMAGE): [{"kernel_size": n, "stride": m} for n in (2, 3) for m in (None, 1)],
+    ("adaptive_avg_pool1d", IMAGE): [{"output_size": n} for n in (1, 2, 3, 4)],
+    ("interpolate", IMAGE): [{"size": 8}, {"size": 2}, {"scale_factor": 3.0}],
+    ("alpha_dropout", X): [{"p": 0.3}, {"p": 0.0, "training": True}, {"constraint": "gmean"}],
     ("huber_loss", X, Y): [{}, {"delta": 2.0}, {"delta": 0.5}, {"reduction": "sum"}],
     ("mse_loss", X, Y): [{}, {"reduction": "none"}, {"weight": Y.detach().abs()}],
     ("layer_norm", X, (8,), W, W): [{}, {"eps": 1.0}],
@@ -91,6 +113,32 @@ def test_changed_settings_are_seen(given: tuple, changes: list[dict]):
     for settings in [*changes, *reversed(changes)]:
         got, expected = (results(fn, *given, **settings) for fn in (compiled, call))
         torch.testing.assert_close(got, expected)
+
+
+#: Whose factor is no formula of sizes: constants of a graph, or random.
+BY_SIZE = {"max_pool1d", "adaptive_max_pool1d", "interpolate", "alpha_dropout", "dropout1d"}
+BY_SYMBOL = [given for given in ONE_CALL if given[1] not in {*BY_SIZE, "feature_alpha_dropout"}]
+
+
+@pytest.mark.parametrize("given", BY_SYMBOL, ids=[given[1] for given in BY_SYMBOL])
+def test_one_graph_for_all_sizes(given: tuple):
+    _, name, *args = given
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for size in (12, 20, 36):
+        sized = [torch.randn(*a.shape[:-1], size) if isinstance(a, Tensor) else a for a in args]
+        torch.testing.assert_close(results(compiled, name, *sized), results(call, name, *sized))
+    assert len(_debug_get_cache_entry_list(call.__code__)) == 1
+
+
+def test_numbers_may_be_symbols():
+    """Those that change are constants of a further graph, not symbols that no rule knows."""
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n in (2, 4):
+        given = ("adaptive_avg_pool1d", X, n)
+        torch.testing.assert_close(results(compiled, *given), results(call, *given))
+        assert compiled(U, "alpha_dropout", X, n / 8, True).isfinite().all()
 
 
 def test_changed_settings_of_an_own_function_are_seen():

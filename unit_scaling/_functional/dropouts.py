@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..one_call import one_call
 from ..ops import Scales, row, tie
 from ..scale import scale_each
 from .activations import dropout_scales
@@ -41,6 +42,7 @@ def _channel_dropout(
 
 
 @row(channel_dropout_scales, replaces=(F.dropout1d,))
+@one_call
 def dropout1d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
@@ -49,6 +51,7 @@ def dropout1d(
 
 
 @row(channel_dropout_scales, replaces=(F.dropout2d,))
+@one_call
 def dropout2d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
@@ -57,6 +60,7 @@ def dropout2d(
 
 
 @row(channel_dropout_scales, replaces=(F.dropout3d,))
+@one_call
 def dropout3d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
@@ -72,6 +76,20 @@ def alpha_dropout_scales(
     return tie(constraint, output=1.0, input=gradient)
 
 
+def _alpha_dropout(
+    fn: Callable[..., Tensor],
+    input: Tensor,
+    p: float,
+    training: bool,
+    inplace: bool,
+    constraint: str | None,
+) -> Tensor:
+    _check(p)
+    output = fn(input, p, training, inplace)
+    scale = alpha_dropout_scales(p, training, constraint)["input"]
+    return output if scale == 1.0 else scale_each(output, 1.0, scale)
+
+
 def _torch_form(input: Tensor, p: float = 0.5, train: bool = True, **named: Any) -> dict[str, Any]:
     return {"input": input, "p": p, "training": train, **named}
 
@@ -81,6 +99,7 @@ def _torch_form(input: Tensor, p: float = 0.5, train: bool = True, **named: Any)
     replaces=(F.alpha_dropout, torch.alpha_dropout),
     adapters={torch.alpha_dropout: _torch_form},
 )
+@one_call
 def alpha_dropout(
     input: Tensor,
     p: float = 0.5,
@@ -89,9 +108,7 @@ def alpha_dropout(
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
     """`torch.nn.functional.alpha_dropout`, which goes with selu. Raises ValueError for a bad p."""
-    _check(p)
-    output = F.alpha_dropout(input, p, training, inplace)
-    return scale_each(output, 1.0, alpha_dropout_scales(p, training, constraint)["input"])
+    return _alpha_dropout(F.alpha_dropout, input, p, training, inplace, constraint)
 
 
 @row(
@@ -99,6 +116,7 @@ def alpha_dropout(
     replaces=(F.feature_alpha_dropout, torch.feature_alpha_dropout),
     adapters={torch.feature_alpha_dropout: _torch_form},
 )
+@one_call
 def feature_alpha_dropout(
     input: Tensor,
     p: float = 0.5,
@@ -107,6 +125,4 @@ def feature_alpha_dropout(
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
     """`alpha_dropout` of whole channels: input (batch, channels, ...)."""
-    _check(p)
-    output = F.feature_alpha_dropout(input, p, training, inplace)
-    return scale_each(output, 1.0, alpha_dropout_scales(p, training, constraint)["input"])
+    return _alpha_dropout(F.feature_alpha_dropout, input, p, training, inplace, constraint)

@@ -106,6 +106,11 @@ def embedding_bag(
     with "sum" only, as in torch, and their gradient is torch's. Returns (bags, width).
     """
     s = embedding_bag_scales(input, weight, offsets, mode, include_last_offset)
+    plain = not sparse and max_norm is None and per_sample_weights is None
+    bag_size = _bag_size(input, offsets, include_last_offset)
+    on_weight = plain and weight.shape[0] * bag_size < input.numel()  # fewer rows than bags
+    if on_weight:
+        weight = scale_each(weight, s["output"], s["weight"])
     if per_sample_weights is not None:  # the factor of the output's gradient comes on top
         own = s["per_sample_weights"] / s["weight"]
         per_sample_weights = scale_each(per_sample_weights, 1.0, own)
@@ -122,4 +127,4 @@ def embedding_bag(
         include_last_offset,
         padding_idx,
     )
-    return scale_each(output, s["output"], s["weight"])
+    return output if on_weight else scale_each(output, s["output"], s["weight"])

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from operator import index
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..constant import constant, specialised
+from ..constant import constant
+from ..one_call import one_call
 from ..ops import Scales, row, tie
 from ..quadrature import largest_square
 from ..scale import scale_output
@@ -41,6 +44,9 @@ __all__ = [
 
 Sizes = int | Sequence[int]
 Constraint = str | None
+
+#: Sums and their divisor: the averages. None where averages have several divisors.
+Summed = tuple[Tensor, int] | None
 
 
 def _each(value: Any, dims: int) -> list[int]:
@@ -82,18 +88,18 @@ def _outputs_per_input(
 def _window(dims: int, input: Tensor, kernel_size: Sizes, padding: Sizes = 0) -> int:
     """How many numbers a window has: with ``ceil_mode`` a kernel may be larger than its input."""
     sizes = zip(input.shape[-dims:], _each(kernel_size, dims), _each(padding, dims), strict=True)
-    return math.prod(min(kernel, size + 2 * pad) for size, kernel, pad in sizes)
+    return math.prod([min(kernel, size + 2 * pad) for size, kernel, pad in sizes])
 
 
 def _averaged(window: float, ratio: float, divisor: float, constraint: Constraint) -> Scales:
     """A sum of ``window`` numbers over ``divisor``, ``ratio`` times for each input."""
-    output = divisor / math.sqrt(window)
-    return tie(constraint, output=output, input=output / math.sqrt(ratio))
+    output = divisor / window**0.5
+    return tie(constraint, output=output, input=output / ratio**0.5)
 
 
 def _largest(window: int, ratio: float, constraint: Constraint) -> Scales:
     """The largest of ``window`` numbers, which gets all of the gradient."""
-    output = constant(largest_square, window) ** -0.5
+    output = constant(largest_square, index(window)) ** -0.5  # a symbol of a graph
     return tie(constraint, output=output, input=ratio**-0.5)
 
 
@@ -113,19 +119,8 @@ def avg_pool_scales(
     return _averaged(window, ratio, divisor_override or window, constraint)
 
 
-def _summed(dims: int, **given: Any) -> dict[str, Any]:
-    """The arguments of avg_pool, for sums in place of means where all have the same divisor.
-
-    The factor of a sum is that of the mean over the divisor: one multiplication does for both. (In
-    float16 a sum can overflow where the mean does not.)
-    """
-    whole = given.get("count_include_pad", True) or not any(_each(given.get("padding", 0), dims))
-    divisor = given.get("divisor_override")
-    same = whole and not given.get("ceil_mode", False) if divisor is None else divisor != 0
-    return {**given, "divisor_override": 1} if same else given
-
-
-def _avg_pool1d(
+def _sums(
+    dims: int,
     input: Tensor,
     kernel_size: Sizes,
     stride: Sizes | None = None,
@@ -133,12 +128,46 @@ def _avg_pool1d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-) -> Tensor:
-    """avg_pool1d with a divisor, which torch's has not: as avg_pool2d over a dimension of 1."""
+) -> Summed:
+    """avg_pool as sums over the windows."""
+    divisor = math.prod(_each(kernel_size, dims)) if divisor_override is None else divisor_override
+    whole = not ceil_mode and (count_include_pad or not any(_each(padding, dims)))
+    if not divisor or not (whole or divisor_override):
+        return None
+    pool = getattr(F, f"avg_pool{dims}d")
+    return pool(input, kernel_size, stride, padding, ceil_mode, count_include_pad, 1), divisor
+
+
+def _sums_of_a_line(
+    dims: int,
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Summed:
+    """avg_pool1d, which has no divisor, over two dimensions of which one is of size 1."""
     step = _steps(stride, 1)
     sizes = [1, *_each(kernel_size, 1)], step and [1, *step], [0, *_each(padding, 1)]
-    sums = F.avg_pool2d(input.unsqueeze(-2), *sizes, ceil_mode, count_include_pad, divisor_override)
-    return sums.squeeze(-2)
+    found = _sums(2, input.unsqueeze(-2), *sizes, ceil_mode, count_include_pad)
+    return found and (found[0].squeeze(-2), found[1])
+
+
+def _sums_of_parts(dims: int, input: Tensor, output_size: Any) -> Summed:
+    """adaptive_avg_pool where all windows are of one size, and not all there is: that is a mean."""
+    sizes = _each(output_size, dims)
+    if all(wanted == 1 for wanted in sizes):
+        return None
+    divisor, parts = 1, input
+    for dim, wanted in zip(range(-1, -2 * dims, -2), reversed(sizes), strict=True):
+        size = parts.shape[dim]
+        wanted = size if wanted is None else wanted
+        if wanted < 1 or size < wanted or size % wanted:
+            return None
+        parts = parts.unflatten(dim, (wanted, size // wanted))
+        divisor *= size // wanted
+    return parts.sum(list(range(-1, -2 * dims, -2))), divisor
 
 
 def max_pool_scales(
@@ -216,69 +245,75 @@ def adaptive_max_pool_scales(
     return _largest(math.ceil(window), ratio, constraint)
 
 
-#: Kind of pooling -> its rule and torch's arguments after the first, those of the rule's first.
+class _Kind(NamedTuple):
+    """A rule; torch's arguments after the first, those of the rule's first; what finds `Summed`."""
+
+    rule: Callable[..., Scales]
+    settings: dict[str, Any]
+    sums: Callable[..., Summed] | None = None
+
+
 _WINDOW = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
-_KINDS: dict[str, tuple[Callable[..., Scales], dict[str, Any]]] = {
-    "avg_pool": (avg_pool_scales, {**_WINDOW, "ceil_mode": False, "count_include_pad": True}),
-    "max_pool": (
-        max_pool_scales,
-        {**_WINDOW, "dilation": 1, "ceil_mode": False, "return_indices": False},
-    ),
-    "lp_pool": (
-        lp_pool_scales,
-        {"norm_type": REQUIRED, "kernel_size": REQUIRED, "stride": None, "ceil_mode": False},
-    ),
-    "adaptive_avg_pool": (adaptive_avg_pool_scales, {"output_size": REQUIRED}),
-    "adaptive_max_pool": (
-        adaptive_max_pool_scales,
-        {"output_size": REQUIRED, "return_indices": False},
+_AVERAGE = {**_WINDOW, "ceil_mode": False, "count_include_pad": True}
+_LARGEST = {**_WINDOW, "dilation": 1, "ceil_mode": False, "return_indices": False}
+_NORM = {"norm_type": REQUIRED, "kernel_size": REQUIRED, "stride": None, "ceil_mode": False}
+
+#: torch's name without the dimensions, or with them -> what it does.
+_KINDS = {
+    "avg_pool": _Kind(avg_pool_scales, {**_AVERAGE, "divisor_override": None}, _sums),
+    "avg_pool1d": _Kind(avg_pool_scales, _AVERAGE, _sums_of_a_line),
+    "max_pool": _Kind(max_pool_scales, _LARGEST),
+    "lp_pool": _Kind(lp_pool_scales, _NORM),
+    "adaptive_avg_pool": _Kind(adaptive_avg_pool_scales, {"output_size": REQUIRED}, _sums_of_parts),
+    "adaptive_max_pool": _Kind(
+        adaptive_max_pool_scales, {"output_size": REQUIRED, "return_indices": False}
     ),
 }
+
+_DOCUMENTATION = """``s * {name}(input)``, with torch's arguments.
+
+input: (batch, channels, ...) or (channels, ...) with {dims} more, floating point. Indices that are
+asked for are torch's.
+"""
 
 
 def _pool(kind: str, dims: int) -> Callable[..., Any]:
     """Adds the row of one kind of pooling in this number of dimensions, and returns the op."""
     name = f"{kind}{dims}d"
     fn = getattr(F, name)
-    rule_of, settings = _KINDS[kind]
-    if kind == "avg_pool" and dims > 1:
-        settings = {**settings, "divisor_override": None}
+    rule_of, settings, sums = _KINDS.get(name) or _KINDS[kind]
     unread = ("return_indices", "count_include_pad")  # the rule's, by not being in its signature
 
     def rule(input: Tensor, **given: Any) -> Scales:
         return rule_of(dims, input, **{k: v for k, v in given.items() if k not in unread})
 
-    def op(input: Tensor, *args: Any, **named: Any) -> Any:
+    def pooled(in_graph: bool, input: Tensor, *args: Any, **named: Any) -> Any:
         names = (*settings, "constraint")
         if len(args) > len(names):
             raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
         given = {**dict(zip(names, args, strict=False)), **named}
-        pool = fn
-        if torch.compiler.is_compiling():  # torch's own lp_pool takes no symbol for a kernel
-            given = {setting: specialised(value) for setting, value in given.items()}
-            known = "divisor_override" in settings or "divisor_override" not in given
-            if kind == "avg_pool" and known and input.dtype != torch.float16:
-                given = _summed(dims, **given)
-                pool = _avg_pool1d if dims == 1 else fn
         s = rule(input, **given)
         given.pop("constraint", None)
-        output = pool(input, **given)
+        sum_up = sums if in_graph and input.dtype != torch.float16 else None  # it can overflow
+        summed = sum_up and sum_up(dims, input, **given)
+        output, divisor = summed or (fn(input, **given), 1)
+        fwd, bwd = s["output"] / divisor, s["input"] / divisor
         if isinstance(output, tuple):
             values, indices = output
-            return scale_output(values, s["output"], s["input"], fresh=False), indices
-        return scale_output(output, s["output"], s["input"], fresh=kind != "lp_pool")
+            return scale_output(values, fwd, bwd, fresh=False), indices
+        # In a graph it may be a view, and would stay one; autograd keeps a norm.
+        return scale_output(output, fwd, bwd, fresh=not (in_graph or kind == "lp_pool"))
+
+    def op(input: Tensor, *args: Any, **named: Any) -> Any:
+        return pooled(False, input, *args, **named)
 
     read = {k: v for k, v in settings.items() if k not in unread}
     ours = {"constraint": "to_output_scale"}
     described(rule, f"{name}_scales", rule_of.__doc__, {"input": REQUIRED, **read, **ours})
-    about = (
-        f"``s * {name}(input)``, with torch's arguments.\n\n"
-        f"input: (batch, channels, ...) or (channels, ...) with {dims} more, floating point. "
-        "Indices that are asked for are torch's.\n"
-    )
+    about = _DOCUMENTATION.format(name=name, dims=dims)
     described(op, name, about, {"input": REQUIRED, **settings, **ours})
     same = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
-    return row(rule, replaces=same)(op)
+    return row(rule, replaces=same)(one_call(op, partial(pooled, True)))
 
 
 def _three(kind: str) -> list[Callable[..., Any]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..one_call import one_call
 from ..ops import Scales, row, tie
 from ..scale import scale_each, scale_output
 
@@ -60,8 +61,8 @@ def mean_scales(
     """
     count = _summed(input, dim)
     if _is_value(input, dim, keepdim):
-        return tie(constraint, output=1.0, input=float(count) if dim is None else 1.0)
-    return tie(constraint, output=count**0.5, input=float(count))
+        return tie(constraint, output=1.0, input=count if dim is None else 1.0)
+    return tie(constraint, output=count**0.5, input=count)
 
 
 def _torch_reduce(
@@ -72,6 +73,7 @@ def _torch_reduce(
 
 
 @row(sum_scales, adapters={torch.sum: _torch_reduce, torch.Tensor.sum: _torch_reduce})
+@one_call
 def sum(
     input: Tensor,
     dim: Dims = None,
@@ -88,7 +90,11 @@ def sum(
     return scale_output(output, s["output"], s["input"], fresh=True)
 
 
-@row(mean_scales, adapters={torch.mean: _torch_reduce, torch.Tensor.mean: _torch_reduce})
+@row(
+    mean_scales,
+    adapters={torch.mean: _torch_reduce, torch.Tensor.mean: _torch_reduce},
+)
+@one_call
 def mean(
     input: Tensor,
     dim: Dims = None,
@@ -115,6 +121,7 @@ def cumsum_scales(input: Tensor, dim: int, constraint: str | None = "to_output_s
 
 
 @row(cumsum_scales, replaces=(torch.cumsum, torch.Tensor.cumsum))
+@one_call
 def cumsum(
     input: Tensor,
     dim: int,
@@ -164,6 +171,7 @@ def _torch_var(input: Tensor, *args: Any, **named: Any) -> dict[str, Any]:
 
 
 @row(var_scales, adapters={torch.var: _torch_var, torch.Tensor.var: _torch_var})
+@one_call
 def var(
     input: Tensor,
     dim: Dims = None,
@@ -199,6 +207,7 @@ def std_scales(
 
 
 @row(std_scales, adapters={torch.std: _torch_var, torch.Tensor.std: _torch_var})
+@one_call
 def std(
     input: Tensor,
     dim: Dims = None,
@@ -230,6 +239,7 @@ def cosine_similarity_scales(
 
 
 @row(cosine_similarity_scales, replaces=(F.cosine_similarity, torch.cosine_similarity))
+@one_call
 def cosine_similarity(
     x1: Tensor,
     x2: Tensor,

@@ -203,7 +203,7 @@ def kl_div_scales(input: Tensor) -> Scales:
 
     The target is taken for the softmax of a standard normal, with the factor of `softmax_scales`.
     """
-    scale = softmax_scales(input, -1, None)["output"] if input.dim() else 1.0
+    scale = softmax_scales(input, -1)["output"] if input.dim() else 1.0
     return {"output": 1.0, "input": scale, "target": scale}
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..constant import constant
+from ..one_call import one_call
 from ..ops import Scales, row, tie
 from ..scale import scale_output
 
@@ -53,7 +55,7 @@ def interpolate_scales(
         )
         wanted = [max(1, math.floor(n * f)) for n, f in zip(sizes, factors, strict=True)]
     output = gradient = 1.0
-    for n, m in zip(sizes, wanted, strict=True):
+    for n, m in zip(map(index, sizes), map(index, wanted), strict=True):  # symbols of a graph
         if n > _LARGE:
             n, m = _LARGE, max(1, round(m * _LARGE / n))
         energy = constant(_energy, n, m, _ALONG.get(mode, mode), align_corners) if n else 1.0
@@ -63,6 +65,7 @@ def interpolate_scales(
 
 
 @row(interpolate_scales, replaces=(F.interpolate,))
+@one_call
 def interpolate(
     input: Tensor,
     size: int | Sequence[int] | None = None,

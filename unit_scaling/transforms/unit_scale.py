@@ -202,7 +202,7 @@ class UnitScale:
         for name, depth in depths.items():
             parameter: Any = model.get_parameter(name)
             if has_parameter_data(parameter) and parameter.mup_scaling_depth is None:
-                tag(parameter, parameter.mup_type, depth)
+                tag(model.get_parameter(name), parameter.mup_type, depth)
                 counts[depth] += 1
         for depth, count in counts.items():
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
