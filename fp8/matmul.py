@@ -168,7 +168,7 @@ def _multiply(
     In that order each is rounded to its format once, from its full precision; torch.autocast's
     16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
     """
-    if not a.is_floating_point():
+    if not (a.is_floating_point() or a.is_complex()):
         scales = ONES
     if recipe is None and torch.compiler.is_compiling():
         from .traced import apply as apply_in_graph

@@ -77,7 +77,7 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
 
     Where both are 1 a graph has a view of it, and reads neither.
     """
-    if not input.is_floating_point():
+    if not (input.is_floating_point() or input.is_complex()):
         return input
     if is_compiling():
         from fp8.traced import apply as apply_in_graph
@@ -100,7 +100,7 @@ def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tens
     """
     if not (fwd is bwd or is_inference_graph() or fwd == bwd):
         return scale_each(output, fwd, bwd)
-    if fwd == 1.0 or not output.is_floating_point():
+    if fwd == 1.0 or not (output.is_floating_point() or output.is_complex()):
         return output
     return output.mul_(fwd) if fresh else output * fwd
 

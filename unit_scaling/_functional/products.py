@@ -267,7 +267,7 @@ def addmm(
     ``s * (alpha * mat1 @ mat2 + beta * input)``, as in `linear`, and mat2 takes the part of the
     weight (no constraint on its gradient). Where beta is 0 input is not read.
     """
-    if not mat1.is_floating_point():
+    if not (mat1.is_floating_point() or mat1.is_complex()):
         return input * beta + torch.matmul(mat1, mat2) * alpha
     s = addmm_scales(input, mat1, mat2, beta, alpha, constraint)
     scales = (alpha * s["output"], alpha * s["mat1"], alpha * s["mat2"])
