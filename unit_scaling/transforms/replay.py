@@ -201,9 +201,10 @@ class Replay(TorchFunctionMode):
         if key not in self._steps:
             if not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
                 return None  # positions and masks, which have no scale
+            place = path or "the model itself"
             raise PlanMissError(
-                f"unit_scale has not seen call {count} of {kind} in {path or 'the model itself'!r}: "
-                "torch.export takes the branch of the model that its calls have taken"
+                f"unit_scale has not seen call {count} of {kind} in {place!r}: torch.export takes "
+                "the branch of the model that its calls have taken"
             )
         return self._steps[key]
 

@@ -21,7 +21,7 @@ from .calls import KINDS
 from .compile import copied
 from .copies import detached, twin_of
 from .fold import Folded, folded
-from .install import Call, Places, find_scope, install, is_sharded, unwrapped
+from .install import Call, Places, find_scope, install, is_exported, is_sharded, unwrapped
 from .plan import make_plan
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
@@ -97,8 +97,7 @@ class UnitScale:
         if torch.compiler.is_compiling():
             if plan is not None:
                 return self._replay(plan, call, path)
-            # In torch 2.11 every graph that the compiler traces says that it is exported.
-            if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            if is_exported():
                 raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
             from .first_call import outside_graph
 
