@@ -140,6 +140,14 @@ def _torch_matmul(
     return {"left": input, "right": right}
 
 
+def _torch_vdot(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> dict[str, Any]:
+    return _torch_matmul(conjugate(input), other, out=out)
+
+
+def conjugate(x: Tensor) -> Tensor:
+    return x.conj() if x.is_complex() else x
+
+
 def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
     return {"left": other, "right": input}
 
@@ -161,8 +169,8 @@ def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
         torch.Tensor.mv: _torch_matmul,
         torch.dot: _torch_matmul,
         torch.Tensor.dot: _torch_matmul,
-        torch.vdot: _torch_matmul,
-        torch.Tensor.vdot: _torch_matmul,
+        torch.vdot: _torch_vdot,
+        torch.Tensor.vdot: _torch_vdot,
     },
 )
 def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
