@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .casting import cast_backward, cast_forward
-from .matmul import active_recipe, histories, to_autocast_dtype
+from .matmul import histories, product_recipe, to_autocast_dtype
 from .tally import product_name
 
 __all__ = ["attention", "flex_attention"]
@@ -66,7 +66,7 @@ def _cast_around(
     value: Tensor,
 ) -> tuple[Tensor, ...]:
     """A kernel of cast operands, and the cast of the gradient of the first of its results."""
-    recipe = active_recipe()
+    recipe = product_recipe()
     if recipe is None:
         return kernel(query, key, value)
     name, cast = product_name("attention"), recipe.input

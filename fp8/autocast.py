@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,7 +23,7 @@ from .activations import ACTIVATIONS
 from .checkpoint import checkpointed, in_reentrant
 from .function import FIRST_LOOK, called
 from .history import AmaxHistory
-from .matmul import ACTIVE, Block, active_recipe, checked_backend
+from .matmul import ACTIVE, Block, active_recipe, checked_backend, product_recipe
 from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -113,9 +114,7 @@ class _Mode(TorchFunctionMode):
             return called(function, args, kwargs)
         handler = PRODUCTS.get(function)
         if handler is not None:
-            if not self.block.reenters and in_reentrant():
-                raise RuntimeError(_REENTRANT)
-            result = handler(recipe, *args, **kwargs)
+            result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):
                 _leave(function, result)
             elif result is not NotImplemented:
@@ -204,8 +203,9 @@ class autocast:
         # A block within one of the same history goes on counting its products.
         outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
         counter = outer.counter if outer is not None and outer.history is self.history else [0]
+        again = self.reenters or in_reentrant()  # opened inside of what is recomputed
         ACTIVE.blocks.append(
-            Block(self.recipe, self.opaque, above, self.history, counter, self.backend)
+            Block(self.recipe, self.opaque, above, self.history, counter, self.backend, again)
         )
         self._open.append(_Mode(self))
         for mode in (self._open[-1], *above):
@@ -219,25 +219,18 @@ class autocast:
         if not torch.compiler.is_compiling():
             STANCE.release()
 
-    def __call__(self, function: Callable[..., T]) -> Callable[..., T]:
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """``function``, each call of it in the block. Raises TypeError for one that goes on after
         its call (a generator, a coroutine): open the block inside of it."""
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(f"{function.__name__} goes on after its call: open the block inside")
 
         @functools.wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> T:
+        def inside(*args: P.args, **kwargs: P.kwargs) -> T:
             with _again(self):
                 return function(*args, **kwargs)
 
         return inside
-
-
-_REENTRANT = (
-    "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "
-    "block, without casts: use checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts) "
-    "or fp8.convert"
-)
 
 
 def _check_recomputes(recipe: Recipe) -> None:

@@ -283,7 +283,7 @@ def revert(model: M) -> M:
     return model
 
 
-def report(model: nn.Module) -> Report:
+def report(model: nn.Module) -> Report[Row]:
     """One row for every layer with a weight: converted, and to which recipe, or left alone and why.
 
     Of a layer that several names share, the first counts.

@@ -24,10 +24,10 @@ from .kept import Held, kept, shared
 from .matmul import (
     ONES,
     Scales,
-    active_recipe,
     check_scales,
     keep_operands,
     layer_histories,
+    product_recipe,
     to_autocast_dtype,
 )
 from .operands import Casts, casts_of, one_copy, with_copies
@@ -133,7 +133,7 @@ def _convolve(
     geometry: tuple[Any, ...],
 ) -> Tensor:
     """`_Convolution` of operands that are still to be cast."""
-    recipe = active_recipe()
+    recipe = product_recipe()
     casts = casts_of(recipe, name=product_name("conv", weight))
     casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)

@@ -42,7 +42,7 @@ _INPUTS = {
 
 
 @torch.no_grad()
-def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report:
+def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     """Writes ``model``, whose layers run in FP8 by `fp8.convert`, into ``folder`` for serving.
 
     A model of the library transformers gets the files of its ``save_pretrained``, and

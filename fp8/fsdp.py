@@ -41,7 +41,7 @@ def gather_in_fp8(
     recipe: str | Recipe = "unit",
     *,
     where: Callable[[str, nn.Module], bool] | None = None,
-) -> Report:
+) -> Report[Row]:
     """Has FSDP2 send the weights of ``model`` rounded as ``recipe`` casts weights. Call it before
     `fully_shard`.
 

@@ -34,7 +34,7 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 FIRST_LOOK: list[TorchFunctionMode] = []
 
 
-#: The functions of `in_graph` by name, which crosses into a graph where a class cannot.
+#: The functions of `in_graph` by module and name, which cross into a graph where a class cannot.
 IN_GRAPH: dict[str, Callable[..., Any]] = {}
 
 
@@ -56,7 +56,8 @@ def in_graph(function: Fn) -> Fn:
     are compiled or not, and look at nothing but what every compiled call compares (autocast, the
     gradient mode) and their arguments: tensors, numbers and strings.
     """
-    IN_GRAPH[function.__name__] = getattr(function, "apply", function)
+    name = f"{function.__module__}.{function.__qualname__}"
+    IN_GRAPH[name] = getattr(function, "apply", function)
     return function
 
 

@@ -63,7 +63,7 @@ class State:
 
     scaled: Bytes
     others: Bytes
-    report: Report
+    report: Report[Row]
 
     def __str__(self) -> str:
         heads = ["bytes per parameter", "count", *(kind.replace("_", " ") for kind in _KINDS)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from .swap import why_quantized
 __all__ = ["LEVELS", "Level", "initialize"]
 
 M = TypeVar("M", bound=nn.Module)
+Opt = TypeVar("Opt", bound=Optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,14 @@ LEVELS: dict[str, Level] = {
 """Name -> what is kept in which format."""
 
 
+@overload
+def initialize(
+    model: M, optimizer: None = None, opt_level: str = "O2", recipe: str | Recipe | None = "unit"
+) -> tuple[M, AdamW]: ...
+@overload
+def initialize(
+    model: M, optimizer: Opt, opt_level: str = "O2", recipe: str | Recipe | None = "unit"
+) -> tuple[M, Opt]: ...
 def initialize(
     model: M,
     optimizer: Optimizer | None = None,

@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from . import norm
 from .formats import dtype_name
+from .function import FIRST_LOOK, called
+from .layer_norm2d import layer_norm2d
 from .report import LEFT_ALONE, Report, Row
 from .subclass import Gained, bare_class, check_module, gain, lose
 
@@ -38,6 +42,15 @@ NORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
     norm.LayerNorm2d: lambda m, x, **how: norm.layer_norm2d(x, m.weight, m.bias, m.eps, **how),
 }
 """The norms that run in low precision, with the subclasses that keep their forward: type -> how."""
+
+_CALLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    F.layer_norm: norm.layer_norm,
+    F.rms_norm: norm.rms_norm,
+    torch.rms_norm: norm.rms_norm,  # what the compiler shows of it
+    F.group_norm: norm.group_norm,
+    layer_norm2d: norm.layer_norm2d,
+}
+"""What their forwards call -> the same in low precision."""
 
 PRECISIONS: dict[str, torch.dtype | None] = {
     "amp": torch.float16,
@@ -69,12 +82,50 @@ class _LowPrecision(Gained):
         changed = autocast or self.norm_dtype or self.norm_output
         if x.dtype == torch.float64 or not changed:
             return forward(*args, **kwargs)
-        y = NORMS[_kind(self)](self, x, dtype=self.norm_dtype, output=self.norm_output)
+        how = {"dtype": self.norm_dtype, "output": self.norm_output}
+        if FIRST_LOOK:
+            mode = _Beneath(how, autocast)
+            mode.__enter__()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                mode.__exit__(None, None, None)
+        y = NORMS[_kind(self)](self, x, **how)
         return y if autocast else y.to(x.dtype)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
         return f"{own}, low_precision={_how(self)!r}"
+
+
+class _Beneath(TorchFunctionMode):
+    """The one call that a norm makes, in low precision once the modes of `FIRST_LOOK` have seen it:
+    a plan knows the call of torch, and holds in another precision or in none."""
+
+    def __init__(self, how: dict[str, Any], autocast: bool) -> None:
+        super().__init__()
+        self._how, self._autocast = how, autocast
+        self._above = tuple(FIRST_LOOK)
+
+    def __enter__(self) -> _Beneath:
+        FIRST_LOOK.insert(0, self)
+        for mode in (self, *self._above):
+            TorchFunctionMode.__enter__(mode)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in (*reversed(self._above), self):
+            TorchFunctionMode.__exit__(mode, *error)
+        del FIRST_LOOK[0]
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function not in _CALLS:
+            return called(function, args, kwargs)
+        y = _CALLS[function](*args, **kwargs, **self._how)
+        return y if self._autocast else y.to((args[0] if args else kwargs["input"]).dtype)
 
 
 def low_precision_norms(
@@ -138,7 +189,7 @@ def revert_norms(model: M) -> M:
     return model
 
 
-def norm_report(model: nn.Module) -> Report:
+def norm_report(model: nn.Module) -> Report[Row]:
     """One row for every norm: in which precision, or left alone and why.
 
     A norm is one of `NORMS`, or a layer without layers of its own that is called one. Of a norm

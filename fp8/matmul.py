@@ -24,6 +24,7 @@ from torch.autograd import Function
 
 from . import native
 from .casting import round_straight, rounded
+from .checkpoint import in_reentrant
 from .function import apply
 from .kept import Held, keep, kept, shared
 from .names import check_name
@@ -32,7 +33,7 @@ from .quantize import refuse_nested
 from .recipe import Cast, Recipe
 from .tally import product_name
 
-__all__ = ["active_recipe", "linear", "matmul"]
+__all__ = ["active_recipe", "linear", "matmul", "product_recipe"]
 
 aten = torch.ops.aten
 
@@ -59,7 +60,8 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
 
 class Block(NamedTuple):
     """What an open `fp8.autocast` block says. recipe: None where it is not enabled. above: the
-    modes that it has put on top of itself. counter: [number of products so far]."""
+    modes that it has put on top of itself. counter: [number of products so far]. reenters: whether
+    what is recomputed in the backward pass opens it again by itself."""
 
     recipe: Recipe | None
     opaque: str
@@ -67,6 +69,7 @@ class Block(NamedTuple):
     history: Any
     counter: list[int]
     backend: str
+    reenters: bool
 
 
 class _Active(threading.local):
@@ -87,6 +90,22 @@ def active_recipe() -> Recipe | None:
     """The recipe of the innermost `fp8.autocast` block of this thread; None outside of all, and
     where it is not enabled."""
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
+
+
+def product_recipe() -> Recipe | None:
+    """`active_recipe` for a product. Raises RuntimeError where it would be computed again outside
+    of the block, without casts."""
+    block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
+    if block is not None and block.recipe and not block.reenters and in_reentrant():
+        raise RuntimeError(_REENTRANT)
+    return active_recipe()
+
+
+_REENTRANT = (
+    "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "
+    "block, without casts: use checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts) "
+    "or fp8.convert"
+)
 
 
 def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
@@ -268,7 +287,7 @@ def _chosen(recipe: Recipe | None, backend: str) -> tuple[Recipe | None, str]:
     """Recipe and backend of a product: those of the enclosing block if it names no recipe."""
     if recipe is not None or not ACTIVE.blocks:
         return recipe, backend
-    return ACTIVE.blocks[-1].recipe, ACTIVE.blocks[-1].backend
+    return product_recipe(), ACTIVE.blocks[-1].backend
 
 
 def check_scales(scales: Scales) -> Scales:

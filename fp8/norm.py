@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.types import Device
 
 from .casting import spec_of, without_autocast
 from .formats import Format, get_format
@@ -240,8 +241,8 @@ class LayerNorm2d(nn.LayerNorm):
         num_channels: int,
         eps: float = 1e-6,
         affine: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_channels, eps, affine, device=device, dtype=dtype)
         self.fast_norm = is_fast_norm()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, TypeVar, overload
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, overload
 
 __all__ = ["LEFT_ALONE", "Report", "Row", "Rows", "as_table", "note", "notes_on"]
 
@@ -47,27 +47,41 @@ class Rows(Sequence[T]):
         return self.rows[index]
 
 
-class Report(Rows[Any]):
+class _Line(Protocol):
+    """A row of any report, as far as all have the same."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def done(self) -> str: ...
+    @property
+    def left_alone(self) -> bool: ...
+
+
+R = TypeVar("R", bound=_Line)
+
+
+class Report(Rows[R]):
     """Rows that begin with path, what it is about, what was done, and why; printed, a table.
 
     heading: what the second column holds.
     """
 
     def __init__(
-        self, rows: Iterable[Any], notes: Iterable[str] = (), *, heading: str = "type"
+        self, rows: Iterable[R], notes: Iterable[str] = (), *, heading: str = "type"
     ) -> None:
         super().__init__(rows, notes)
         self.heading = heading
 
     @property
-    def left_alone(self) -> list[Any]:
+    def left_alone(self) -> list[R]:
         """The rows of what was left alone."""
         return [row for row in self.rows if row.left_alone]
 
     def __str__(self) -> str:
         cells = [("module", self.heading, "done", "why")]
         for row in self.rows:
-            path, *others = astuple(row)[:4]
+            path, *others = list(vars(row).values())[:4]
             cells.append((path or "(model)", *others))
         counts = Counter(row.done for row in self.rows).most_common()
         total = ", ".join(f"{count} {done}" for done, count in counts)

@@ -40,7 +40,7 @@ class Adapted(NamedTuple):
     """What a model whose layers were replaced remembers: by which adapter, and the report."""
 
     adapter: str
-    report: Report
+    report: Report[Row]
 
 
 def adapted(model: nn.Module) -> Adapted | None:

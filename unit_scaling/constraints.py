@@ -33,20 +33,22 @@ def amean(*scales: float) -> float:
 
 
 def gmean(*scales: float) -> float:
-    """The geometric mean of the scales (positive numbers)."""
-    _check_positive("gmean", scales)
-    return float(math.prod(scales) ** (1 / len(scales)))
+    """The geometric mean of the scales: of negative ones minus that of their magnitudes."""
+    sign = _sign("gmean", scales)
+    return float(sign * abs(math.prod(scales)) ** (1 / len(scales)))
 
 
 def hmean(*scales: float) -> float:
-    """The harmonic mean of the scales (positive numbers)."""
-    _check_positive("hmean", scales)
+    """The harmonic mean of the scales, all positive or all negative."""
+    _sign("hmean", scales)
     return len(scales) / sum(1 / scale for scale in scales)
 
 
-def _check_positive(name: str, scales: tuple[float, ...]) -> None:
-    if any(scale <= 0 for scale in scales):
-        raise ValueError(f"{name} is a mean of positive numbers, got {scales}")
+def _sign(name: str, scales: tuple[float, ...]) -> int:
+    """1 or -1. Raises ValueError for scales that have none in common."""
+    if any(scale <= 0 for scale in scales) and any(scale >= 0 for scale in scales):
+        raise ValueError(f"{name} is a mean of numbers of one sign, none of them 0, got {scales}")
+    return -1 if scales[0] < 0 else 1
 
 
 def to_output_scale(output_scale: float, *grad_input_scale: float) -> float:
@@ -88,6 +90,14 @@ CONSTRAINTS: dict[str, Callable[..., float]] = {
 _ARITY = {"to_grad_input_scale": 2, "to_left_grad_scale": 3, "to_right_grad_scale": 3}
 
 
+def checked_constraint(name: str | None) -> str | None:
+    """``name``. Raises ValueError for what is neither None, "" nor a key of `CONSTRAINTS`."""
+    if name is None or name == "" or (isinstance(name, str) and name in CONSTRAINTS):
+        return name
+    allowed = ", ".join(map(repr, CONSTRAINTS))
+    raise ValueError(f"unknown constraint {name!r}; choose None or one of {allowed}")
+
+
 def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float, ...]:
     """The scales after the constraint: as many as were given, all equal unless it is None.
 
@@ -95,18 +105,15 @@ def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float
     input's gradient.
     Raises ValueError for an unknown name, and for a constraint that does not fit this number of
     scales ("to_left_grad_scale" with one input); for a geometric or harmonic mean of scales that
-    are not positive.
+    differ in sign or are 0.
 
     >>> apply_constraint("gmean", 2.0, 8.0)
     (4.0, 4.0)
     >>> apply_constraint(None, 2.0, 8.0)
     (2.0, 8.0)
     """
-    if constraint_name is None or constraint_name == "":
+    if checked_constraint(constraint_name) in (None, ""):
         return scales
-    if not isinstance(constraint_name, str) or constraint_name not in CONSTRAINTS:
-        allowed = ", ".join(map(repr, CONSTRAINTS))
-        raise ValueError(f"unknown constraint {constraint_name!r}; choose None or one of {allowed}")
     arity = _ARITY.get(constraint_name, len(scales))
     if arity != len(scales):
         raise ValueError(

@@ -78,7 +78,7 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     if is_compiling():
         from fp8.traced import apply as apply_in_graph
 
-        return apply_in_graph("_Scale", input, fwd, bwd)
+        return apply_in_graph("unit_scaling.scale._Scale", input, fwd, bwd)
     return input if _is_one(fwd) and _is_one(bwd) else apply(_Scale, input, fwd, bwd)
 
 
@@ -105,7 +105,7 @@ def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
     if is_compiling():
         from fp8.traced import apply as apply_in_graph
 
-        return apply_in_graph("_Instead", total, value, scale)
+        return apply_in_graph("unit_scaling.scale._Instead", total, value, scale)
     return apply(_Instead, total, value, scale)
 
 

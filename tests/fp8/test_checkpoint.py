@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fp8
+import unit_scaling as uu
+from unit_scaling.transforms import unit_scale
 
 
 def randn(*shape: int) -> Tensor:
@@ -81,18 +83,30 @@ def test_outside_of_a_block_and_in_one_that_is_off_the_contexts_do_nothing(aroun
     y.sum().backward()
 
 
-def test_checkpointing_of_the_block_itself():
-    """A function that contains the block can be checkpointed: it opens the block again."""
-    layer, x = nn.Linear(8, 8), randn(5, 8)
+@pytest.mark.parametrize("scaled", [uu.Linear(8, 8), uu.Conv1d(5, 5, 3), unit_scale(CHECKPOINTED)])
+def test_reentrant_checkpointing_of_what_is_unit_scaled_is_refused_too(scaled):
+    """Its products do not come by the block's mode."""
+    x = randn(5, 8).requires_grad_()
+    scaled(x)
+    with fp8.autocast("unit"), pytest.raises(RuntimeError, match=r"use_reentrant=True.*context_fn"):
+        checkpoint(scaled, x, use_reentrant=True)
 
-    def run():
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_of_the_block_itself(reentrant):
+    """A function that contains the block can be checkpointed: it opens the block again."""
+    layer, x = nn.Linear(8, 8), randn(5, 8).requires_grad_()
+
+    def run(x):
         with fp8.autocast("unit"):
             return layer(x)
 
-    (expected,) = torch.autograd.grad(run().square().sum(), layer.weight)
-    y = checkpoint(run, use_reentrant=False)
-    (got,) = torch.autograd.grad(y.square().sum(), layer.weight)
-    assert torch.equal(got, expected)
+    grads = []
+    for y in (run(x), checkpoint(run, x, use_reentrant=reentrant)):
+        layer.zero_grad()
+        y.square().sum().backward()
+        grads.append(layer.weight.grad)
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast("unit")])

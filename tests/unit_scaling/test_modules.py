@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
+from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.parameter import has_parameter_data
 
 
@@ -188,6 +189,30 @@ def test_activation_modules():
     with pytest.warns(UserWarning, match="Implicit dimension choice"):
         assert torch.equal(nn.Softmax()(x), F.softmax(x, 1))
     assert torch.equal(uu.Softmax()(x), functional.softmax(x, 1))
+
+
+CONSTRAINED = [
+    kind
+    for name in uu.modules.__all__
+    if inspect.isclass(kind := getattr(uu.modules, name))
+    and "constraint" in inspect.signature(kind).parameters
+]
+
+
+@pytest.mark.parametrize("kind", CONSTRAINED, ids=lambda kind: kind.__name__)
+def test_a_constraint_is_a_name_of_one(kind):
+    """Refused when the module is made, not at its first call."""
+    arguments = inspect.signature(kind).parameters.values()
+    sizes = [
+        p.name for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    given = dict.fromkeys(sizes, 2)
+    for constraint in (None, "", *CONSTRAINTS):
+        assert kind(**given, constraint=constraint).constraint == constraint
+    with pytest.raises(
+        ValueError, match="unknown constraint 'to_output'; choose None or one of 'am"
+    ):
+        kind(**given, constraint="to_output")
 
 
 @pytest.mark.parametrize("constraint", [None, "gmean", "to_grad_input_scale", "to_output_scale"])

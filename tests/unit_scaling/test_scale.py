@@ -75,10 +75,17 @@ def test_unknown_constraint(name):
 
 
 @pytest.mark.parametrize("name", ["gmean", "hmean"])
-@pytest.mark.parametrize("scales", [(-1.0, 2.0), (0.0, 2.0)])
-def test_means_of_numbers_that_are_not_positive(name, scales):
-    with pytest.raises(ValueError, match=f"{name} is a mean of positive numbers, got"):
+@pytest.mark.parametrize("scales", [(-1.0, 2.0), (0.0, 2.0), (0.0, -2.0), (0.0, 0.0)])
+def test_means_of_numbers_that_have_no_sign_in_common(name, scales):
+    with pytest.raises(ValueError, match=f"{name} is a mean of numbers of one sign, none of them"):
         apply_constraint(name, *scales)
+
+
+@pytest.mark.parametrize("name", ["amean", "gmean", "hmean"])
+@pytest.mark.parametrize("scales", [(2.0, 8.0), (2.0, 4.0, 8.0)])
+def test_means_of_negative_numbers(name, scales):
+    (expected, *_) = apply_constraint(name, *scales)
+    assert apply_constraint(name, *(-s for s in scales)) == (-expected,) * len(scales)
 
 
 def test_constraint_for_another_number_of_inputs():

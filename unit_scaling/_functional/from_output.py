@@ -154,5 +154,7 @@ def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any)
     recipe = active_recipe() if name == "relu" else None
     ours = input.requires_grad and (input.is_cpu or not _keeps_input(name))
     if ours and not (recipe and recipe.saved_activations):
-        return apply("_Activation", input, name, fwd, bwd, *settings)
+        return apply(
+            "unit_scaling._functional.from_output._Activation", input, name, fwd, bwd, *settings
+        )
     return scale_output(KERNELS[name].function(input, *settings), fwd, bwd, fresh=False)

@@ -79,8 +79,10 @@ def _outputs_per_input(
     return ratio
 
 
-def _window(dims: int, kernel_size: Sizes) -> int:
-    return math.prod(_each(kernel_size, dims))
+def _window(dims: int, input: Tensor, kernel_size: Sizes, padding: Sizes = 0) -> int:
+    """How many numbers a window has: with ``ceil_mode`` a kernel may be larger than its input."""
+    sizes = zip(input.shape[-dims:], _each(kernel_size, dims), _each(padding, dims), strict=True)
+    return math.prod(min(kernel, size + 2 * pad) for size, kernel, pad in sizes)
 
 
 def _averaged(window: float, ratio: float, divisor: float, constraint: Constraint) -> Scales:
@@ -106,7 +108,7 @@ def avg_pool_scales(
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
     """The mean of n numbers has RMS 1/sqrt(n), and so has the gradient of a window."""
-    window = _window(dims, kernel_size)
+    window = _window(dims, input, kernel_size, padding)
     ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, 1, ceil_mode)
     return _averaged(window, ratio, divisor_override or window, constraint)
 
@@ -122,7 +124,8 @@ def _sums(
     divisor_override: int | None = None,
 ) -> Summed:
     """avg_pool as sums over the windows."""
-    divisor = _window(dims, kernel_size) if divisor_override is None else divisor_override
+    kernel = math.prod(_each(kernel_size, dims))
+    divisor = kernel if divisor_override is None else divisor_override
     whole = not ceil_mode and (count_include_pad or not any(_each(padding, dims)))
     if not divisor or not (whole or divisor_override):
         return None
@@ -174,7 +177,19 @@ def max_pool_scales(
 ) -> Scales:
     """The RMS of the largest of n standard normal numbers; it gets all of a window's gradient."""
     ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, dilation, ceil_mode)
-    return _largest(_window(dims, kernel_size), ratio, constraint)
+    return _largest(_window(dims, input, kernel_size), ratio, constraint)
+
+
+def _in_pairs(
+    dims: int, input: Tensor, kernel_size: Sizes, stride: Sizes | None = None, **_: Any
+) -> bool:
+    """Whether max_pool in a graph is to be multiplied in another order than it is stored in.
+
+    Then the compiler of torch 2.11 to 2.13 makes vectors of windows of 2 side by side, which it
+    else takes one by one: two to four times as fast. Other windows become slower, and float64.
+    """
+    plain = input.is_cpu and input.is_contiguous() and input.dtype != torch.float64
+    return dims > 1 and plain and _each(kernel_size, dims) == _each(stride or 2, dims) == [2] * dims
 
 
 def lp_pool_scales(
@@ -195,7 +210,7 @@ def lp_pool_scales(
     def moment(p: float) -> float:
         return float(2 ** (p / 2) * math.gamma((p + 1) / 2) / math.sqrt(math.pi))
 
-    window, p = _window(dims, kernel_size), float(norm_type)
+    window, p = _window(dims, input, kernel_size), float(norm_type)
     if not 0 < p < math.inf:
         raise ValueError(f"norm_type is a positive number, got {norm_type}")
     norm = (window * moment(p)) ** (1 / p)
@@ -293,6 +308,8 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         if isinstance(output, tuple):
             values, indices = output
             return scale_output(values, fwd, bwd, fresh=False), indices
+        if in_graph and kind == "max_pool" and _in_pairs(dims, input, **given):
+            return scale_output(output.mT, fwd, bwd, fresh=False).mT.clone()
         # In a graph it may be a view, and would stay one; autograd keeps a norm.
         return scale_output(output, fwd, bwd, fresh=not (in_graph or kind == "lp_pool"))
 
@@ -308,12 +325,17 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     return row(rule, replaces=same)(one_call(op, partial(pooled, True)))
 
 
-adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (
-    _pool("adaptive_avg_pool", dims) for dims in (1, 2, 3)
+def _three(kind: str) -> list[Callable[..., Any]]:
+    return [_pool(kind, dims) for dims in (1, 2, 3)]
+
+
+# These have no return_indices, and return one tensor.
+_without_indices: Callable[[str], list[Callable[..., Tensor]]] = _three
+
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _without_indices(
+    "adaptive_avg_pool"
 )
-adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (
-    _pool("adaptive_max_pool", dims) for dims in (1, 2, 3)
-)
-avg_pool1d, avg_pool2d, avg_pool3d = (_pool("avg_pool", dims) for dims in (1, 2, 3))
-lp_pool1d, lp_pool2d, lp_pool3d = (_pool("lp_pool", dims) for dims in (1, 2, 3))
-max_pool1d, max_pool2d, max_pool3d = (_pool("max_pool", dims) for dims in (1, 2, 3))
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = _three("adaptive_max_pool")
+avg_pool1d, avg_pool2d, avg_pool3d = _without_indices("avg_pool")
+lp_pool1d, lp_pool2d, lp_pool3d = _without_indices("lp_pool")
+max_pool1d, max_pool2d, max_pool3d = _three("max_pool")

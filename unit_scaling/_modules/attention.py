@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from fp8.multi_head import check_masks, merge_masks
 
@@ -136,8 +137,8 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         mult: float = 1.0,
         context_length: int | None = None,
     ) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from .. import functional as U
+from ..constraints import checked_constraint
 from ..parameter import MupType, TaggedModule
 from .linear import reset_weight_and_bias
 
@@ -21,7 +24,7 @@ class _Weighted(TaggedModule):
     """What convolutions share. ``self`` is also the torch module of the same name."""
 
     def _keep(self, constraint: str | None, weight_mup_type: MupType) -> None:
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
         self.tag_parameters(weight=weight_mup_type, bias="bias")
 
     def reset_parameters(self) -> None:
@@ -43,8 +46,8 @@ class _Convolution(_Weighted):
         groups: int = 1,
         bias: bool = False,
         padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         constraint: str | None = "to_output_scale",
         weight_mup_type: MupType = "weight",
     ) -> None:
@@ -79,8 +82,8 @@ class _Transposed(_Weighted):
         bias: bool = False,
         dilation: _Sizes = 1,
         padding_mode: str = "zeros",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         constraint: str | None = "to_output_scale",
         weight_mup_type: MupType = "weight",
     ) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import functional as U
 from ..parameter import TaggedModule
@@ -29,8 +29,8 @@ class Embedding(TaggedModule, nn.Embedding):
         sparse: bool = False,
         _weight: Tensor | None = None,
         _freeze: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             num_embeddings,
@@ -82,8 +82,8 @@ class EmbeddingBag(TaggedModule, nn.EmbeddingBag):
         _weight: Tensor | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             num_embeddings,

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import functional as U
+from ..constraints import checked_constraint
 from ..parameter import TaggedModule
 
 __all__ = [
@@ -33,7 +35,7 @@ class GELU(nn.GELU):
     ) -> None:
         super().__init__(approximate=approximate)
         self.mult = mult
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:
         return U.gelu(input, self.mult, self.constraint, self.approximate)
@@ -50,7 +52,7 @@ class SiLU(nn.SiLU):
     ) -> None:
         super().__init__(inplace=inplace)
         self.mult = mult
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:
         return U.silu(input, self.mult, self.constraint, self.inplace)
@@ -67,7 +69,7 @@ class Softmax(nn.Softmax):
     ) -> None:
         super().__init__(dim=dim)
         self.mult = mult
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:
         return U.softmax(input, self.dim, constraint=self.constraint, mult=self.mult)
@@ -92,8 +94,8 @@ class LayerNorm(TaggedModule, nn.LayerNorm):
         eps: float = 1e-5,
         elementwise_affine: bool = False,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         shape: Any = normalized_shape
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
@@ -117,8 +119,8 @@ class RMSNorm(TaggedModule, nn.RMSNorm):
         normalized_shape: int | Sequence[int],
         eps: float | None = 1e-5,
         elementwise_affine: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         shape: Any = normalized_shape
         super().__init__(shape, eps, elementwise_affine, device, dtype)

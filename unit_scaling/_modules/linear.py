@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import functional as U
+from ..constraints import checked_constraint
 from ..parameter import MupType, TaggedModule
 
 __all__ = ["Bilinear", "Linear", "LinearReadout"]
@@ -37,13 +40,13 @@ class Linear(TaggedModule, nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         constraint: str | None = "to_output_scale",
         weight_mup_type: MupType = "weight",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
         self.tag_parameters(weight=weight_mup_type, bias="bias")
 
     def reset_parameters(self) -> None:
@@ -68,8 +71,8 @@ class LinearReadout(Linear):
         in_features: int,
         out_features: int,
         bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         constraint: str | None = None,
         weight_mup_type: MupType = "output",
     ) -> None:
@@ -95,13 +98,13 @@ class Bilinear(TaggedModule, nn.Bilinear):
         in2_features: int,
         out_features: int,
         bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         constraint: str | None = "to_output_scale",
         weight_mup_type: MupType = "weight",
     ) -> None:
         super().__init__(in1_features, in2_features, out_features, bias, device, dtype)
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
         self.tag_parameters(weight=weight_mup_type, bias="bias")
 
     def reset_parameters(self) -> None:

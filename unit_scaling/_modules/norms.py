@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from fp8 import norm
 
@@ -125,7 +127,7 @@ class LayerNorm2d(_Norm, norm.LayerNorm2d):
         num_channels: int,
         eps: float = 1e-5,
         affine: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_channels, eps, affine, device, dtype)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import functional as U
 from .._functional.recurrent import PACKED
@@ -83,8 +85,8 @@ class LSTM(_Recurrent, nn.LSTM):
         dropout: float = 0.0,
         bidirectional: bool = False,
         proj_size: int = 0,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if proj_size:
             raise NotImplementedError("an LSTM with proj_size has no unit-scaled form")
@@ -120,8 +122,8 @@ class GRU(_Recurrent, nn.GRU):
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             input_size,
@@ -156,8 +158,8 @@ class RNN(_Recurrent, nn.RNN):
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             input_size,
@@ -205,8 +207,8 @@ class LSTMCell(_Recurrent, nn.LSTMCell):
         input_size: int,
         hidden_size: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(input_size, hidden_size, bias, device, dtype)
 
@@ -225,8 +227,8 @@ class GRUCell(_Recurrent, nn.GRUCell):
         input_size: int,
         hidden_size: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(input_size, hidden_size, bias, device, dtype)
 
@@ -243,8 +245,8 @@ class RNNCell(_Recurrent, nn.RNNCell):
         hidden_size: int,
         bias: bool = True,
         nonlinearity: str = "tanh",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(input_size, hidden_size, bias, nonlinearity, device, dtype)
 

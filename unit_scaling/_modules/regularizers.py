@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from .. import functional as U
+from ..constraints import checked_constraint
 from ..parameter import TaggedModule
 from .scaled import Constrained, Scaled
 
@@ -86,12 +87,12 @@ class PReLU(TaggedModule, nn.PReLU):
         self,
         num_parameters: int = 1,
         init: float = 0.25,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         constraint: str | None = "to_output_scale",
     ) -> None:
         super().__init__(num_parameters, init, device, dtype)
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
         self.tag_parameters(weight="norm")
 
     def reset_parameters(self) -> None:
@@ -114,7 +115,7 @@ class Softmin(nn.Softmin):
     ) -> None:
         super().__init__(dim=dim)
         self.mult = mult
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
 
     def forward(self, input: Tensor) -> Tensor:
         return U.softmin(input, self.dim, constraint=self.constraint, mult=self.mult)

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ..constraints import checked_constraint
+
 __all__ = ["Activation", "Constrained", "Scaled"]
 
 
@@ -60,7 +62,7 @@ class Activation(Scaled):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.mult = mult
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
         self._find_settings()
 
 
@@ -71,5 +73,5 @@ class Constrained(Scaled):
         self, *args: Any, constraint: str | None = "to_output_scale", **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.constraint = constraint
+        self.constraint = checked_constraint(constraint)
         self._find_settings()

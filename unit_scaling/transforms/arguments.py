@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .calls import PRODUCTS
+from .calls import ATTENTION, PRODUCTS
 from .flow import Flow
-from .record import Node
+from .record import Node, rms_of, tensors_in
+from .selecting import one_hot
 from .steps import Scaling, Settings, Step, with_slots
 
 __all__ = ["Arguments"]
+
+_NEAR_ONE = 0.1
+"""A factor of a constant that is nearer to 1 than this costs more than it gives."""
 
 
 class Arguments:
@@ -43,8 +47,8 @@ class Arguments:
         return [(slot, 1.0, share**0.5) for slot, share in shares if 0 < share < 1]
 
     def scaled(self, node: Node) -> tuple[Scaling, ...]:
-        """The factors of the weights of a call that is scaled by its rule."""
-        return (*self._computed(node), *self._shared(node))
+        """The factors of the arguments of a call that is scaled by its rule."""
+        return (*self._computed(node), *self._shared(node), *self._constant(node))
 
     def _computed(self, node: Node) -> list[Scaling]:
         """Weights that are computed (by a parametrization, say) come at a scale of their own."""
@@ -56,6 +60,20 @@ class Arguments:
             and len(self.flow.nodes[i.node].shape) > 1
         ]
         return [(slot, factor, factor) for slot, factor in found]
+
+    def _constant(self, node: Node) -> list[Scaling]:
+        """Constants come at a scale of their own: a cosine transform, a blur, the edges of a graph.
+
+        Rows with a single one are in `selecting`.
+        """
+        nodes, given = self.flow.nodes, dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
+        if node.kind not in PRODUCTS - ATTENTION or one_hot(self.flow, node):
+            return []
+        constants = [i.slot for i in node.inputs if not nodes[i.node].live and i.numel > 1]
+        found = [
+            (slot, 1 / rms_of(given[slot])) for slot in constants if len(given[slot].shape) > 1
+        ]
+        return [(slot, factor, factor) for slot, factor in found if abs(factor - 1) > _NEAR_ONE]
 
     def _shared(self, node: Node) -> list[Scaling]:
         """A weight collects a gradient from each time that its module is called."""

@@ -18,6 +18,7 @@ from .. import functional as _rows  # noqa: F401 - fills OPS
 from ..ops import OPS
 
 __all__ = [
+    "ALGEBRA",
     "ATTENTION",
     "AVERAGES",
     "CASTS",
@@ -49,7 +50,7 @@ TRANSPARENT = frozenset(
         "narrow index_select chunk split unbind flip roll view_as_complex view_as_real diagonal "
         "rot90 unfold tensor_split hsplit vsplit dsplit pixel_shuffle pixel_unshuffle "
         "channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d atleast_3d "
-        "adjoint conj resolve_conj reshape_as as_strided"
+        "real imag adjoint conj resolve_conj reshape_as as_strided"
     ).split()
 )
 """Kinds that hand on the values they get: they move, copy, select or convert them."""
@@ -142,6 +143,17 @@ AVERAGES = frozenset(
 SCATTERS = frozenset("index_add scatter_add scatter_reduce".split())
 """Kinds that sum rows up where an index says."""
 
+ALGEBRA = frozenset(
+    (
+        "inv inv_ex inverse pinv pinverse solve solve_ex solve_triangular triangular_solve lstsq "
+        "cholesky cholesky_ex cholesky_solve cholesky_inverse ldl_factor ldl_solve lu lu_factor "
+        "lu_solve qr eig eigh eigvals eigvalsh svd svdvals matrix_exp matrix_power det logdet "
+        "slogdet householder_product tensorinv tensorsolve cdist pdist fft fft2 fftn ifft ifft2 "
+        "ifftn rfft rfft2 rfftn irfft irfft2 irfftn hfft hfft2 hfftn ihfft ihfft2 ihfftn"
+    ).split()
+)
+"""Kinds of linear algebra and Fourier transforms: what goes in and what comes out has its units."""
+
 MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
 """Kinds that move elements about and change none."""
 
@@ -195,7 +207,7 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
         if callable(name):
             found.append(name)
             continue
-        for namespace in (torch, torch.Tensor, F, torch.linalg, torch.special):
+        for namespace in (torch, torch.Tensor, F, torch.linalg, torch.fft, torch.special):
             function = getattr(namespace, name, None)
             if callable(function):
                 found.append(function)
@@ -203,10 +215,12 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
 
 
 def _kinds() -> dict[Callable[..., Any], str]:
-    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, SCATTERS, UNRULED_LOSSES)
+    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, SCATTERS, UNRULED_LOSSES, ALGEBRA)
     names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS])
     table = {function: kind for kind in names for function in _spellings(kind)}
-    table |= {torch.Tensor.T.__get__: "t", torch.Tensor.mT.__get__: "transpose"}  # type: ignore[attr-defined]
+    getters = {"T": "t", "mT": "transpose", "H": "adjoint", "mH": "adjoint"}
+    getters |= {name: name for name in ("real", "imag")}
+    table |= {getattr(torch.Tensor, name).__get__: kind for name, kind in getters.items()}
     return table | {function: op.name for op in OPS.values() for function in op.replaces}
 
 

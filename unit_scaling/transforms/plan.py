@@ -10,8 +10,9 @@
    paths: a tied weight gets the sum of differently scaled gradients, as in the peer libraries.
 4. A number that multiplies a value is taken out: the op before it has made the scale 1 already.
 5. Statistics that are taken off an input (`transforms.given`) keep their values.
-6. What comes after the last product and has a range (a probability, a cosine) keeps its values.
-7. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
+6. Formulas of matrices (`transforms.matrices`) keep their values; their results are scaled.
+7. What comes after the last product and has a range (a probability, a cosine) keeps its values.
+8. A parameter that is repeated over positions (a bias, a gain) collects a gradient from each.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .flow import Flow
 from .given import given_calls
 from .growth import gradient_factors
 from .loss import Loss
+from .matrices import Matrices
 from .record import DISTRIBUTION, Graph, Node, is_sparse
 from .residuals import Residuals, find_residuals
 from .results import KEEPS, Results
@@ -62,6 +64,10 @@ def make_plan(graph: Graph, settings: Settings) -> Plan:
     return plan
 
 
+def _has_rule(node: Node) -> bool:
+    return find_op(node.function) is not None
+
+
 class _Planner:
     def __init__(self, graph: Graph, settings: Settings) -> None:
         self.settings = settings
@@ -69,13 +75,12 @@ class _Planner:
         self.flow = flow = Flow(graph)
         self.units: dict[int, Unit] = {}
         self.residuals = Residuals()
+        self.matrices = Matrices(flow, settings.factors, settings.settled.units)
         if not settings.preserve:
-            self.units = find_units(
-                flow, lambda node: find_op(node.function) is not None, settings.settled.units
-            )
-            self.residuals = find_residuals(flow, settings.residual)
+            self.units = find_units(flow, _has_rule, settings.settled.units)
+            self.residuals = find_residuals(flow, settings.residual, self.matrices.calls)
         self.carried = Carried(flow, self.residuals.adds, settings.settled.carried)
-        self.units = self.carried.spared(self.units)
+        self.units = self.matrices.spared(self.carried.spared(self.units))
         self.results = Results(flow, self.residuals.adds, settings.whole)
         met = self.results.meant.met
         self.given = given_calls(flow, self.units.values(), met) if settings.whole else set()
@@ -87,7 +92,7 @@ class _Planner:
         self.unread = unread_parts(flow, self.bridges, self.residuals)
         self.agreement = Agreement(flow, self.residuals, self.units, self.bridges)
         fixed = fixed_calls(flow, self.carried, self.results, self.loss, settings.preserve)
-        self.collected = Collected(self.agreement, fixed | self.given)
+        self.collected = Collected(self.agreement, fixed | self.given | self.matrices.calls)
         self.regained = gradient_factors(flow, self.bridges, self.residuals)
         self.within = {call for unit in self.units.values() for call in unit.calls}
         self.inner = self._inner_readouts(flow.bridges(units, flow.data))
@@ -156,6 +161,8 @@ class _Planner:
             return None, "unchanged", DISTANCE
         if node.computed:
             return self._weight(node, kind)
+        if index in self.matrices and index not in self.results.terms:
+            return self.matrices.decide(index, self.arguments.restored(node))
         if index in self.carried and index not in self.results.terms:
             return self.carried.decide(index, self.arguments.restored(node))
         if index in self.results.meant.calls and kind not in TRANSPARENT:

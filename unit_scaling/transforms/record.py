@@ -262,7 +262,7 @@ class Recorder(TorchFunctionMode):
         if id(tensor) not in self._node_of:
             name = self._parameters.get(id(tensor))
             node = Node(None, name or "input", shape=tuple(tensor.shape), parameter=name)
-            node.floating = tensor.is_floating_point()
+            node.floating = tensor.is_floating_point() or tensor.is_complex()
             node.masking = name is None and _any_masking([tensor])
             node.computed = name is not None
             known = node.computed or id(tensor) in self._inputs
@@ -328,7 +328,8 @@ def rms_of(tensor: Tensor) -> float:
     """The RMS of the values, 1 where that is zero or not finite."""
     if not tensor.numel() or tensor.is_meta:
         return 1.0
-    rms = tensor.detach().float().square().mean().sqrt().item()
+    sizes = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+    rms = sizes.float().square().mean().sqrt().item()
     return rms if math.isfinite(rms) and rms > 0 else 1.0
 
 

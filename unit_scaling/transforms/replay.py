@@ -17,6 +17,7 @@ from fp8.autocast import EXPANDED
 from fp8.checkpoint import checkpointed
 from fp8.function import FIRST_LOOK, called
 
+from ..batch import row_scale
 from ..ops import OPS
 from ..scale import scale_bwd, scale_each, scale_output, value_with_gradient
 from .calls import KINDS
@@ -49,10 +50,10 @@ def _average(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
 
 def _preserved_linear(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = max(1, input.numel() // max(1, weight.shape[1]))
+        grad = row_scale(input.numel() // max(1, weight.shape[1]))
         if bias is not None:
-            bias = scale_bwd(bias, rows**-0.5)
-        scales = (step.factor, step.factor, rows**-0.5)
+            bias = scale_bwd(bias, grad)
+        scales = (step.factor, step.factor, grad)
         y = matmul.linear(input, weight, scales=scales)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -71,7 +72,7 @@ def _grouped_mm(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     left, right = (*args, *kwargs.values())[:2]
     output = (left.shape[-1] or 1) ** -0.5
     rows = left.shape[0] / right.shape[0] if right.dim() == 3 else right.shape[-1]
-    right = scale_each(right, 1.0, (rows or 1) ** -0.5 / output)
+    right = scale_each(right, 1.0, row_scale(rows) / output)
     args = (left, right, *args[2:])
     names = [name for name in kwargs if name not in ("self", "mat2", "mat_a", "mat_b")]
     product = torch.nn.functional.grouped_mm(*args, **{name: kwargs[name] for name in names})

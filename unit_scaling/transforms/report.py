@@ -8,12 +8,13 @@ from fp8.report import Report
 
 from .install import find_scope
 from .simulate import Simulate
+from .steps import Row
 from .unit_scale import UnitScale
 
 __all__ = ["Report", "report"]
 
 
-def report(model: nn.Module) -> Report:
+def report(model: nn.Module) -> Report[Row]:
     """One row for each weight and each call of a transformed model: what was done, and if not why.
 
     A row has ``path`` (of the module), ``call``, ``done`` ("scaled", "preserved", "replaced",

@@ -1,7 +1,8 @@
 """Residual connections in a recorded model, and the weights of their branches.
 
 An add is *residual* if one term is an ancestor of the other and products lie in between; the term
-that is the ancestor is the skip connection, the other the branch. Branches that leave from the
+that is the ancestor is the skip connection, the other the branch. What is taken off a value is no
+skip connection of the rest. Branches that leave from the
 same place are found one by one (``x + f(x) + g(x)``) or added up first (``f(x) + g(x) + x``).
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from .calls import AVERAGES, POSITIVE, TRANSPARENT
@@ -64,11 +65,12 @@ class Residuals:
     depths: dict[str, int] = field(default_factory=dict)
 
 
-def find_residuals(flow: Flow, rule: str) -> Residuals:
-    """The residual adds of a model; rule: one of `RESIDUALS`."""
+def find_residuals(flow: Flow, rule: str, formulas: Collection[int] = ()) -> Residuals:
+    """The residual adds of a model; rule: one of `RESIDUALS`. formulas: calls that are none."""
     adds: dict[int, _Branch] = {}
     for index, node in enumerate(flow.nodes):
-        branch = _branch(flow, adds, index) if node.kind == "add" and not node.inside else None
+        suitable = node.kind == "add" and not node.inside and index not in formulas
+        branch = _branch(flow, adds, index) if suitable else None
         if branch is not None:
             adds[index] = branch
     places = _places(flow, adds)
@@ -133,10 +135,25 @@ def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
         if flow.nodes[skip].numel != flow.nodes[index].numel:
             continue  # it is repeated over positions: a shift
         origin, region = _origin(flow, adds, skip, end)
-        if any(map(flow.is_product, region)):
+        if any(map(flow.is_product, region)) and not _is_rest(flow, origin, region):
             attention = any(map(flow.is_attention, region))
             return _Branch(skip, slot, origin, end, end_slot, region, attention)
     return None
+
+
+def _is_rest(flow: Flow, origin: int, region: list[int]) -> bool:
+    """Whether all that goes into a branch is taken off what it is made of: the rest of a series
+    without its trend, ``f(x - trend(x)) + trend(x)``, has the trend for no skip connection.
+    """
+    todo = [origin]
+    for index in todo:
+        for reader in set(region).intersection(flow.readers[index]):
+            node = flow.nodes[reader]
+            if node.kind in TRANSPARENT:
+                todo.append(reader)
+            elif node.kind != "sub" or not flow.between(flow.sources[reader][0], origin):
+                return False
+    return True
 
 
 def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[int, list[int]]:

@@ -18,6 +18,7 @@ from ..ops import find_op
 from .calls import ELEMENTWISE, LINEAR, MOVES, RANGED, TRANSPARENT
 from .flow import Flow, reached
 from .meant import Meant
+from .record import DISTRIBUTION
 from .steps import Decision, Scaling, Step, with_slots
 
 __all__ = ["KEEPS", "Results"]
@@ -140,9 +141,11 @@ class Results:
 
     def is_logged(self, index: int) -> bool:
         """Whether a logarithm is taken of a value, or of what is computed from each element of it:
-        ``log(1 - tanh(x)**2)`` has no value for a larger one.
+        ``log(1 - tanh(x)**2)`` has no value for a larger one. An autograd function may take one.
         """
         nodes, readers = self.flow.nodes, self.flow.readers
         kinds = TRANSPARENT | ELEMENTWISE
         below = reached([index], lambda i: [r for r in readers[i] if nodes[r].kind in kinds])
-        return any(nodes[r].name.rstrip("_") in _LOGARITHMS for i in below for r in readers[i])
+        after = [nodes[r] for i in below for r in readers[i]]
+        closed = any(node.inside not in ("", DISTRIBUTION) for node in after)
+        return closed or any(node.name.rstrip("_") in _LOGARITHMS for node in after)

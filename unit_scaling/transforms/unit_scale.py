@@ -16,7 +16,7 @@ from fp8.autocast import outside_compiler
 from fp8.names import check_name
 from fp8.subclass import check_module
 
-from ..parameter import remember_tags, tag
+from ..parameter import has_parameter_data, remember_tags, tag
 from .calls import KINDS
 from .compile import copied
 from .copies import detached, twin_of
@@ -201,7 +201,7 @@ class UnitScale:
         counts: Counter[int] = Counter()
         for name, depth in depths.items():
             parameter: Any = model.get_parameter(name)
-            if parameter.mup_scaling_depth is None:
+            if has_parameter_data(parameter) and parameter.mup_scaling_depth is None:
                 tag(parameter, parameter.mup_type, depth)
                 counts[depth] += 1
         for depth, count in counts.items():

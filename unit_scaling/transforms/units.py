@@ -23,7 +23,7 @@ from .calls import CASTS, ELEMENTWISE, LINEAR, MOVES
 from .flow import Flow, reached
 from .record import Key, Node, Slot, replaced, tensors_in
 
-__all__ = ["UNITS", "Pattern", "Unit", "find_units", "run_unit"]
+__all__ = ["UNITS", "Pattern", "Unit", "find_units", "run_calls", "run_unit"]
 
 
 @dataclass(frozen=True)
@@ -281,19 +281,27 @@ def _sampled(flow: Flow, unit: Unit) -> Factors:
 
 def run_unit(flow: Flow, unit: Unit, x: Tensor) -> Tensor:
     """The result of a unit for another input."""
+    return run_calls(flow, unit.calls, {unit.entry: x})[unit.calls[-1]][0]
+
+
+def run_calls(
+    flow: Flow, calls: tuple[int, ...], inputs: dict[int, Tensor]
+) -> dict[int, list[Tensor]]:
+    """The results of calls, made in order with other tensors for the results of some nodes."""
     values: dict[int, list[Tensor]] = {}
-    for call in unit.calls:
+    device = next((x.device for x in inputs.values()), None)
+    for call in calls:
         node = flow.nodes[call]
         given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
         tensors: dict[Slot, Any] = {
             i.slot: values[i.node][i.part].clone()  # it may be written in place
             if i.node in values
-            else x.clone()
-            if i.node == unit.entry
-            else given[i.slot].detach().clone().to(x.device)
+            else inputs[i.node].clone()
+            if i.node in inputs
+            else given[i.slot].detach().clone().to(device or given[i.slot].device)
             for i in node.inputs
         }
         assert node.function is not None
         output = node.function(*replaced(node.args, tensors), **replaced(node.kwargs, tensors))
         values[call] = [t for _, t in tensors_in(output)]
-    return values[unit.calls[-1]][0]
+    return values

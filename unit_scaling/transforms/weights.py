@@ -152,7 +152,11 @@ def _is_gain(parameter: nn.Parameter) -> bool:
     of layers are.
     """
     along = not parameter.is_meta and parameter.numel() == max(parameter.shape)
-    return along and parameter.numel() > 0 and bool(parameter.min() == parameter.max())
+    return along and parameter.numel() > 0 and _is_one_number(parameter)
+
+
+def _is_one_number(parameter: nn.Parameter) -> bool:
+    return bool((parameter == parameter.flatten()[0]).all())
 
 
 @torch.no_grad()
@@ -160,10 +164,10 @@ def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[f
     """(what the parameter was divided by, why it was left alone or ""). mask: what it keeps."""
     if parameter.is_meta:
         return 1.0, "has no values yet (meta device)"
-    if parameter.numel() < 2 or bool(parameter.min() == parameter.max()):
-        return 1.0, f"is {parameter.min().item():.4g} everywhere"
-    used = parameter.double() if mask is None else parameter.double() * mask
-    rms = used.square().mean().sqrt().item() or 1.0
+    if parameter.numel() < 2 or _is_one_number(parameter):
+        return 1.0, f"is {parameter.flatten()[0].item():.4g} everywhere"
+    used = parameter if mask is None else parameter * mask
+    rms = used.abs().double().square().mean().sqrt().item() or 1.0
     if not math.isfinite(rms):
         return 1.0, "holds Inf or NaN"
     factor = 2.0 ** round(math.log2(rms)) if init == "preserve" else rms

@@ -1,0 +1,104 @@
+"""What `unit_scale` gives beside the other features, where a plan meets what it has not seen."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+import unit_scaling as uu
+from unit_scaling.transforms import unit_scale
+
+
+class Residual(nn.Module):
+    """A branch that a norm is the first call of."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.up, self.down = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return x + self.down(self.norm(x))
+
+
+NORMS = [nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 8), fp8.LayerNorm2d(8)]
+each_norm = pytest.mark.parametrize("norm", NORMS, ids=lambda norm: type(norm).__name__)
+
+
+def scaled_and_input(norm: nn.Module) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return unit_scale(Residual(copy.deepcopy(norm))), torch.randn(2, 8, 4, 4)
+
+
+def gradients(model: nn.Module, x: Tensor, call=None) -> list[Tensor]:
+    model.zero_grad()
+    y = (model if call is None else call)(x)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@each_norm
+@pytest.mark.parametrize("after", ["double", "revert"])
+def test_a_plan_does_not_depend_on_the_precision_of_norms(norm, after):
+    """In low precision a norm casts its input, which is no call of the plan's."""
+    model, x = scaled_and_input(norm)
+    low = fp8.low_precision_norms(copy.deepcopy(model), "amp_bf16")
+    low(x)
+    if after == "double":
+        model, low, x = model.double(), low.double(), x.double()
+    else:
+        fp8.revert_norms(low)
+    torch.testing.assert_close(gradients(low, x), gradients(model, x), rtol=0, atol=0)
+
+
+@each_norm
+@pytest.mark.parametrize("compiled", [False, True])
+def test_norms_that_follow_autocast_under_a_plan(norm, compiled):
+    """Planned outside of autocast, run inside and outside again, within the rounding of bf16."""
+    model, x = scaled_and_input(norm)
+    low = fp8.low_precision_norms(copy.deepcopy(model))
+    wanted = gradients(model, x)
+    torch.testing.assert_close(gradients(low, x), wanted, rtol=0, atol=0)
+    torch.compiler.reset()
+    call = torch.compile(low, backend="aot_eager", fullgraph=True) if compiled else low
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = gradients(low, x, call)
+    got, expected = (torch.cat([g.flatten() for g in grads]) for grads in (rounded, wanted))
+    assert 0 < (got - expected).norm() < 0.05 * expected.norm()
+    torch.testing.assert_close(gradients(low, x, call), wanted, rtol=1e-5, atol=1e-5)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, 16)
+        self.experts = nn.Parameter(0.1 * torch.randn(2, 16, 16))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        rows = torch.arange(1, 3, dtype=torch.int32) * (len(ids) // 2)
+        x = F.grouped_mm(x.bfloat16(), self.experts.bfloat16(), offs=rows).to(x.dtype)
+        return F.cross_entropy(self.head(x), ids)
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+def test_accumulated_calls_of_a_transformed_model(init):
+    """Every gradient is that of the one large batch, also of weights that keep their scale and of
+    experts."""
+    torch.manual_seed(0)
+    model, ids = unit_scale(Experts(), init=init), torch.arange(16).repeat_interleave(4)
+    model(ids).backward()
+    whole = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with uu.batch_multiplier(4):
+        for part in ids.view(16, 4).T:  # half of each goes to either expert, as of the whole
+            model(part).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, whole[name], rtol=0.02, atol=0.02)
