@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .active import histories, product_recipe
 from .casting import cast_backward, cast_forward
-from .matmul import histories, product_recipe, to_autocast_dtype
+from .matmul import to_autocast_dtype
 from .tally import product_name
 
 __all__ = ["attention", "flex_attention"]

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from .activations import ACTIVATIONS
+from .active import ACTIVE, Block, active_recipe, checked_backend, product_recipe
 from .checkpoint import checkpointed, in_reentrant
 from .function import FIRST_LOOK, called
 from .history import AmaxHistory
-from .matmul import ACTIVE, Block, active_recipe, checked_backend, product_recipe
 from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import Recipe, get_recipe

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from .active import ACTIVE, checked_backend
 from .adapters import torchao, transformer_engine
 from .autocast import autocast
 from .casting import is_whole
 from .checkpoint import in_recomputation
 from .function import FIRST_LOOK
 from .history import LayerHistory, begin_anew, forget, remember
-from .matmul import ACTIVE, checked_backend, linear
+from .matmul import linear
 from .native import alignment, devices, why_not_here, why_not_recipe
 from .quantize import is_dense
 from .recipe import Recipe, get_recipe

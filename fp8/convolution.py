@@ -18,16 +18,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from .active import layer_histories, product_recipe
 from .casting import Spec, round_straight, rounded
-from .function import apply
+from .function import apply, in_graph
 from .kept import Held, kept, shared
 from .matmul import (
     ONES,
     Scales,
     check_scales,
     keep_operands,
-    layer_histories,
-    product_recipe,
     to_autocast_dtype,
 )
 from .operands import Casts, casts_of, one_copy, with_copies
@@ -106,19 +105,22 @@ class _Convolution(Function):
         needs_x, needs_w, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
         _, _, for_x, again_w, for_w, again_x = ctx.casts
         gradient = aten.convolution_backward.default
-        dx = dw = db = g = None
+        one_call = needs_x and needs_w and not again_x and one_copy(for_x, for_w)
+        dx: Any = None
+        dw: Any = None
+        db = g = None
         if needs_x:
             g, _ = _cast_maps(grad, for_x, -1, ctx.history, record=True)
             w_again, _ = _cast_weight(w, again_w, -1 if ctx.geometry[3] else -2)
             scaled = _times(w_again.to(grad.dtype), ctx.s_dx)
-            dx, *_ = gradient(
-                g, x.to(grad.dtype), scaled, None, *ctx.geometry, [True, False, False]
-            )
-        if needs_w:
+            wanted = [True, one_call, False]  # the gradient of the weight does not depend on it
+            dx, dw, _ = gradient(g, x.to(grad.dtype), scaled, None, *ctx.geometry, wanted)
+        if needs_w and not one_call:
             if g is None or not one_copy(for_x, for_w):
                 g, _ = _cast_maps(grad, for_w, -2, ctx.history, record=True)
             x = _cast_maps(x, again_x, -2)[0].to(grad.dtype)
             _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *ctx.geometry, [False, True, False])
+        if dw is not None:
             dw = _times(dw, ctx.s_dw)
         if needs_bias:  # of the gradient that no cast has touched, as in fp8.matmul.linear
             db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
@@ -134,6 +136,11 @@ def _convolve(
 ) -> Tensor:
     """`_Convolution` of operands that are still to be cast."""
     recipe = product_recipe()
+    if recipe is None and torch.compiler.is_compiling():
+        from .traced import apply as apply_in_graph
+
+        function = "fp8.convolution._uncast_convolution"
+        return apply_in_graph(function, x, weight, bias, scales, geometry)
     casts = casts_of(recipe, name=product_name("conv", weight))
     casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
@@ -142,9 +149,21 @@ def _convolve(
     x, scale_x = _cast_maps(x, casts.a, -1, of_x)
     weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
     x, weight, bias = to_autocast_dtype(x, weight, bias)
+    if bias is not None and bias.dtype != x.dtype:  # torch takes a complex one, and its real part
+        raise ValueError(f"a bias has the dtype of the input, {x.dtype}: got {bias.dtype}")
     operands = (x, weight, scale_x, scale_w, first, second)
     settings = (*scales, geometry, tuple(casts), held)
     return apply(_Convolution, *operands, bias, of_grad, *settings, written=of_grad)
+
+
+@in_graph
+def _uncast_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: tuple[Any, ...]
+) -> Tensor:
+    """`_Convolution` of operands that nothing casts, as the graph of a compiler has it."""
+    x, weight, bias = to_autocast_dtype(x, weight, bias)
+    settings = (*scales, geometry, tuple(Casts()), None)
+    return _Convolution.apply(x, weight, *[None] * 4, bias, None, *settings)
 
 
 def _times(x: Tensor, scale: float) -> Tensor:

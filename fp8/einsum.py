@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .active import histories
 from .casting import cast_backward, cast_forward, is_whole
-from .matmul import ONES, Scales, histories, matmul
+from .matmul import ONES, Scales, matmul
 from .recipe import Recipe
 from .tally import product_name
 

@@ -14,26 +14,23 @@ when the backward pass, or the graph that a compiler made of it, runs under a mo
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from . import native
+from .active import chosen, layer_histories
 from .casting import round_straight, rounded
-from .checkpoint import in_reentrant
-from .function import apply
+from .function import apply, in_graph
 from .kept import Held, keep, kept, shared
-from .names import check_name
-from .operands import casts_of, one_copy, with_copies
+from .operands import Casts, casts_of, one_copy, with_copies
 from .quantize import refuse_nested
-from .recipe import Cast, Recipe
+from .recipe import Recipe
 from .tally import product_name
 
-__all__ = ["active_recipe", "linear", "matmul", "product_recipe"]
+__all__ = ["linear", "matmul"]
 
 aten = torch.ops.aten
 
@@ -41,104 +38,6 @@ Scales = tuple[float, float, float]
 """Factors of the output and of the gradients of the first and second operand."""
 
 ONES: Scales = (1, 1, 1)  # no floats: those a compiler would take for dynamic
-
-
-BACKENDS = ("simulate", "native", "auto")
-"""Where a product is computed: from rounded operands in the dtype of the tensors; by torch's FP8
-kernels where they take it; by those on the devices that they are for."""
-
-
-def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) -> str:
-    """``backend``; "simulate" for "auto" where the recipe has no kernels. Raises ValueError for
-    an unknown one, naming ``others`` too, and for "native" with such a recipe."""
-    check_name("backend", backend, (*BACKENDS, *others))
-    why_not = "" if backend == "simulate" else native.why_not_recipe(recipe)
-    if why_not and backend == "native":
-        raise ValueError(f"recipe {recipe.name!r} has no kernels: {why_not}")
-    return "simulate" if why_not else backend
-
-
-class Block(NamedTuple):
-    """What an open `fp8.autocast` block says. recipe: None where it is not enabled. above: the
-    modes that it has put on top of itself. counter: [number of products so far]. reenters: whether
-    what is recomputed in the backward pass opens it again by itself."""
-
-    recipe: Recipe | None
-    opaque: str
-    above: tuple[Any, ...]
-    history: Any
-    counter: list[int]
-    backend: str
-    reenters: bool
-
-
-class _Active(threading.local):
-    """The `fp8.autocast` blocks that are open in this thread, innermost last.
-
-    A list that is changed, not an attribute that is set: what the compiler makes of setting an
-    attribute of a thread-local is lost.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-
-
-ACTIVE = _Active()
-
-
-def active_recipe() -> Recipe | None:
-    """The recipe of the innermost `fp8.autocast` block of this thread; None outside of all, and
-    where it is not enabled."""
-    return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
-
-
-def product_recipe() -> Recipe | None:
-    """`active_recipe` for a product. Raises RuntimeError where it would be computed again outside
-    of the block, without casts."""
-    block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
-    if block is not None and block.recipe and not block.reenters and in_reentrant():
-        raise RuntimeError(_REENTRANT)
-    return active_recipe()
-
-
-_REENTRANT = (
-    "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "
-    "block, without casts: use checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts) "
-    "or fp8.convert"
-)
-
-
-def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
-    """The amax histories of the operands of a product, and of its gradient, which has the last of
-    ``casts``; None where the scaling is not "delayed".
-
-    They belong to the enclosing `fp8.autocast`, which numbers its products.
-    """
-    if recipe is None or not recipe.keeps_history:
-        return [None] * len(casts)
-    block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
-    if block is None or block.history is None:
-        raise ValueError(
-            f'recipe {recipe.name!r} has scaling "delayed", which needs a history: '
-            "open fp8.autocast(recipe, history=fp8.AmaxHistory()) around the product"
-        )
-    block.counter[0] += 1
-    number = f"{block.counter[0]:03d}"
-    names = [f"{number}.{product}.{i}" for i in range(len(casts) - 1)]
-    return [
-        block.history.tensor(name, cast.history, like.device) if cast and cast.history else None
-        for name, cast in zip([*names, f"{number}.{product}.grad"], casts, strict=True)
-    ]
-
-
-def layer_histories(
-    recipe: Recipe | None, product: str, a: Tensor, layer: bool = True
-) -> list[Any]:
-    """Those of a product with an input and a weight (layer) or two inputs, and its gradient."""
-    if recipe is None:
-        return [None] * 3
-    b = recipe.weight if layer else recipe.input
-    return histories(recipe, product, a, recipe.input, b, recipe.grad)
 
 
 def gradients(
@@ -156,14 +55,11 @@ def gradients(
     return [for_a, round_straight(grad, casts[4], -2, history, record=True)]
 
 
-def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
-    """``alpha * a @ b (+ bias)`` for two matrices or two batches of matrices."""
+def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None, *, fuses: bool) -> Tensor:
+    """``alpha * a @ b (+ bias)`` for two matrices or two batches of matrices. fuses: `_fuses`."""
     if bias is not None:
         return aten.addmm.default(bias, a, b, alpha=alpha)
     batches = a.dim() == 3
-    # What baddbmm is to ignore, a compiler writes out in full; a multiplication it fuses with what
-    # follows. In float16 that could overflow first.
-    fuses = batches and torch.compiler.is_compiling() and a.dtype != torch.float16
     if alpha == 1.0 or fuses:
         product = aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
         return product if alpha == 1.0 else product * alpha
@@ -172,13 +68,22 @@ def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None) -> Ten
     return product(ignored, a, b, beta=0, alpha=alpha)
 
 
+def _fuses(a: Tensor) -> bool:
+    """Whether a graph has the scale of this product as a multiplication of its own.
+
+    What baddbmm is to ignore, a compiler writes out in full; a multiplication it fuses with what
+    is around it. In float16 the product could overflow first.
+    """
+    return a.dim() == 3 and a.dtype != torch.float16
+
+
 class _Product(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k).
 
     Every product has this one form: it is the layout of the FP8 GEMM, and the gradient of a
     weight (n, k) comes out in the weight's own layout. Arguments: a and b, cast, and the scales of
     all of them; what backward casts instead of them, or None; bias (n,) of two matrices or None;
-    the history of the gradient or None; the three scales; `Casts`; what is held of a.
+    the history of the gradient or None; the three scales; `Casts`; what is held of a; `_fuses`.
     """
 
     generate_vmap_rule = True
@@ -198,15 +103,16 @@ class _Product(Function):
         s_b: float,
         casts: tuple[Any, ...],
         held: Held | None,
+        fuses: bool,
     ) -> Tensor:
-        return _gemm(a, b.mT, s_y, bias)
+        return _gemm(a, b.mT, s_y, bias, fuses=fuses)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved: it changes, and is meant to, before it is used.
         a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
         ctx.turned = b.mT.is_contiguous()  # the second operand of a matmul: so is its gradient
-        ctx.s_a, ctx.s_b, ctx.casts, held = rest
+        ctx.s_a, ctx.s_b, ctx.casts, held, ctx.fuses = rest
         keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, held)
 
     @staticmethod
@@ -214,16 +120,29 @@ class _Product(Function):
         a, b = kept(ctx, grad.dtype)
         needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
         for_a, for_b = gradients(grad, ctx.casts, ctx.history, needs_a, needs_b)
+        s_a, s_b = ctx.s_a, ctx.s_b
+        if ctx.fuses and for_a is for_b is grad and s_a == s_b:  # one multiplication for both
+            for_a = for_b = grad * s_a
+            s_a = s_b = 1.0
         da = db = dbias = None
         if needs_a:
             b = round_straight(b, ctx.casts[3], -2).to(grad.dtype)
-            da = _gemm(for_a, b, ctx.s_a)
+            da = _gemm(for_a, b, s_a, fuses=ctx.fuses)
         if needs_b:
             a = round_straight(a, ctx.casts[5], -2).to(grad.dtype)
-            db = _gemm(a.mT, for_b, ctx.s_b).mT if ctx.turned else _gemm(for_b.mT, a, ctx.s_b)
+            first, second = (a.mT, for_b) if ctx.turned else (for_b.mT, a)
+            db = _gemm(first, second, s_b, fuses=ctx.fuses)
+            db = db.mT if ctx.turned else db
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
-        return da, db, *[None] * 4, dbias, *[None] * 6
+        return da, db, *[None] * 4, dbias, *[None] * 7
+
+
+@in_graph
+def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, *scales: float) -> Tensor:
+    """`_Product` of operands that nothing casts, as the graph of a compiler has it."""
+    a, b, bias = to_autocast_dtype(a, b, bias)
+    return _Product.apply(a, b, *[None] * 4, bias, None, *scales, tuple(Casts()), None, _fuses(a))
 
 
 def keep_operands(ctx: Any, a: Any, b: Any, casts: Any, held: Held | None) -> None:
@@ -249,6 +168,12 @@ def _multiply(
     In that order each is rounded to its format once, from its full precision; torch.autocast's
     16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
     """
+    if not a.is_floating_point():
+        scales = ONES
+    if recipe is None and torch.compiler.is_compiling():
+        from .traced import apply as apply_in_graph
+
+        return apply_in_graph("fp8.matmul._uncast", a, b, bias, *scales)
     kind = "linear" if layer else "matmul"
     name = product_name(kind, b if layer else None)  # what is sampled is simulated
     casts = casts_of(recipe, layer, name)
@@ -263,7 +188,7 @@ def _multiply(
     w, scale_w = rounded(b, casts.b, -1, of_b)
     x, w, bias = to_autocast_dtype(x, w, bias)
     operands = (x, w, scale_x, scale_w, first, second)
-    settings = (*scales, tuple(casts), held)
+    settings = (*scales, tuple(casts), held, torch.compiler.is_compiling() and _fuses(x))
     return apply(_Product, *operands, bias, of_grad, *settings, written=of_grad)
 
 
@@ -281,13 +206,6 @@ def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
         t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors
     )
-
-
-def _chosen(recipe: Recipe | None, backend: str) -> tuple[Recipe | None, str]:
-    """Recipe and backend of a product: those of the enclosing block if it names no recipe."""
-    if recipe is not None or not ACTIVE.blocks:
-        return recipe, backend
-    return product_recipe(), ACTIVE.blocks[-1].backend
 
 
 def check_scales(scales: Scales) -> Scales:
@@ -311,14 +229,14 @@ def linear(
     bias: (out,) or None. Returns (..., out). All of one floating-point dtype, which is the
     result's (torch's own errors otherwise); accumulation is the kernel's, NaN and Inf spread.
     scales: (s_y, s_dx, s_dw); the bias gradient is s_dw times the sum of the output's gradient,
-    which no cast has touched.
+    which no cast has touched. What is not floating point is neither scaled nor cast.
     recipe: the casts of the operands; None takes the recipe, and the backend, of the enclosing
     `fp8.autocast`. backend: as there.
     Under `torch.autocast` the operands are cast to the recipe's format first (so that they are
     rounded to it once) and then to autocast's dtype.
     Raises ValueError for shapes that do not fit.
     """
-    recipe, backend = _chosen(recipe, backend)
+    recipe, backend = chosen(recipe, backend)
     scales = check_scales(scales)
     if recipe is not None:
         refuse_nested(input)
@@ -353,7 +271,7 @@ def matmul(
     scales: (s_y, s_dleft, s_dright). Both operands are cast as the recipe's input, in the gradient
     of the right one as its grad_weight says; otherwise as `linear`.
     """
-    recipe, backend = _chosen(recipe, backend)
+    recipe, backend = chosen(recipe, backend)
     scales = check_scales(scales)
     if left.dim() == 0 or right.dim() == 0:
         raise ValueError("matmul needs operands of at least one dimension, got a 0-dim tensor")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import matmul
+from .active import histories
 from .attention import attention, flex_attention
 from .casting import cast_backward, cast_forward, is_whole
 from .convolution import conv, conv_transpose
@@ -109,7 +110,7 @@ def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None =
         return NotImplemented
     right = other if other.dim() == 1 else other.flatten(0, -2).mT
     y = matmul.matmul(input, right)
-    return y.reshape(*input.shape[:-1], *other.shape[:-1])
+    return y.reshape((*input.shape[:-1], *other.shape[:-1]))
 
 
 def _vecdot(
@@ -218,7 +219,7 @@ def _bilinear(
             "it sums over two axes one after the other, and a scale belongs to one; write it with @"
         )
     casts = (recipe.input, recipe.input, recipe.weight)
-    *of, of_grad = matmul.histories(recipe, "bilinear", input1, *casts, recipe.grad)
+    *of, of_grad = histories(recipe, "bilinear", input1, *casts, recipe.grad)
     name, roles = product_name("bilinear", weight), ("input 1", "input 2", "weight")
     operands = zip((input1, input2, weight), casts, of, roles, strict=True)
     rounded = [cast_forward(t, cast, -1, h, name, role) for t, cast, h, role in operands]

@@ -69,7 +69,8 @@ def warn_of_small_steps(func: Any, kwargs: dict[str, Any]) -> None:
     """A UserWarning where ``func`` is about to change ScaledTensors by what their formats may round
     away, each time: the numbers would stand still."""
     kind = func.overloadpacket
-    if kind in (*_STEPS, *_AVERAGES) or (kind in _SUMS and kwargs.get("alpha", 1) != 1):
+    step = kind in (*_STEPS, *_AVERAGES) or func.namespace == "bitsandbytes"
+    if step or (kind in _SUMS and kwargs.get("alpha", 1) != 1):
         warnings.warn(
             f"{kind.__name__} on a ScaledTensor: its format rounds small steps away. Step it by an "
             "optimizer that fp8.initialize returned; make a copy that averages weights before "

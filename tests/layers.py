@@ -10,10 +10,12 @@ fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor
 fp8.formats <- fp8.tally <- fp8.casting
 fp8.recipe, fp8.scaled_tensor <- fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
-fp8.checkpoint, fp8.operands <- fp8.matmul
+fp8.checkpoint, fp8.native <- fp8.active <- fp8.matmul
+fp8.operands <- fp8.matmul
 fp8.casting <- fp8.operands
 fp8.casting <- fp8.kernels <- fp8.proof <- fp8.native
-fp8.function <- fp8.traced, fp8.proof
+fp8.function <- fp8.traced <- fp8.matmul
+fp8.function <- fp8.proof
 fp8.kept <- fp8.activations
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
 fp8.activations, fp8.products, fp8.history <- fp8.autocast

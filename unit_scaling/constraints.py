@@ -112,7 +112,8 @@ def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float
     >>> apply_constraint(None, 2.0, 8.0)
     (2.0, 8.0)
     """
-    if checked_constraint(constraint_name) in (None, ""):
+    checked_constraint(constraint_name)
+    if not constraint_name:
         return scales
     arity = _ARITY.get(constraint_name, len(scales))
     if arity != len(scales):

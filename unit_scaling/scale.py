@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
@@ -71,10 +72,13 @@ def _check(scale: float) -> None:
 
 
 def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
-    """``fwd * input`` with ``bwd`` times the gradient. ``input`` itself where both are 1.
+    """``fwd * input`` with ``bwd`` times the gradient. ``input`` itself where both are 1, and where
+    it is not floating point: what is counted has no scale.
 
-    A graph has a view of it there, and reads neither.
+    Where both are 1 a graph has a view of it, and reads neither.
     """
+    if not input.is_floating_point():
+        return input
     if is_compiling():
         from fp8.traced import apply as apply_in_graph
 
@@ -90,14 +94,27 @@ def scale_both(input: Tensor, scale: float) -> Tensor:
 def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tensor:
     """The scaled output of an op that is linear in its gradient: gelu, softmax, attention.
 
-    Scaling the gradient of the output scales the gradient of every input.
+    Scaling the gradient of the output scales the gradient of every input. What is not floating
+    point is left as it is.
     fresh: no one else holds ``output``, autograd has not saved it: it may be changed in place.
     """
     if not (fwd is bwd or is_inference_graph() or fwd == bwd):
         return scale_each(output, fwd, bwd)
-    if fwd == 1.0:
+    if fwd == 1.0 or not output.is_floating_point():
         return output
     return output.mul_(fwd) if fresh else output * fwd
+
+
+def kept_in(out: Tensor | None, output: Tensor) -> Tensor:
+    """``out`` with the values of ``output``, or ``output`` where there is none.
+
+    Raises TypeError where torch would, for a dtype that cannot hold them.
+    """
+    if out is None:
+        return output
+    if not torch.can_cast(output.dtype, out.dtype):
+        raise TypeError(f"a result of {output.dtype} cannot be written to a tensor of {out.dtype}")
+    return out.copy_(output)
 
 
 def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:

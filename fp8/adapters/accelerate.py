@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..active import BACKENDS
 from ..convert import ADAPTERS, convert, expand, revert
 from ..levels import initialize
-from ..matmul import BACKENDS
 from ..names import check_name
 from ..recipe import Recipe
 from ..subclass import check_module

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..active import checked_backend
 from ..convert import ADAPTERS, convert
 from ..history import histories
-from ..matmul import checked_backend
 from ..names import check_name
 from ..recipe import Recipe, get_recipe
 from ..swap import Where

@@ -78,7 +78,7 @@ CALLS = {
     T.vdot: Row((V, V), ("input", "other")),
     torch.linalg.vecdot: Row(((3, 8, 5), (8, 1)), ("x", "y"), kwargs={"dim": -2}),
     torch.inner: Row(((2, 5, 8), (3, 8)), ("input", "other")),
-    T.inner: Row((A, V), ("input", "other")),
+    T.inner: Row((V, V), ("input", "other")),
     torch.addmm: ADDMM,
     T.addmm: ADDMM,
     T.addmm_: _added((5, 6), A, B, names=("mat1", "mat2"), reference=torch.addmm),

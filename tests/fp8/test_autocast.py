@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8
 from fp8 import Recipe
+from fp8.active import active_recipe
 from fp8.autocast import EXPANDED, OPAQUE, PRODUCTS
-from fp8.matmul import active_recipe
 from tests.fp8.calls import (
     CALLS,
     COARSE,

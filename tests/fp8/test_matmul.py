@@ -5,12 +5,15 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_compiler
 from torch.nn import functional as F
 
 import fp8
 from fp8 import Cast, Format, Recipe
+from fp8.active import active_recipe
 from fp8.function import apply
-from fp8.matmul import active_recipe, linear, matmul
+from fp8.matmul import linear, matmul
 from tests.reference import NONE, assert_within, cast, nearest, product, rotation, unit
 
 SCALES = (0.3, 2.5, 0.7)
@@ -135,19 +138,30 @@ def test_a_gradient_has_the_layout_of_its_operand(batch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_compiled_batch_is_scaled_by_what_fuses(dtype):
-    """Where it cannot overflow: of the tensor that baddbmm ignores inductor makes a whole one."""
-    seen = []
+@pytest.mark.parametrize(("scales", "factors"), [(SCALES, 2), ((0.5, 0.5, 0.5), 1)])
+def test_a_compiled_batch_is_scaled_by_what_fuses(dtype, scales, factors):
+    """Where it cannot overflow: of the tensor that baddbmm ignores inductor makes a whole one. One
+    factor of both gradients is a multiplication of the one that they share."""
+    graphs = []
 
-    def backend(graph, _):
-        seen.append(graph.code)
+    def kept(graph, _):
+        graphs.append(graph.code)
         return graph.forward
 
+    torch._dynamo.reset()
     a, b = randn(2, 3, 4, dtype=dtype), randn(2, 4, 5, dtype=dtype)
-    compiled = torch.compile(lambda a, b: matmul(a, b, scales=SCALES), backend=backend)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(a, b), matmul(a, b, scales=SCALES))
-    assert ("baddbmm" in seen[0]) is (dtype == torch.float16)
+    backend = aot_autograd(fw_compiler=make_boxed_compiler(kept))
+    compiled = torch.compile(lambda a, b: matmul(a, b, scales=scales), backend=backend)
+    got, expected = compiled(a, b), matmul(a, b, scales=scales)
+    torch.testing.assert_close(got, expected)
+    grad = torch.ones_like(got)
+    gradients = (torch.autograd.grad(y, (a, b), grad) for y in (got, expected))
+    torch.testing.assert_close(*gradients)
+    calls = [
+        [graph.count(f"aten.{name}") for graph in graphs] for name in ("baddbmm", "mul.Tensor")
+    ]
+    half = dtype == torch.float16
+    assert calls == ([[1, 2], [0, 0]] if half else [[0, 0], [1, factors]])
 
 
 def test_scales_of_one_and_powers_of_two_are_exact():

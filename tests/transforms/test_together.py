@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import register_parametrization
 
 import fp8
 import unit_scaling as uu
-from unit_scaling.transforms import unit_scale
+from unit_scaling.transforms import track_scales, unit_scale
 
 
 class Residual(nn.Module):
@@ -102,3 +103,109 @@ def test_accumulated_calls_of_a_transformed_model(init):
             model(part).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, whole[name], rtol=0.02, atol=0.02)
+
+
+class Masked(nn.Module):
+    """As the library transformers, it spells its mask otherwise where it is traced, and may repeat
+    keys by hand there."""
+
+    def __init__(self, repeats: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.repeats = nn.Linear(8, 24), repeats
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        rows = torch.arange(x.shape[1])
+        if torch.compiler.is_exporting():
+            mask = torch.arange(x.shape[1])[:, None].expand(-1, x.shape[1]) >= rows[None] + 0
+            k = k[:, :] if self.repeats else k
+        else:
+            mask = rows[:, None] >= rows
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_exported_with_a_mask_that_is_made_otherwise(tracked):
+    torch.manual_seed(0)
+    model, x = unit_scale(Masked()), torch.randn(2, 4, 8)
+    model = track_scales(model, every=2) if tracked else model
+    model(x)
+    expected = model(x)  # not measured, as what is exported
+    program = torch.export.export(model, (x,))
+    assert torch.equal(program.module()(x), expected)
+
+
+def test_exported_with_values_that_are_made_otherwise():
+    """Refused by name: what a value needs is known of calls that were seen."""
+    model, x = unit_scale(Masked(repeats=True)), torch.randn(2, 4, 8)
+    model(x)
+    with pytest.raises(RuntimeError, match=r"has not seen call 2 of .*torch.export"):
+        torch.export.export(model, (x,))
+
+
+class Typed(nn.Module):
+    """A second table of few rows, as of BERT's segments, and attention over their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.types = nn.Embedding(16, 8), nn.Embedding(2, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.types(ids % 2)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def test_a_plan_does_not_depend_on_the_weights_it_is_made_with():
+    """Called before or after a checkpoint was loaded, a model has the same gradients."""
+    models, ids = [], torch.arange(32).view(2, 16) % 16
+    for seed in range(3):
+        torch.manual_seed(seed)
+        models.append(unit_scale(Typed()))
+    models[0](ids)
+    models[1](ids)
+    grads = []
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+        model(ids).backward()
+        grads.append([p.grad for p in model.parameters()])
+    for other in grads[1:]:
+        torch.testing.assert_close(other, grads[0], rtol=0, atol=0)
+
+
+class LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.zeros(8, 4))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.b @ self.a
+
+
+@pytest.mark.parametrize("residual", ["fixed", "umup"])
+def test_a_low_rank_update_after_the_transform(residual):
+    """Nothing changes while it is zero. Its parameters have no learning rate of u-muP, which the
+    optimizer says."""
+    models, x = [], torch.randn(4, 8)
+    for updated in (False, True):
+        torch.manual_seed(0)
+        model = unit_scale(Sum(), residual=residual)
+        if updated:
+            register_parametrization(model.up, "weight", LowRank())
+        models.append(model)
+    assert torch.equal(models[0](x), models[1](x))
+    with pytest.raises(ValueError, match="has no mup_type"):
+        uu.optim.AdamW(models[1].parameters(), lr=1.0)
+    uu.optim.AdamW(models[1].parameters(), lr=1.0, allow_non_unit_scaling_params=True)
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + self.up(x)

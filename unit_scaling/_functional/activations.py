@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from ..core.functional import logarithmic_interpolation
 from ..ops import Scales, factors, row, tie
-from ..scale import scale_each, scale_output
-from . import from_output, fused
+from ..scale import kept_in, scale_each, scale_output
+from . import fused
+from .from_output import activation as activation_in_graph
 
 __all__ = ["add", "dropout", "gelu", "silu", "silu_glu", "softmax"]
 
@@ -107,7 +108,9 @@ def silu(
     fwd, bwd = _factors(silu_scales, mult, constraint)
     x = input if mult == 1.0 else input * mult
     x = x.clone() if inplace and x is input else x  # what autograd saves must not be written to
-    if fused.applies(x):
+    if is_compiling():
+        output = activation_in_graph(x, "silu", fwd, bwd)
+    elif fused.applies(x):
         output = fused.activation(x, "silu", fwd, bwd)
     else:
         output = scale_output(F.silu(x), fwd, bwd, fresh=True)
@@ -196,7 +199,7 @@ def softmax(
     axis = _softmax_dim(input, dim)
     if is_compiling():
         logits = logits if dtype is None else logits.to(dtype)
-        return from_output.activation(logits, "softmax", s["output"], s["input"], axis)
+        return activation_in_graph(logits, "softmax", s["output"], s["input"], axis)
     output = F.softmax(logits, axis, dtype=dtype)
     return scale_output(output, s["output"], s["input"], fresh=False)
 
@@ -235,19 +238,21 @@ def add_scales(
 ) -> Scales:
     """Independent terms: 1/sqrt(1 + alpha**2); a broadcast term collects that many gradients.
 
-    A sum with a number, or of integers, is left alone.
+    A sum with a number, or of integers, is left alone; so is what a tensor of one element is added
+    to, a number that has a gradient.
     """
     if not _is_float(input) or not _is_float(other):
         return {"output": 1.0, "input": 1.0, "other": 1.0}
     assert isinstance(input, Tensor)
     assert isinstance(other, Tensor)
-    grads = [1.0, 1.0]
+    grads, number = [1.0, 1.0], False
     if input.shape != other.shape:
         size = math.prod(torch.broadcast_shapes(input.shape, other.shape))
         grads = [math.sqrt(t.numel() / size) if t.numel() else 1.0 for t in (input, other)]
+        number = size > 1 == min(input.numel(), other.numel())
     return tie(
         constraint,
-        output=(1 + alpha * alpha) ** -0.5,
+        output=1.0 if number else (1 + alpha * alpha) ** -0.5,
         input=grads[0],
         other=grads[1] / abs(alpha) if alpha else grads[1],
     )
@@ -289,7 +294,8 @@ def add(
 ) -> Tensor:
     """``s * (input + alpha * other)``; a sum with a number, or of integers, is not scaled.
 
-    input, other: tensors of shapes that broadcast together, or one of them a number.
+    input, other: tensors of shapes that broadcast together, or one of them a number, which a tensor
+    of one element is too.
     out: a tensor to copy the result into, returned in its place; it may carry gradients.
     """
     s = add_scales(input, other, constraint, alpha)
@@ -303,4 +309,4 @@ def add(
         input = scale_each(input, 1.0, s["input"])
         output = input.add(scale_each(other, 1.0, s["other"]), alpha=alpha)
         output = scale_each(output, s["output"], 1.0)
-    return output if out is None else out.copy_(output)
+    return kept_in(out, output)

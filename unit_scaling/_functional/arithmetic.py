@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Scales, row, tie
-from ..scale import scale_each, scale_output
+from ..scale import kept_in, scale_each, scale_output
 from .activations import add, add_scales
 
 __all__ = ["addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
@@ -51,8 +51,8 @@ def _torch_sub_(input: Tensor, other: Number, *, alpha: float = 1) -> dict[str, 
     return {"input": input, "other": other, "alpha": alpha, "out": input}
 
 
-def _torch_reversed_sub(input: Tensor, other: Number) -> dict[str, Any]:
-    return {"input": other, "other": input}
+def _torch_reversed_sub(input: Tensor, other: Number, *, alpha: float = 1) -> dict[str, Any]:
+    return {"input": other, "other": input, "alpha": alpha}
 
 
 @row(
@@ -138,7 +138,7 @@ def mul(
     """
     input, other = _collected(input, other, mul_scales(input, other, constraint))
     output = torch.mul(input, other)
-    return output if out is None else out.copy_(output)
+    return kept_in(out, output)
 
 
 def _collected(input: Number, other: Number, s: Scales) -> tuple[Number, Number]:
@@ -201,7 +201,7 @@ def div(
     """
     dividend, divisor = _collected(input, other, div_scales(input, other, constraint))
     output = torch.div(dividend, divisor, rounding_mode=rounding_mode)
-    return output if out is None else out.copy_(output)
+    return kept_in(out, output)
 
 
 def addcmul_scales(
@@ -301,7 +301,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> T
     tensors: of shapes that agree but for ``dim``; two dtypes are promoted to a common one. out: a
     tensor to write the result into. Errors are torch's.
     """
-    return torch.cat(tuple(tensors), dim, out=out)
+    return torch.cat(tensors, dim, out=out)  # type: ignore[arg-type]
 
 
 def stack_scales() -> Scales:
@@ -312,4 +312,4 @@ def stack_scales() -> Scales:
 @row(stack_scales, replaces=(torch.stack,))
 def stack(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
     """`torch.stack`: no factor is needed. tensors: of one shape. Otherwise as `cat`."""
-    return torch.stack(tuple(tensors), dim, out=out)
+    return torch.stack(tensors, dim, out=out)  # type: ignore[arg-type]

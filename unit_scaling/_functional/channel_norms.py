@@ -207,6 +207,8 @@ def normalize_scales(
 
     For other p (n E|x|^p)^(1/p), E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi); the largest of n.
     """
+    if not p > 0:
+        raise ValueError(f"normalize needs p above 0: got {p}")
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     size = max(1, math.prod([input.shape[d] for d in dims])) if input.dim() else 1
     if p == math.inf:
@@ -240,6 +242,7 @@ def normalize(
     """``s * input / norm(input)``: vectors along ``dim`` of norm s, which is about sqrt(n).
 
     input: floating point. p: of the norm, above 0. eps: the smallest divisor.
+    Raises ValueError for another p.
     """
     s = normalize_scales(input, p, dim, constraint)
     output = F.normalize(input, p, dim, eps)  # type: ignore[arg-type]

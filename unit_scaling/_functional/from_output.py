@@ -7,6 +7,9 @@ out again. Here the scaled output is all that is saved, and what the next produc
 Where the derivative depends on the side of a kink, the compiler saves bools. Its kernels for CPUs
 write and read them one at a time, in ten times the time of all the rest. Here the gradient compares
 the output or, in a graph for a CPU, the input, as in eager mode.
+
+Where CPUs wait for arithmetic and not for memory, a derivative is worked out with less of it: from
+a value in place of an exponential, or with the factor in the constants of its formula.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
-from fp8.function import in_graph, taken_as_constant
-from fp8.matmul import active_recipe
+from fp8.active import active_recipe
+from fp8.function import in_graph
 
 from ..scale import scale_both, scale_output
 
@@ -55,6 +59,20 @@ def _softmax_gradient(grad: Tensor, y: Tensor, fwd: float, bwd: float, dim: int)
     return scale_both((grad - mean) * y, bwd / fwd)
 
 
+def _elu_gradient(grad: Tensor, y: Tensor, fwd: float, bwd: float, alpha: float) -> Tensor:
+    """For alpha = 1, with no exponential: e^x is the value and 1."""
+    return scale_both(grad * (y.clamp(max=0) + _top(y, fwd)), bwd / fwd)
+
+
+def _silu_gradient(grad: Tensor, x: Tensor, fwd: float, bwd: float) -> Tensor:
+    """The derivative is g (1 + x (1 - g)), g = sigmoid(x), and each of the two has the root of bwd
+    for a factor. Computed in float32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, root = x.to(dtype), bwd**0.5
+    gate = x.new_full((), root) / (1 + (-x).exp())
+    return grad.to(dtype) * gate * (root + x * (root - gate))
+
+
 def _piecewise(gradient: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``gradient(grad, x, *settings)`` of torch, which compares x, in the form of a `Kernel`.
 
@@ -87,11 +105,13 @@ def _relu6_gradient(grad: Tensor, x: Tensor) -> Tensor:
 class Kernel(NamedTuple):
     """A row of KERNELS: a function of a tensor and its settings; and ``bwd`` times its gradient: a
     function of the output's gradient, the output, which is ``fwd`` times the function's value, fwd,
-    bwd and the settings. keeps_input: of the input in place of the output, on CPUs."""
+    bwd and the settings. keeps_input: of the input in place of the output, on CPUs. settings: the
+    only ones that the gradient is for, None for any."""
 
     function: Callable[..., Tensor]
     gradient: Callable[..., Tensor]
     keeps_input: bool = False
+    settings: tuple[Any, ...] | None = None
 
 
 def _kinked(function: Callable[..., Tensor], gradient: Callable[..., Tensor]) -> Kernel:
@@ -99,7 +119,9 @@ def _kinked(function: Callable[..., Tensor], gradient: Callable[..., Tensor]) ->
 
 
 KERNELS: dict[str, Kernel] = {
+    "celu": Kernel(aten.celu.default, _elu_gradient, settings=(1.0,)),
     "clamp": _kinked(aten.clamp.default, _clamp_gradient),
+    "elu": Kernel(aten.elu.default, _elu_gradient, settings=(1.0,)),
     "exp": Kernel(aten.exp.default, _exp_gradient),
     "hardshrink": _kinked(aten.hardshrink.default, aten.hardshrink_backward.default),
     "hardsigmoid": _kinked(aten.hardsigmoid.default, aten.hardsigmoid_backward.default),
@@ -108,6 +130,7 @@ KERNELS: dict[str, Kernel] = {
     "relu": Kernel(torch.relu, _piecewise(_relu_gradient)),
     "relu6": _kinked(aten.relu6.default, _relu6_gradient),
     "sigmoid": Kernel(aten.sigmoid.default, _sigmoid_gradient),
+    "silu": Kernel(F.silu, _silu_gradient, keeps_input=True),
     "softmax": Kernel(aten.softmax.int, _softmax_gradient),
     "softshrink": _kinked(aten.softshrink.default, aten.softshrink_backward.default),
     "tanh": Kernel(aten.tanh.default, _tanh_gradient),
@@ -115,12 +138,6 @@ KERNELS: dict[str, Kernel] = {
 """Name -> how it is computed."""
 
 
-@taken_as_constant
-def _keeps_input(name: str) -> bool:
-    return KERNELS[name].keeps_input
-
-
-@in_graph
 class _Activation(Function):
     """``fwd * f(x)``, with ``bwd`` times its gradient."""
 
@@ -143,18 +160,24 @@ class _Activation(Function):
         return gradient.to(ctx.dtype), *[None] * (1 + len(ctx.settings))
 
 
+@in_graph
+def _activation(x: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
+    kernel = KERNELS[name]
+    if (x.is_cpu or not kernel.keeps_input) and kernel.settings in (None, settings):
+        return _Activation.apply(x, name, fwd, bwd, *settings)
+    return scale_output(kernel.function(x, *settings), fwd, bwd, fresh=False)
+
+
 def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
     """``fwd * f(input)``; ``bwd`` times the gradient. settings: the arguments of f after input.
 
-    Torch's own gradient for an input that records none, for `torch.func`; and for relu where a
-    recipe says what is saved, and sees to torch's functions.
+    Torch's own gradient for an input that records none, for `torch.func`; and for relu and silu
+    where a recipe says what is saved, and sees to torch's functions.
     """
     from fp8.traced import apply
 
-    recipe = active_recipe() if name == "relu" else None
-    ours = input.requires_grad and (input.is_cpu or not _keeps_input(name))
-    if ours and not (recipe and recipe.saved_activations):
-        return apply(
-            "unit_scaling._functional.from_output._Activation", input, name, fwd, bwd, *settings
-        )
+    recipe = active_recipe() if name in ("relu", "silu") else None
+    if input.requires_grad and not (recipe and recipe.saved_activations):
+        function = "unit_scaling._functional.from_output._activation"
+        return apply(function, input, name, fwd, bwd, *settings)
     return scale_output(KERNELS[name].function(input, *settings), fwd, bwd, fresh=False)

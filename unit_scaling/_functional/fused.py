@@ -16,8 +16,8 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from fp8.activations import KERNELS
+from fp8.active import active_recipe
 from fp8.function import apply
-from fp8.matmul import active_recipe
 
 __all__ = ["activation", "applies", "silu_glu"]
 

@@ -55,6 +55,11 @@ def _each(value: Any, dims: int) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
+def _steps(stride: Sizes | None, dims: int) -> list[int]:
+    """The stride of each dimension; [] where it is left out: that of the kernel."""
+    return [] if stride is None else _each(stride, dims)
+
+
 def _outputs_per_input(
     dims: int,
     input: Tensor,
@@ -65,13 +70,14 @@ def _outputs_per_input(
     ceil_mode: bool = False,
 ) -> float:
     kernel = _each(kernel_size, dims)
-    steps = kernel if stride is None or stride == [] else _each(stride, dims)
+    steps = _steps(stride, dims) or kernel
     pads, dilations = _each(padding, dims), _each(dilation, dims)
     ratio = 1.0
     for size, k, step, pad, d in zip(
         input.shape[-dims:], kernel, steps, pads, dilations, strict=True
     ):
         room = size + 2 * pad - d * (k - 1) - 1
+        step = step or 1  # torch refuses 0
         count = (room + step - 1 if ceil_mode else room) // step + 1
         if ceil_mode and (count - 1) * step >= size + pad:
             count -= 1  # torch leaves out a window that starts in the padding on the right
@@ -82,7 +88,7 @@ def _outputs_per_input(
 def _window(dims: int, input: Tensor, kernel_size: Sizes, padding: Sizes = 0) -> int:
     """How many numbers a window has: with ``ceil_mode`` a kernel may be larger than its input."""
     sizes = zip(input.shape[-dims:], _each(kernel_size, dims), _each(padding, dims), strict=True)
-    return math.prod(min(kernel, size + 2 * pad) for size, kernel, pad in sizes)
+    return math.prod([min(kernel, size + 2 * pad) for size, kernel, pad in sizes])
 
 
 def _averaged(window: float, ratio: float, divisor: float, constraint: Constraint) -> Scales:
@@ -124,8 +130,7 @@ def _sums(
     divisor_override: int | None = None,
 ) -> Summed:
     """avg_pool as sums over the windows."""
-    kernel = math.prod(_each(kernel_size, dims))
-    divisor = kernel if divisor_override is None else divisor_override
+    divisor = math.prod(_each(kernel_size, dims)) if divisor_override is None else divisor_override
     whole = not ceil_mode and (count_include_pad or not any(_each(padding, dims)))
     if not divisor or not (whole or divisor_override):
         return None
@@ -143,8 +148,8 @@ def _sums_of_a_line(
     count_include_pad: bool = True,
 ) -> Summed:
     """avg_pool1d, which has no divisor, over two dimensions of which one is of size 1."""
-    step = [] if stride is None or stride == [] else [1, *_each(stride, 1)]
-    sizes = [1, *_each(kernel_size, 1)], step, [0, *_each(padding, 1)]
+    step = _steps(stride, 1)
+    sizes = [1, *_each(kernel_size, 1)], step and [1, *step], [0, *_each(padding, 1)]
     found = _sums(2, input.unsqueeze(-2), *sizes, ceil_mode, count_include_pad)
     return found and (found[0].squeeze(-2), found[1])
 
@@ -186,7 +191,7 @@ def _in_pairs(
     """Whether max_pool in a graph is to be multiplied in another order than it is stored in.
 
     Then the compiler of torch 2.11 to 2.13 makes vectors of windows of 2 side by side, which it
-    else takes one by one: two to four times as fast. Other windows become slower, and float64.
+    else takes one by one: 1.3 to 4 times as fast. Other windows become slower, and float64.
     """
     plain = input.is_cpu and input.is_contiguous() and input.dtype != torch.float64
     return dims > 1 and plain and _each(kernel_size, dims) == _each(stride or 2, dims) == [2] * dims

@@ -267,6 +267,8 @@ def addmm(
     ``s * (alpha * mat1 @ mat2 + beta * input)``, as in `linear`, and mat2 takes the part of the
     weight (no constraint on its gradient). Where beta is 0 input is not read.
     """
+    if not mat1.is_floating_point():
+        return input * beta + torch.matmul(mat1, mat2) * alpha
     s = addmm_scales(input, mat1, mat2, beta, alpha, constraint)
     scales = (alpha * s["output"], alpha * s["mat1"], alpha * s["mat2"])
     if _is_bias(input, mat2):
@@ -322,7 +324,5 @@ def bilinear(
     (..., out).
     """
     s = bilinear_scales(input1, input2, weight, constraint)
-    output = scaled(F.bilinear, {"input1": input1, "input2": input2, "weight": weight}, s)
-    if bias is None:
-        return output
-    return output + scale_each(bias, s["output"], s["bias"]).to(output.dtype)
+    tensors = {"input1": input1, "input2": input2, "weight": weight}
+    return scaled(F.bilinear, tensors if bias is None else {**tensors, "bias": bias}, s)

@@ -130,7 +130,7 @@ def smooth_l1_loss(
 
 def huber_loss_scales(input: Tensor, target: Tensor, delta: float = 1.0) -> Scales:
     """The gradient is the difference of two unit normals, clipped to [-delta, delta]."""
-    return _pair(input, target, _clipped_rms(delta))
+    return _pair(input, target, _clipped_rms(delta) if delta > 0 else 1.0)  # torch refuses 0
 
 
 @row(huber_loss_scales, replaces=(F.huber_loss,))
@@ -203,7 +203,7 @@ def kl_div_scales(input: Tensor) -> Scales:
 
     The target is taken for the softmax of a standard normal, with the factor of `softmax_scales`.
     """
-    scale = softmax_scales(input, -1, None)["output"] if input.dim() else 1.0
+    scale = softmax_scales(input, -1)["output"] if input.dim() else 1.0
     return {"output": 1.0, "input": scale, "target": scale}
 
 

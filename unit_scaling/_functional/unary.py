@@ -24,8 +24,9 @@ from fp8.activations import KERNELS
 from ..constant import specialised
 from ..elementwise import elementwise_factors, elementwise_scales, scaled_elementwise
 from ..ops import Adapter, Scales, row
-from ..scale import scale_output
+from ..scale import kept_in, scale_output
 from . import from_output, fused
+from .from_output import activation as activation_in_graph
 from .generated import REQUIRED, described
 
 __all__ = [
@@ -107,10 +108,7 @@ def _given(
 
 
 def _kernel(name: str, input: Tensor) -> Callable[..., Tensor] | None:
-    """What computes an activation together with its factors, if anything does: fused.py in eager
-    code, from_output.py in a graph."""
-    if is_compiling():
-        return from_output.activation if name in from_output.KERNELS else None
+    """What computes an activation together with its factors in eager code, if anything does."""
     large = name in KERNELS and input.numel() >= _LARGE
     return fused.activation if large and fused.applies(input) else None
 
@@ -145,11 +143,13 @@ def _activation(
         if args or named:
             mult, constraint, inplace, given = _given(name, defaults, args, named)
         if not input.is_floating_point():
-            return fn(input, **given)
+            return kept_in(input if inplace else None, fn(input, **given))
         fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult
-        kernel = None if plain else _kernel(name, x)
+        kernel = None
+        if not plain:
+            kernel = activation_in_graph if is_compiling() else _kernel(name, x)
         if kernel is not None:
             output = kernel(x, name, fwd, bwd, *(given or settings).values())
         else:

@@ -11,13 +11,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from fp8.subclass import Gained, check_not_scripted, gain
 
 from ..parameter import TaggedModule
 
-__all__ = ["HOOKS", "Places", "Scope", "find_scope", "install", "is_sharded", "unwrapped"]
+__all__ = [
+    "HOOKS",
+    "Places",
+    "Scope",
+    "find_scope",
+    "install",
+    "is_exported",
+    "is_sharded",
+    "unwrapped",
+]
 
 HOOKS = " hooks"
 """Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
@@ -148,3 +158,9 @@ def install(model: nn.Module, scope: Scope) -> None:
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
         gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))
+
+
+def is_exported() -> bool:
+    """Whether `torch.export` traces the model. In torch 2.11 every graph that the compiler traces
+    says that it is exported."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()

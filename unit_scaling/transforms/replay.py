@@ -23,7 +23,7 @@ from ..scale import scale_bwd, scale_each, scale_output, value_with_gradient
 from .calls import KINDS
 from .hidden import reveal
 from .install import HOOKS
-from .record import Key, Slot
+from .record import Key, Slot, tensors_in
 from .steps import Plan, Step
 
 __all__ = ["SPECIAL", "PlanMissError", "Replay"]
@@ -176,7 +176,7 @@ class Replay(TorchFunctionMode):
         self._busy = True
         try:
             kind = self._kind(function)
-            step = None if kind is None else self._next(kind)
+            step = None if kind is None else self._next(kind, args, kwargs)
             self.latest = step
             if step is None:
                 return called(function, args, kwargs)
@@ -191,7 +191,7 @@ class Replay(TorchFunctionMode):
                     return kind
         return self._kinds.get(function)
 
-    def _next(self, kind: str) -> Step | None:
+    def _next(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         path = self._path[-1]
         if path.endswith(HOOKS):
             return None
@@ -199,7 +199,13 @@ class Replay(TorchFunctionMode):
         self._counts[path, kind] = count + 1
         key: Key = (path, kind, count)
         if key not in self._steps:
-            raise PlanMissError(f"call {count} of {kind} in {path or 'the model itself'!r}")
+            if not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
+                return None  # positions and masks, which have no scale
+            place = path or "the model itself"
+            raise PlanMissError(
+                f"unit_scale has not seen call {count} of {kind} in {place!r}: torch.export takes "
+                "the branch of the model that its calls have taken"
+            )
         return self._steps[key]
 
     def _execute(

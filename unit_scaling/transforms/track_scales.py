@@ -19,7 +19,7 @@ from fp8.subclass import check_module
 
 from .compile import copied
 from .history import History, Pass
-from .install import Call, Places, install, unwrapped
+from .install import Call, Places, install, is_exported, unwrapped
 from .metrics import Metrics
 from .observe import Observer, mapped, plain, unseen
 from .record import Slot, tensors_in
@@ -227,7 +227,7 @@ class Track:
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """``call()``, measured if its turn has come. Only calls of the whole model count."""
-        if path or self.tap.active:
+        if path or self.tap.active or is_exported():
             return call()
         if torch.compiler.is_compiling():
             from .first_call import partly_compiled
@@ -286,7 +286,7 @@ def track_scales(
 
     every: the 1st, (every + 1)th, ... call of the model is measured, in eager mode; the others run
     as they would, compiled if the model is. Compiling a tracked model with fullgraph=True is an
-    error: the choice is not part of a graph.
+    error: the choice is not part of a graph. What is exported measures nothing.
     formats: what to tell losses in, names of `fp8.FORMATS` or formats. history: how many measured
     calls are kept.
 

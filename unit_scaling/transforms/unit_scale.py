@@ -21,7 +21,7 @@ from .calls import KINDS
 from .compile import copied
 from .copies import detached, twin_of
 from .fold import Folded, folded
-from .install import Call, Places, find_scope, install, is_sharded, unwrapped
+from .install import Call, Places, find_scope, install, is_exported, is_sharded, unwrapped
 from .plan import make_plan
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
@@ -97,8 +97,7 @@ class UnitScale:
         if torch.compiler.is_compiling():
             if plan is not None:
                 return self._replay(plan, call, path)
-            # In torch 2.11 every graph that the compiler traces says that it is exported.
-            if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            if is_exported():
                 raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
             from .first_call import outside_graph
 
@@ -202,7 +201,7 @@ class UnitScale:
         for name, depth in depths.items():
             parameter: Any = model.get_parameter(name)
             if has_parameter_data(parameter) and parameter.mup_scaling_depth is None:
-                tag(parameter, parameter.mup_type, depth)
+                tag(model.get_parameter(name), parameter.mup_type, depth)
                 counts[depth] += 1
         for depth, count in counts.items():
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
@@ -334,7 +333,10 @@ def unit_scale(
         raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
-            raise ValueError(f"replace: {function!r} is not a torch function, nothing sees it run")
+            raise ValueError(
+                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
+                "to take its place in the model itself"
+            )
     refuse_weights(module)
     result = copied(module)
     inner = unwrapped(result)

@@ -136,3 +136,17 @@ def test_quantized_weights_stay_and_what_is_beside_them_is_converted(kind):
     assert isinstance(model.up.weight, fp8.ScaledTensor)
     assert not isinstance(base.weight, fp8.ScaledTensor)
     train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("size", [16, 128])  # below 4096 elements its states have 32 bits
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_at_a_level_it_says_that_small_steps_are_lost(level, size):
+    """It writes to the weights by an operation of its own, which no table of torch's has."""
+    model, optimizer = fp8.initialize(nn.Linear(size, size), opt_level=level, recipe=None)
+    theirs = bitsandbytes.optimizer("AdamW8bit", model.parameters(), lr=1e-2)
+    model(torch.randn(8, size)).square().mean().backward()
+    with pytest.warns(UserWarning, match="optimizer_update.* on a ScaledTensor: its format rounds"):
+        theirs.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()

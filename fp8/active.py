@@ -1,0 +1,130 @@
+"""What the open `fp8.autocast` blocks say of a product: its recipe, its backend, its histories."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import native
+from .checkpoint import in_reentrant
+from .names import check_name
+from .recipe import Cast, Recipe
+
+__all__ = [
+    "ACTIVE",
+    "BACKENDS",
+    "Block",
+    "active_recipe",
+    "checked_backend",
+    "chosen",
+    "histories",
+    "layer_histories",
+    "product_recipe",
+]
+
+BACKENDS = ("simulate", "native", "auto")
+"""Where a product is computed: from rounded operands in the dtype of the tensors; by torch's FP8
+kernels where they take it; by those on the devices that they are for."""
+
+
+def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) -> str:
+    """``backend``; "simulate" for "auto" where the recipe has no kernels. Raises ValueError for
+    an unknown one, naming ``others`` too, and for "native" with such a recipe."""
+    check_name("backend", backend, (*BACKENDS, *others))
+    why_not = "" if backend == "simulate" else native.why_not_recipe(recipe)
+    if why_not and backend == "native":
+        raise ValueError(f"recipe {recipe.name!r} has no kernels: {why_not}")
+    return "simulate" if why_not else backend
+
+
+class Block(NamedTuple):
+    """What an open `fp8.autocast` block says. recipe: None where it is not enabled. above: the
+    modes that it has put on top of itself. counter: [number of products so far]. reenters: whether
+    what is recomputed in the backward pass opens it again by itself."""
+
+    recipe: Recipe | None
+    opaque: str
+    above: tuple[Any, ...]
+    history: Any
+    counter: list[int]
+    backend: str
+    reenters: bool
+
+
+class _Active(threading.local):
+    """The `fp8.autocast` blocks that are open in this thread, innermost last.
+
+    A list that is changed, not an attribute that is set: what the compiler makes of setting an
+    attribute of a thread-local is lost.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+
+
+ACTIVE = _Active()
+
+
+def active_recipe() -> Recipe | None:
+    """The recipe of the innermost `fp8.autocast` block of this thread; None outside of all, and
+    where it is not enabled."""
+    return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
+
+
+def product_recipe() -> Recipe | None:
+    """`active_recipe` for a product. Raises RuntimeError where it would be computed again outside
+    of the block, without casts."""
+    block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
+    if block is not None and block.recipe and not block.reenters and in_reentrant():
+        raise RuntimeError(_REENTRANT)
+    return active_recipe()
+
+
+_REENTRANT = (
+    "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "
+    "block, without casts: use checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts) "
+    "or fp8.convert"
+)
+
+
+def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
+    """The amax histories of the operands of a product, and of its gradient, which has the last of
+    ``casts``; None where the scaling is not "delayed".
+
+    They belong to the enclosing `fp8.autocast`, which numbers its products.
+    """
+    if recipe is None or not recipe.keeps_history:
+        return [None] * len(casts)
+    block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
+    if block is None or block.history is None:
+        raise ValueError(
+            f'recipe {recipe.name!r} has scaling "delayed", which needs a history: '
+            "open fp8.autocast(recipe, history=fp8.AmaxHistory()) around the product"
+        )
+    block.counter[0] += 1
+    number = f"{block.counter[0]:03d}"
+    names = [f"{number}.{product}.{i}" for i in range(len(casts) - 1)]
+    return [
+        block.history.tensor(name, cast.history, like.device) if cast and cast.history else None
+        for name, cast in zip([*names, f"{number}.{product}.grad"], casts, strict=True)
+    ]
+
+
+def layer_histories(
+    recipe: Recipe | None, product: str, a: Tensor, layer: bool = True
+) -> list[Any]:
+    """Those of a product with an input and a weight (layer) or two inputs, and its gradient."""
+    if recipe is None:
+        return [None] * 3
+    b = recipe.weight if layer else recipe.input
+    return histories(recipe, product, a, recipe.input, b, recipe.grad)
+
+
+def chosen(recipe: Recipe | None, backend: str) -> tuple[Recipe | None, str]:
+    """Recipe and backend of a product: those of the enclosing block if it names no recipe."""
+    if recipe is not None or not ACTIVE.blocks:
+        return recipe, backend
+    return product_recipe(), ACTIVE.blocks[-1].backend
