@@ -151,8 +151,7 @@ NOTES = {
         "the factor of each product is a pass over it where the op is alone; it fuses with what "
         "follows",
     ),
-    "max_pool2d": "a factor more in each of two loops that are not vectorised",
-    "embedding_bag": "torch's own kernels: a pass over the output, and one over its gradient",
+    "embedding_bag": "torch's own kernels: a pass over the table, and one over its gradient",
 }
 
 CHECKS = (
