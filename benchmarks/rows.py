@@ -148,8 +148,8 @@ NOTES = {
     "cumsum": "torch's own kernel, with which nothing fuses: alone, the factor is a further pass",
     **dict.fromkeys(
         ["matmul", "einsum"],
-        "the factor of each product is a pass over it where the op is alone; it fuses with what "
-        "follows",
+        "the factor is a pass over the output, and one over its gradient, where the op is alone; "
+        "it fuses with what is around it",
     ),
     "embedding_bag": "torch's own kernels: a pass over the table, and one over its gradient",
 }

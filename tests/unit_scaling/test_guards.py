@@ -29,6 +29,7 @@ def nodes(space, name: str, *args) -> int:
 
 
 X, Y, W, SLOPE, IMAGE = leaf(8, 8), leaf(8, 8), leaf(8), leaf(1), leaf(2, 8, 4)
+BATCH, KERNEL = leaf(2, 8, 8), leaf(8, 8, 3)
 CLASSES = torch.arange(8)
 
 #: (torch's function, its arguments) -> at most so many more nodes has ours, in torch 2.11 to 2.13.
@@ -36,10 +37,11 @@ MORE = {
     (torch, "add", X, Y): 61,
     (torch, "mul", X, Y): 54,
     (torch, "sin", X): 28,
-    (torch, "exp", X): 50,
-    (F, "elu", X): 28,
+    (torch, "exp", X): 42,
+    (F, "celu", X): 48,
+    (F, "elu", X): 48,
     (F, "hardtanh", X): 60,
-    (F, "gelu", X): 51,
+    (F, "gelu", X): 46,
     (F, "silu", X): 51,
     (F, "glu", X): 36,
     (F, "softmax", X, -1): 48,
@@ -48,7 +50,12 @@ MORE = {
     (F, "group_norm", IMAGE, 2, W, W): 54,
     (F, "mse_loss", X, Y): 76,
     (F, "huber_loss", X, Y): 91,
+    (F, "kl_div", X, Y, None, None, "batchmean"): 86,
     (F, "cross_entropy", X, CLASSES): 77,
+    (torch, "matmul", BATCH, BATCH): 86,
+    (torch, "einsum", "bij,bjk->bik", BATCH, BATCH): 155,
+    (F, "linear", X, Y): 100,
+    (F, "conv1d", IMAGE, KERNEL): 135,
 }
 
 
