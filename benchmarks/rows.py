@@ -1,6 +1,6 @@
 """What each row of OPS costs: forward and backward against the torch op that it stands for.
 
-python -m benchmarks.rows [eager|compiled|large] [NAME ...]
+python -m benchmarks.rows [eager|compiled|small] [NAME ...]
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,23 @@ QUESTION = "What does a forward and backward pass of each op cost, relative to p
 PRODUCTS = ("products", "convolution", "contraction", "attention")
 COMPILED_TARGET = 1.03
 
-ROWS, WIDTH, IMAGES = 2048, 1024, 8
+WIDTH = 1024
 
-#: Name on the command line -> (mode, how many times the rows and images). "large" tells what each
-#: call costs, which does not grow, from what each number costs.
-MODES = {"eager": ("eager", 1), "compiled": ("compiled", 1), "large": ("compiled", 4)}
+
+class Sizes(NamedTuple):
+    """How many rows a matrix has, and how many images there are."""
+
+    rows: int = 2048
+    images: int = 8
+
+    def times(self, n: int) -> Sizes:
+        return Sizes(n * self.rows, n * self.images)
+
+
+#: Name on the command line -> (mode, how many times the rows and images of what is no product).
+#: "compiled" is of the size of a training batch; "small" shows what each call costs, whatever its
+#: size, and what is in the caches.
+MODES = {"eager": ("eager", 1), "compiled": ("compiled", 4), "small": ("compiled", 1)}
 
 #: Rows that torch has no function for -> the plain formula.
 PLAIN: dict[str, Callable[..., Tensor]] = {
@@ -44,12 +56,12 @@ PLAIN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def image(*size: int) -> Tensor:
-    return leaf(IMAGES, 64, *size)
+def image(s: Sizes, *size: int) -> Tensor:
+    return leaf(s.images, 64, *size)
 
 
-def classes() -> Tensor:
-    return torch.randint(WIDTH, (ROWS,))
+def classes(s: Sizes) -> Tensor:
+    return torch.randint(WIDTH, (s.rows,))
 
 
 def kernel(dims: int) -> Tensor:
@@ -59,72 +71,76 @@ def kernel(dims: int) -> Tensor:
 SIZES = {1: (4096,), 2: (64, 64), 3: (16, 16, 16)}
 
 #: Row -> the arguments of the torch function; others take one matrix.
-ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+ARGUMENTS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     **dict.fromkeys(
         ["add", "sub", "mul", "div", "cosine_similarity", "silu_glu", "geglu", "reglu"],
-        lambda: (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH)),
+        lambda s: (leaf(s.rows, WIDTH), leaf(s.rows, WIDTH)),
     ),
     **dict.fromkeys(
         ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"],
-        lambda: (leaf(ROWS, WIDTH), torch.randn(ROWS, WIDTH)),
+        lambda s: (leaf(s.rows, WIDTH), torch.randn(s.rows, WIDTH)),
     ),
     **dict.fromkeys(
-        ["softmax", "softmin", "log_softmax", "cumsum"], lambda: (leaf(ROWS, WIDTH), -1)
+        ["softmax", "softmin", "log_softmax", "cumsum"], lambda s: (leaf(s.rows, WIDTH), -1)
     ),
-    **dict.fromkeys(["sum", "mean", "var", "std"], lambda: (leaf(ROWS, WIDTH), -1)),
-    "clamp": lambda: (leaf(ROWS, WIDTH), 1.0, "to_output_scale", -1.0, 1.0),
-    "pow": lambda: (leaf(ROWS, WIDTH), 3),
-    "ctc_loss": lambda: (
+    **dict.fromkeys(["sum", "mean", "var", "std"], lambda s: (leaf(s.rows, WIDTH), -1)),
+    "clamp": lambda s: (leaf(s.rows, WIDTH), 1.0, "to_output_scale", -1.0, 1.0),
+    "pow": lambda s: (leaf(s.rows, WIDTH), 3),
+    "ctc_loss": lambda s: (
         torch.zeros(256, 16, 64).log_softmax(-1).requires_grad_(),
         torch.randint(1, 64, (16, 64)),
         (256,) * 16,
         (64,) * 16,
     ),
-    "addcmul": lambda: tuple(leaf(ROWS, WIDTH) for _ in range(3)),
-    "lerp": lambda: (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH), 0.5),
-    "prelu": lambda: (leaf(ROWS, WIDTH), torch.full((1,), 0.25, requires_grad=True)),
-    "layer_norm": lambda: (leaf(ROWS, WIDTH), (WIDTH,), leaf(WIDTH), leaf(WIDTH)),
-    "rms_norm": lambda: (leaf(ROWS, WIDTH), (WIDTH,), leaf(WIDTH), 1e-5),
-    "group_norm": lambda: (image(64, 64), 8, leaf(64), leaf(64)),
-    "batch_norm": lambda: (image(64, 64), None, None, leaf(64), leaf(64), True),
-    "instance_norm": lambda: (image(64, 64), None, None, leaf(64), leaf(64)),
-    "layer_norm2d": lambda: (image(64, 64), leaf(64), leaf(64)),
-    "local_response_norm": lambda: (image(64, 64), 5),
-    "linear": lambda: (leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH)),
-    "linear_readout": lambda: (leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH)),
-    "matmul": lambda: (leaf(8, 256, 256), leaf(8, 256, 256)),
-    "addmm": lambda: (leaf(WIDTH), leaf(ROWS, WIDTH), leaf(WIDTH, WIDTH)),
-    "bilinear": lambda: (leaf(256, 64), leaf(256, 64), leaf(64, 64, 64)),
-    "einsum": lambda: ("bij,bjk->bik", leaf(8, 256, 256), leaf(8, 256, 256)),
-    **{f"conv{d}d": lambda d=d: (image(*SIZES[d]), kernel(d)) for d in SIZES},
-    **{f"conv_transpose{d}d": lambda d=d: (image(*SIZES[d]), kernel(d)) for d in SIZES},
+    "addcmul": lambda s: tuple(leaf(s.rows, WIDTH) for _ in range(3)),
+    "lerp": lambda s: (leaf(s.rows, WIDTH), leaf(s.rows, WIDTH), 0.5),
+    "prelu": lambda s: (leaf(s.rows, WIDTH), torch.full((1,), 0.25, requires_grad=True)),
+    "layer_norm": lambda s: (leaf(s.rows, WIDTH), (WIDTH,), leaf(WIDTH), leaf(WIDTH)),
+    "rms_norm": lambda s: (leaf(s.rows, WIDTH), (WIDTH,), leaf(WIDTH), 1e-5),
+    "group_norm": lambda s: (image(s, 64, 64), 8, leaf(64), leaf(64)),
+    "batch_norm": lambda s: (image(s, 64, 64), None, None, leaf(64), leaf(64), True),
+    "instance_norm": lambda s: (image(s, 64, 64), None, None, leaf(64), leaf(64)),
+    "layer_norm2d": lambda s: (image(s, 64, 64), leaf(64), leaf(64)),
+    "local_response_norm": lambda s: (image(s, 64, 64), 5),
+    "linear": lambda s: (leaf(s.rows, WIDTH), leaf(WIDTH, WIDTH)),
+    "linear_readout": lambda s: (leaf(s.rows, WIDTH), leaf(WIDTH, WIDTH)),
+    "matmul": lambda s: (leaf(8, 256, 256), leaf(8, 256, 256)),
+    "addmm": lambda s: (leaf(WIDTH), leaf(s.rows, WIDTH), leaf(WIDTH, WIDTH)),
+    "bilinear": lambda s: (leaf(256, 64), leaf(256, 64), leaf(64, 64, 64)),
+    "einsum": lambda s: ("bij,bjk->bik", leaf(8, 256, 256), leaf(8, 256, 256)),
+    **{f"conv{d}d": lambda s, d=d: (image(s, *SIZES[d]), kernel(d)) for d in SIZES},
+    **{f"conv_transpose{d}d": lambda s, d=d: (image(s, *SIZES[d]), kernel(d)) for d in SIZES},
     **{
-        f"{how}_pool{d}d": lambda d=d: (image(*SIZES[d]), 2)
+        f"{how}_pool{d}d": lambda s, d=d: (image(s, *SIZES[d]), 2)
         for how in ("avg", "max")
         for d in SIZES
     },
-    **{f"lp_pool{d}d": lambda d=d: (image(*SIZES[d]), 2.0, 2) for d in SIZES},
+    **{f"lp_pool{d}d": lambda s, d=d: (image(s, *SIZES[d]), 2.0, 2) for d in SIZES},
     **{
-        f"adaptive_{how}_pool{d}d": lambda d=d: (image(*SIZES[d]), 4)
+        f"adaptive_{how}_pool{d}d": lambda s, d=d: (image(s, *SIZES[d]), 4)
         for how in ("avg", "max")
         for d in SIZES
     },
-    **{f"dropout{d}d": lambda d=d: (image(*SIZES[d]), 0.5) for d in SIZES},
-    "alpha_dropout": lambda: (leaf(ROWS, WIDTH), 0.5, True),
-    "feature_alpha_dropout": lambda: (image(64, 64), 0.5, True),
-    "interpolate": lambda: (image(32, 32), None, 2),
-    "embedding": lambda: (classes(), leaf(WIDTH, WIDTH)),
-    "embedding_bag": lambda: (torch.randint(WIDTH, (ROWS, 4)), leaf(WIDTH, 64)),
-    "scaled_dot_product_attention": lambda: tuple(leaf(4, 8, 256, 64) for _ in range(3)),
-    "cross_entropy": lambda: (leaf(ROWS, WIDTH), classes()),
-    "nll_loss": lambda: (leaf(ROWS, WIDTH), classes()),
-    "binary_cross_entropy_with_logits": lambda: (leaf(ROWS, WIDTH), torch.rand(ROWS, WIDTH)),
-    "binary_cross_entropy": lambda: (
-        torch.rand(ROWS, WIDTH).clamp(0.01, 0.99).requires_grad_(),
-        torch.rand(ROWS, WIDTH),
+    **{f"dropout{d}d": lambda s, d=d: (image(s, *SIZES[d]), 0.5) for d in SIZES},
+    "alpha_dropout": lambda s: (leaf(s.rows, WIDTH), 0.5, True),
+    "feature_alpha_dropout": lambda s: (image(s, 64, 64), 0.5, True),
+    "interpolate": lambda s: (image(s, 32, 32), None, 2),
+    "embedding": lambda s: (classes(s), leaf(WIDTH, WIDTH)),
+    "embedding_bag": lambda s: (torch.randint(WIDTH, (s.rows, 4)), leaf(WIDTH, 64)),
+    "scaled_dot_product_attention": lambda s: tuple(leaf(4, 8, 256, 64) for _ in range(3)),
+    "cross_entropy": lambda s: (leaf(s.rows, WIDTH), classes(s)),
+    "nll_loss": lambda s: (leaf(s.rows, WIDTH), classes(s)),
+    "binary_cross_entropy_with_logits": lambda s: (leaf(s.rows, WIDTH), torch.rand(s.rows, WIDTH)),
+    "binary_cross_entropy": lambda s: (
+        torch.rand(s.rows, WIDTH).clamp(0.01, 0.99).requires_grad_(),
+        torch.rand(s.rows, WIDTH),
     ),
-    "kl_div": lambda: (leaf(ROWS, WIDTH), torch.rand(ROWS, WIDTH)),
-    "cosine_embedding_loss": lambda: (leaf(ROWS, WIDTH), leaf(ROWS, WIDTH), torch.ones(ROWS)),
+    "kl_div": lambda s: (leaf(s.rows, WIDTH), torch.rand(s.rows, WIDTH)),
+    "cosine_embedding_loss": lambda s: (
+        leaf(s.rows, WIDTH),
+        leaf(s.rows, WIDTH),
+        torch.ones(s.rows),
+    ),
 }
 
 #: Compiled rows -> where the time goes, if it is more than the target.
@@ -135,8 +151,7 @@ NOTES = {
         "the factor of each product is a pass over it where the op is alone; it fuses with what "
         "follows",
     ),
-    "max_pool2d": "a factor more in each of two loops that are not vectorised",
-    "embedding_bag": "torch's own kernels: a pass over the output, and one over its gradient",
+    "embedding_bag": "torch's own kernels: a pass over the table, and one over its gradient",
 }
 
 CHECKS = (
@@ -212,15 +227,17 @@ def reason(mode: str, product: bool, row: Row) -> str:
     return CHECKS if row["ms"] - row["baseline_ms"] <= MOST_FOR_CHECKS else ""
 
 
-def measure(mode: str, names: list[str]) -> Iterator[Row]:
-    """The rows of these names, or all, in one mode of COMPILERS."""
+def measure(mode: str, times: int, names: list[str]) -> Iterator[Row]:
+    """The rows of these names, or all, in one mode of COMPILERS; those that are no products are
+    ``times`` as large."""
     for op in OPS.values():
         if op.name in LEFT_OUT or (names and op.name not in names):
             continue
         torch.manual_seed(0)
-        args = ARGUMENTS.get(op.name, lambda: (leaf(ROWS, WIDTH),))()
-        leaves = [value for value in args if isinstance(value, Tensor)]
         product = op.fn.__module__.rpartition(".")[2] in PRODUCTS
+        sizes = Sizes() if product else Sizes().times(times)
+        args = ARGUMENTS.get(op.name, lambda s: (leaf(s.rows, WIDTH),))(sizes)
+        leaves = [value for value in args if isinstance(value, Tensor)]
         torch.compiler.reset()
         torch_op, scaled_op = functions(op, args)
         grad = torch.randn_like(torch_op(*leaves))
@@ -239,19 +256,19 @@ def measure(mode: str, names: list[str]) -> Iterator[Row]:
 
 def main(names: list[str]) -> None:
     """Measures and writes results/rows_eager.json and the like, or the one named."""
-    global ROWS, IMAGES
     if unknown := set(names) - {*OPS, *MODES}:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; {__doc__}")
-    small = ROWS, IMAGES
     for name in [name for name in names if name in MODES] or MODES:
         mode, times = MODES[name]
-        ROWS, IMAGES = (times * size for size in small)
-        question = f"{QUESTION} {mode.capitalize()}, matrices of {ROWS} x {WIDTH}, {IMAGES} images."
-        rows: list[Row] = []
-        for row in measure(mode, [name for name in names if name not in MODES]):
+        rows, images = Sizes().times(times)
+        sizes = f"matrices of {rows} x {WIDTH}, {images} images"
+        products = f" (products: {Sizes().rows}, {Sizes().images})" if times > 1 else ""
+        question = f"{QUESTION} {mode.capitalize()}, {sizes}{products}."
+        measured: list[Row] = []
+        for row in measure(mode, times, [name for name in names if name not in MODES]):
             print(row, flush=True)
-            write(f"rows_{name}", question, [*rows, row])
-            rows.append(row)
+            write(f"rows_{name}", question, [*measured, row])
+            measured.append(row)
 
 
 if __name__ == "__main__":

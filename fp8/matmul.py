@@ -118,6 +118,8 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = kept(ctx, grad.dtype)
+        if grad.is_complex():
+            a, b = a.conj(), b.conj()
         needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
         for_a, for_b = gradients(grad, ctx.casts, ctx.history, needs_a, needs_b)
         s_a, s_b = ctx.s_a, ctx.s_b
@@ -168,7 +170,9 @@ def _multiply(
     In that order each is rounded to its format once, from its full precision; torch.autocast's
     16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
     """
-    if not a.is_floating_point():
+    if a.is_complex():
+        recipe = None
+    elif not a.is_floating_point():
         scales = ONES
     if recipe is None and torch.compiler.is_compiling():
         from .traced import apply as apply_in_graph
@@ -229,7 +233,8 @@ def linear(
     bias: (out,) or None. Returns (..., out). All of one floating-point dtype, which is the
     result's (torch's own errors otherwise); accumulation is the kernel's, NaN and Inf spread.
     scales: (s_y, s_dx, s_dw); the bias gradient is s_dw times the sum of the output's gradient,
-    which no cast has touched. What is not floating point is neither scaled nor cast.
+    which no cast has touched. Integers are not scaled, complex
+    numbers not cast.
     recipe: the casts of the operands; None takes the recipe, and the backend, of the enclosing
     `fp8.autocast`. backend: as there.
     Under `torch.autocast` the operands are cast to the recipe's format first (so that they are

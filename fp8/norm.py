@@ -229,7 +229,8 @@ class LayerNorm2d(nn.LayerNorm):
     these. Computed in float32 and rounded once to the dtype of the input, under `torch.autocast`
     too; made while `is_fast_norm`, to autocast's dtype.
     `torch.jit.script` and `torch.export` take it; scripted, it is torch's kernel, and a copy for
-    contiguous input, without autocast's dtype. Errors as of `layer_norm2d`.
+    contiguous input, without autocast's dtype. Errors as of `layer_norm2d`, and ValueError for
+    another number of channels.
 
     >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
     >>> LayerNorm2d(8)(x).is_contiguous(memory_format=torch.channels_last)
@@ -247,7 +248,14 @@ class LayerNorm2d(nn.LayerNorm):
         super().__init__(num_channels, eps, affine, device=device, dtype=dtype)
         self.fast_norm = is_fast_norm()
 
+    def check_channels(self, input: Tensor) -> None:
+        """Raises ValueError for another number of channels, which no weight shows."""
+        channels = self.normalized_shape[0]
+        if not self.elementwise_affine and input.dim() > 1 and input.size(1) != channels:
+            raise ValueError(f"LayerNorm2d has {channels} channels, its input {input.size(1)}")
+
     def forward(self, input: Tensor) -> Tensor:
+        self.check_channels(input)
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return scripted(input, self.weight, self.bias, self.eps)
         if self.fast_norm:

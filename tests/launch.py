@@ -37,7 +37,8 @@ def run_ranks(
         outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()
+            with rank:  # waits, and closes its pipe
+                rank.kill()
     for i, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
         assert rank.returncode == 0, output
         assert f"rank {i} done" in output

@@ -28,7 +28,7 @@ def one_call(body: Fn, in_graph: Callable[..., Any] | None = None) -> Fn:
     gradient mode. In a graph the numbers among the arguments are constants, sizes may be symbols.
     in_graph: what is called there, if not ``body`` itself.
     """
-    name, computed = body.__name__, in_graph or body
+    name, computed = f"{body.__module__}.{body.__qualname__}", in_graph or body
     IN_GRAPH[name] = lambda args, kwargs: computed(*_known(args), **_known(kwargs))
 
     @functools.wraps(body)

@@ -73,11 +73,11 @@ def _check(scale: float) -> None:
 
 def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     """``fwd * input`` with ``bwd`` times the gradient. ``input`` itself where both are 1, and where
-    it is not floating point: what is counted has no scale.
+    it holds integers: what is counted has no scale.
 
     Where both are 1 a graph has a view of it, and reads neither.
     """
-    if not input.is_floating_point():
+    if not (input.is_floating_point() or input.is_complex()):
         return input
     if is_compiling():
         from fp8.traced import apply as apply_in_graph
@@ -94,13 +94,13 @@ def scale_both(input: Tensor, scale: float) -> Tensor:
 def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tensor:
     """The scaled output of an op that is linear in its gradient: gelu, softmax, attention.
 
-    Scaling the gradient of the output scales the gradient of every input. What is not floating
-    point is left as it is.
+    Scaling the gradient of the output scales the gradient of every input. Integers are left as
+    they are.
     fresh: no one else holds ``output``, autograd has not saved it: it may be changed in place.
     """
     if not (fwd is bwd or is_inference_graph() or fwd == bwd):
         return scale_each(output, fwd, bwd)
-    if fwd == 1.0 or not output.is_floating_point():
+    if fwd == 1.0 or not (output.is_floating_point() or output.is_complex()):
         return output
     return output.mul_(fwd) if fresh else output * fwd
 

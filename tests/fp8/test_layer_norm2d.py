@@ -316,6 +316,17 @@ def test_errors_name_what_was_given():
         layer_norm2d(torch.ones(2, 4, dtype=torch.int64))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+def test_without_a_weight_the_channels_are_counted_too():
+    for affine, what in ((True, "weight must have shape"), (False, "8 channels, its input 7")):
+        with pytest.raises(ValueError, match=what):
+            fp8.LayerNorm2d(8, affine=affine)(torch.ones(2, 7, 3, 3))
+    with pytest.raises(ValueError, match="got 1 dimensions"):
+        fp8.LayerNorm2d(8, affine=False)(torch.ones(8))
+    with pytest.raises(torch.jit.Error, match="8 channels, its input 7"):
+        torch.jit.script(fp8.LayerNorm2d(8, affine=False))(torch.ones(2, 7, 3, 3))
+
+
 def test_kernels_are_for_dense_tensors_with_memory_on_cuda():
     x = image(2, 8, 3, 3)
     assert kernels._fits(x)

@@ -58,10 +58,11 @@ def two(commands: list[list[str]]) -> list[tuple[int, str]]:
         for rank in (0, 1)
     ]
     try:
-        outputs = [process.communicate(timeout=250)[0] for process in processes]
+        outputs = [process.communicate()[0] for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            with process:  # waits, and closes its pipe
+                process.kill()
     return [(p.returncode, text) for p, text in zip(processes, outputs, strict=True)]
 
 

@@ -151,13 +151,17 @@ def test_what_a_regression_asks_of_a_range_has_independent_gradients() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_loss_of_each_position_has_independent_gradients(causal: bool) -> None:
-    """All that agrees is the gradient of values, and the input of the first block does not."""
+def test_a_loss_of_each_position_agrees_as_its_output_does(causal: bool) -> None:
+    """The errors of positions have the share in common that is of the output: in the last block."""
     torch.manual_seed(0)
-    model = unit_scale(Encoder("tokens", causal))
-    model(values(), labels(BATCH, LENGTH))
+    model, batch = unit_scale(Encoder("tokens", causal)), (values(), labels(BATCH, LENGTH))
+    model(*batch)
     calls = {row.path for row in uu.report(model) if "gradient of the weight" in row.why}
-    assert all(path.endswith(".v") for path in calls), calls
+    assert {f"blocks.1.{part}" for part in ("v", "o", "down")} == calls
+    found = {
+        r.path: r.rms for r in uu.verify(model, batch).rows if r.tensor == "gradient of weight"
+    }
+    assert all(1 / 2 < found[path] < 2 for path in found if path[-2:] not in (".q", ".k")), found
 
 
 def test_the_gradients_keep_their_direction() -> None:

@@ -320,7 +320,7 @@ def test_a_call_that_has_no_place_for_a_factor() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.stem(x)
-            gate = torch.fft.irfft(torch.fft.rfft(self.gate(x.mean(1))), 64)
+            gate = torch.cumprod(self.gate(x.mean(1)), -1)
             return self.head(x * gate[:, None])
 
     torch.manual_seed(0)

@@ -373,3 +373,27 @@ def test_a_constant_in_a_product_counts_as_one_of_unit_scale() -> None:
     model, x = unit_scale(Attends(in_frequencies)), torch.randn(16, 12, 16)
     model(x)
     assert uu.verify(model, x).share("gradient") == 1
+
+
+def test_a_correlation_over_samples_keeps_its_values_in_a_loss() -> None:
+    """Zbontar et al., "Barlow Twins" (2021): an entry is compared with 1."""
+
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+            self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            c = self.norm(self.body(a)).T @ self.norm(self.body(b))
+            c.div_(len(a))
+            diagonal = torch.diagonal(c).sub(1).pow(2).sum()
+            return diagonal + 0.005 * (c.pow(2).sum() - c.diagonal().pow(2).sum())
+
+    torch.manual_seed(0)
+    model, x, seen = unit_scale(Twins()), torch.randn(64, 16), []
+    model.norm.register_forward_hook(lambda *call: seen.append(call[-1].detach()))
+    loss = model(x, x + 0.5 * torch.randn_like(x))
+    c = seen[-2].T @ seen[-1] / len(x)
+    squares = c.square().sum() - c.diagonal().square().sum()
+    torch.testing.assert_close(loss, (c.diagonal() - 1).square().sum() + 0.005 * squares)

@@ -92,6 +92,22 @@ def test_compiled_adaptive_averages_do_not_overflow():
     assert str(pool(x, 4).tolist()) == str(U.adaptive_avg_pool1d(x, 4).tolist())
 
 
+@pytest.mark.parametrize("settings", [(2,), (2, 2, 1), ((2, 2, 2), [2]), (2, 1), (3,)], ids=str)
+def test_compiled_maxima_are_the_eager_ones(settings: tuple):
+    """To the bit, with NaN, Inf and ties, in whatever order they are multiplied."""
+    torch.compiler.reset()
+    x = normal(2, 3, 8, 6, 7).float()
+    x[0, 0, 1], x[0, 1, 2], x[1, 2] = torch.nan, torch.inf, 1.0
+    results = []
+    for pool in (U.max_pool3d, torch.compile(U.max_pool3d, backend="aot_eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        y = pool(leaf, *settings)
+        y.backward(torch.arange(1.0, y.numel() + 1).view_as(y))
+        results.append((y.detach(), leaf.grad))
+        assert y.is_contiguous()
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0, equal_nan=True)
+
+
 def test_compiled_pools_return_indices_and_name_what_is_wrong():
     torch.compiler.reset()
     x = normal(2, 3, 8)

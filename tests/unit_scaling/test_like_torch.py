@@ -1,12 +1,13 @@
-"""What has no scale is as in torch: integers, complex numbers, arguments that torch refuses."""
+"""What has no scale is as in torch: integers, numbers to add, arguments that torch refuses."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import fp8
 import unit_scaling.functional as U
-from unit_scaling.ops import OPS
+from unit_scaling.ops import OPS, find_op
 
 
 def counts(*shape: int) -> Tensor:
@@ -46,9 +47,49 @@ def test_weights_of_a_sum_of_integers() -> None:
     assert torch.equal(U.addmm(*args, beta=2, alpha=3), expected)
 
 
-def test_complex_products_are_not_scaled() -> None:
-    x, y = counts(2, 3) * (1 + 2j), counts(3, 2) * 1j
-    assert torch.equal(U.matmul(x, y), x @ y)
+@pytest.mark.parametrize(
+    "func", [torch.dot, torch.vdot, torch.Tensor.vdot, torch.linalg.vecdot, torch.inner]
+)
+def test_complex_products_are_scaled_as_real_ones_and_conjugated_as_in_torch(func) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 16, dtype=torch.complex128)
+    result = find_op(func).call((x, y), {}, func=func)
+    torch.testing.assert_close(result, func(x, y) / 4)
+
+
+COMPLEX = {
+    "matmul": (torch.matmul, (3, 4), (4, 5)),
+    "matmul of batches": (torch.matmul, (2, 3, 4), (2, 4, 5)),
+    "linear": (F.linear, (3, 4), (5, 4), (5,)),
+    "einsum": (lambda *tensors: torch.einsum("bi,io->bo", *tensors), (3, 4), (4, 5)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("name", COMPLEX)
+def test_gradients_of_complex_products(name: str, enabled: bool, compiled: bool) -> None:
+    """Parallel to torch's, which are those of the conjugates; a recipe casts none of it."""
+    plain, *shapes = COMPLEX[name]
+    torch.manual_seed(0)
+    operands = [torch.randn(shape, dtype=torch.complex128, requires_grad=True) for shape in shapes]
+    expected = plain(*operands)
+    grad = torch.randn_like(expected)
+    references = torch.autograd.grad(expected, operands, grad)
+
+    def ours(*tensors: Tensor) -> Tensor:
+        with fp8.autocast("unit", enabled=enabled):
+            if name == "einsum":
+                return U.einsum("bi,io->bo", *tensors)
+            return U.linear(*tensors) if name == "linear" else U.matmul(*tensors)
+
+    run = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    result = run(*operands)
+    torch.testing.assert_close(result, expected / 2)
+    found = torch.autograd.grad(result, operands, grad)
+    for mine, reference in zip(found, references, strict=True):
+        factor = mine.norm() / reference.norm()
+        torch.testing.assert_close(mine, reference * factor)
 
 
 @pytest.mark.parametrize("in_place", ["add_", "sub_", "mul_", "div_", "tanh_", "sigmoid_"])

@@ -333,3 +333,20 @@ def test_embedding_bag_with_weights():
     scales = [s[name] for name in ("output", "weight", "per_sample_weights")]
     assert_parallel(y, plain, [w, k], scales)
     assert scales == pytest.approx([0.5, (16 / 1024) ** 0.5, 32**-0.5])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 3}, {"max_norm": 4.0}], ids=str)
+@pytest.mark.parametrize("rows", [16, 512], ids=["small table", "large table"])
+def test_embedding_bag_scales_the_smaller_side(rows: int, settings: dict, mode: str):
+    """The table or the bags, and not what max_norm leaves in the table."""
+    w, entries = normal(rows, 32), torch.randint(rows, (64, 4))
+    copy = w.detach().clone().requires_grad_()
+    y = U.embedding_bag(entries, w, mode=mode, **settings)
+    plain = F.embedding_bag(entries, copy, mode=mode, **settings)
+    s = OPS["embedding_bag"].rule(entries, w, mode=mode)
+    g = torch.randn_like(y)
+    torch.autograd.backward([y, plain], [g, g])
+    torch.testing.assert_close(y, plain * s["output"])
+    torch.testing.assert_close(w.grad, copy.grad * s["weight"])
+    assert w.equal(copy)

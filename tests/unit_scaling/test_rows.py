@@ -257,7 +257,10 @@ def test_layer_norm_of_images():
     expected = F.layer_norm(x.permute(0, 2, 3, 1), (6,), eps=1e-3).permute(0, 3, 1, 2)
     torch.testing.assert_close(layer(x), expected)
     assert [p.mup_type for p in layer.parameters()] == ["norm", "bias"]
-    assert list(uu.LayerNorm2d(6, affine=False).parameters()) == []
+    bare = uu.LayerNorm2d(6, affine=False)
+    assert list(bare.parameters()) == []
+    with pytest.raises(ValueError, match="6 channels, its input 7"):
+        bare(torch.randn(2, 7, 4, 5))
     assert repr(layer) == f"LayerNorm2d({nn.LayerNorm(6, eps=0.001).extra_repr()})"
     with pytest.raises(ValueError, match=r"takes \(batch, channels, ...\), got 1 dimensions"):
         U.layer_norm2d(x[0, 0, 0])

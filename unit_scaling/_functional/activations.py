@@ -259,7 +259,7 @@ def add_scales(
 
 
 def _is_float(value: Tensor | complex) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _torch_add(

@@ -140,6 +140,14 @@ def _torch_matmul(
     return {"left": input, "right": right}
 
 
+def _torch_vdot(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> dict[str, Any]:
+    return _torch_matmul(conjugate(input), other, out=out)
+
+
+def conjugate(x: Tensor) -> Tensor:
+    return x.conj() if x.is_complex() else x
+
+
 def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
     return {"left": other, "right": input}
 
@@ -161,8 +169,8 @@ def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
         torch.Tensor.mv: _torch_matmul,
         torch.dot: _torch_matmul,
         torch.Tensor.dot: _torch_matmul,
-        torch.vdot: _torch_matmul,
-        torch.Tensor.vdot: _torch_matmul,
+        torch.vdot: _torch_vdot,
+        torch.Tensor.vdot: _torch_vdot,
     },
 )
 def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
@@ -267,7 +275,7 @@ def addmm(
     ``s * (alpha * mat1 @ mat2 + beta * input)``, as in `linear`, and mat2 takes the part of the
     weight (no constraint on its gradient). Where beta is 0 input is not read.
     """
-    if not mat1.is_floating_point():
+    if not (mat1.is_floating_point() or mat1.is_complex()):
         return input * beta + torch.matmul(mat1, mat2) * alpha
     s = addmm_scales(input, mat1, mat2, beta, alpha, constraint)
     scales = (alpha * s["output"], alpha * s["mat1"], alpha * s["mat2"])

@@ -30,7 +30,7 @@ def _summed(input: Tensor, dim: Dims) -> int:
 
 def _is_value(input: Tensor, dim: Dims, keepdim: bool) -> bool:
     """Whether a sum or mean is a value to be kept: of all numbers (a loss), or a statistic."""
-    return keepdim or dim is None or not input.is_floating_point()
+    return keepdim or dim is None or not (input.is_floating_point() or input.is_complex())
 
 
 def sum_scales(
@@ -113,7 +113,7 @@ def mean(
 
 def cumsum_scales(input: Tensor, dim: int, constraint: str | None = "to_output_scale") -> Scales:
     """The k-th sum is of k numbers: (n + 1)/2 on average, in both directions."""
-    if not input.is_floating_point():
+    if not (input.is_floating_point() or input.is_complex()):
         return {"output": 1.0, "input": 1.0}
     count = input.shape[dim] if input.dim() else 1
     scale = (2 / (count + 1)) ** 0.5

@@ -142,7 +142,7 @@ def _activation(
         given: dict[str, Any] = {}
         if args or named:
             mult, constraint, inplace, given = _given(name, defaults, args, named)
-        if not input.is_floating_point():
+        if not (input.is_floating_point() or input.is_complex()):
             return kept_in(input if inplace else None, fn(input, **given))
         fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it

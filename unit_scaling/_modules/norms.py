@@ -131,3 +131,8 @@ class LayerNorm2d(_Norm, norm.LayerNorm2d):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_channels, eps, affine, device, dtype)
+
+    def forward(self, input: Tensor) -> Any:
+        """`unit_scaling.functional.layer_norm2d`. Raises ValueError for other channels."""
+        self.check_channels(input)
+        return super().forward(input)

@@ -26,6 +26,7 @@ from torch import Tensor
 from ..constant import aside
 from ..ops import find_op
 from .calls import ATTENTION, AVERAGES, ELEMENTWISE, LINEAR, PRODUCTS, SELECTIONS, TRANSPARENT
+from .errors import of_loss
 from .flow import Flow, is_read_by_positions
 from .record import Input, Node, replaced, sees_the_past, tensors_in
 from .residuals import Residuals, leans
@@ -46,14 +47,6 @@ _KEEPS = (
     | frozenset("max_pool1d max_pool2d max_pool3d".split())
 )
 """Kinds that keep it in both directions; of several values, on average."""
-_LOSSES: dict[str, Shares] = {"ctc_loss": (0.6, 0.6, 0.0)}
-"""Losses whose gradient is not of independent positions. CTC asks for blanks at most of them:
-measured for logits near 0, 0.57 to 0.81 and 0.52 to 0.79 for labels that fill up to 0.4 of them.
-"""
-
-_REGRESSIONS = frozenset("mse_loss smooth_l1_loss huber_loss".split())
-"""Losses whose gradient is the output less the target: half of it is of the output, but of a tanh,
-whose slope is small where its value is not."""
 
 _SPREADS = frozenset("add sub mul div expand expand_as broadcast_to".split())
 """Kinds in which many positions read a value."""
@@ -130,11 +123,13 @@ class Agreement:
         return math.sqrt(1 + max(0.0, (positions - 1) * a * b + others * c * d))
 
     def _positions(self, index: int) -> float:
-        """How many positions a sample has in the result of a call."""
+        """How many positions of a sample are summed up by the gradient of a weight."""
         node = self.flow.nodes[index]
+        reads = node.kind.startswith("conv_transpose")  # a result has some of the weights only
+        shape = self.flow.nodes[node.inputs[0].node].shape if reads else node.shape
         pooled = node.kind.startswith(("conv", "avg_pool", "adaptive_avg_pool"))
-        features = node.shape[1 if pooled else -1] if len(node.shape) > 1 else 1
-        return max(1.0, node.numel / max(1, features) / self._batch)
+        features = shape[1 if pooled else -1] if len(shape) > 1 else 1
+        return max(1.0, math.prod(shape) / max(1, features) / self._batch)
 
     def _inputs(self, index: int) -> list[Input]:
         return [i for i in self.flow.nodes[index].inputs if i.node in self.flow.sources[index]]
@@ -264,11 +259,10 @@ class Agreement:
         """The energy of the gradient that a call hands to an argument, and its agreement."""
         energy = self.residuals.splits.get((index, i.slot), 1.0) ** 2
         weights, _ = self.residuals.adds.get(index, ((), ""))
-        if node.name in _LOSSES:
-            return energy, _LOSSES[node.name]
-        if node.kind in _REGRESSIONS:
-            curved = self.flow.nodes[i.node].kind in ELEMENTWISE - LINEAR or i.node in self.units
-            return energy, _NONE if curved else _times(self.values[i.node], 0.5)
+        curved = self.flow.nodes[i.node].kind in ELEMENTWISE - LINEAR or i.node in self.units
+        error = of_loss(node, self.values[i.node], curved)
+        if error is not None:
+            return energy, error
         energy *= math.prod(backward**2 for slot, _, backward in weights if slot == i.slot)
         inputs = self._inputs(index)
         if self.is_attention(index):

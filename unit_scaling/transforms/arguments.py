@@ -12,6 +12,9 @@ from .steps import Scaling, Settings, Step, with_slots
 
 __all__ = ["Arguments"]
 
+_MULTIPLY = PRODUCTS - ATTENTION - {"addmm", "baddbmm"}
+"""Kinds that multiply all that they are given, but for biases."""
+
 _NEAR_ONE = 0.1
 """A factor of a constant that is nearer to 1 than this costs more than it gives."""
 
@@ -67,7 +70,7 @@ class Arguments:
         Rows with a single one are in `selecting`.
         """
         nodes, given = self.flow.nodes, dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
-        if node.kind not in PRODUCTS - ATTENTION or one_hot(self.flow, node):
+        if node.kind not in _MULTIPLY or one_hot(self.flow, node):
             return []
         constants = [i.slot for i in node.inputs if not nodes[i.node].live and i.numel > 1]
         found = [

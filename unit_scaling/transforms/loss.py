@@ -19,7 +19,7 @@ import torch
 
 from .._functional.losses import reduction_of
 from ..ops import find_op
-from .calls import AVERAGES, LOSSES, MOVES, UNRULED_LOSSES
+from .calls import AVERAGES, LINEAR, LOSSES, MOVES, UNRULED_LOSSES
 from .flow import Flow, reached
 from .record import DISTRIBUTION, Node, Slot
 from .results import Results
@@ -139,11 +139,21 @@ class Loss:
                 gains = (self.flow.nodes[i.node] for i in node.inputs if i.numel == 1)
                 number *= math.prod(gain.rms for gain in gains if gain.computed)
                 factor = 1 / number if number else math.inf
+            elif node.kind == "exp" and self._of_logarithms(index):
+                factor = 1.0  # a probability, or a ratio of two that is near 1
             else:
                 factor = _growth(node)
-            before = [grown[s] for s in self.flow.sources[index] if s in grown]
+            made = (s for s in self.flow.sources[index] if not self.flow.data[s])
+            before = [grown[s] for s in made if s in grown]
             grown[index] = min(before, default=1.0) * factor
         return grown
+
+    def _of_logarithms(self, index: int) -> bool:
+        """Whether the argument of a call is made of logarithms of probabilities, linearly."""
+        nodes, sources = self.flow.nodes, self.flow.sources
+        linear = LINEAR | MOVES | {"gather", "sum", "exp"}
+        above = reached([index], lambda i: sources[i] if nodes[i].kind in linear else ())
+        return any(nodes[i].kind == "log_softmax" or nodes[i].inside for i in above)
 
     def _weights(self) -> dict[int, float]:
         """What the numbers are multiplied by, as far as numbers of Python do it."""

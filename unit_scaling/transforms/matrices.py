@@ -8,7 +8,8 @@ another matrix, or to infinity. Such calls are found by the data flow, from
 2. sums of a *power*, a product of values that come from the same one with no weight in between,
    and a constant or that value: ``3 * x - x @ x.T @ x``;
 3. sums of a product and of squares of what is multiplied: ``x**2 + y**2 - 2 * x @ y``;
-4. functions of linear algebra, Fourier transforms and `torch.cdist`.
+4. means of products that go on into no layer: a correlation over samples, in a loss;
+5. functions of linear algebra, Fourier transforms and `torch.cdist`.
 
 They keep their values, and so does what they are made of from the last layer or softmax on, and
 what is made of them up to the next. Where a result goes on into the model it is multiplied by one
@@ -65,6 +66,7 @@ class Matrices:
         self._roots: list[frozenset[_Root]] = []
         for index in range(len(flow.nodes)):
             self._roots.append(self._found(index))
+        self._mixing = self._before_products()
         self._powers = {i for i in range(len(flow.nodes)) if self._is_power(i)}
         self.calls = self._closed(self._seeds())
         self.factors = self._results(settled)
@@ -117,6 +119,14 @@ class Matrices:
         first, *others = (self._from(i) for i in values[-2:])
         return any(first & other for other in others)
 
+    def _before_products(self) -> list[bool]:
+        """For each node, whether its result goes on into a product."""
+        before = [False] * len(self.flow.nodes)
+        for index in reversed(range(len(before))):
+            after = self.flow.readers[index]
+            before[index] = any(before[r] or self.flow.is_product(r) for r in after)
+        return before
+
     # What a formula begins with
 
     def _seeds(self) -> set[int]:
@@ -128,7 +138,20 @@ class Matrices:
                 found.add(index)
             elif node.kind in _ADDS and len(node.inputs) == 2:
                 found |= self._summed(index)
+            elif node.kind in ("mul", "div") and not self._mixing[index]:
+                found |= self._averaged(index)
         return found
+
+    def _averaged(self, index: int) -> set[int]:
+        """A product of values and its quotient, where that is a mean over all that is summed up."""
+        node, at = self.flow.nodes[index], self._product(index)
+        numbers = [n for n in node.args if isinstance(n, int | float) and n]
+        if at is None or not numbers or self._is_layer(at) or len(self._values(at)) < 2:
+            return set()
+        first = self.flow.nodes[at].inputs[0].node
+        count = self.flow.nodes[first].shape[-1]
+        divisor = numbers[0] if node.kind == "div" else 1 / numbers[0]
+        return {index, at} if round(divisor) in (count, count - 1) else set()
 
     def _summed(self, index: int) -> set[int]:
         """A sum and the product in it, where it is one of those that a formula is written in."""
@@ -219,11 +242,8 @@ class Matrices:
     def _results(self, settled: dict[Key, Factors]) -> dict[int, float]:
         """The factor of each result that goes on into products, and that nothing else reads."""
         nodes, readers = self.flow.nodes, self.flow.readers
-        mixing = [False] * len(nodes)
-        for index in reversed(range(len(nodes))):
-            product = self.flow.is_product(index) and index not in self.calls
-            mixing[index] = product or any(mixing[r] for r in readers[index])
-        ends = [i for i in sorted(self.calls) if mixing[i] and self.calls.isdisjoint(readers[i])]
+        ends = [i for i in sorted(self.calls) if self.calls.isdisjoint(readers[i])]
+        ends = [i for i in ends if self._mixing[i]]
         ends = [i for i in ends if not all(nodes[r].kind in _ENDS for r in readers[i])]
         keys = {i: key for i in ends if (key := nodes[i].key) is not None}
         if any(key not in settled for key in keys.values()):

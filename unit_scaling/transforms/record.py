@@ -284,11 +284,17 @@ class Recorder(TorchFunctionMode):
     def _original(self, arguments: Any, inputs: list[Input]) -> Any:
         """Arguments with their parameters at the scale they came with."""
         args, kwargs = arguments
-        nodes = self.graph.nodes
-        factors = {i.slot: self._factors.get(nodes[i.node].parameter or "", 1.0) for i in inputs}
+        names = {i.slot: self._parameter(self.graph.nodes[i.node]) or "" for i in inputs}
+        factors = {slot: self._factors.get(name, 1.0) for slot, name in names.items()}
         values = dict((*tensors_in(args), *tensors_in(kwargs)))
         scaled = {slot: values[slot] * f for slot, f in factors.items() if f != 1.0}
         return replaced(args, scaled), replaced(kwargs, scaled)
+
+    def _parameter(self, node: Node) -> str | None:
+        """The parameter that a node is, or that it is a view or copy of."""
+        while node.kind in TRANSPARENT and node.inputs:
+            node = self.graph.nodes[node.inputs[0].node]
+        return node.parameter
 
     def _add(self, node: Node, sources: list[Node], written: list[Tensor]) -> None:
         largest = max(written, key=Tensor.numel, default=None)
