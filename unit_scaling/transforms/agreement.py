@@ -357,16 +357,13 @@ def _centred(shares: Shares, mean: float) -> Shares:
 def _of_table(node: Node) -> Shares:
     """Rows of a table, each as often as any other, agree by what they have in common. Those that
     are trained start independent: a plan made after a checkpoint was loaded is that of before."""
-    table = next(
-        (t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()), None
-    )
-    if table is None or table.is_meta or table.dim() != 2:
+    found = [t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()]
+    if not found or found[0].is_meta or found[0].dim() != 2:
         return _NONE
-    if table.requires_grad:
-        return 1 / max(1, len(table)), 1 / max(1, len(table)), 0.0
-    rows = table.detach().float()
-    energy = rows.square().sum(1).mean().item()
-    shared = rows.mean(0).square().sum().item() / energy if energy else 0.0
+    table = found[0].detach().float()
+    energy = table.square().sum(1).mean().item()
+    shared = table.mean(0).square().sum().item() / energy if energy else 0.0
+    shared = 1 / max(1, len(table)) if found[0].requires_grad else shared
     return shared, shared, 0.0
 
 
