@@ -13,7 +13,8 @@ fp8.recipe, fp8.scaled_tensor <- fp8.casting <- fp8.kept <- fp8.native <- fp8.ma
 fp8.checkpoint, fp8.operands <- fp8.matmul
 fp8.casting <- fp8.operands
 fp8.casting <- fp8.kernels <- fp8.proof <- fp8.native
-fp8.function <- fp8.traced, fp8.proof
+fp8.function <- fp8.traced <- fp8.matmul
+fp8.function <- fp8.proof
 fp8.kept <- fp8.activations
 fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.products
 fp8.activations, fp8.products, fp8.history <- fp8.autocast

@@ -52,7 +52,6 @@ MORE = {
     (F, "group_norm", IMAGE, 2, W, W): 54,
     (F, "mse_loss", X, Y): 76,
     (F, "huber_loss", X, Y): 91,
-    (F, "kl_div", X, Y): 82,
     (F, "cross_entropy", X, CLASSES): 77,
     (torch, "matmul", BATCH, BATCH): 86,
     (torch, "einsum", "bij,bjk->bik", BATCH, BATCH): 155,
