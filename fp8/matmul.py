@@ -44,9 +44,7 @@ def gradients(
     grad: Tensor, casts: tuple[Any, ...], history: Tensor | None, needs_a: bool, needs_b: bool
 ) -> list[Any]:
     """The output's gradient (rows, columns) as the products for a and for b use it; differentiable.
-
-    casts: `Casts`.
-    """
+    casts: `Casts`."""
     for_a = round_straight(grad, casts[2], -1, history, record=True) if needs_a else None
     if for_a is not None and one_copy(casts[2], casts[4]):
         return [for_a, for_a]
@@ -55,25 +53,22 @@ def gradients(
     return [for_a, round_straight(grad, casts[4], -2, history, record=True)]
 
 
-def _gemm(a: Tensor, b: Tensor, alpha: float, bias: Tensor | None = None, *, fuses: bool) -> Tensor:
+def _gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
     """``alpha * a @ b (+ bias)`` for two matrices or two batches of matrices. fuses: `_fuses`."""
     if bias is not None:
         return aten.addmm.default(bias, a, b, alpha=alpha)
     batches = a.dim() == 3
     if alpha == 1.0 or fuses:
-        product = aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
-        return product if alpha == 1.0 else product * alpha
+        y = aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
+        return y if alpha == 1.0 else y * alpha
     ignored = a.new_zeros((1,))  # beta is 0; not empty, because vmap multiplies by beta
     product = aten.baddbmm.default if batches else aten.addmm.default
     return product(ignored, a, b, beta=0, alpha=alpha)
 
 
 def _fuses(a: Tensor) -> bool:
-    """Whether a graph has the scale of this product as a multiplication of its own.
-
-    What baddbmm is to ignore, a compiler writes out in full; a multiplication it fuses with what
-    is around it. In float16 the product could overflow first.
-    """
+    """Whether a graph has the scale of this product as a multiplication, which fuses with what is
+    around it: what baddbmm is to ignore it writes in full. In float16 that could overflow first."""
     return a.dim() == 3 and a.dtype != torch.float16
 
 
@@ -105,7 +100,7 @@ class _Product(Function):
         held: Held | None,
         fuses: bool,
     ) -> Tensor:
-        return _gemm(a, b.mT, s_y, bias, fuses=fuses)
+        return _gemm(a, b.mT, s_y, fuses, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -122,18 +117,18 @@ class _Product(Function):
             a, b = a.conj(), b.conj()
         needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
         for_a, for_b = gradients(grad, ctx.casts, ctx.history, needs_a, needs_b)
-        s_a, s_b = ctx.s_a, ctx.s_b
-        if ctx.fuses and for_a is for_b is grad and s_a == s_b:  # one multiplication for both
+        s_a, s_b, fuses = ctx.s_a, ctx.s_b, ctx.fuses
+        if fuses and for_a is for_b is grad and s_a == s_b:  # one multiplication for both
             for_a = for_b = grad * s_a
             s_a = s_b = 1.0
         da = db = dbias = None
         if needs_a:
             b = round_straight(b, ctx.casts[3], -2).to(grad.dtype)
-            da = _gemm(for_a, b, s_a, fuses=ctx.fuses)
+            da = _gemm(for_a, b, s_a, fuses)
         if needs_b:
             a = round_straight(a, ctx.casts[5], -2).to(grad.dtype)
             first, second = (a.mT, for_b) if ctx.turned else (for_b.mT, a)
-            db = _gemm(first, second, s_b, fuses=ctx.fuses)
+            db = _gemm(first, second, s_b, fuses)
             db = db.mT if ctx.turned else db
         if needs_bias:
             dbias = grad.sum(0) if ctx.s_b == 1.0 else grad.sum(0) * ctx.s_b
