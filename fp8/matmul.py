@@ -165,7 +165,7 @@ def _multiply(
     In that order each is rounded to its format once, from its full precision; torch.autocast's
     16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
     """
-    if a.is_complex():
+    if a.is_complex() and b.is_complex():
         recipe = None
     elif not a.is_floating_point():
         scales = ONES
@@ -228,8 +228,7 @@ def linear(
     bias: (out,) or None. Returns (..., out). All of one floating-point dtype, which is the
     result's (torch's own errors otherwise); accumulation is the kernel's, NaN and Inf spread.
     scales: (s_y, s_dx, s_dw); the bias gradient is s_dw times the sum of the output's gradient,
-    which no cast has touched. Integers are not scaled, complex
-    numbers not cast.
+    which no cast has touched. Integers are not scaled, complex numbers not cast.
     recipe: the casts of the operands; None takes the recipe, and the backend, of the enclosing
     `fp8.autocast`. backend: as there.
     Under `torch.autocast` the operands are cast to the recipe's format first (so that they are
