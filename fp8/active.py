@@ -78,9 +78,11 @@ def product_recipe() -> Recipe | None:
     """`active_recipe` for a product. Raises RuntimeError where it would be computed again outside
     of the block, without casts."""
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
-    if block is not None and block.recipe and not block.reenters and in_reentrant():
+    if block is None or block.recipe is None:
+        return None
+    if not block.reenters and in_reentrant():
         raise RuntimeError(_REENTRANT)
-    return active_recipe()
+    return block.recipe
 
 
 _REENTRANT = (

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from fp8.function import taken_as_constant
 
 from .constant import constant, specialised
-from .ops import Scales, tie
+from .ops import Scales, factors, tie
 from .quadrature import normal_means
 from .scale import scale_output
 
@@ -94,9 +94,7 @@ def elementwise_factors(
     constraint: str | None,
 ) -> tuple[float, float]:
     """The factors of ``fn(mult * x)`` and of its gradient: one number where they are the same."""
-    s = elementwise_scales(fn, settings, named, mult, constraint)
-    fwd = s["output"] / mult
-    return fwd, fwd if s["input"] == s["output"] else s["input"] / mult
+    return factors(elementwise_scales, fn, settings, named, mult, constraint, mult=mult)
 
 
 def elementwise_scales(

@@ -152,13 +152,15 @@ def tie(constraint: str | None, **scales: float) -> Scales:
 
 
 @taken_as_constant
-def factors(rule: Callable[..., Scales], *settings: Any) -> tuple[float, float]:
-    """("output", "input") of a rule that reads settings alone: one number where they are the same.
+def factors(rule: Callable[..., Scales], *settings: Any, mult: float = 1.0) -> tuple[float, float]:
+    """("output", "input") of a rule that reads settings alone, both over ``mult``: one number where
+    they are the same.
 
     A compiled function takes them as they are, and has not read the rule.
     """
     s = rule(*settings)
-    return s["output"], s["output"] if s["input"] == s["output"] else s["input"]
+    fwd = s["output"] / mult
+    return fwd, fwd if s["input"] == s["output"] else s["input"] / mult
 
 
 def row(

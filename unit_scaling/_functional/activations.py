@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from fp8.function import taken_as_constant
-
 from ..constant import specialised
 from ..core.functional import logarithmic_interpolation
-from ..ops import Scales, row, tie
+from ..ops import Scales, factors, row, tie
 from ..scale import kept_in, scale_each, scale_output
 from . import fused
 from .from_output import activation as activation_in_graph
@@ -47,16 +44,6 @@ def _gated_scale(weight: float, mult: float, limit: float) -> float:
     return logarithmic_interpolation(alpha, 1 / _LINEAR_STD, 1 / limit)
 
 
-@taken_as_constant
-def _factors(
-    rule: Callable[..., Scales], mult: float, constraint: str | None
-) -> tuple[float, float]:
-    """The factors of ``op(mult * x)`` and of its gradient: one number where they are the same."""
-    s = rule(mult, constraint)
-    fwd = s["output"] / mult
-    return fwd, fwd if s["input"] == s["output"] else s["input"] / mult
-
-
 def _torch_gelu(input: Tensor, *, approximate: str = "none") -> dict[str, Any]:
     return {"input": input, "approximate": approximate}
 
@@ -79,7 +66,8 @@ def gelu(
     input: any shape, floating point. mult: how non-linear it is, above 0. approximate: "none" or
     "tanh", as in `torch.nn.functional.gelu`. Returns the shape and dtype of input.
     """
-    fwd, bwd = _factors(gelu_scales, mult if mult == 1.0 else specialised(mult), constraint)
+    mult = mult if mult == 1.0 else specialised(mult)
+    fwd, bwd = factors(gelu_scales, mult, constraint, mult=mult)
     input = input if mult == 1.0 else input * mult
     if fused.applies(input) and approximate in ("none", "tanh"):
         return fused.activation(input, "gelu", fwd, bwd, approximate)
@@ -108,7 +96,8 @@ def silu(
     input: any shape, floating point. mult: how non-linear it is, above 0. inplace: write the
     result into ``input``. Returns the shape and dtype of input.
     """
-    fwd, bwd = _factors(silu_scales, mult if mult == 1.0 else specialised(mult), constraint)
+    mult = mult if mult == 1.0 else specialised(mult)
+    fwd, bwd = factors(silu_scales, mult, constraint, mult=mult)
     x = input if mult == 1.0 else input * mult
     x = x.clone() if inplace and x is input else x  # what autograd saves must not be written to
     if is_compiling():

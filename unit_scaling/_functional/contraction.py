@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8.einsum import as_equation, as_matmul, letters, sums_products
 
 from ..ops import Scales, row, tie
-from .products import conjugate, inverse, scaled
+from .products import inverse, scaled
 
 __all__ = ["einsum"]
 
@@ -113,7 +113,7 @@ def _torch_vecdot(
     x: Tensor, y: Tensor, *, dim: int = -1, out: Tensor | None = None
 ) -> dict[str, Any]:
     _no_out(out)
-    left, right = conjugate(x).movedim(dim, -1), y.movedim(dim, -1)
+    left, right = x.conj().movedim(dim, -1), y.movedim(dim, -1)
     return {"equation": "...i,...i->...", "left": left, "right": right}
 
 

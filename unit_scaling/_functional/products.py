@@ -141,11 +141,7 @@ def _torch_matmul(
 
 
 def _torch_vdot(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> dict[str, Any]:
-    return _torch_matmul(conjugate(input), other, out=out)
-
-
-def conjugate(x: Tensor) -> Tensor:
-    return x.conj() if x.is_complex() else x
+    return _torch_matmul(input.conj(), other, out=out)
 
 
 def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:

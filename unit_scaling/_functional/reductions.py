@@ -90,10 +90,7 @@ def sum(
     return scale_output(output, s["output"], s["input"], fresh=True)
 
 
-@row(
-    mean_scales,
-    adapters={torch.mean: _torch_reduce, torch.Tensor.mean: _torch_reduce},
-)
+@row(mean_scales, adapters={torch.mean: _torch_reduce, torch.Tensor.mean: _torch_reduce})
 @one_call
 def mean(
     input: Tensor,

@@ -360,10 +360,12 @@ def _of_table(node: Node) -> Shares:
     found = [t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()]
     if not found or found[0].is_meta or found[0].dim() != 2:
         return _NONE
-    table = found[0].detach().float()
-    energy = table.square().sum(1).mean().item()
-    shared = table.mean(0).square().sum().item() / energy if energy else 0.0
-    shared = 1 / max(1, len(table)) if found[0].requires_grad else shared
+    if found[0].requires_grad:
+        shared = 1 / max(1, len(found[0]))
+    else:
+        table = found[0].detach().float()
+        energy = table.square().sum(1).mean().item()
+        shared = table.mean(0).square().sum().item() / energy if energy else 0.0
     return shared, shared, 0.0
 
 
