@@ -62,11 +62,6 @@ class _Instead(Function):
         return scale_both(grad, ctx.scale), None, None
 
 
-def has_scale(value: Any) -> bool:
-    """Whether it is a tensor of real or complex numbers: what is counted has no scale."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
 def _is_one(scale: float) -> bool:
     return isinstance(scale, (int, float)) and scale == 1.0
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..constant import specialised
 from ..core.functional import logarithmic_interpolation
 from ..ops import Scales, factors, row, tie
-from ..scale import has_scale, kept_in, scale_each, scale_output
+from ..scale import kept_in, scale_each, scale_output
 from . import fused
 from .from_output import activation as activation_in_graph
 
@@ -233,7 +233,7 @@ def add_scales(
     A sum with a number, or of integers, is left alone; so is what a tensor of one element is added
     to, a number that has a gradient.
     """
-    if not has_scale(input) or not has_scale(other):
+    if not _is_float(input) or not _is_float(other):
         return {"output": 1.0, "input": 1.0, "other": 1.0}
     assert isinstance(input, Tensor)
     assert isinstance(other, Tensor)
@@ -248,6 +248,10 @@ def add_scales(
         input=grads[0],
         other=grads[1] / abs(alpha) if alpha else grads[1],
     )
+
+
+def _is_float(value: Tensor | complex) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _torch_add(

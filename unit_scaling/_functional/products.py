@@ -21,7 +21,7 @@ from fp8.matmul import to_autocast_dtype
 
 from ..batch import row_scale
 from ..ops import Scales, row, tie
-from ..scale import has_scale, scale_each
+from ..scale import scale_each
 
 __all__ = ["addmm", "bilinear", "linear", "linear_readout", "matmul"]
 
@@ -271,7 +271,7 @@ def addmm(
     ``s * (alpha * mat1 @ mat2 + beta * input)``, as in `linear`, and mat2 takes the part of the
     weight (no constraint on its gradient). Where beta is 0 input is not read.
     """
-    if not has_scale(mat1):
+    if not (mat1.is_floating_point() or mat1.is_complex()):
         return input * beta + torch.matmul(mat1, mat2) * alpha
     s = addmm_scales(input, mat1, mat2, beta, alpha, constraint)
     scales = (alpha * s["output"], alpha * s["mat1"], alpha * s["mat2"])

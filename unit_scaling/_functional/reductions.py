@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..one_call import one_call
 from ..ops import Scales, row, tie
-from ..scale import has_scale, scale_each, scale_output
+from ..scale import scale_each, scale_output
 
 __all__ = ["cosine_similarity", "cumsum", "mean", "std", "sum", "var"]
 
@@ -30,7 +30,7 @@ def _summed(input: Tensor, dim: Dims) -> int:
 
 def _is_value(input: Tensor, dim: Dims, keepdim: bool) -> bool:
     """Whether a sum or mean is a value to be kept: of all numbers (a loss), or a statistic."""
-    return keepdim or dim is None or not has_scale(input)
+    return keepdim or dim is None or not (input.is_floating_point() or input.is_complex())
 
 
 def sum_scales(
@@ -110,7 +110,7 @@ def mean(
 
 def cumsum_scales(input: Tensor, dim: int, constraint: str | None = "to_output_scale") -> Scales:
     """The k-th sum is of k numbers: (n + 1)/2 on average, in both directions."""
-    if not has_scale(input):
+    if not (input.is_floating_point() or input.is_complex()):
         return {"output": 1.0, "input": 1.0}
     count = input.shape[dim] if input.dim() else 1
     scale = (2 / (count + 1)) ** 0.5
