@@ -16,6 +16,15 @@ from .low_precision import (
     revert_norms,
 )
 from .norm import LayerNorm2d, is_fast_norm, set_fast_norm
+from .pitfalls import (
+    CheckpointWarning,
+    ConvertWarning,
+    OptimizerWarning,
+    PitfallWarning,
+    RecipeWarning,
+    ScaleWarning,
+    strict,
+)
 from .quantize import quantize, quantize_backward, quantize_forward
 from .recipe import RECIPES, Cast, Recipe, get_recipe
 from .scaled_tensor import ScaledTensor, scaled
@@ -28,11 +37,17 @@ __all__ = [
     "RECIPES",
     "AmaxHistory",
     "Cast",
+    "CheckpointWarning",
+    "ConvertWarning",
     "Format",
     "LayerNorm2d",
     "Level",
     "NoEffectWarning",
+    "OptimizerWarning",
+    "PitfallWarning",
     "Recipe",
+    "RecipeWarning",
+    "ScaleWarning",
     "ScaledTensor",
     "apply_low_precision_layernorm",
     "autocast",
@@ -58,4 +73,5 @@ __all__ = [
     "set_fast_norm",
     "state",
     "stats",
+    "strict",
 ]
