@@ -23,6 +23,8 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8.names import check_name
 
+from .optimizer_checks import check_optimizers
+
 __all__ = [
     "MupType",
     "Parameter",
@@ -82,6 +84,7 @@ def tag(
     Raises ValueError for anything else.
     """
     check_name("mup_type", mup_type, get_args(MupType))
+    check_optimizers()
     if mup_scaling_depth is not None and mup_scaling_depth < 1:
         raise ValueError(f"mup_scaling_depth must be 1 or more, or None: got {mup_scaling_depth}")
     attributes: dict[str, Any] = {"mup_type": mup_type, "mup_scaling_depth": mup_scaling_depth}

@@ -375,7 +375,7 @@ def unit_scale(
                 "to take its place in the model itself"
             )
     refuse_weights(module)
-    result = copied(module)
+    result = copied(module, "unit_scale")
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
         return result
