@@ -29,6 +29,8 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8.names import check_name
 
+from .optimizer_checks import check_optimizers
+
 __all__ = [
     "MupType",
     "Parameter",
@@ -103,6 +105,7 @@ def tag(
     Raises ValueError for anything else.
     """
     check_name("mup_type", mup_type, get_args(MupType))
+    check_optimizers()
     if mup_scaling_depth is not None and mup_scaling_depth < 1:
         raise ValueError(f"mup_scaling_depth must be 1 or more, or None: got {mup_scaling_depth}")
     before = tags_of(parameter)

@@ -84,3 +84,43 @@ def test_a_model_that_keeps_tensors_of_its_last_call() -> None:
     for transformed in (ours.eval(), simulate_fp8(ours), compile(ours)):  # recorded anew in eval
         assert isinstance(transformed, Keeps)
     assert ours(x).isfinite()
+
+
+class Tapped(nn.Module):
+    """Reads a hidden layer by a hook of its own, as BYOL does. how: what the hook is."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.projector = nn.Linear(16, 8)
+        self.hidden: dict[torch.device, Tensor] = {}
+        hooks = {
+            "method": self.keep,
+            "closure": lambda module, args, output: self.keep(module, args, output),
+        }
+        self.net[1].register_forward_hook(hooks[how])
+
+    def keep(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        self.hidden[args[0].device] = output.flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden.clear()
+        self.net(x)
+        return self.projector(self.hidden[x.device])
+
+
+@pytest.mark.parametrize("how", ["method", "closure"])
+def test_a_model_may_read_what_its_own_hook_keeps(how: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Tapped(how), torch.randn(64, 8)
+    seen: list[object] = []
+    plain.net.register_forward_hook(lambda *args: seen.append(args))  # a hook of someone else's
+    ours = unit_scale(plain)
+    ours(x).square().mean().backward()
+    assert len(seen) == 1  # not while the model was recorded
+    assert not plain.hidden
+    assert [row.call for row in uu.report(ours) if row.path == "projector"][-1] == "linear"
+    assert ours.net[0].weight.grad is not None
+    assert plain.net[0].weight.grad is None
+    assert uu.verify(ours, x).share("activation") == 1
+    assert simulate_fp8(ours)(x).isfinite().all()

@@ -58,6 +58,22 @@ def test_vmap_gives_each_example_its_own_gradient(model: nn.Module, x: Tensor):
     torch.testing.assert_close(vmap(model)(x), torch.stack([model(each) for each in x]))
 
 
+def test_vmap_takes_the_plan_of_a_batch(model: nn.Module, x: Tensor):
+    batch = model(x)
+    torch.testing.assert_close(vmap(model)(x), batch)
+    parameters = dict(model.named_parameters())
+    one = grad(lambda p, x: functional_call(model, p, (x,)).square().sum())
+    grads = vmap(one, (None, 0))(parameters, x)
+    assert grads["head.weight"].shape == (6, 4, 16)
+
+
+def test_what_vmap_cannot_do_says_which_call_is_missing(model: nn.Module, x: Tensor):
+    model(x)
+    wanted = r"in evaluation mode and .* each example has them: a tensor of shape \[8\]"
+    with pytest.raises(RuntimeError, match=wanted):
+        vmap(model.eval())(x)
+
+
 def test_forward_mode_is_refused(model: nn.Module, x: Tensor):
     with pytest.raises(NotImplementedError, match="jvp"):
         jvp(model, (x,), (x,))

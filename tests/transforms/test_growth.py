@@ -115,3 +115,37 @@ def test_the_function_and_the_direction_of_its_gradients_stay() -> None:
         if a.dim() > 1:
             cosine = F.cosine_similarity(a.grad.flatten(), b.grad.flatten(), dim=0)
             assert cosine > 0.9999
+
+
+class Ending(nn.Module):
+    """A model that ends with a skip connection around a branch with a batch norm."""
+
+    def __init__(self, before: list[str], branch: list[str], swapped: bool) -> None:
+        super().__init__()
+        made = {
+            "linear": lambda: nn.Linear(CHANNELS, CHANNELS),
+            "norm": lambda: nn.BatchNorm1d(CHANNELS),
+            "relu": nn.ReLU,
+        }
+        self.before = nn.Sequential(*[made[name]() for name in before])
+        self.branch = nn.Sequential(*[made[name]() for name in branch])
+        self.swapped = swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return self.branch(x) + x if self.swapped else x + self.branch(x)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("branch", ["linear norm", "norm relu", "linear norm relu", "relu norm"])
+@pytest.mark.parametrize("before", ["linear", "linear relu", "norm linear", "linear norm"])
+def test_a_skip_connection_around_batch_norms_may_end_a_model(
+    before: str, branch: str, swapped: bool
+):
+    torch.manual_seed(0)
+    model = unit_scale(Ending(before.split(), branch.split(), swapped))
+    y = model(torch.randn(64, CHANNELS))
+    y.backward(torch.randn_like(y))
+    for parameter in model.parameters():
+        assert parameter.grad.isfinite().all()
+    assert 1 / 4 < y.square().mean().sqrt() < 4

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from fp8.subclass import check_module
 
+from ..optimizer_checks import remember_copy
 from .copies import deep_copy
 from .install import Call, Places, find_scope, install, unwrapped
 from .observe import unseen
@@ -84,14 +85,14 @@ def compile(module: M) -> M:
 
 def with_scope(module: M, scope: Compile) -> M:
     """A copy of ``module`` that is compiled as ``scope`` says."""
-    result = copied(module)
+    result = copied(module, "compile")
     install(result, scope)
     scope.start(unwrapped(result))
     return result
 
 
-def copied(module: M) -> M:
-    """A deep copy of a model; a compiled one stays compiled.
+def copied(module: M, transform: str) -> M:
+    """A deep copy of a model; a compiled one stays compiled. transform: what returns the copy.
 
     `copy.deepcopy` alone drops what `nn.Module.compile` did. Raises TypeError for what cannot be
     copied: a function among the attributes that is TorchScript.
@@ -100,4 +101,5 @@ def copied(module: M) -> M:
     scope = find_scope(result, Compile)
     if scope is not None and unwrapped(result) is result:
         scope.start(result)
+    remember_copy(module, result, transform)
     return result

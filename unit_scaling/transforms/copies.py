@@ -3,13 +3,17 @@
 It refuses a tensor that a module keeps of its last call (an attention map, ``self.last_loss``): a
 graph of autograd cannot be copied, so the copy has its values alone. And it takes functions as they
 are: ``self.f = lambda x: mlp.act(x)`` of the copy would run the parts of the original.
+
+A hook that holds a part of the model (a method of it, a function that was made around it) belongs
+to the model: it may keep what the forward reads later, as models do that tap a hidden layer. A copy
+that is only recorded keeps these hooks and no others.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -44,15 +48,19 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     result = copy.deepcopy(module, memo)
     for owner, name, function in functions:
         vars(memo[id(owner)])[name] = _rebound(function, parts, memo)
+    for original, hooks in _own_hooks(module):
+        for name, key, hook in hooks:
+            vars(memo[id(original)])[name][key] = _of_copy(hook, parts, memo)
     return result
 
 
 def twin_of(module: M, scope: object) -> M:
-    """A copy that shares parameters and ``scope``, with buffers of its own and without hooks."""
+    """A copy that shares parameters and ``scope``, with buffers and no hooks but its own."""
     shared: dict[int, Any] = {id(p): p for p in module.parameters()}
     shared[id(scope)] = scope
     for child in module.modules():
-        shared.update({id(getattr(child, name)): type(getattr(child, name))() for name in _HOOKS})
+        hooks = {name: getattr(child, name) for name in _HOOKS}
+        shared.update({id(dictionary): type(dictionary)() for dictionary in hooks.values()})
     return deep_copy(module, shared)
 
 
@@ -71,6 +79,36 @@ def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, s
                 raise TypeError(f"{place!r} is a TorchScript function: use the one it was made of")
             if isinstance(value, FunctionType) and _holds(_kept(value), parts):
                 yield module, name, value
+
+
+def _own_hooks(
+    model: nn.Module,
+) -> Iterator[tuple[nn.Module, list[tuple[str, int, Any]]]]:
+    """Each module, and its hooks that hold a part of the model: (dictionary, key, value) each."""
+    parts = {id(part) for part in model.modules()}
+    for module in model.modules():
+        functions = {k: h for n in _HOOKS[:2] for k, h in vars(module).get(n, {}).items()}
+        own = {k for k, h in functions.items() if _belongs(h, parts)}
+        entries = [
+            (n, k, v) for n in _HOOKS for k, v in vars(module).get(n, {}).items() if k in own
+        ]
+        yield module, entries
+
+
+def _belongs(hook: Any, parts: set[int]) -> bool:
+    if isinstance(hook, MethodType):
+        return id(hook.__self__) in parts
+    if not isinstance(hook, FunctionType):
+        return False
+    cells = [_contents(cell) for cell in hook.__closure__ or ()]
+    kept = (*cells, *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values())
+    return any(id(value) in parts for value in kept)  # not within lists: those may be of its calls
+
+
+def _of_copy(hook: Any, parts: set[int], memo: dict[int, Any]) -> Any:
+    if isinstance(hook, FunctionType):
+        return _rebound(hook, parts, memo)
+    return copy.deepcopy(hook, memo)
 
 
 def _kept(function: FunctionType) -> list[Any]:

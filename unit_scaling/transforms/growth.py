@@ -55,7 +55,9 @@ class _Growth:
 
     def factors(self) -> dict[int, float]:
         nodes, found = self.flow.nodes, {}
-        energy, grown = [0.0] * len(nodes), [False] * len(nodes)
+        # What nothing reads is a result: its gradient comes from outside, at RMS 1.
+        energy = [0.0 if self.flow.readers[i] else 1.0 for i in range(len(nodes))]
+        grown = [False] * len(nodes)
         for index in reversed(range(len(nodes))):
             node = nodes[index]
             if self.bridges[index]:

@@ -217,10 +217,12 @@ class Recorder(TorchFunctionMode):
         inputs = [
             Input(slot, *self._source(t)) for slot, t in (*tensors_in(args), *tensors_in(kwargs))
         ]
+        key, path = None, self._path()
         kind = self._kinds.get(function)
+        if path.endswith(install.HOOKS) and kind not in TRANSPARENT:
+            kind = None  # nothing is scaled within hooks
         if kind is None and not inputs:
             return function(*args, **kwargs)
-        key, path = None, self._path()
         if kind is not None:
             key = (path, kind, self._counts[path, kind])
             self._counts[path, kind] += 1

@@ -66,7 +66,8 @@ def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
             raise TypeError(f"simulate_format needs an FPFormat, got {type(got).__name__}")
     forward, backward = _cast(fwd_format), _cast(bwd_format)
     name = f"simulate({fwd_format}, {bwd_format})"
-    return _simulate(module, Recipe(name=name, input=forward, weight=forward, grad=backward))
+    recipe = Recipe(name=name, input=forward, weight=forward, grad=backward)
+    return _simulate(module, recipe, "simulate_format")
 
 
 def _cast(format: FPFormat) -> Cast:
@@ -81,11 +82,11 @@ def simulate_fp8(module: M) -> M:
     """
     forward = Cast(format="e4m3")
     recipe = Recipe(name="simulate_fp8", input=forward, weight=forward, grad=Cast(format="e5m2"))
-    return _simulate(module, recipe)
+    return _simulate(module, recipe, "simulate_fp8")
 
 
-def _simulate(model: M, recipe: Recipe) -> M:
+def _simulate(model: M, recipe: Recipe, transform: str) -> M:
     check_module("simulation", model)
-    result = copied(model)
+    result = copied(model, transform)
     install(unwrapped(result), Simulate(recipe))
     return result

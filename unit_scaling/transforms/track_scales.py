@@ -306,7 +306,7 @@ def track_scales(
             raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
     rows = tuple(map(get_format, formats))
     Metrics.from_tensor(torch.zeros(0), rows)  # refuses what is not a format for values
-    result = copied(module)
+    result = copied(module, "track_scales")
     inner: Any = unwrapped(result)
     track = Track(Tap(rows), every, history)
     install(inner, track)

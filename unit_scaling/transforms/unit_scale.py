@@ -168,7 +168,7 @@ class UnitScale:
         except RuntimeError as error:
             if not str(error).startswith("vmap:"):
                 raise
-            raise RuntimeError(f"{_UNSEEN}: call the model once before torch.vmap") from error
+            return self._mapped(form, call, path, args, kwargs, error)
         if not path:
             self._demote(module, plan.inner)
             self._deepen(module, plan.depths)
@@ -185,6 +185,32 @@ class UnitScale:
         if not path:
             self._latest[module.training] = plan
         return self._replay(plan, call, path)
+
+    def _mapped(
+        self,
+        form: Any,
+        call: Call,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        error: Exception,
+    ) -> Any:
+        """Under vmap, whose values cannot be looked at: the plan of a call that differs from this
+        one in dimensions alone, as that of a batch does from that of its examples.
+        """
+        shapeless = _without_shapes(form)
+        similar = [plan for seen, plan in self.plans.items() if _without_shapes(seen) == shapeless]
+        try:
+            if similar:
+                return self._replay(similar[-1], call, path)
+        except PlanMissError:
+            pass  # the model takes another branch for these dimensions
+        given = ", ".join(_described(t) for _, t in tensors_in((args, kwargs))) or "no tensor"
+        mode = "training" if form[1] else "evaluation"
+        raise RuntimeError(
+            f"{_UNSEEN}: call the model once before torch.vmap, in {mode} mode and with arguments "
+            f"as each example has them: {given}"
+        ) from error
 
     def _demote(self, model: nn.Module, names: frozenset[str]) -> None:
         """Tags as weights what was taken for the readout before the model had run."""
@@ -290,6 +316,17 @@ def _form(value: Any) -> Any:
     return type(value).__name__
 
 
+def _without_shapes(form: Any) -> Any:
+    if isinstance(form, tuple) and form[:1] == ("tensor",):
+        return ("tensor", form[-1])
+    return tuple(map(_without_shapes, form)) if isinstance(form, tuple) else form
+
+
+def _described(tensor: Tensor) -> str:
+    wanted = ", requires a gradient" if tensor.requires_grad else ""
+    return f"a tensor of shape {list(tensor.shape)}{wanted}"
+
+
 def unit_scale(
     module: M,
     replace: Replacements | None = None,
@@ -337,7 +374,7 @@ def unit_scale(
                 "to take its place in the model itself"
             )
     refuse_weights(module)
-    result = copied(module)
+    result = copied(module, "unit_scale")
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
         return result
