@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
-from collections.abc import Callable
+import re
+import secrets
+import stat
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows, which does not delete or rename an open file
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "write_atomically"]
 
@@ -26,18 +36,28 @@ class CheckpointError(ValueError):
 def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> None:
     """Calls ``write`` on a temporary file beside ``path``, then renames it into place.
 
-    The file reaches the disk before the rename and the rename before the return, so that a kill
-    or a power cut leaves the old file or the new one, never a part. ``write`` may read back what it
-    has written. A write that raises leaves the old file, and no temporary one.
+    The file reaches the disk before the rename and the rename before the return, so that a kill,
+    a full disk or a power cut leaves the old file or the new one, never a part. ``write`` may read
+    back what it has written. A write that raises leaves the old file, and no temporary one.
+
+    Each call has a temporary file of its own, ``NAME.<16 hex digits>.tmp``, so any number of
+    threads and processes may write the same path: the last rename decides. It is created
+    exclusively, with the permissions of the file that it replaces, or else those of the umask.
+    A killed writer leaves its temporary file; the next write to the same path removes it. Writers
+    hold a lock (flock) on theirs, by which those of living writers are told apart. On Windows, and
+    on file systems without locks, such files stay and may be deleted.
     """
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    _remove_abandoned(path)
+    file, temporary = _create_beside(path)
     try:
-        with temporary.open("w+b") as file:
+        with file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            if fcntl is None:
+                file.close()
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -49,20 +69,157 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], 
             os.close(folder)
 
 
-def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
+def _create_beside(path: Path) -> tuple[IO[bytes], Path]:
+    """A new file in the folder of ``path``, locked until it is closed, and its name."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        mode = None
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o666 if mode is None else mode)
+
+    while True:
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+        file = open(temporary, "x+b", opener=opener)  # noqa: SIM115 - the caller closes it
+        try:
+            # Until it is locked, another writer may take it for abandoned, and remove it.
+            if _lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
+                if mode not in (None, stat.S_IMODE(os.fstat(file.fileno()).st_mode)):
+                    os.chmod(temporary, mode)  # the umask has taken bits that the old file has
+                return file, temporary
+        except BaseException:
+            file.close()
+            temporary.unlink(missing_ok=True)
+            raise
+        file.close()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes the temporary files of killed writers of ``path``: those that nobody has locked."""
+    if fcntl is None:
+        return
+    pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.tmp")
+    for name in filter(pattern.fullmatch, os.listdir(path.parent)):
+        other = path.with_name(name)
+        try:
+            descriptor = os.open(other, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # gone since, a link, or another user's
+            continue
+        try:
+            if _lock(descriptor):
+                other.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the file is locked now, by this descriptor; None where there are no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def save_checkpoint(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """`torch.save` into a file that is whole or absent, with its SHA-256 at the end.
 
-    state: what ``torch.load(weights_only=True)`` takes: tensors, numbers, strings, None, and lists,
-    tuples and dicts of these. `torch.load` reads the file too, and ignores the digest.
+    state: a dict of what ``torch.load(weights_only=True)`` loads: tensors, numbers, strings, None,
+    and lists, tuples and dicts of these. `torch.load` reads the file too, and ignores the digest.
+    The digest is of the bytes that were written, not of those that the disk gives back.
+
+    Raises CheckpointError, before the file at ``path`` is replaced, for a state with something that
+    could not be loaded again; it names its type and its place in ``state``.
     """
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: a checkpoint is a dict, got a {_type_name(state)}")
 
     def write(file: IO[bytes]) -> None:
-        torch.save(state, file)
+        hashed = _Hashed(file)
+        try:
+            torch.save(state, hashed)  # type: ignore[arg-type]
+        except Exception as error:
+            if hashed.error is not None:  # torch raises another error in the place of this one
+                raise hashed.error from None
+            raise CheckpointError(f"{path}: {_refusal(state)}") from error
+        if reason := _why_not_loaded(file):
+            raise CheckpointError(f"{path}: {_refusal(state)}") from reason
         file.seek(0, os.SEEK_END)
-        digest = _digest(file, file.tell())
-        file.write(MARK + digest)
+        file.write(MARK + hashed.digest.hexdigest().encode())
 
     write_atomically(path, write)
+
+
+class _Hashed:
+    """Passes what is written on to a file, and hashes it; torch.save writes from first to last."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.digest.update(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _why_not_loaded(file: IO[bytes]) -> Exception | None:
+    """The error with which the file that torch.save has just written cannot be loaded; None if it
+    can. The bytes of its tensors are not read."""
+    file.seek(0)
+    try:
+        with torch.serialization.skip_data():
+            torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # pickle's, and whatever a class raises that is made again
+        return error
+    return None
+
+
+def _refusal(state: dict[str, Any]) -> str:
+    place, value = next(_not_loaded("state", state), ("state", state))
+    return (
+        f"{place} is of type {_type_name(value)}, which torch.load(weights_only=True) does not "
+        "load; allowed are tensors, numbers, strings, None, and lists, tuples and dicts of these"
+    )
+
+
+def _not_loaded(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of ``value`` that cannot be saved and loaded, each with its place."""
+    if type(value) in (dict, OrderedDict):
+        for key, part in value.items():
+            yield from _not_loaded(f"a key of {place}", key)
+            yield from _not_loaded(f"{place}[{key!r}]", part)
+    elif type(value) in (list, tuple):
+        for index, part in enumerate(value):
+            yield from _not_loaded(f"{place}[{index}]", part)
+    elif type(value) not in (torch.Tensor, torch.nn.Parameter):
+        file = io.BytesIO()
+        try:
+            torch.save(value, file)
+        except Exception:  # pickle's and those of the class
+            yield place, value
+        else:
+            if _why_not_loaded(file):
+                yield place, value
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def load_checkpoint(

@@ -43,10 +43,22 @@ NORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
 }
 """The norms that run in low precision, with the subclasses that keep their forward: type -> how."""
 
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    **how: Any,
+) -> Tensor:
+    """`norm.rms_norm` with torch's default for eps."""
+    return norm.rms_norm(input, normalized_shape, weight, eps, **how)
+
+
 _CALLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     F.layer_norm: norm.layer_norm,
-    F.rms_norm: norm.rms_norm,
-    torch.rms_norm: norm.rms_norm,  # what the compiler shows of it
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,  # what the compiler shows of it
     F.group_norm: norm.group_norm,
     layer_norm2d: norm.layer_norm2d,
 }

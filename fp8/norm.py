@@ -97,14 +97,15 @@ def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
-    eps: float | None = None,
+    eps: float | None = 1e-5,
     *,
     dtype: torch.dtype | None = None,
     output: str | Format | None = None,
 ) -> Tensor:
     """`torch.nn.functional.rms_norm` in low precision; arguments as in `layer_norm`.
 
-    eps: None is the machine epsilon of float32, the dtype of the statistics.
+    eps: None is the machine epsilon of float32, the dtype of the statistics, and torch's default;
+    the one here is timm's.
     """
     eps = torch.finfo(wide(input, input[:0]).dtype).eps if eps is None else eps
     return _norm(
@@ -225,9 +226,9 @@ class LayerNorm2d(nn.LayerNorm):
     `nn.LayerNorm`.
 
     Input and output: (batch, num_channels, ...), contiguous or channels-last, the output as the
-    input. affine: with weight and bias (num_channels,), which start at 1 and 0. device, dtype: of
-    these. Computed in float32 and rounded once to the dtype of the input, under `torch.autocast`
-    too; made while `is_fast_norm`, to autocast's dtype.
+    input. affine: with weight and, unless bias is False, bias (num_channels,), which start at 1 and
+    0. device, dtype: of these. Computed in float32 and rounded once to the dtype of the input,
+    under `torch.autocast` too; made while `is_fast_norm`, to autocast's dtype.
     `torch.jit.script` and `torch.export` take it; scripted, it is torch's kernel, and a copy for
     contiguous input, without autocast's dtype. Errors as of `layer_norm2d`, and ValueError for
     another number of channels.
@@ -242,10 +243,12 @@ class LayerNorm2d(nn.LayerNorm):
         num_channels: int,
         eps: float = 1e-6,
         affine: bool = True,
+        *,
+        bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_channels, eps, affine, device=device, dtype=dtype)
+        super().__init__(num_channels, eps, affine, bias, device=device, dtype=dtype)
         self.fast_norm = is_fast_norm()
 
     def check_channels(self, input: Tensor) -> None:

@@ -31,7 +31,7 @@ from .adam import PLAIN, step_units, units_of
 from .formats import dtype_name
 from .moments import MASTERS, MOMENTS
 from .names import check_name
-from .optim_base import LowPrecision
+from .optim_base import LowPrecision, refuse
 from .optim_state import FIRST, MASTER, SECOND, convert, local, parameters_of
 from .sgd import MOMENTUM, SGD
 
@@ -86,7 +86,11 @@ class _Adam(LowPrecision):
         weight_decay: float | None = None,
         amsgrad: bool = False,
         *,
+        foreach: bool | None = None,
         maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         first_moment: str = "e4m3",
         second_moment: str = "float16",
         master_weights: str | None = None,
@@ -95,8 +99,8 @@ class _Adam(LowPrecision):
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        if amsgrad:
-            raise ValueError("amsgrad=True is not had in low precision; torch.optim has it")
+        refuse(amsgrad=amsgrad, foreach=foreach, fused=fused)
+        refuse(capturable=capturable, differentiable=differentiable)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -152,9 +156,10 @@ class AdamW(_Adam):
     All may differ between groups, as the learning rate may. A gradient that is not finite, or
     whose square is not, in any of the groups: no parameter is stepped and no state changes, and
     ``skipped_steps`` counts it. One look at all gradients finds out; on a GPU the host waits for
-    it. foreach, fused, capturable and differentiable are not had.
+    it.
 
-    Raises ValueError for amsgrad=True and values out of range, TypeError for another dtype.
+    Raises ValueError for values out of range and where amsgrad, foreach, fused, capturable or
+    differentiable is True, TypeError for another dtype.
 
     >>> weight = torch.nn.Parameter(torch.ones(128, 128))
     >>> optimizer = AdamW([weight], lr=0.1, first_moment="e4m3_block", second_moment="e5m3_block")

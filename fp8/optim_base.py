@@ -28,7 +28,17 @@ from .optim_state import (
     warn_of_broadcasts,
 )
 
-__all__ = ["LowPrecision"]
+__all__ = ["LowPrecision", "refuse"]
+
+
+def refuse(**options: bool | None) -> None:
+    """Raises ValueError for options of torch's optimizers that are on and not supported here."""
+    for name, value in options.items():
+        if value not in (None, False):
+            raise ValueError(
+                f"{name}={value!r} is not supported in low precision: leave it out, or pass False; "
+                "torch.optim has it"
+            )
 
 
 class LowPrecision(Optimizer):

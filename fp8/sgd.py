@@ -12,7 +12,7 @@ from torch.optim.sgd import sgd
 
 from .moments import ENCODINGS, MASTERS, decode
 from .names import check_name
-from .optim_base import LowPrecision
+from .optim_base import LowPrecision, refuse
 from .optim_state import (
     MASTER,
     Group,
@@ -79,9 +79,9 @@ class SGD(LowPrecision):
     """`torch.optim.SGD` that steps in float32 and keeps its momentum there.
 
     Positions, names and defaults of torch's arguments are torch's. Parameters, master_weights and
-    gradients that are not finite: as in `fp8.optim.AdamW`. foreach, fused and differentiable are
-    not had. Raises ValueError for values out of range, TypeError for a dtype other than float32,
-    bfloat16 and float16.
+    gradients that are not finite: as in `fp8.optim.AdamW`.
+    Raises ValueError for values out of range and where foreach, fused or differentiable is True,
+    TypeError for a dtype other than float32, bfloat16 and float16.
     """
 
     options = ("master_weights",)
@@ -98,8 +98,12 @@ class SGD(LowPrecision):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         master_weights: str | None = None,
     ) -> None:
+        refuse(foreach=foreach, differentiable=differentiable, fused=fused)
         defaults = {
             "lr": lr,
             "momentum": momentum,

@@ -61,7 +61,9 @@ def example_batch(
     `pathlib.Path`. Without it ``dataset_path`` is the path of such a file. dataset_name is not
     used.
     tokenizer: has a method ``encode``, or is called, with a string, and returns the ids, or a
-    mapping with "input_ids".
+    mapping with "input_ids". One without ``encode`` that takes a keyword ``max_length`` is called
+    as unit-scaling 0.3.5 does, with a list of one string and ``max_length``, ``truncation``,
+    ``return_tensors="pt"`` and ``padding``.
     Each sequence starts at one of the first ``shuffle_buffer_size`` tokens, drawn with ``seed``.
 
     Raises ValueError without a text, and for one that is shorter than a sequence; TypeError for
@@ -72,7 +74,7 @@ def example_batch(
             raise ValueError(f"{name} must be 1 or more, got {size}")
     wanted = shuffle_buffer_size + seq_len
     # No more than is used: a token of a natural text is hardly ever longer than 16 characters.
-    ids = _encoded(tokenizer, _text(text, dataset_path)[: 16 * wanted])[:wanted]
+    ids = _encoded(tokenizer, _text(text, dataset_path)[: 16 * wanted], wanted)[:wanted]
     starts = ids.numel() - seq_len
     if starts < 1:
         raise ValueError(f"a text of {ids.numel()} tokens is too short for sequences of {seq_len}")
@@ -97,10 +99,29 @@ def _text(text: str | Path | None, dataset_path: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _encoded(tokenizer: Any, text: str) -> Tensor:
-    found = tokenizer.encode(text) if hasattr(tokenizer, "encode") else tokenizer(text)
+def _encoded(tokenizer: Any, text: str, length: int) -> Tensor:
+    """The ids of the text; of some tokenizers no more than ``length``."""
+    if hasattr(tokenizer, "encode"):
+        found = tokenizer.encode(text)
+    elif _takes_lists(tokenizer):
+        found = tokenizer(
+            [text], max_length=length, truncation=True, return_tensors="pt", padding=True
+        )
+    else:
+        found = tokenizer(text)
     found = found["input_ids"] if isinstance(found, Mapping) else getattr(found, "ids", found)
     return torch.as_tensor(found, dtype=torch.long).flatten()
+
+
+def _takes_lists(tokenizer: Any) -> bool:
+    """Whether a tokenizer has the keywords with which transformers' take lists of strings."""
+    try:
+        parameters = inspect.signature(tokenizer).parameters
+    except (TypeError, ValueError):  # not callable, or without a signature
+        return False
+    return "max_length" in parameters or any(
+        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+    )
 
 
 def graph_to_dataframe(g: Graph) -> pandas.DataFrame:

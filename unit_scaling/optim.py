@@ -240,12 +240,15 @@ class _UnitScaled(torch.optim.Optimizer):
     def _configure(self, rule: str, independent: bool, allow_untagged: bool) -> None:
         self._scaling = (rule, independent, allow_untagged)
         self._rates: set[float] = set()
+        self._given: list[Tensor] = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the parameters of the group, as one group for each learning rate."""
         rule, independent, allow_untagged = self._scaling
+        params = param_group["params"]
+        entries = [params] if isinstance(params, Tensor) else list(params)
         groups = scaled_parameters(
-            [param_group],
+            [{**param_group, "params": entries}],
             rule,
             self.defaults["lr"],
             self.defaults["weight_decay"],
@@ -255,10 +258,74 @@ class _UnitScaled(torch.optim.Optimizer):
         for group in groups:
             super().add_param_group(group)
             self._rates.add(float(group["lr"]))
+        self._given += [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; also the state_dict of an optimizer that groups its parameters otherwise.
+
+        Its states go to the parameters in the order in which both optimizers were given theirs.
+        Groups of unit-scaling 0.3.5, one for each parameter, keep their learning rates and other
+        settings. Those of an optimizer of torch know no u-muP rates: of them the states alone are
+        taken, and this optimizer keeps its learning rates, weight decays and all other settings.
+        ``mup_lr_scale`` stays in either case.
+        Raises ValueError for another number of parameters, for states of other shapes, and for
+        settings that differ between parameters of one group here.
+        """
+        super().load_state_dict(_grouped_as(self, state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_scaling": self._scaling, "_rates": self._rates}
+        own = {"_scaling": self._scaling, "_rates": self._rates, "_given": self._given}
         return {**super().__getstate__(), **own}
+
+
+def _grouped_as(opt: _UnitScaled, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``state_dict`` in the groups of ``opt``; itself if it is of an optimizer like this."""
+    groups = state_dict["param_groups"]
+    if all("mup_lr_scale" in group for group in groups):
+        return state_dict
+    saved = [(index, group) for group in groups for index in group["params"]]
+    if len(saved) != len(opt._given):
+        raise ValueError(
+            f"the state_dict is of {len(saved)} parameters, this optimizer has {len(opt._given)}"
+        )
+    for number, (parameter, (index, _)) in enumerate(zip(opt._given, saved, strict=True)):
+        for name, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{name} of parameter number {number} has shape {tuple(value.shape)}, the "
+                    f"parameter {tuple(parameter.shape)}: give the parameters in the same order"
+                )
+    of = {id(parameter): entry for parameter, entry in zip(opt._given, saved, strict=True)}
+    scaled = _has_own_rates(opt, groups)
+    result = []
+    for number, own in enumerate(opt.param_groups):
+        members = [of[id(parameter)] for parameter in own["params"]]
+        settings = _common([group for _, group in members], number) if scaled else {}
+        result.append({**own, **settings, "params": [index for index, _ in members]})
+    return {**state_dict, "param_groups": result}
+
+
+def _has_own_rates(opt: _UnitScaled, groups: list[dict[str, Any]]) -> bool:
+    """Whether each parameter has a rate of its own there, as unit-scaling 0.3.5 has it."""
+    rates, here = ({float(g["lr"]) for g in found} for found in (groups, opt.param_groups))
+    flat = len(rates) == 1 and len(here) > 1
+    return not flat and all(len(group["params"]) == 1 for group in groups)
+
+
+def _common(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
+    """The settings that ``groups`` agree on, rates up to rounding."""
+    first = {key: value for key, value in groups[0].items() if key not in ("params", "param_names")}
+    for key, value in first.items():
+        for other in (group.get(key) for group in groups[1:]):
+            if isinstance(value, float | Tensor) and isinstance(other, float | Tensor):
+                same = math.isclose(value, other, rel_tol=1e-6)
+            else:
+                same = value == other
+            if not same:
+                raise ValueError(
+                    f"parameters of group {number} have {key} {value} and {other} in the state_dict"
+                )
+    return first
 
 
 def _refuse_flat_rates(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

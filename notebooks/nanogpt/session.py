@@ -215,7 +215,8 @@ def _write_results(session: Session, runs: list[dict[str, Any]]) -> None:
 
 def _left_by_a_kill(path: Path) -> bool:
     """Whether a run killed before it had settings may have left this."""
-    return path.name == CHECKPOINTS or path.name == f"{SETTINGS}.tmp"
+    temporary = path.name.startswith(f"{SETTINGS}.") and path.suffix == ".tmp"
+    return path.name == CHECKPOINTS or temporary
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path) -> None:

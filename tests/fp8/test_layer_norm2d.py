@@ -253,6 +253,8 @@ def test_constructor_is_timms():
     assert norm.normalized_shape == (6,)
     assert fp8.LayerNorm2d(6).eps == 1e-6
     assert list(fp8.LayerNorm2d(6, affine=False).parameters()) == []
+    assert fp8.LayerNorm2d(6, bias=False).bias is None
+    assert fp8.LayerNorm2d(6, bias=False, device="meta").weight.is_meta
     assert isinstance(norm, nn.LayerNorm)
     assert repr(norm) == f"LayerNorm2d({nn.LayerNorm(6, eps=1e-3).extra_repr()})"
 
@@ -262,8 +264,9 @@ def test_constructor_is_timms():
 @pytest.mark.parametrize("affine", [True, False])
 # torch's own: TorchScript is deprecated, and still what servers run.
 @pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
-def test_scripted_saved_and_loaded(layout: str, affine: bool):
-    norm, x = fp8.LayerNorm2d(6, affine=affine), image(2, 6, 4, 4, layout=layout)
+@pytest.mark.parametrize("bias", [True, False])
+def test_scripted_saved_and_loaded(layout: str, affine: bool, bias: bool):
+    norm, x = fp8.LayerNorm2d(6, affine=affine, bias=bias), image(2, 6, 4, 4, layout=layout)
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(norm), file)
     file.seek(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[int, 
     ),
     "rms_norm": (
         lambda x, w, **how: norm.rms_norm(x, (C,), w, **how),
-        lambda x, w: F.rms_norm(x, (C,), w, torch.finfo(torch.float32).eps),
+        lambda x, w: F.rms_norm(x, (C,), w, 1e-5),
         (64, C),
         1,
     ),
@@ -284,3 +285,17 @@ def test_compiled_it_is_unit_scaled_as_in_eager_mode(around: bool):
     eager, graph = ([f(*tensors).detach(), *gradients(f, tensors)] for f in (run, compiled))
     for value, reference in zip(graph, eager, strict=True):
         assert error(value, reference) < (0.02 if around else 1e-5)
+
+
+def test_default_eps_are_timms():
+    """fast_rms_norm's and fast_layer_norm's; None is torch's, the machine epsilon of float32."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = (1e-3 * torch.randn(4, C, generator=torch.Generator().manual_seed(0))).to(dtype)
+        ours, wide = norm.rms_norm(x, (C,)), F.rms_norm(x.float(), (C,), eps=1e-5)
+        torch.testing.assert_close(ours, wide.to(dtype))
+        smallest = torch.finfo(torch.float32).eps
+        torch.testing.assert_close(
+            norm.rms_norm(x, (C,), eps=None), F.rms_norm(x.float(), (C,), eps=smallest).to(dtype)
+        )
+    for function in (norm.rms_norm, norm.layer_norm, norm.group_norm):
+        assert inspect.signature(function).parameters["eps"].default == 1e-5

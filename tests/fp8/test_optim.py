@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 
 import pytest
@@ -329,7 +330,7 @@ def test_a_scaled_tensor_is_a_parameter(master):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"amsgrad": True}, "amsgrad=True is not had"),
+        ({"amsgrad": True}, "amsgrad=True is not supported"),
         ({"first_moment": "fp4"}, "unknown first_moment 'fp4'; choose one of 'float32', "),
         ({"second_moment": "e4m3"}, "unknown second_moment 'e4m3'"),
         ({"master_weights": "e4m3"}, "unknown master_weights 'e4m3'; choose one of None"),
@@ -389,3 +390,22 @@ def test_bytes_of_a_momentum():
     optimizer = SGD([weight], lr=0.1, momentum=0.9)
     optimizer.step()
     assert state_bytes(optimizer) == state_bytes(optimizer) | {"first_moment": 256, "master": 0}
+
+
+@pytest.mark.parametrize("cls", [SGD, Adam, AdamW])
+def test_torchs_options_are_taken_where_they_are_off(cls):
+    """As code that passes them all on does, by torch's names and in torch's order."""
+    theirs = inspect.signature(getattr(torch.optim, cls.__name__)).parameters
+    options = [name for name in theirs if theirs[name].kind is inspect.Parameter.KEYWORD_ONLY]
+    options = [name for name in options if name != "decoupled_weight_decay"]
+    ours = inspect.signature(cls).parameters
+    assert {name: ours[name].default for name in options} == {
+        name: theirs[name].default for name in options
+    }
+    off = dict.fromkeys(options, False)
+    with_them, without = run(cls, lr=0.1, **off)[0], run(cls, lr=0.1)[0]
+    assert all(torch.equal(a, b) for a, b in zip(with_them, without, strict=True))
+    assert cls(parameters(), 0.1, **off | {"maximize": True}).param_groups[0]["maximize"]
+    for name in set(options) - {"maximize"}:
+        with pytest.raises(ValueError, match=f"{name}=True is not supported in low precision"):
+            cls(parameters(), 0.1, **{name: True})

@@ -100,8 +100,6 @@ def test_a_corrupt_checkpoint_is_refused(prepared: Path, argv, refused) -> None:
     path.write_bytes(b"PK\x03\x04 not a checkpoint")
     message = refused(argv("--resume", out=prepared), unchanged=prepared)
     assert f"{path}: cut short, or no checkpoint" in message
-    save_checkpoint([1, 2], path)
-    assert "holds a list" in refused(argv("--resume", out=prepared), unchanged=prepared)
     save_checkpoint({"variant": "fp32", "seed": 0}, path)
     content = path.read_bytes()
     path.write_bytes(content[:300] + bytes([content[300] ^ 1]) + content[301:])

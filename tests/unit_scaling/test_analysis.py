@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,27 @@ class WithEncode:
         return encode(text)
 
 
+class OfLists:
+    """As unit-scaling 0.3.5 calls it: a list of strings, and these keywords; no ``encode``."""
+
+    vocab_size, pad_token, eos_token = 26, None, "<eos>"
+
+    def __call__(
+        self, seqs: list[str], max_length: int, truncation: bool, return_tensors: str, padding: bool
+    ) -> UserDict[str, Tensor]:
+        assert isinstance(seqs, list)
+        assert (truncation, return_tensors, padding) == (True, "pt", True)
+        ids = torch.tensor([encode(text)[:max_length] for text in seqs])
+        return UserDict(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+def of_keywords(seqs: list[str], **kwargs: object) -> dict[str, Tensor]:
+    return dict(OfLists()(seqs, **kwargs))  # type: ignore[arg-type]
+
+
 TOKENIZERS = {
+    "a class of lists": OfLists(),
+    "a function of lists": of_keywords,
     "a function": encode,
     "encode": WithEncode(),
     "a mapping": lambda text: {"input_ids": [encode(text)]},
@@ -182,6 +203,7 @@ def test_visualiser():
         assert both > 40
         assert len(forward.get_yticklabels()) == len(points(forward))
         assert all(p.grad is None for p in model.parameters())
+    assert len(points(visualiser(tiny(), OfLists(), 2, 8, text=TEXT))) > 40
 
 
 def test_visualiser_needs_a_loss():

@@ -366,3 +366,92 @@ def test_training():
         opt.step()
     assert first == pytest.approx(math.log(16), rel=0.2)
     assert model.loss(tokens).item() < 0.2 * first
+
+
+def stepped(opt: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    opt.step()
+
+
+def as_0_3_5(params: list[nn.Parameter], lr: float, decay: float) -> list[dict[str, object]]:
+    """The groups of unit-scaling 0.3.5: one for each parameter, in the order that was given."""
+    rates = [lr * lr_scale_func_adam(p) for p in params]
+    return [
+        {"params": [p], "lr": rate, "weight_decay": decay / rate}
+        for p, rate in zip(params, rates, strict=True)
+    ]
+
+
+@each_optimizer
+def test_state_of_unit_scaling_0_3_5(cls):
+    """The next steps are those that the old optimizer makes, in the middle of a schedule too."""
+    settings = {"momentum": 0.9} if cls is SGD else {"betas": (0.8, 0.9)}
+    plain = getattr(torch.optim, cls.__name__)
+    there, here = parameters(), parameters()
+    old = plain(as_0_3_5(there, 0.5, 0.1), **settings)
+    assert len(old.param_groups) == 7
+    schedule = lr_scheduler.ExponentialLR(old, 0.5)
+    stepped(old, there)
+    schedule.step()
+    new = cls(here, lr=0.5, weight_decay=0.1)
+    scales = [g["mup_lr_scale"] for g in new.param_groups]
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
+    for source, target in zip(there, here, strict=True):
+        target.data.copy_(source)
+    assert lrs(new) == pytest.approx([0.25 * scale for scale in scales_of(new)])
+    assert [g["mup_lr_scale"] for g in new.param_groups] == scales
+    assert all(g["initial_lr"] == pytest.approx(2 * g["lr"]) for g in new.param_groups)
+    assert all(g[k] == v for g in new.param_groups for k, v in settings.items())
+    for _ in range(3):
+        stepped(old, there)
+        stepped(new, here)
+    for a, b in zip(there, here, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def scales_of(opt: torch.optim.Optimizer) -> list[float]:
+    return [g["mup_lr_scale"] for g in opt.param_groups for _ in g["params"]]
+
+
+@each_optimizer
+@pytest.mark.parametrize("groups", ["one", "two", "one for each"])
+def test_state_of_torch_keeps_the_rates(cls, groups: str):
+    there, here = parameters(), parameters()
+    given: list[object] = {
+        "one": [*there],
+        "two": [{"params": there[:3]}, {"params": there[3:], "lr": 0.7}],
+        "one for each": [{"params": [p]} for p in there],
+    }[groups]
+    plain = getattr(torch.optim, cls.__name__)(given, lr=0.3, weight_decay=0.2)
+    if cls is SGD:
+        plain.param_groups[0]["momentum"] = 0.9
+    stepped(plain, there)
+    opt = cls(here, lr=0.5, weight_decay=0.1)
+    opt = pickle.loads(pickle.dumps(opt))  # the order of the parameters too
+    here = opt._given
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
+    opt.load_state_dict(plain.state_dict())
+    assert [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups] == settings
+    for a, b in zip(there, here, strict=True):
+        assert opt.state[b].keys() == plain.state[a].keys()
+        for key, value in plain.state[a].items():
+            torch.testing.assert_close(opt.state[b][key], value)
+    stepped(opt, here)
+
+
+def test_states_that_do_not_fit():
+    there = parameters()
+    old = torch.optim.Adam(there)
+    stepped(old, there)
+    with pytest.raises(ValueError, match="is of 7 parameters, this optimizer has 6"):
+        Adam(parameters()[:6]).load_state_dict(old.state_dict())
+    with pytest.raises(
+        ValueError, match=r"number 0 has shape \(8, 16\), the parameter \(8, 4, 3, 5\)"
+    ):
+        Adam(parameters()[::-1]).load_state_dict(old.state_dict())
+    groups = as_0_3_5(there, 0.5, 0.1)
+    groups[5]["betas"] = (0.5, 0.5)
+    with pytest.raises(ValueError, match=r"group 0 have betas \(0.9, 0.999\) and \(0.5, 0.5\)"):
+        Adam(parameters()).load_state_dict(torch.optim.Adam(groups).state_dict())

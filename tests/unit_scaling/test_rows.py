@@ -259,6 +259,7 @@ def test_layer_norm_of_images():
     assert [p.mup_type for p in layer.parameters()] == ["norm", "bias"]
     bare = uu.LayerNorm2d(6, affine=False)
     assert list(bare.parameters()) == []
+    assert [p.mup_type for p in uu.LayerNorm2d(6, bias=False).parameters()] == ["norm"]
     with pytest.raises(ValueError, match="6 channels, its input 7"):
         bare(torch.randn(2, 7, 4, 5))
     assert repr(layer) == f"LayerNorm2d({nn.LayerNorm(6, eps=0.001).extra_repr()})"

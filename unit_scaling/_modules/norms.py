@@ -117,7 +117,8 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
 class LayerNorm2d(_Norm, norm.LayerNorm2d):
     """`unit_scaling.functional.layer_norm2d` as a module: over the channels of each pixel.
 
-    Input and output (batch, num_channels, ...). affine: with weight and bias (num_channels,).
+    Input and output (batch, num_channels, ...). affine: with weight and, unless bias is
+    False, bias (num_channels,).
     """
 
     op = staticmethod(U.layer_norm2d)
@@ -127,10 +128,12 @@ class LayerNorm2d(_Norm, norm.LayerNorm2d):
         num_channels: int,
         eps: float = 1e-5,
         affine: bool = True,
+        *,
+        bias: bool = True,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_channels, eps, affine, device, dtype)
+        super().__init__(num_channels, eps, affine, bias=bias, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Any:
         """`unit_scaling.functional.layer_norm2d`. Raises ValueError for other channels."""

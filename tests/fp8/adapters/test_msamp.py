@@ -80,3 +80,46 @@ def test_a_broken_one_is_said_to_be(model, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     msamp.initialize(model, torch.optim.Adam(model.parameters()), "O2")
     assert "RuntimeError: libmsamp_dist.so is missing" in fp8.report(model).notes[0]
+
+
+@pytest.mark.proves("MS-AMP", "msamp.initialize", how="own")
+def test_use_te_is_passed_on_or_leaves_the_products(model, library, monkeypatch):
+    """By position too, as in MS-AMP: the fourth argument."""
+    optimizer = torch.optim.Adam(model.parameters())
+    msamp.initialize(model, optimizer, "O2", True)
+    assert library == [(optimizer, "O2", True)]
+    monkeypatch.setitem(sys.modules, "msamp", None)
+    msamp.initialize(model, optimizer, "O2", use_te=True)
+    assert [row.why for row in fp8.report(model) if row.why.startswith("tensor")] == []
+    assert isinstance(model[0].weight, fp8.ScaledTensor)
+
+
+@pytest.mark.parametrize("level", [None, "O1", "O2", "O3"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
+def test_clip_grad_norm(model, level, norm_type):
+    optimizer = torch.optim.Adam(model.parameters())
+    if level is not None:
+        msamp.initialize(model, optimizer, level)
+    model(torch.randn(16, 32)).square().sum().backward()
+    wide = [p.grad.to(torch.float32).clone() for p in model.parameters()]
+    expected = torch.stack([g.norm(norm_type) for g in wide]).norm(norm_type)
+    for max_norm in (0, -1.0, 2 * expected):  # MS-AMP's: 0 and less do not clip
+        norm = msamp.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    for p, g in zip(model.parameters(), wide, strict=True):
+        assert torch.equal(p.grad.to(torch.float32), g)
+    norm = msamp.clip_grad_norm_(iter(list(model.parameters())), expected / 4, norm_type)
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    for p, g in zip(model.parameters(), wide, strict=True):
+        torch.testing.assert_close(p.grad.to(torch.float32), g / 4, rtol=1e-4, atol=1e-6)
+
+
+def test_clip_grad_norm_of_what_is_not_finite_and_of_msamps_tensors(model, library):
+    model(torch.randn(16, 32) * torch.inf).sum().backward()
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        msamp.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    calls = []
+    sys.modules["msamp"].clip_grad_norm_ = lambda *args: calls.append(args) or torch.tensor(3.0)
+    theirs = types.SimpleNamespace(grad=object())  # its parameters and gradients are no tensors
+    assert msamp.clip_grad_norm_([theirs], 1.0) == 3.0
+    assert calls == [([theirs], 1.0, 2.0, False)]
