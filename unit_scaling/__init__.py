@@ -116,7 +116,7 @@ from .modules import (
     Upsample,
 )
 from .parameter import MupType, Parameter
-from .transforms import report, verify
+from .transforms import fold, report, verify
 
 __version__ = "0.1.0"
 
@@ -223,6 +223,7 @@ __all__ = [
     "constraints",
     "core",
     "elementwise",
+    "fold",
     "formats",
     "functional",
     "modules",

@@ -2,6 +2,7 @@
 
 from . import utils
 from .compile import compile
+from .fold import fold
 from .history import History
 from .metrics import InFormat, Metrics
 from .prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
@@ -18,6 +19,7 @@ __all__ = [
     "Report",
     "Verification",
     "compile",
+    "fold",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fp8.subclass import Gained, check_not_scripted, gain
+from fp8.subclass import Gained, check_not_scripted, gain, lose
 
-from ..parameter import TaggedModule
+from ..parameter import TaggedModule, forget_tags
 
 __all__ = [
     "HOOKS",
@@ -26,6 +26,7 @@ __all__ = [
     "install",
     "is_exported",
     "is_sharded",
+    "uninstall",
     "unwrapped",
 ]
 
@@ -158,6 +159,20 @@ def install(model: nn.Module, scope: Scope) -> None:
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
         gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))
+
+
+def uninstall(model: nn.Module, kind: type) -> None:
+    """Takes the scope of a kind away from every module of ``model``, and from those that then have
+    none the class made here and the tags of their parameters.
+    """
+    for module in unwrapped(model).modules():
+        if not isinstance(module, _Transformed):
+            continue
+        module._scopes = tuple(item for item in module._scopes if not isinstance(item[0], kind))
+        if not module._scopes:
+            lose(module, _Transformed)
+            del module._scopes
+            forget_tags(module)
 
 
 def is_exported() -> bool:

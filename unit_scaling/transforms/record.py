@@ -78,7 +78,8 @@ class Node:
     path: of the module that runs. live: whether it depends on a parameter or a floating-point
     input. computed: whether it depends on parameters only. rms: of the values, where it is
     computed. wanted: whether it is an input that requires a gradient. where: file and line of the
-    call. site: as in `Place`. inside: the autograd function that makes the call, or `DISTRIBUTION`.
+    call. zero: whether it is a constant of zeros. site: as in `Place`. inside: the autograd
+    function that makes the call, or `DISTRIBUTION`.
     """
 
     key: Key | None
@@ -94,6 +95,7 @@ class Node:
     computed: bool = False
     floating: bool = False
     masking: bool = False
+    zero: bool = False
     wanted: bool = False
     rms: float = 1.0
     where: str = ""
@@ -267,6 +269,7 @@ class Recorder(TorchFunctionMode):
             node.computed = name is not None
             known = node.computed or id(tensor) in self._inputs
             node.live = node.floating and known and not node.masking
+            node.zero = node.floating and not known and _all_zero(tensor)
             node.wanted = self._inputs.get(id(tensor), False)
             if name is not None:
                 node.rms = rms_of(tensor)
@@ -274,6 +277,11 @@ class Recorder(TorchFunctionMode):
             self._remember([tensor])
         index, part = self._node_of[id(tensor)]
         return index, tensor.numel(), part
+
+    def results(self, value: Any) -> list[int]:
+        """The nodes that the floating-point tensors of a model's result come from."""
+        known = (t for _, t in tensors_in(value) if id(t) in self._node_of)
+        return [self._node_of[id(t)][0] for t in known if t.is_floating_point() or t.is_complex()]
 
     def _remember(self, tensors: list[Tensor]) -> None:
         """Notes that the tensors come from the latest node."""
@@ -347,6 +355,10 @@ def _any_masking(tensors: list[Tensor]) -> bool:
             "device: call it once where its weights are"
         )
     return any(bool((t <= MASKING).any()) for t in dense)
+
+
+def _all_zero(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not bool(tensor.any())
 
 
 def is_sparse(node: Node) -> bool:

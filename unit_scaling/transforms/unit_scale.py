@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections import Counter
@@ -19,13 +20,14 @@ from fp8.subclass import check_module
 from ..parameter import has_parameter_data, remember_tags, tag
 from .calls import KINDS
 from .compile import copied
-from .copies import detached, twin_of
-from .fold import Folded, folded
+from .copies import Example, detached, example_of, remade, twin_of
 from .install import Call, Places, find_scope, install, is_exported, is_sharded, unwrapped
 from .plan import make_plan
+from .ratios import find_ties
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
+from .solve import Folded, folded
 from .steps import Plan, Row, Settings, Settled
 from .weights import Weights, parametrizations, prepare, pruned, refuse_weights
 
@@ -69,9 +71,10 @@ class UnitScale:
         self.plans: dict[Any, Plan] = {}
         self.path: list[str] = []
         self._latest: dict[bool, Plan] = {}
+        self._example: Example | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kinds": None, "path": []}
+        return {**self.__dict__, "kinds": None, "path": [], "_example": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -170,6 +173,8 @@ class UnitScale:
                 raise
             raise RuntimeError(f"{_UNSEEN}: call the model once before torch.vmap") from error
         if not path:
+            with contextlib.suppress(TypeError):
+                self._example = example_of((args, kwargs))
             self._demote(module, plan.inner)
             self._deepen(module, plan.depths)
             remember_tags(module)
@@ -208,18 +213,33 @@ class UnitScale:
             self.weights.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
 
     def outside(self, model: nn.Module) -> Folded:
-        """What `fp8.export` needs to write the weights of the plain model: see `transforms.fold`.
+        """The factors of the weights of the plain model with the same function.
 
-        Raises ValueError where weights cannot hold all that the plain model lacks.
+        Raises ValueError before the first call of the model, and where weights cannot hold all
+        that the plain model lacks, with the calls.
         """
-        if self.replacements:
-            raise ValueError("functions that unit_scale was given in replace are in no weight")
         if self.init == "preserve":
-            return dict(self.weights.factors), {}
+            if self.replacements:
+                raise ValueError("functions that unit_scale was given in replace are in no weight")
+            return Folded(dict(self.weights.factors), {})
         whole = [plan for form, plan in self.plans.items() if form[0] == ""]
         if not whole:
-            raise ValueError("a unit-scaled model is exported after a call of it: none was seen")
-        return folded(model, whole[-1])
+            raise ValueError(
+                f"{type(model).__name__} is unit-scaled and has not run: its factors are found at "
+                "its first call, so call it once with an example batch"
+            )
+        seen = [plan for form, plan in self.plans.items() if form[0] == "" and not form[1]]
+        if not seen and self._example is not None:
+            seen = [self._evaluated(model, *self._example)]
+        return folded([tie for plan in seen or whole for tie in plan.ties])
+
+    def _evaluated(self, model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Plan:
+        """The plan of a model in evaluation that has run in training alone."""
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            args, kwargs = remade((args, kwargs), device)
+        return self.record(model, "", args, kwargs, evaluate=True)
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
@@ -227,11 +247,17 @@ class UnitScale:
         return list(dict.fromkeys([*self.weights.rows, *calls]))
 
     def record(
-        self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        evaluate: bool = False,
     ) -> Plan:
         """The plan for a call of ``module``, from a run of a copy that shares its parameters.
 
         The copy has buffers of its own and no hooks; the random state is put back afterwards.
+        evaluate: whether the copy runs in evaluation, whatever ``module`` does.
         Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
         """
         if is_sharded(module):
@@ -240,13 +266,12 @@ class UnitScale:
                 "once before fully_shard, with arguments of the same form"
             )
         twin = twin_of(module, self)
+        if evaluate:
+            twin.eval()
         wanted = [t.requires_grad for _, t in tensors_in((args, kwargs))]
         args, kwargs = detached((args, kwargs))
         prefix = f"{path}." if path else ""
-        names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
-        for name, part in twin.named_modules(prefix=path):
-            masked = {id(getattr(part, n)): p for p, n in pruned(part).items()}
-            names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}
+        names = _names(twin, path)
         copies = [id(t) for _, t in tensors_in((args, kwargs))]
         given = dict(zip(copies, wanted, strict=True))
         factors = {n: f for n, f in self.weights.factors.items() if f != 1.0}
@@ -257,10 +282,17 @@ class UnitScale:
             warnings.simplefilter("ignore")  # they come when the model runs
             _RUNNING.append(self)
             try:
-                self.within(path, lambda: twin(*args, **kwargs))
+                result = self.within(path, lambda: twin(*args, **kwargs))
             finally:
                 _RUNNING.pop()
-        settings = Settings(
+        plan = make_plan(recorder.graph, self._settings(factors, whole=not path))
+        if not path and self.init == "unit":
+            buffers = {id(b): name for name, b in twin.named_buffers()}
+            plan.ties = find_ties(recorder.graph, plan, buffers, recorder.results(result))
+        return plan
+
+    def _settings(self, factors: dict[str, float], whole: bool) -> Settings:
+        return Settings(
             factors=factors,
             readouts=self.weights.readouts,
             replaced=frozenset(self.kinds[f] for f in self.replacements),
@@ -268,9 +300,18 @@ class UnitScale:
             residual=self.residual,
             context=self.context_length,
             settled=self._settled,
-            whole=not path,
+            whole=whole,
         )
-        return make_plan(recorder.graph, settings)
+
+
+def _names(model: nn.Module, path: str) -> dict[int, str]:
+    """The names of parameters, and of what they are once they are pruned, by id."""
+    prefix = f"{path}." if path else ""
+    names = {id(p): prefix + n for n, p in model.named_parameters(remove_duplicate=True)}
+    for name, part in model.named_modules(prefix=path):
+        masked = {id(getattr(part, n)): p for p, n in pruned(part).items()}
+        names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}
+    return names
 
 
 def _covers(plan: Plan, path: str) -> bool:
