@@ -8,7 +8,7 @@ submodule, one of its own methods, a copy, an unpickled copy, a compiled one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from fp8.subclass import Gained, check_not_scripted, gain, lose
 
 from ..parameter import TaggedModule, forget_tags
+from . import marker
 
 __all__ = [
     "HOOKS",
@@ -98,6 +99,60 @@ class _Transformed(Gained, TaggedModule):
         finally:
             for names, _ in places:
                 names.pop()
+
+    # What tells the weights of a unit-scaled model from those of the plain one.
+
+    def _own_weights(self, prefix: str) -> Collection[str] | None:
+        """The names of the weights that a scope has scaled, for its model, or for a part of which
+        the state_dict is asked for; None for any other module.
+        """
+        for scope, path in self._scopes:
+            weights: Mapping[str, float] = getattr(scope, "scaled", {})
+            if weights and not (path and prefix):
+                begin = f"{path}." if path else ""
+                own = [n.removeprefix(begin) for n in weights if n.startswith(begin)]
+                return own or None
+        return None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._own_weights(prefix) is not None:
+            marker.mark(destination, prefix)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        weights = self._own_weights(prefix)
+        if weights is not None:
+            marked = marker.accepted(prefix, unexpected_keys)
+            if not marked and marker.unmarked(state_dict, prefix, weights):  # strictly or not
+                missing_keys.append(prefix + marker.MARKER)
+                marker.warn_of(self)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's. Raises RuntimeError, before anything is loaded, for weights of the plain
+        model under ``strict``, and warns of them otherwise.
+        """
+        if marker.unmarked(state_dict, "", self._own_weights("") or ()):
+            if strict:
+                raise RuntimeError(marker.message(self))
+            marker.warn_of(self)
+            state_dict = {**state_dict, marker.MARKER: marker.VERSION}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+setattr(_Transformed, marker.MARKER, marker.VERSION)  # who asks for what a key names finds it
 
 
 def _inside(scopes: tuple[tuple[Any, str], ...]) -> Places | None:

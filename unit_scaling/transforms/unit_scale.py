@@ -80,6 +80,11 @@ class UnitScale:
         self.__dict__.update(state)
         self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
 
+    @property
+    def scaled(self) -> dict[str, float]:
+        """The weights that are not those of the plain model -> what they were divided by."""
+        return self.weights.factors if self.init == "unit" else {}
+
     def inside(self, path: str) -> Places | None:
         """Its name in the scope that is running: a part with a transform of its own is in the plan
         of the whole.
