@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from . import native
 from .checkpoint import in_reentrant
+from .function import called
 from .names import check_name
 from .recipe import Cast, Recipe
 
@@ -23,6 +24,8 @@ __all__ = [
     "histories",
     "layer_histories",
     "product_recipe",
+    "static_exponents",
+    "with_static",
 ]
 
 BACKENDS = ("simulate", "native", "auto")
@@ -63,9 +66,39 @@ class _Active(threading.local):
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
+        #: The operands of the call that runs, as far as they have a static scale, and its exponent.
+        self.static: list[tuple[Tensor, int]] = []
 
 
 ACTIVE = _Active()
+
+
+def with_static(
+    operands: list[tuple[Tensor, int]], function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """``function(*args, **kwargs)``, a product of which some operands have static scales.
+
+    operands: tensors among the arguments, each with the exponent of its scale.
+    """
+    ACTIVE.static.extend(operands)
+    try:
+        return called(function, args, kwargs)
+    finally:
+        del ACTIVE.static[-len(operands) :]
+
+
+def static_exponents(recipe: Recipe | None, *operands: Tensor) -> tuple[int, ...]:
+    """The exponents of the static scales of the operands of a product, 0 for those without."""
+    if recipe is None or not ACTIVE.static:
+        return (0,) * len(operands)
+    return tuple(_exponent(operand) for operand in operands)
+
+
+def _exponent(operand: Tensor) -> int:
+    for tensor, exponent in ACTIVE.static:
+        if tensor is operand:
+            return exponent
+    return 0
 
 
 def active_recipe() -> Recipe | None:

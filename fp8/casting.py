@@ -34,7 +34,9 @@ __all__ = [
     "rotated",
     "round_straight",
     "rounded",
+    "shifted",
     "spec_of",
+    "static_scale",
     "untiled",
     "without_autocast",
 ]
@@ -47,7 +49,9 @@ Spec = tuple[Any, ...]
 
 def spec_of(cast: Cast | None) -> Spec:
     """``cast`` as plain values: format (a name or a `Format.text`), rule, tile, margin, rounding,
-    overflow, random bits, size of the rotation, and a label for `fp8.stats`, "" for none."""
+    overflow, random bits, size of the rotation, and a label for `fp8.stats`, "" for none.
+
+    Without a rule the scale is ``2**margin``: 1, or static, as `shifted` sets it."""
     if cast is None:
         return ()
     return _spec(cast.text) if torch.compiler.is_compiling() else _known_spec(cast.text)
@@ -61,6 +65,14 @@ def _spec(text: str) -> Spec:
 
 
 _known_spec = cache(_spec)
+
+
+def shifted(spec: Spec, exponent: int) -> Spec:
+    """The spec with its static scale times ``2**exponent``; one that finds its scale by a rule as
+    it is."""
+    if not spec or spec[1] is not None:
+        return spec
+    return (*spec[:3], spec[3] + exponent, *spec[4:])
 
 
 def is_symmetric(spec: Spec) -> bool:
@@ -84,12 +96,13 @@ def cast_forward(
     history: Tensor | None = None,
     name: str = "",
     operand: str = "input",
+    exponent: int = 0,
 ) -> Tensor:
     """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not.
 
-    name: that of the product, for `fp8.stats`.
+    name: that of the product, for `fp8.stats`. exponent: as in `shifted`.
     """
-    spec = labelled(spec_of(cast), name, operand)
+    spec = labelled(shifted(spec_of(cast), exponent), name, operand)
     return round_straight(x, spec, axis, history)
 
 
@@ -128,7 +141,7 @@ def rounded(
     record: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`round_straight`, and the scale of all of ``x``; None where that is 1 or each tile has its
-    own."""
+    own. A static scale does not depend on ``x``."""
     if not spec:
         return x, None
     x = plain(x)
@@ -146,7 +159,9 @@ def _whole_scale(
     x: Tensor, spec: Spec, history: Tensor | None, record: bool | None
 ) -> Tensor | None:
     _, rule, tile, margin, *_ = spec
-    if rule is None or tile != (0, 0):
+    if rule is None:
+        return static_scale(margin, x) if margin else None
+    if tile != (0, 0):
         return None
     if history is not None:
         record = torch.is_grad_enabled() if record is None else record
@@ -156,6 +171,12 @@ def _whole_scale(
     else:
         return None
     return scale * 2.0**margin if margin else scale
+
+
+def static_scale(exponent: int, x: Tensor) -> Tensor:
+    """``2**exponent`` in the dtype of the scales of ``x``, 0-dim."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.full((), 2.0**exponent, dtype=dtype, device=x.device)
 
 
 def format_of(spec: Spec) -> Format:
@@ -170,7 +191,7 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     format = format_of(spec)
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     if rule is None or x.numel() == 0:
-        y, whole = quantize(x, format, **how), None
+        y, whole = quantize(x, format, scale=scale, **how), scale
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
         if scale is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .active import layer_histories, product_recipe
+from .active import layer_histories, product_recipe, static_exponents
 from .casting import Spec, round_straight, rounded
 from .function import apply, in_graph
 from .kept import Held, kept, shared
@@ -141,7 +141,8 @@ def _convolve(
 
         function = "fp8.convolution._uncast_convolution"
         return apply_in_graph(function, x, weight, bias, scales, geometry)
-    casts = casts_of(recipe, name=product_name("conv", weight))
+    static = static_exponents(recipe, x, weight)
+    casts = casts_of(recipe, name=product_name("conv", weight), static=static)
     casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
     held = shared(x, of_x, casts.a, casts.a_again)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .active import histories
+from .active import histories, static_exponents
 from .casting import cast_backward, cast_forward, is_whole
 from .matmul import ONES, Scales, matmul
+from .operands import Exponents
 from .recipe import Recipe
 from .tally import product_name
 
@@ -30,7 +31,8 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
     computed on the way stays in high precision. Where a scale belongs to a row or block that is not
     defined: returns a string that says so.
     """
-    y = as_matmul(equation, operands)
+    static = static_exponents(recipe, *operands)
+    y = as_matmul(equation, operands, static=static)
     if y is not None:
         return y
     if not is_whole(recipe):
@@ -38,17 +40,23 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
     cast, name = recipe.input, product_name("einsum")
     *of, of_grad = histories(recipe, "einsum", operands[0], *[cast] * len(operands), recipe.grad)
     operands = [
-        cast_forward(t, cast, -1, history, name, f"input {i}")
-        for i, (t, history) in enumerate(zip(operands, of, strict=True), 1)
+        cast_forward(t, cast, -1, history, name, f"input {i}", exponent)
+        for i, (t, history, exponent) in enumerate(zip(operands, of, static, strict=True), 1)
     ]
     y = aten.einsum.default(equation, operands)
     return cast_backward(y, recipe.grad, -1, of_grad, name)
 
 
-def as_matmul(equation: str, operands: list[Tensor], *, scales: Scales = ONES) -> Tensor | None:
+def as_matmul(
+    equation: str,
+    operands: list[Tensor],
+    *,
+    scales: Scales = ONES,
+    static: Exponents | None = None,
+) -> Tensor | None:
     """The value of an equation that is one product of matrices, else None.
 
-    scales: as in `fp8.matmul.matmul`.
+    scales, static: as in `fp8.matmul.matmul`.
     """
     if len(operands) != 2:
         return None
@@ -71,6 +79,7 @@ def as_matmul(equation: str, operands: list[Tensor], *, scales: Scales = ONES) -
         left.reshape(*left.shape[:head], m, k),
         right.reshape(*right.shape[:head], k, n),
         scales=scales,
+        static=static,
     )
     y = y.reshape((*y.shape[:head], *[size[c] for c in (*rows, *columns)]))
     order = [*batch, *rows, *columns]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .adapters import need
 from .formats import get_format
 from .history import histories
+from .operands import static_exponent
 from .quantize import quantize
 from .recipe import Cast, Recipe
 from .report import LEFT_ALONE, Report, Row
@@ -56,9 +57,9 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     for "tensor" and "row" it follows, when served, from the largest magnitude at hand, without
     being rounded up to a power of two. All else keeps its dtype.
 
-    Of a unit-scaled model the files are those of the plain one, with its factors in weights and
-    scales: for init="preserve" powers of two, so exactly, and for init="unit" as
-    `unit_scaling.transforms.fold` says, for decoders built as Llama's that have run once.
+    Of a unit-scaled model the files are those of the plain one, whose weights init="preserve" has.
+    With init="unit" its factors go into weights and scales as `unit_scaling.transforms.fold` says,
+    for decoders built as Llama's that have run once.
 
     Returns a row for each layer with a recipe: "FP8", or left alone, in high precision, and why.
     Raises TypeError for what is not a module, ValueError where no layer can be in FP8, for layers
@@ -166,6 +167,8 @@ def _stored(
     to the one that it has when it is served."""
     recipe, known = layer.fp8_recipe, histories(layer)
     scale = _scale(name, weight, recipe.weight, known.get("fp8_amax_weight"))
+    if recipe.weight.rule is None:
+        scale = scale * 2.0 ** static_exponent(layer.weight)
     units = quantize(weight, E4M3, scale=scale) / scale
     stored = {
         f"{name}.weight": units.to(E4M3.dtype).contiguous(),

@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from .casting import static_scale
 from .convert import LAYERS
 from .formats import get_format
 from .moments import decode
+from .operands import static_exponent
 from .optim_state import PARTS, parameters_of, read
 from .quantize import quantize
 from .recipe import Cast, Recipe, get_recipe
@@ -175,7 +177,8 @@ def _checked(recipe: Recipe) -> Cast:
 
 
 def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:
-    wrapped = nn.Parameter(_Weight(weight.detach(), cast), weight.requires_grad)
+    exponent = static_exponent(weight)
+    wrapped = nn.Parameter(_Weight(weight.detach(), cast, exponent), weight.requires_grad)
     for name, value in vars(weight).items():
         if not name.startswith("__"):  # those belong to the instance, as the tags' __deepcopy__
             setattr(wrapped, name, value)
@@ -239,17 +242,22 @@ def _each(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
 class _Weight(Tensor):
     """A weight, or a shard of one, that is rounded when it is sent; otherwise as ``plain`` is.
 
-    known: its scale, where that is known, and the version of ``plain`` that it was found for;
-    shared by all views of it.
+    exponent: of its static scale, for a cast without a rule. known: its scale, where that is known,
+    and the version of ``plain`` that it was found for; shared by all views of it.
     """
 
     plain: Tensor
     cast: Cast
+    exponent: int
     known: list[Any]
 
     @staticmethod
     def __new__(
-        cls: type[_Weight], plain: Tensor, cast: Cast, known: list[Any] | None = None
+        cls: type[_Weight],
+        plain: Tensor,
+        cast: Cast,
+        exponent: int = 0,
+        known: list[Any] | None = None,
     ) -> _Weight:
         self: _Weight = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -260,7 +268,8 @@ class _Weight(Tensor):
             layout=plain.layout,
             device=plain.device,
         )
-        self.plain, self.cast, self.known = plain, cast, [] if known is None else known
+        self.plain, self.cast, self.exponent = plain, cast, exponent
+        self.known = [] if known is None else known
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -285,7 +294,7 @@ class _Weight(Tensor):
         if function not in _VIEWS | _COPIES or not isinstance(first, _Weight):
             return result
         known = first.known if function in _VIEWS else None
-        return _each(Tensor, lambda t: _Weight(t, first.cast, known), result)
+        return _each(Tensor, lambda t: _Weight(t, first.cast, first.exponent, known), result)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled, it is a plain tensor."""
@@ -322,7 +331,9 @@ class _Weight(Tensor):
         x, scale = self.plain, None
         if self.cast.rule:
             scale = self.scale(mesh)
-            x = x.float() / scale
+        elif self.exponent:
+            scale = static_scale(self.exponent, x)
+        x = x if scale is None else x.float() / scale
         format = get_format(self.cast.format)
         assert format.dtype is not None
         sent = quantize(x, format, overflow=self.cast.overflow, rounding=self.cast.rounding)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .casting import Spec, format_of, rotated, untiled
+from .casting import Spec, format_of, rotated, static_scale, untiled
 from .quantize import quantize
 from .scaled_tensor import plain
 from .scaling import delayed_scale, scale_of, scaled_tiles, unit_of
@@ -169,7 +169,8 @@ def store(
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     x = plain(rotated(plain(x), hadamard, axis) if hadamard else x, torch.float32)
     if rule is None:
-        scale = torch.ones((), dtype=torch.float32, device=x.device)
+        scale = static_scale(margin, x)
+        x = x / scale if margin else x
     elif history is not None:
         scale = delayed_scale(x, history, format, rule, record) * 2.0**margin
         x = x / scale

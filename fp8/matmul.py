@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import native
-from .active import chosen, layer_histories
+from .active import chosen, layer_histories, static_exponents
 from .casting import round_straight, rounded
 from .function import apply, in_graph
 from .kept import Held, keep, kept, shared
-from .operands import Casts, casts_of, one_copy, with_copies
+from .operands import Casts, Exponents, casts_of, one_copy, with_copies
 from .quantize import refuse_nested
 from .recipe import Recipe
 from .tally import product_name
@@ -157,6 +157,7 @@ def _multiply(
     scales: Scales,
     recipe: Recipe | None,
     backend: str,
+    static: Exponents,
     layer: bool = True,
 ) -> Tensor:
     """`_Product` of operands that are still to be cast: to the recipe's formats, then to
@@ -175,7 +176,7 @@ def _multiply(
         return apply_in_graph("fp8.matmul._uncast", a, b, bias, *scales)
     kind = "linear" if layer else "matmul"
     name = product_name(kind, b if layer else None)  # what is sampled is simulated
-    casts = casts_of(recipe, layer, name)
+    casts = casts_of(recipe, layer, name, static)
     of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
     held = shared(a, of_a, casts.a, casts.a_again)
     if recipe is not None and not name and native.takes(backend, a, b):
@@ -221,6 +222,7 @@ def linear(
     scales: Scales = ONES,
     recipe: Recipe | None = None,
     backend: str = "simulate",
+    static: Exponents | None = None,
 ) -> Tensor:
     """``s_y * input @ weight.T + bias``, with a scale of its own for each gradient.
 
@@ -231,17 +233,21 @@ def linear(
     which no cast has touched. Integers are not scaled, complex numbers not cast.
     recipe: the casts of the operands; None takes the recipe, and the backend, of the enclosing
     `fp8.autocast`. backend: as there.
+    static: (e_x, e_w): a cast without a rule for scales (recipe "unit") has the scale 2**e_x for
+    the input, 2**e_w for the weight, in all products that the operand is in; None takes those of
+    the enclosing `fp8.active.with_static`, and 0. A cast that finds its scale does not read it.
     Under `torch.autocast` the operands are cast to the recipe's format first (so that they are
     rounded to it once) and then to autocast's dtype.
     Raises ValueError for shapes that do not fit.
     """
     recipe, backend = chosen(recipe, backend)
     scales = check_scales(scales)
+    static = static_exponents(recipe, input, weight) if static is None else static
     if recipe is not None:
         refuse_nested(input)
     if weight.dim() == 1:
         bias = None if bias is None else bias.reshape(1)
-        given: Any = {"scales": scales, "recipe": recipe, "backend": backend}
+        given: Any = {"scales": scales, "recipe": recipe, "backend": backend, "static": static}
         return linear(input, weight[None], bias, **given).squeeze(-1)
     if weight.dim() != 2:
         raise ValueError(f"linear needs a weight of 2 dimensions, got shape {tuple(weight.shape)}")
@@ -251,9 +257,9 @@ def linear(
             f"{tuple(weight.shape)}, got {tuple(input.shape)}"
         )
     if input.dim() == 2:
-        return _multiply(input, weight, bias, scales, recipe, backend)
+        return _multiply(input, weight, bias, scales, recipe, backend, static)
     rows = input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
-    y = _multiply(rows, weight, bias, scales, recipe, backend)
+    y = _multiply(rows, weight, bias, scales, recipe, backend, static)
     return y.reshape(*input.shape[:-1], weight.shape[0])
 
 
@@ -264,6 +270,7 @@ def matmul(
     scales: Scales = ONES,
     recipe: Recipe | None = None,
     backend: str = "simulate",
+    static: Exponents | None = None,
 ) -> Tensor:
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
@@ -272,6 +279,7 @@ def matmul(
     """
     recipe, backend = chosen(recipe, backend)
     scales = check_scales(scales)
+    static = static_exponents(recipe, left, right) if static is None else static
     if left.dim() == 0 or right.dim() == 0:
         raise ValueError("matmul needs operands of at least one dimension, got a 0-dim tensor")
     if left.shape[-1] != right.shape[-2 if right.dim() > 1 else 0]:
@@ -281,12 +289,19 @@ def matmul(
         )
     a = left.unsqueeze(0) if left.dim() == 1 else left
     b = right.unsqueeze(1) if right.dim() == 1 else right
-    y = _batched(a, b, scales, recipe, backend)
+    y = _batched(a, b, scales, recipe, backend, static)
     y = y.squeeze(-1) if right.dim() == 1 else y
     return y.squeeze(-1 if right.dim() == 1 else -2) if left.dim() == 1 else y
 
 
-def _batched(a: Tensor, b: Tensor, scales: Scales, recipe: Recipe | None, backend: str) -> Tensor:
+def _batched(
+    a: Tensor,
+    b: Tensor,
+    scales: Scales,
+    recipe: Recipe | None,
+    backend: str,
+    static: Exponents,
+) -> Tensor:
     """The product of two matrices or (broadcast) batches of them, in one call of `_Product`."""
     batch = a.shape[:-2]
     if b.dim() == 2:  # a batch times one matrix is one product
@@ -296,5 +311,5 @@ def _batched(a: Tensor, b: Tensor, scales: Scales, recipe: Recipe | None, backen
             batch = torch.broadcast_shapes(batch, b.shape[:-2])
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
-    y = _multiply(rows, b.mT, None, scales, recipe, backend, layer=False)
+    y = _multiply(rows, b.mT, None, scales, recipe, backend, static, layer=False)
     return y if y.dim() == a.dim() else y.reshape(*batch, a.shape[-2], b.shape[-1])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import proof
-from .casting import Spec, format_of, spec_of
+from .casting import Spec, format_of, shifted, spec_of
 from .formats import dtype_name
 from .function import apply, own
 from .kept import Held, number_of, once, one_of
@@ -75,7 +75,9 @@ def kernels(
     casts: as in `product`. Where a device has FP8 products and not these, or one fails its proof,
     a warning says so.
     """
-    pairs = ((casts[0], casts[1]), (casts[2], casts[3]), (casts[4], casts[5]))
+    # One proof is for all static scales.
+    a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec[3]) for spec in casts)
+    pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
     kinds = proof.kernels(backend, pairs, str(a.device), dtype_name(dtype))
     return kinds if all(fits(a, b, KERNELS[kind].multiple) for kind in kinds) else ()
 

@@ -1,16 +1,25 @@
-"""The cast of each operand of a layer's three products, and where one copy serves two of them."""
+"""The cast of each operand of a layer's three products, and where one copy serves two of them.
+
+A recipe without a rule for scales ("unit") casts an operand as it is. An operand of a known size
+may have a *static* scale instead: a power of two that is a constant of the call, ``f * Q(x / f)``.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
 
-from .casting import Spec, is_symmetric, spec_of
+from .casting import Spec, is_symmetric, shifted, spec_of
 from .recipe import Recipe
 from .tally import labelled
 
-__all__ = ["Casts", "casts_of", "one_copy", "with_copies"]
+__all__ = ["Casts", "Exponents", "casts_of", "one_copy", "static_exponent", "with_copies"]
+
+
+Exponents = tuple[int, ...]
+"""The base-two logarithms of the static scales of operands, 0 for none."""
 
 
 class Casts(NamedTuple):
@@ -25,9 +34,17 @@ class Casts(NamedTuple):
     a_again: Spec = ()
 
 
-def casts_of(recipe: Recipe | None, layer: bool = True, name: str = "") -> Casts:
+def static_exponent(weight: object) -> int:
+    """The exponent of the static scale that a parameter has by its tag ``mup_scale``, which
+    `unit_scaling.parameter` gives it; 0 without one."""
+    return math.frexp(getattr(weight, "mup_scale", 1.0))[1] - 1
+
+
+def casts_of(
+    recipe: Recipe | None, layer: bool = True, name: str = "", static: Exponents = (0, 0)
+) -> Casts:
     """The specs of a recipe. layer: whether b is a weight; else it is cast as a is. name: that of
-    the product, for `fp8.stats`."""
+    the product, for `fp8.stats`. static: the exponents of the static scales of a and b."""
     if recipe is None:
         return Casts()
     a, b = (spec_of(cast) for cast in recipe.forward)
@@ -35,6 +52,9 @@ def casts_of(recipe: Recipe | None, layer: bool = True, name: str = "") -> Casts
     grad_for_b, a_again = (spec_of(cast) for cast in recipe.grad_weight)
     if not layer:
         b = b_again = a
+    if any(static):
+        a, a_again = (shifted(spec, static[0]) for spec in (a, a_again))
+        b, b_again = (shifted(spec, static[1]) for spec in (b, b_again))
     casts = Casts(a, b, grad_for_a, b_again, grad_for_b, a_again)
     if not name:
         return casts

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import matmul
-from .active import histories
+from .active import histories, static_exponents
 from .attention import attention, flex_attention
 from .casting import cast_backward, cast_forward, is_whole
 from .convolution import conv, conv_transpose
@@ -109,7 +109,7 @@ def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None =
     if not _is_product(input, other, None) or other.dim() == 0:
         return NotImplemented
     right = other if other.dim() == 1 else other.flatten(0, -2).mT
-    y = matmul.matmul(input, right)
+    y = matmul.matmul(input, right, static=static_exponents(recipe, input, other))
     return y.reshape((*input.shape[:-1], *other.shape[:-1]))
 
 
@@ -152,9 +152,10 @@ def _added(
             raise TypeError("beta and alpha are keywords under fp8.autocast")
         if named or not _floating(input) or not _is_product(left, right, ranks):
             return NotImplemented
+        static = static_exponents(recipe, left, right)
         if prepare is not None:
             left, right = prepare(left, right)
-        product = matmul.matmul(left, right, scales=(alpha, alpha, alpha))
+        product = matmul.matmul(left, right, scales=(alpha, alpha, alpha), static=static)
         return product if beta == 0 else _add(product, input, beta)
 
     return handler
@@ -198,7 +199,8 @@ def _tensordot(
     rows, columns = math.prod([a.shape[d] for d in free_a]), math.prod([b.shape[d] for d in free_b])
     left = a.permute(*free_a, *over_a).reshape(rows, terms)
     right = b.permute(*over_b, *free_b).reshape(terms, columns)
-    return matmul.matmul(left, right).reshape(shape)
+    static = static_exponents(recipe, a, b)
+    return matmul.matmul(left, right, static=static).reshape(shape)
 
 
 def _einsum(recipe: Recipe, *args: Any) -> Any:
@@ -221,8 +223,9 @@ def _bilinear(
     casts = (recipe.input, recipe.input, recipe.weight)
     *of, of_grad = histories(recipe, "bilinear", input1, *casts, recipe.grad)
     name, roles = product_name("bilinear", weight), ("input 1", "input 2", "weight")
-    operands = zip((input1, input2, weight), casts, of, roles, strict=True)
-    rounded = [cast_forward(t, cast, -1, h, name, role) for t, cast, h, role in operands]
+    static = static_exponents(recipe, input1, input2, weight)
+    operands = zip((input1, input2, weight), casts, of, roles, static, strict=True)
+    rounded = [cast_forward(t, cast, -1, h, name, role, e) for t, cast, h, role, e in operands]
     first, second, weight, bias = matmul.to_autocast_dtype(*rounded, bias)
     y = aten.bilinear.default(first, second, weight, None)
     y = cast_backward(y, recipe.grad, -1, of_grad, name)

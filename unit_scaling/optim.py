@@ -2,6 +2,11 @@
 
     lr of a parameter = lr * (rule for its mup_type) / sqrt(mup_scaling_depth)
 
+A weight w of `unit_scale(init="preserve")` has its own scale f = mup_scale, and makes the steps,
+relative to its size, of u = w / f, which has RMS about 1. An update of Adam or Muon does not depend
+on the size of the gradient: w changes by f times what u does, and lr is multiplied by f. An update
+of SGD is the gradient, which for u is f times that for w: lr is multiplied by f**2.
+
 `LR_RULES` holds the rules; `scaled_parameters` applies one, or a function of your own, for any
 optimizer of torch. Parameters that end up with the same learning rate share a group, so a model has
 a handful of groups, and the fused and foreach implementations of torch stay quick.
@@ -100,6 +105,10 @@ def lr_scale_for_depth(param: ParameterData) -> float:
     return 1.0 if depth is None else float(depth**-0.5)
 
 
+#: Rule -> power of mup_scale in the learning rate.
+_SCALE_POWERS = {"adam": 1, "sgd": 2, "sgd_to_output_scale": 2, "muon": 1}
+
+
 def _lr_scale(rule: str, param: ParameterData) -> float:
     factors = LR_RULES[rule]
     if param.mup_type not in factors:
@@ -108,7 +117,8 @@ def _lr_scale(rule: str, param: ParameterData) -> float:
             f"rule {rule!r} is for parameters of mup_type {allowed}: got {param.mup_type!r}, of "
             f"shape {tuple(param.shape)}"
         )
-    return factors[param.mup_type](param.shape) * lr_scale_for_depth(param)
+    own = getattr(param, "mup_scale", 1.0) ** _SCALE_POWERS[rule]
+    return factors[param.mup_type](param.shape) * lr_scale_for_depth(param) * own
 
 
 def _as_function(rule: LrScale | str) -> LrScale:

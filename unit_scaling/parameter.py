@@ -1,7 +1,12 @@
-"""Parameters that say what they are for: two plain attributes that set their learning rate.
+"""Parameters that say what they are for, in plain attributes: their tags.
 
     mup_type: "weight", "bias", "norm" or "output"
     mup_scaling_depth: the number of residual layers the parameter is one of, or None
+    mup_scale: the power of two that a weight is multiplied by after a cast to FP8 and divided by
+        before, about its RMS; `unit_scale(init="preserve")` sets it, elsewhere it is 1
+    mup_divisor: what `unit_scale(init="unit")` divided a weight by, None for all others
+
+The optimizers of `unit_scaling.optim` set its learning rate by the first three.
 
 They survive `copy.deepcopy`, `pickle` and `torch.save`. What puts other parameters in their place
 (``load_state_dict(assign=True)``, ``to_empty`` of a model on the meta device, FSDP2, a
@@ -11,10 +16,11 @@ transformed model is, gives them back by itself; `remember_tags` and `restore_ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol, TypeGuard, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +34,27 @@ __all__ = [
     "Parameter",
     "ParameterData",
     "TaggedModule",
+    "Tags",
     "forget_tags",
     "has_parameter_data",
     "remember_tags",
     "restore_tags",
     "set_depth",
     "tag",
+    "tags_of",
 ]
 
 #: "weight": a hidden or input matrix. "bias", "norm": a vector. "output": the readout matrix.
 MupType = Literal["weight", "bias", "norm", "output"]
 
-#: mup_type and mup_scaling_depth.
-Tags = tuple[MupType, int | None]
+
+class Tags(NamedTuple):
+    """The tags of a parameter, in the order of the arguments of `tag`."""
+
+    mup_type: MupType
+    mup_scaling_depth: int | None = None
+    mup_scale: float = 1.0
+    mup_divisor: float | None = None
 
 
 class ParameterData(Protocol):
@@ -48,6 +62,8 @@ class ParameterData(Protocol):
 
     mup_type: MupType
     mup_scaling_depth: int | None
+    mup_scale: float
+    mup_divisor: float | None
 
     @property
     def shape(self) -> torch.Size: ...
@@ -75,17 +91,27 @@ def Parameter(
 
 
 def tag(
-    parameter: nn.Parameter, mup_type: MupType, mup_scaling_depth: int | None = None
+    parameter: nn.Parameter,
+    mup_type: MupType,
+    mup_scaling_depth: int | None = None,
+    mup_scale: float | None = None,
+    mup_divisor: float | None = None,
 ) -> nn.Parameter:
     """Tags ``parameter`` in place and returns it.
 
     mup_type: one of `MupType`. mup_scaling_depth: 1 or more, or None outside a residual stack.
+    mup_scale: a power of two. mup_divisor: a positive number. None leaves these two as they are.
     Raises ValueError for anything else.
     """
     check_name("mup_type", mup_type, get_args(MupType))
     if mup_scaling_depth is not None and mup_scaling_depth < 1:
         raise ValueError(f"mup_scaling_depth must be 1 or more, or None: got {mup_scaling_depth}")
-    attributes: dict[str, Any] = {"mup_type": mup_type, "mup_scaling_depth": mup_scaling_depth}
+    before = tags_of(parameter)
+    scale = before.mup_scale if mup_scale is None else mup_scale
+    if not (scale > 0 and math.frexp(scale)[0] == 0.5):
+        raise ValueError(f"mup_scale must be a power of two: got {scale}")
+    divisor = before.mup_divisor if mup_divisor is None else mup_divisor
+    attributes: dict[str, Any] = Tags(mup_type, mup_scaling_depth, scale, divisor)._asdict()
     if type(parameter) is nn.Parameter:
         # torch copies and pickles it without its attributes, or with those alone. These two take
         # their place on this instance. A weak reference, so that they keep nothing alive.
@@ -99,13 +125,19 @@ def tag(
     return parameter
 
 
+def tags_of(parameter: Tensor | ParameterData) -> Tags:
+    """The tags of a parameter; for what it does not have, those of a weight."""
+    found = {name: getattr(parameter, name) for name in Tags._fields if hasattr(parameter, name)}
+    return Tags(**{"mup_type": "weight", **found})
+
+
 def _untag(parameter: nn.Parameter) -> None:
-    for name in ("mup_type", "mup_scaling_depth", "__deepcopy__", "__reduce_ex__"):
+    for name in (*Tags._fields, "__deepcopy__", "__reduce_ex__"):
         parameter.__dict__.pop(name, None)
 
 
 def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:  # type: ignore[type-var, unused-ignore]
-    """Whether the parameter carries both tags."""
+    """Whether the parameter is tagged."""
     return hasattr(parameter, "mup_type") and hasattr(parameter, "mup_scaling_depth")
 
 
@@ -123,7 +155,7 @@ class TaggedModule(nn.Module):
 
     def tag_parameters(self, **types: MupType) -> None:
         """Tags the parameters of these names, as far as the module has them."""
-        self.mup_tags = {name: (mup_type, None) for name, mup_type in types.items()}
+        self.mup_tags = {name: Tags(mup_type) for name, mup_type in types.items()}
         self.restore_tags()
 
     def restore_tags(self) -> None:
@@ -202,7 +234,7 @@ def restore_tags(model: nn.Module) -> None:
     for module in model.modules():
         tags: dict[str, Tags] = getattr(module, "mup_tags", {})
         _restore(module, tags)
-        for name, (mup_type, depth) in tags.items():
+        for name, (mup_type, depth, *_) in tags.items():
             if parametrize.is_parametrized(module, name):
                 shape = getattr(module, name).shape
                 parts = module.get_submodule(f"parametrizations.{name}")
@@ -214,7 +246,7 @@ def restore_tags(model: nn.Module) -> None:
 def _tags(module: nn.Module) -> dict[str, Tags]:
     """The tags that the module's own parameters have now."""
     own = module.named_parameters(recurse=False)
-    return {n: (p.mup_type, p.mup_scaling_depth) for n, p in own if has_parameter_data(p)}
+    return {n: tags_of(p) for n, p in own if has_parameter_data(p)}
 
 
 def _restore(module: nn.Module, tags: dict[str, Tags]) -> None:
@@ -245,19 +277,17 @@ def _alive(reference: TensorWeakRef) -> Any:
 def _deepcopy(reference: TensorWeakRef, memo: dict[int, Any]) -> nn.Parameter:
     parameter = _alive(reference)
     copy: nn.Parameter = nn.Parameter.__deepcopy__(parameter, memo)
-    return tag(copy, parameter.mup_type, parameter.mup_scaling_depth)
+    return tag(copy, *tags_of(parameter))
 
 
 def _reduce(reference: TensorWeakRef, protocol: Any) -> tuple[Any, ...]:
     p = _alive(reference)
-    return _rebuild, (p.data, p.requires_grad, p.mup_type, p.mup_scaling_depth)
+    return _rebuild, (p.data, p.requires_grad, *tags_of(p))
 
 
-def _rebuild(
-    data: Tensor, requires_grad: bool, mup_type: MupType, depth: int | None
-) -> nn.Parameter:
+def _rebuild(data: Tensor, requires_grad: bool, *tags: Any) -> nn.Parameter:
     """The tagged parameter that was pickled. Hooks are not pickled, as in torch."""
-    return Parameter(data, mup_type, depth, requires_grad)
+    return tag(nn.Parameter(data, requires_grad), *tags)
 
 
 # Lets torch.load(weights_only=True) read what torch.save wrote.

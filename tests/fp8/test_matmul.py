@@ -389,3 +389,41 @@ def test_apply_raises_the_error_of_forward():
 
 def test_unit_is_half_an_ulp():
     assert unit(torch.float32) == 2.0**-24
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 32)])
+def test_static_scales(shape, compiled):
+    """f Q(x / f) forward and backward, as of operands that were divided and a product that is
+    multiplied again: exact, as f is a power of two."""
+    torch.compiler.reset()
+    x, w = randn(*shape), randn(16, 32)
+    g = randn(*shape[:-1], 16, seed=4).detach()
+    call = torch.compile(linear, backend="aot_eager", fullgraph=True) if compiled else linear
+    dx, dw = 2.0**-3, 2.0**-9
+    small = [(dx * x).detach().requires_grad_(), (dw * w).detach().requires_grad_()]
+    got = call(*small, recipe=fp8.RECIPES["unit"], static=(-3, -9))
+    want = linear(x, w, recipe=fp8.RECIPES["unit"])
+    assert torch.equal(got, want * (dx * dw))
+    grads = torch.autograd.grad(got, small, g)
+    for ours, theirs, f in zip(grads, torch.autograd.grad(want, (x, w), g), (dw, dx), strict=True):
+        assert torch.equal(ours, theirs * f)
+
+
+@pytest.mark.parametrize("name", ["tensor", "row", "block", "mxfp8"])
+def test_scales_that_are_found_ignore_static_ones(name):
+    x, w = randn(5, 32), randn(16, 32)
+    recipe = fp8.RECIPES[name]
+    assert torch.equal(linear(x, w, recipe=recipe, static=(3, -9)), linear(x, w, recipe=recipe))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_static_scales_in_other_dtypes(dtype):
+    w = (2.0**-8 * randn(16, 32)).to(dtype).detach()
+    eye = torch.eye(32, dtype=dtype)
+    recipe = Recipe(name="weight", weight=Cast(format="e4m3"))
+    expected = fp8.quantize(w, "e4m3", scale=2.0**-8)
+    assert torch.equal(linear(eye, w, recipe=recipe, static=(0, -8)), expected.mT)
+    assert torch.equal(matmul(w, eye, recipe=recipe), w)
+    both = Recipe(name="input", input=Cast(format="e4m3"))
+    assert torch.equal(matmul(w, eye, recipe=both, static=(-8, 0)), expected)

@@ -286,3 +286,20 @@ def test_bad_input():
     x, w, _ = tensors(16, 16, 16)
     with pytest.raises(RuntimeError, match="'native': no FP8 product is known for meta"):
         linear(x.to("meta"), w.to("meta"), recipe=RECIPES["unit"], backend="native")
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+@pytest.mark.parametrize("recipe", ["unit", "unit_e4m3"])
+def test_static_scales(recipe, shape):
+    """What is kept are bytes of x / f and w / f; one proof of the kernel is for all scales."""
+    x, w, bias = tensors(*shape)
+    results = []
+    for backend in ("native", "simulate"):
+        leaves = [(f * t).detach().requires_grad_() for f, t in ((0.25, x), (2.0**-7, w))]
+        y = linear(*leaves, recipe=RECIPES[recipe], backend=backend, static=(-2, -7))
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, randn(*y.shape, seed=9))])
+        if backend == "native":
+            plain = run(backend, recipe, (x, w, bias * 0))
+            assert torch.equal(results[0][0], plain[0] * 2.0**-9)
+    for native_one, simulated in zip(*results, strict=True):
+        torch.testing.assert_close(native_one, simulated, rtol=1e-5, atol=1e-6)

@@ -48,7 +48,9 @@ def test_identity(name: str) -> None:
     assert isinstance(model, GPT)
     assert type(model).__name__ == "GPT"
     assert all(isinstance(b.qkv, nn.Linear) for b in model.blocks)
-    marker = [MARKER] if getattr(model._scopes[0][0], "scaled", {}) else []  # test_checkpoints
+    marker = (
+        [MARKER] if getattr(model._scopes[0][0], "scales_weights", False) else []
+    )  # test_checkpoints
     assert sorted(model.state_dict()) == sorted([*plain.state_dict(), *marker])
     assert model.head.weight is model.tokens.weight
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..parameter import MupType, TaggedModule, has_parameter_data, tag
+from ..parameter import TaggedModule, Tags, has_parameter_data, tag, tags_of
 
 __all__ = ["DepthModuleList", "DepthSequential"]
 
@@ -24,7 +24,7 @@ def _multiply_depth(root: nn.Module, old: int | None, new: int | None) -> None:
 
     Raises ValueError for a parameter without tags, before anything is changed.
     """
-    tags: dict[nn.Parameter, tuple[MupType, int | None]] = {}
+    tags: dict[nn.Parameter, Tags] = {}
     for name, parameter in root.named_parameters():
         if not has_parameter_data(parameter):
             raise ValueError(
@@ -33,9 +33,10 @@ def _multiply_depth(root: nn.Module, old: int | None, new: int | None) -> None:
             )
         depth = (parameter.mup_scaling_depth or 1) // (old or 1) * (new or 1)
         inside = None if new is None and depth == 1 else depth
-        tags[cast("nn.Parameter", parameter)] = parameter.mup_type, inside
-    for parameter, (mup_type, inside) in tags.items():
-        tag(parameter, mup_type, inside)
+        found = tags_of(parameter)._replace(mup_scaling_depth=inside)
+        tags[cast("nn.Parameter", parameter)] = found
+    for parameter, found in tags.items():
+        tag(parameter, *found)
     for module in root.modules():
         if isinstance(module, TaggedModule):
             for name, parameter in module.named_parameters(recurse=False):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from .calls import ATTENTION, PRODUCTS
 from .flow import Flow
-from .record import Node, rms_of, tensors_in
+from .record import Node, Slot, rms_of, tensors_in
 from .selecting import one_hot
 from .steps import Scaling, Settings, Step, with_slots
 
@@ -24,7 +25,8 @@ class Arguments:
 
     def __init__(self, flow: Flow, settings: Settings) -> None:
         self.flow = flow
-        self._factors = settings.factors
+        self._factors = settings.weights.factors
+        self._exponents = settings.weights.exponents
         self._uses = Counter(
             (node.path, flow.parameters[i.node])
             for node in flow.nodes
@@ -39,6 +41,17 @@ class Arguments:
             for i in node.inputs
         ]
         return with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
+
+    def static(self, node: Node) -> tuple[tuple[Slot, int], ...]:
+        """The static scales of the weights of a product: those of their tags, and of one that is
+        computed or has come later, the nearest power of two of its RMS.
+        """
+        found = []
+        for i in node.inputs:
+            source, name = self.flow.nodes[i.node], self.flow.parameters[i.node] or ""
+            if source.computed and len(source.shape) > 1:
+                found.append((i.slot, self._exponents.get(name) or round(math.log2(source.rms))))
+        return tuple((slot, exponent) for slot, exponent in found if exponent)
 
     def shares(self, node: Node) -> list[Scaling]:
         """A parameter that is repeated over the result collects as many gradients."""

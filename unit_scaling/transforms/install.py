@@ -8,7 +8,7 @@ submodule, one of its own methods, a copy, an unpickled copy, a compiled one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -102,21 +102,19 @@ class _Transformed(Gained, TaggedModule):
 
     # What tells the weights of a unit-scaled model from those of the plain one.
 
-    def _own_weights(self, prefix: str) -> Collection[str] | None:
-        """The names of the weights that a scope has scaled, for its model, or for a part of which
-        the state_dict is asked for; None for any other module.
+    def _own_weights(self, prefix: str) -> list[str]:
+        """The names of the weights that a scope has scaled: of its model, or of a part of which
+        the state_dict is asked for. Any other module has none.
         """
-        for scope, path in self._scopes:
-            weights: Mapping[str, float] = getattr(scope, "scaled", {})
-            if weights and not (path and prefix):
-                begin = f"{path}." if path else ""
-                own = [n.removeprefix(begin) for n in weights if n.startswith(begin)]
-                return own or None
-        return None
+        scopes = [path for scope, path in self._scopes if getattr(scope, "scales_weights", False)]
+        if not scopes or (scopes[0] and prefix):
+            return []
+        types = ("weight", "output")
+        return [n for n, p in self.named_parameters() if getattr(p, "mup_type", "") in types]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._own_weights(prefix) is not None:
+        if self._own_weights(prefix):
             marker.mark(destination, prefix)
 
     def _load_from_state_dict(
@@ -132,7 +130,7 @@ class _Transformed(Gained, TaggedModule):
         rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         weights = self._own_weights(prefix)
-        if weights is not None:
+        if weights:
             marked = marker.accepted(prefix, unexpected_keys)
             if not marked and marker.unmarked(state_dict, prefix, weights):  # strictly or not
                 missing_keys.append(prefix + marker.MARKER)
@@ -144,7 +142,7 @@ class _Transformed(Gained, TaggedModule):
         """As torch's. Raises RuntimeError, before anything is loaded, for weights of the plain
         model under ``strict``, and warns of them otherwise.
         """
-        if marker.unmarked(state_dict, "", self._own_weights("") or ()):
+        if marker.unmarked(state_dict, "", self._own_weights("")):
             if strict:
                 raise RuntimeError(marker.message(self))
             marker.warn_of(self)

@@ -75,7 +75,7 @@ class _Planner:
         self.flow = flow = Flow(graph)
         self.units: dict[int, Unit] = {}
         self.residuals = Residuals()
-        self.matrices = Matrices(flow, settings.factors, settings.settled.units)
+        self.matrices = Matrices(flow, settings.weights.factors, settings.settled.units)
         if not settings.preserve:
             self.units = find_units(flow, _has_rule, settings.settled.units)
             self.residuals = find_residuals(flow, settings.residual, self.matrices.calls)
@@ -115,7 +115,9 @@ class _Planner:
         for index in range(len(self.nodes)):
             if self.flow.is_product(index) and (self.results.mixes[index] or not bridges[index]):
                 inner |= {self.flow.parameters[i.node] for i in self.nodes[index].inputs}
-        return frozenset(name for name in inner if name is not None) & self.settings.readouts
+        return (
+            frozenset(name for name in inner if name is not None) & self.settings.weights.readouts
+        )
 
     def decide(self, index: int, node: Node) -> tuple[Step | None, Row | None]:
         """The step for a call and its line in the report."""
@@ -226,7 +228,7 @@ class _Planner:
         if set(self.consumers[index].values()) == {"detach"}:
             return shares, "unchanged", "is detached: the rest of a straight-through gradient"
         weights = [self.flow.parameters[i.node] for i in node.inputs if self.nodes[i.node].computed]
-        if weights and not any(name in self.settings.factors for name in weights):
+        if weights and not any(name in self.settings.weights.factors for name in weights):
             return shares, "unchanged", "adds a bias"
         if node.kind != "add":
             return None
@@ -283,7 +285,7 @@ class _Planner:
         slots = (*self.arguments.scaled(node), *one_hot(self.flow, node))
         looked_up = kind in PRODUCTS and not self.flow.sources[index]  # only weights get a gradient
         constraint = None if self.bridges[index] or looked_up else "to_output_scale"
-        if kind == "linear" and weights & (self.settings.readouts - self.inner):
+        if kind == "linear" and weights & (self.settings.weights.readouts - self.inner):
             step = Step(op="linear_readout", constraint=constraint, slots=slots)
             return step, "scaled", "readout: 1/fan_in"
         why = "not constrained: on the only path" if constraint is None else ""
@@ -333,15 +335,11 @@ class _Planner:
         return self.nodes[index].numel
 
     def _preserve(self, node: Node, kind: str) -> Decision:
-        """Only what leaves the function alone: weights at their own scale, losses."""
+        """Only what leaves the function alone: the casts of weights, losses."""
         if kind == "cross_entropy":
             return Step(op=kind), "scaled", "gradient only"
-        if kind in TRANSPARENT:
+        static = self.arguments.static(node) if kind in PRODUCTS else ()
+        if not static:
             return _NOTHING
-        step = self.arguments.restored(node)
-        if step is None:
-            return _NOTHING
-        factor = step.slots[0][1]
-        if kind in ("linear", "embedding") and len(step.slots) == 1 and not node.computed:
-            return Step(op=f"preserved_{kind}", factor=factor), "preserved", f"factor {factor:g}"
-        return step, "preserved", f"weight times {factor:g}"
+        scales = ", ".join(f"{2.0**exponent:g}" for _, exponent in static)
+        return Step(static=static), "preserved", f"static scale {scales}"

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8 import matmul
+from fp8.active import with_static
 from fp8.autocast import EXPANDED
 from fp8.checkpoint import checkpointed
 from fp8.function import FIRST_LOOK, called
 
 from ..batch import row_scale
 from ..ops import OPS
-from ..scale import scale_bwd, scale_each, scale_output, value_with_gradient
+from ..scale import scale_each, scale_output, value_with_gradient
 from .calls import KINDS
 from .hidden import reveal
 from .install import HOOKS
@@ -48,22 +48,6 @@ def _average(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
     return matmul.matmul(left, right, scales=(step.factor, step.factor, step.factor))
 
 
-def _preserved_linear(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        grad = row_scale(input.numel() // max(1, weight.shape[1]))
-        if bias is not None:
-            bias = scale_bwd(bias, grad)
-        scales = (step.factor, step.factor, grad)
-        y = matmul.linear(input, weight, scales=scales)
-        return y if bias is None else y + bias.to(y.dtype)
-
-    return linear(*args, **kwargs)
-
-
-def _preserved_embedding(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return F.embedding(*args, **kwargs) * step.factor
-
-
 def _grouped_mm(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Rows of ``left`` in groups, each times a matrix of its own: the factors of `U.linear`.
 
@@ -83,8 +67,6 @@ SPECIAL: dict[str, Callable[[Step, tuple[Any, ...], dict[str, Any]], Tensor]] = 
     "times": _times,
     "average": _average,
     "grouped_mm": _grouped_mm,
-    "preserved_linear": _preserved_linear,
-    "preserved_embedding": _preserved_embedding,
 }
 """Steps that are not rows of OPS."""
 
@@ -98,6 +80,14 @@ def _scaled(value: Any, slot: Slot, fwd: float, bwd: float) -> Any:
     items = list(value)
     items[first] = _scaled(items[first], rest, fwd, bwd)  # type: ignore[index]
     return tuple(items) if isinstance(value, tuple) else items
+
+
+def _at(args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot) -> Any:
+    """The argument in a slot."""
+    value: Any = kwargs if isinstance(slot[0], str) else args
+    for part in slot:
+        value = value[part]
+    return value
 
 
 def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -243,6 +233,9 @@ class Replay(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if step.static:
+            operands = [(_at(args, kwargs, slot), exponent) for slot, exponent in step.static]
+            return with_static(operands, function, args, kwargs)
         if step.op is None:
             return called(function, args, kwargs)
         if step.op == "replace":

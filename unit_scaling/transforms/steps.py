@@ -9,7 +9,18 @@ from fp8.report import LEFT_ALONE
 
 from .record import Key, Place, Slot
 
-__all__ = ["Decision", "Plan", "Row", "Scaling", "Settings", "Settled", "Step", "Tie", "with_slots"]
+__all__ = [
+    "Decision",
+    "Plan",
+    "Row",
+    "Scaling",
+    "Settings",
+    "Settled",
+    "Step",
+    "Tie",
+    "Weights",
+    "with_slots",
+]
 
 Scaling = tuple[Slot, float, float]
 """(slot, forward factor, backward factor) of an argument."""
@@ -23,6 +34,7 @@ class Step:
     constraint: as in OPS. factor: what the special steps are called with. slots: for arguments.
     own: the same, where the call itself needs them: `verify` measures what they give.
     output: (forward, backward) factors of the result. settings: further arguments of the row.
+    static: arguments that are cast at a static scale, with its exponent; see `fp8.operands`.
     parts, growth: as in `transforms.loss`; growth is that of the first part, None in the others.
     """
 
@@ -33,6 +45,7 @@ class Step:
     own: tuple[Scaling, ...] = ()
     output: tuple[float, float] = (1.0, 1.0)
     settings: tuple[tuple[str, Any], ...] = ()
+    static: tuple[tuple[Slot, int], ...] = ()
     parts: tuple[Slot, ...] = ()
     growth: tuple[float, bool] | None = None
 
@@ -105,18 +118,29 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the planner needs to know about the model's weights and the caller's wishes.
+class Weights:
+    """What the tags of parameters say, by name.
 
-    factors: parameter name -> what its values were divided by. readouts: names of the readout
-    weights. preserve: keep the function that the model computes. residual: "fixed" or "umup".
-    context: the number of keys of attention, None for that of the first call. settled: by the
-    plans that were made before; this one adds to it. whole: whether what runs is the model and not
-    a part of it.
+    factors: what the values were divided by. exponents: of the static scale, where it is not 1.
+    readouts: the readout weights.
     """
 
     factors: dict[str, float]
+    exponents: dict[str, int]
     readouts: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the planner needs to know about the model's weights and the caller's wishes.
+
+    weights: what the tags of the parameters say. preserve: keep the function that the model
+    computes. residual: "fixed" or "umup". context: the number of keys of attention, None for that
+    of the first call. settled: by the plans that were made before; this one adds to it. whole:
+    whether what runs is the model and not a part of it.
+    """
+
+    weights: Weights
     replaced: frozenset[str]
     preserve: bool = False
     residual: str = "fixed"

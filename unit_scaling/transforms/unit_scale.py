@@ -28,8 +28,8 @@ from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
 from .solve import Folded, folded
-from .steps import Plan, Row, Settings, Settled
-from .weights import Weights, parametrizations, prepare, pruned, refuse_weights
+from .steps import Plan, Row, Settings, Settled, Weights
+from .weights import parametrizations, prepare, pruned, refuse_weights, tagged_weights
 
 __all__ = ["UnitScale", "unit_scale"]
 
@@ -52,7 +52,7 @@ class UnitScale:
 
     def __init__(
         self,
-        weights: Weights,
+        rows: list[Row],
         replacements: Replacements,
         *,
         init: str,
@@ -60,7 +60,7 @@ class UnitScale:
         strict: bool,
         context_length: int | None,
     ) -> None:
-        self.weights = weights
+        self.rows = rows
         self.replacements = replacements
         self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(replacements)}
         self.init = init
@@ -81,9 +81,9 @@ class UnitScale:
         self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
 
     @property
-    def scaled(self) -> dict[str, float]:
-        """The weights that are not those of the plain model -> what they were divided by."""
-        return self.weights.factors if self.init == "unit" else {}
+    def scales_weights(self) -> bool:
+        """Whether the weights of the model are not those of the plain one."""
+        return self.init == "unit"
 
     def inside(self, path: str) -> Places | None:
         """Its name in the scope that is running: a part with a transform of its own is in the plan
@@ -184,7 +184,7 @@ class UnitScale:
             self._deepen(module, plan.depths)
             remember_tags(module)
         if self.strict:
-            alone = [row for row in (*self.weights.rows, *plan.rows) if row.left_alone]
+            alone = [row for row in (*self.rows, *plan.rows) if row.left_alone]
             if alone:
                 row = alone[0]
                 raise ValueError(
@@ -198,12 +198,11 @@ class UnitScale:
 
     def _demote(self, model: nn.Module, names: frozenset[str]) -> None:
         """Tags as weights what was taken for the readout before the model had run."""
-        self.weights.readouts -= names
         for name in sorted(names):
             tag(model.get_parameter(name), "weight")
             path, _, leaf = name.rpartition(".")
             why = "not the readout: make the optimizer after the first call"
-            self.weights.rows.append(Row(path, leaf, "tagged as weight", why))
+            self.rows.append(Row(path, leaf, "tagged as weight", why))
 
     def _deepen(self, model: nn.Module, depths: dict[str, int]) -> None:
         """Tags parameters of residual branches, as far as they have no depth, with that found."""
@@ -215,7 +214,7 @@ class UnitScale:
                 counts[depth] += 1
         for depth, count in counts.items():
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
-            self.weights.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
+            self.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
 
     def outside(self, model: nn.Module) -> Folded:
         """The factors of the weights of the plain model with the same function.
@@ -226,7 +225,7 @@ class UnitScale:
         if self.init == "preserve":
             if self.replacements:
                 raise ValueError("functions that unit_scale was given in replace are in no weight")
-            return Folded(dict(self.weights.factors), {})
+            return Folded({}, {})
         whole = [plan for form, plan in self.plans.items() if form[0] == ""]
         if not whole:
             raise ValueError(
@@ -249,7 +248,7 @@ class UnitScale:
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
         calls = [row for plan in self.plans.values() for row in plan.rows]
-        return list(dict.fromkeys([*self.weights.rows, *calls]))
+        return list(dict.fromkeys([*self.rows, *calls]))
 
     def record(
         self,
@@ -279,9 +278,10 @@ class UnitScale:
         names = _names(twin, path)
         copies = [id(t) for _, t in tensors_in((args, kwargs))]
         given = dict(zip(copies, wanted, strict=True))
-        factors = {n: f for n, f in self.weights.factors.items() if f != 1.0}
+        weights = tagged_weights((prefix + n, p) for n, p in twin.named_parameters())
         computing = parametrizations(twin, prefix)
-        recorder = Recorder(self.kinds, names, factors, given, lambda: self.path[-1], computing)
+        path_now = lambda: self.path[-1]  # noqa: E731
+        recorder = Recorder(self.kinds, names, weights.factors, given, path_now, computing)
         devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
         with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings(), recorder:
             warnings.simplefilter("ignore")  # they come when the model runs
@@ -290,16 +290,15 @@ class UnitScale:
                 result = self.within(path, lambda: twin(*args, **kwargs))
             finally:
                 _RUNNING.pop()
-        plan = make_plan(recorder.graph, self._settings(factors, whole=not path))
+        plan = make_plan(recorder.graph, self._settings(weights, whole=not path))
         if not path and self.init == "unit":
             buffers = {id(b): name for name, b in twin.named_buffers()}
             plan.ties = find_ties(recorder.graph, plan, buffers, recorder.results(result))
         return plan
 
-    def _settings(self, factors: dict[str, float], whole: bool) -> Settings:
+    def _settings(self, weights: Weights, whole: bool) -> Settings:
         return Settings(
-            factors=factors,
-            readouts=self.weights.readouts,
+            weights=weights,
             replaced=frozenset(self.kinds[f] for f in self.replacements),
             preserve=self.init == "preserve",
             residual=self.residual,

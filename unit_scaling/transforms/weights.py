@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from types import FunctionType
 
 import torch
@@ -11,36 +11,43 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 
+from fp8.operands import static_exponent
 from fp8.report import LEFT_ALONE
 from fp8.subclass import bare_class
 from fp8.swap import why_quantized
 
-from ..parameter import remember_tags, tag
-from .steps import Row
+from ..parameter import has_parameter_data, remember_tags, tag, tags_of
+from .steps import Row, Weights
 
-__all__ = ["Weights", "parametrizations", "prepare", "pruned", "refuse_weights"]
-
-
-@dataclass
-class Weights:
-    """factors: parameter name -> what its values were divided by. readouts: the readout weights."""
-
-    factors: dict[str, float] = field(default_factory=dict)
-    readouts: frozenset[str] = frozenset()
-    rows: list[Row] = field(default_factory=list)
+__all__ = [
+    "parametrizations",
+    "prepare",
+    "pruned",
+    "refuse_weights",
+    "tagged_weights",
+]
 
 
-def prepare(model: nn.Module, init: str) -> Weights:
-    """Brings the weights of ``model`` to unit scale in place, and tags all its parameters.
+def tagged_weights(parameters: Iterable[tuple[str, nn.Parameter]]) -> Weights:
+    """The weights among named parameters, as they are tagged now."""
+    found = {name: (p, tags_of(p)) for name, p in parameters if has_parameter_data(p)}
+    return Weights(
+        factors={n: tags.mup_divisor for n, (_, tags) in found.items() if tags.mup_divisor},
+        exponents={n: e for n, (p, _) in found.items() if (e := static_exponent(p))},
+        readouts=frozenset(n for n, (_, tags) in found.items() if tags.mup_type == "output"),
+    )
 
-    A matrix (two or more dimensions) is divided by its RMS: init="unit" keeps the values, in
-    exact unit scale; init="preserve" divides by the nearest power of two, which rounds nothing, so
-    that the factor taken out can be put back in the op exactly. With "unit", biases become zero.
+
+def prepare(model: nn.Module, init: str) -> list[Row]:
+    """Tags all parameters of ``model``, and with init="unit" brings its weights to unit scale.
+
+    A matrix (two or more dimensions) is then divided by its RMS in place, its tag ``mup_divisor``,
+    and biases become zero. With init="preserve" no value is changed: a matrix gets the nearest
+    power of two of its RMS as its tag ``mup_scale``.
     The last `nn.Linear` of the model is its readout, unless its weight is tied.
     """
-    weights = Weights()
+    rows: list[Row] = []
     readout = _readout(model)
-    weights.readouts = frozenset([] if readout is None else [readout])
     owners = {
         id(p): (module, path)
         for path, module in reversed(list(model.named_modules()))
@@ -51,30 +58,26 @@ def prepare(model: nn.Module, init: str) -> Weights:
         leaf = name.rpartition(".")[2]
         if isinstance(module, ParametrizationList):
             why = "parametrized: the weight is scaled where it is used"
-            weights.rows.append(Row(path, leaf, "unchanged", why))
+            rows.append(Row(path, leaf, "unchanged", why))
             tag(parameter, "weight" if parameter.dim() > 1 else "norm")
         elif init == "unit" and _is_empty_token(parameter):
             nn.init.normal_(parameter)
             why = "a token of zeros, drawn from a standard normal"
-            weights.rows.append(Row(path, leaf, "unit scale", why))
-            weights.factors[name] = 1.0
+            rows.append(Row(path, leaf, "unit scale", why))
             tag(parameter, "weight")
         elif parameter.dim() > 1 and not _is_gain(parameter):
+            tag(parameter, "output" if name == readout else "weight")
             mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
-            factor, why = _rescale(parameter, init, mask)
-            done = "left alone" if why else "unit scale"
-            weights.rows.append(Row(path, leaf, done, why or f"divided by {factor:.4g}"))
-            weights.factors[name] = factor
-            tag(parameter, "output" if name in weights.readouts else "weight")
+            rows.append(Row(path, leaf, *_rescale(parameter, init, mask)))
         elif leaf.endswith("bias") or leaf.startswith("bias_"):  # of recurrent layers: bias_ih_l0
-            _zero_bias(parameter, init, path, leaf, weights.rows)
+            _zero_bias(parameter, init, path, leaf, rows)
             tag(parameter, "bias")
         else:
-            _unit_gain(parameter, init, path, leaf, weights.rows)
+            _unit_gain(parameter, init, path, leaf, rows)
             tag(parameter, "norm")
-    weights.rows += _scripted(model)
+    rows += _scripted(model)
     remember_tags(model)
-    return weights
+    return rows
 
 
 def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
@@ -160,19 +163,28 @@ def _is_one_number(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[float, str]:
-    """(what the parameter was divided by, why it was left alone or ""). mask: what it keeps."""
+def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[str, str]:
+    """Divides a weight by its RMS, or tags it with its power of two; (what was done, why).
+
+    mask: what of the weight is used.
+    """
+    left = "unchanged" if init == "preserve" else LEFT_ALONE
     if parameter.is_meta:
-        return 1.0, "has no values yet (meta device)"
+        return left, "has no values yet (meta device)"
     if parameter.numel() < 2 or _is_one_number(parameter):
-        return 1.0, f"is {parameter.flatten()[0].item():.4g} everywhere"
+        return left, f"is {parameter.flatten()[0].item():.4g} everywhere"
     used = parameter if mask is None else parameter * mask
     rms = used.abs().double().square().mean().sqrt().item() or 1.0
     if not math.isfinite(rms):
-        return 1.0, "holds Inf or NaN"
-    factor = 2.0 ** round(math.log2(rms)) if init == "preserve" else rms
-    parameter.div_(factor)
-    return factor, ""
+        return left, "holds Inf or NaN"
+    tags = tags_of(parameter)
+    if init == "preserve":
+        scale = 2.0 ** min(max(round(math.log2(rms)), -32), 32)
+        tag(parameter, *tags._replace(mup_scale=scale))
+        return "unchanged", f"static scale {scale:g}"
+    parameter.div_(rms)
+    tag(parameter, *tags._replace(mup_scale=1.0, mup_divisor=(tags.mup_divisor or 1.0) * rms))
+    return "unit scale", f"divided by {rms:.4g}"
 
 
 @torch.no_grad()

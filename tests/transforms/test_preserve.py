@@ -1,0 +1,297 @@
+"""init="preserve" leaves a model as it is: its parameters, checkpoints, gradients and function."""
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fp8
+import unit_scaling as uu
+from tests.launch import run_ranks
+from tests.transforms.models import GPT, Net, batch, gpt, step, tiny
+from unit_scaling.transforms import unit_scale
+
+
+def trained() -> GPT:
+    """Far from its initialisation, so that a lost factor shows."""
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(*batch())[1].backward()
+        optimizer.step()
+    return model
+
+
+def preserved(model: nn.Module) -> Any:
+    return unit_scale(model, init="preserve")
+
+
+def loss(model: Any) -> float:
+    return model(*batch())[1].item()
+
+
+# Checkpoints
+
+
+def test_the_state_dict_is_the_plain_one():
+    plain = trained()
+    ours, state = preserved(plain), plain.state_dict()
+    assert list(ours.state_dict()) == list(state)
+    assert all(torch.equal(ours.state_dict()[name], state[name]) for name in state)
+
+
+def through_dcp(state: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    dcp.save(dict(state), checkpoint_id=folder)
+    loaded = {name: torch.zeros_like(t) for name, t in state.items()}
+    dcp.load(loaded, checkpoint_id=folder)
+    return loaded
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("how", ["load", "assign", "dcp"])
+@pytest.mark.parametrize("source", ["plain", "preserved"])
+@pytest.mark.parametrize("target", ["plain", "preserved"])
+def test_a_state_dict_goes_anywhere(source, target, how, called, tmp_path):
+    plain = trained()
+    state = (preserved(plain) if source == "preserved" else plain).state_dict()
+    fresh: Any = gpt(seed=3)
+    model = preserved(fresh) if target == "preserved" else fresh
+    if called:
+        loss(model)
+    if how == "dcp":
+        state = through_dcp(state, tmp_path)
+    model.load_state_dict(state, assign=how == "assign")
+    assert loss(model) == pytest.approx(loss(plain), rel=1e-6)
+    if target == "preserved":
+        assert all(p.mup_scale < 1 for p in model.parameters() if p.dim() > 1)
+
+
+def test_averages_of_a_model():
+    """EMA copies are models with the same tags: they compute what the averaged plain model does."""
+    results = []
+    for transform in (lambda m: m, preserved):
+        model = transform(trained())
+        ema: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for p in model.parameters():
+            p.data.mul_(1.5)
+        ema.update_parameters(model)
+        ema.update_parameters(model)
+        results.append(loss(ema))
+        if transform is preserved:
+            tags = [p.mup_scale for p in model.parameters()]
+            assert [p.mup_scale for p in ema.module.parameters()] == tags
+    assert results[1] == pytest.approx(results[0], rel=1e-6)
+
+
+def test_save_pretrained(tmp_path):
+    """Into the plain class, and through `unit_scale` of a fresh model."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=65, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.mul_(3)
+    ids = batch()[0]
+    want = plain(input_ids=ids, labels=ids).loss
+    model = preserved(plain)
+    model(input_ids=ids, labels=ids)
+    model.save_pretrained(tmp_path)
+    read = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(read(input_ids=ids, labels=ids).loss, want)
+    fresh = preserved(transformers.LlamaForCausalLM(config))
+    fresh.load_state_dict(read.state_dict())
+    torch.testing.assert_close(fresh(input_ids=ids, labels=ids).loss, want)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+def test_sharded(tmp_path):
+    """FSDP2: the same gradients and steps as in one process, the plain state_dict in and out."""
+    run_ranks(Path(__file__).with_name("preserve_worker.py"), 2, tmp_path / "store")
+
+
+# Casts
+
+
+def unit_weight(model: nn.Module, name: str) -> Tensor:
+    """The weight as the recipe "unit" casts it."""
+    p: Any = model.get_parameter(name)
+    assert 0.7 < (p.square().mean().sqrt() / p.mup_scale).item() < 1.42
+    return fp8.quantize(p, "e4m3", scale=p.mup_scale)
+
+
+WEIGHT = fp8.Recipe(name="weight", input=fp8.Cast(format="e4m3"), weight=fp8.Cast(format="e4m3"))
+
+PRODUCTS: dict[str, tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = {
+    "linear": (nn.Linear(16, 16), lambda m, x: m.layer(x)),
+    "conv": (nn.Conv1d(4, 16, 3), lambda m, x: m.layer(x.reshape(-1, 4, 4))),
+    "bilinear": (nn.Bilinear(16, 16, 4), lambda m, x: m.layer(x, x)),
+    "matmul": (nn.Linear(16, 16), lambda m, x: x @ m.layer.weight.t()),
+    "reversed": (nn.Linear(16, 16), lambda m, x: (m.layer.weight @ x.mT).mT),
+    "einsum": (nn.Linear(16, 16), lambda m, x: torch.einsum("bi,oi->bo", x, m.layer.weight)),
+    "addmm": (
+        nn.Linear(16, 16),
+        lambda m, x: torch.addmm(m.layer.bias, x, m.layer.weight.transpose(0, 1)),
+    ),
+    "part": (nn.Linear(16, 32), lambda m, x: F.linear(x, m.layer.weight.chunk(2)[1])),
+    "converted": (nn.Linear(16, 16), lambda m, x: F.linear(x, m.layer.weight.to(x.dtype))),
+    "tensordot": (nn.Linear(16, 16), lambda m, x: torch.tensordot(x, m.layer.weight, ([1], [1]))),
+}
+
+
+COMPILED = ("linear", "conv", "part")
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [*((name, False) for name in PRODUCTS), *((name, True) for name in COMPILED)],
+)
+def test_weights_are_cast_at_their_own_scale(name, compiled):
+    """However a product is written, and whatever view of the weight is in it: the result is that of
+    the rounded weight, and the input of RMS 1 is rounded as it is."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer, forward = PRODUCTS[name]
+    layer = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.weight.normal_().mul_(2.0**-11)
+    x = fp8.quantize(torch.randn(8, 16), "e4m3")
+    plain = Net(forward, layer=layer)
+    model = preserved(plain)
+    assert torch.equal(model(x), plain(x))  # and is recorded
+    expected = copy.deepcopy(plain)
+    with torch.no_grad():
+        expected.layer.weight.copy_(unit_weight(model, "layer.weight"))
+
+    def call(x: Tensor) -> Tensor:
+        with fp8.autocast(WEIGHT):
+            return model(x)
+
+    got = torch.compile(call, backend="eager")(x) if compiled else call(x)
+    torch.testing.assert_close(got, expected(x), rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(got, plain(x), rtol=1e-3, atol=1e-6)
+
+
+def test_attention_across_inputs():
+    """The projections of query, key and value are parts of one weight."""
+    torch.manual_seed(0)
+    layer: Any = nn.MultiheadAttention(16, 2, bias=False, batch_first=True)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.mul_(2.0**-6)
+    x, y = fp8.quantize(torch.randn(2, 2, 5, 16), "e4m3")
+    recipe = fp8.Recipe(name="weight", weight=fp8.Cast(format="e4m3"))
+    model = preserved(layer)
+    torch.testing.assert_close(model(x, y, y)[0], layer(x, y, y)[0])
+    expected = copy.deepcopy(layer)
+    with torch.no_grad():
+        for name, p in expected.named_parameters():
+            p.copy_(unit_weight(model, name))
+    with fp8.autocast(recipe):
+        got = model(x, y, y)[0]
+    torch.testing.assert_close(got, expected(x, y, y)[0], rtol=1e-5, atol=1e-9)
+
+
+def test_computed_weights_are_cast_at_the_scale_they_have():
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64, bias=False))
+    with torch.no_grad():
+        layer.parametrizations.weight.original0.mul_(2.0**-9)
+    x, plain = torch.randn(32, 64), copy.deepcopy(layer)
+    model = preserved(nn.Sequential(layer))
+    assert torch.equal(model(x), plain(x))
+    with fp8.autocast(fp8.Recipe(name="weight", weight=fp8.Cast(format="e4m3"))):
+        got = model(x)
+    assert (got - plain(x)).norm() < 2.0**-4 * plain(x).norm()
+
+
+def test_layers_converted_before_and_after_the_transform():
+    plain, results = trained(), []
+    with torch.no_grad():
+        plain.blocks[0].up.weight.mul_(2.0**-8)
+    before = preserved(fp8.convert(copy.deepcopy(plain), "unit"))
+    for model in (before, fp8.convert(preserved(plain), "unit")):
+        results.append(model(*batch())[0])
+        assert model.head.weight is model.tokens.weight
+    assert torch.equal(*results)
+    unscaled = fp8.convert(copy.deepcopy(plain), "unit")(*batch())[0]
+    exact = plain(*batch())[0]
+    assert (results[0] - exact).norm() < (unscaled - exact).norm()
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (uu.optim.AdamW, {"weight_decay": 0.01, "eps": 1e-30}),
+        (uu.optim.Adam, {"eps": 1e-30}),
+        (uu.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+    ],
+)
+def test_steps_are_those_of_weights_at_unit_scale(cls, settings):
+    """w = f u moves as u, an independent weight of RMS 1 with the learning rate of its rule."""
+    torch.manual_seed(0)
+    model: Any = preserved(nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8)).double())
+    scales = [p.mup_scale for p in model.parameters()]
+    assert len(set(scales)) > 1
+    u = [
+        uu.Parameter(p.detach() / f, p.mup_type)
+        for p, f in zip(model.parameters(), scales, strict=True)
+    ]
+    x, y = torch.randn(2, 16, 64, dtype=torch.float64)
+    ours, theirs = cls(model.parameters(), lr=0.01, **settings), cls(u, lr=0.01, **settings)
+
+    def grads(weights: list[Tensor]) -> tuple[Tensor, ...]:
+        hidden = F.gelu(F.linear(x, *weights[:2]))
+        return torch.autograd.grad((F.linear(hidden, *weights[2:]) - y[:, :8]).square().sum(), u)
+
+    for _ in range(3):
+        ours.zero_grad()
+        (model(x) - y[:, :8]).square().sum().backward()
+        for q, g in zip(u, grads([f * q for f, q in zip(scales, u, strict=True)]), strict=True):
+            q.grad = g
+        ours.step()
+        theirs.step()
+    for p, q, f in zip(model.parameters(), u, scales, strict=True):
+        torch.testing.assert_close(p.detach(), f * q.detach(), rtol=1e-6, atol=1e-9)
+
+
+def test_torch_adamw_steps_as_on_the_plain_model():
+    """One number for all gradients changes nothing, but for Adam's eps."""
+    results = []
+    for transform in (lambda m: m, preserved):
+        model = transform(trained())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-30)
+        for seed in range(5):
+            optimizer.zero_grad()
+            model(*batch(seed))[1].backward()
+            optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+def test_the_norm_of_all_gradients_is_that_of_the_plain_model_times_one_number():
+    """What `torch.nn.utils.clip_grad_norm_` sees: the factor is that of `U.cross_entropy`."""
+    plain = tiny()
+    model = preserved(plain)
+    norms = [torch.cat([g.flatten() for g in step(m)[1:]]).norm() for m in (plain, model)]
+    vocabulary, rows = 65, batch()[0].numel()
+    factor = rows * vocabulary / math.sqrt(vocabulary - 1)
+    assert norms[1] / norms[0] == pytest.approx(factor, rel=1e-4)
