@@ -116,7 +116,7 @@ from .modules import (
     Upsample,
 )
 from .parameter import MupType, Parameter
-from .transforms import fold, report, verify
+from .transforms import fold, plan, report, verify
 
 __version__ = "0.1.0"
 
@@ -230,6 +230,7 @@ __all__ = [
     "ops",
     "optim",
     "parameter",
+    "plan",
     "report",
     "scale",
     "transformer_residual_scaling_rule",

@@ -47,7 +47,8 @@ Key = tuple[str, str, int]
 
 Place = tuple[str, str, tuple[tuple[str, int, int], ...]]
 """(module path, kind, what makes the call): the same at each pass of a loop. The last is for each
-function that is running within the module: its file, its line there, the place in its bytecode.
+function that is running within the module: the name of its Python module, its line there, the
+place in its bytecode.
 """
 
 MASKING = -1e4
@@ -407,6 +408,7 @@ def _site() -> tuple[str, str, tuple[tuple[str, int, int], ...]]:
         if not where and not file.startswith((*_OURS, _TORCH)):
             where = f"{file}:{frame.f_lineno}"
         if not file.startswith(_OURS):
-            site.append((file, frame.f_code.co_firstlineno, frame.f_lasti))
+            module = frame.f_globals.get("__name__", file)  # the same on every machine
+            site.append((module, frame.f_code.co_firstlineno, frame.f_lasti))
         frame = frame.f_back
     return where, inside, tuple(site)

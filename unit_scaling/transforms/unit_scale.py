@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import warnings
 from collections import Counter
@@ -22,6 +23,7 @@ from .calls import KINDS
 from .compile import copied
 from .copies import Example, detached, example_of, remade, twin_of
 from .install import Call, Places, find_scope, install, is_exported, is_sharded, unwrapped
+from .model_plan import ModelPlan, check_fits, retag, tags_in
 from .plan import make_plan
 from .ratios import find_ties
 from .record import Recorder, tensors_in
@@ -31,7 +33,7 @@ from .solve import Folded, folded
 from .steps import Plan, Row, Settings, Settled, Weights
 from .weights import parametrizations, prepare, pruned, refuse_weights, tagged_weights
 
-__all__ = ["UnitScale", "unit_scale"]
+__all__ = ["UnitScale", "restore", "unit_scale"]
 
 M = TypeVar("M", bound=nn.Module)
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
@@ -216,6 +218,29 @@ class UnitScale:
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
             self.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
 
+    def plan(self, model: nn.Module) -> ModelPlan:
+        """The plan as data. Raises ValueError before the first call, and for functions in replace,
+        which are no data.
+        """
+        self._check_seen(model)
+        if self.replacements:
+            raise ValueError("the plan of a model with functions in replace is no data")
+        given = (self.init, self.residual, self.context_length, tags_in(model), tuple(self.rows))
+        return ModelPlan(*given, *copy.deepcopy((self.plans, self._settled)))
+
+    def follow(self, plan: ModelPlan) -> None:
+        """Takes a plan over, in place of a first look at the model."""
+        self.rows = list(plan.rows)
+        self.plans, self._settled = copy.deepcopy((plan.plans, plan.settled))
+        self._latest = {form[1]: p for form, p in self.plans.items() if not form[0]}
+
+    def _check_seen(self, model: nn.Module) -> None:
+        if not any(form[0] == "" for form in self.plans):
+            raise ValueError(
+                f"{type(model).__name__} is unit-scaled and has not run: its factors are found at "
+                "its first call, so call it once with an example batch"
+            )
+
     def outside(self, model: nn.Module) -> Folded:
         """The factors of the weights of the plain model with the same function.
 
@@ -226,23 +251,23 @@ class UnitScale:
             if self.replacements:
                 raise ValueError("functions that unit_scale was given in replace are in no weight")
             return Folded({}, {})
-        whole = [plan for form, plan in self.plans.items() if form[0] == ""]
-        if not whole:
-            raise ValueError(
-                f"{type(model).__name__} is unit-scaled and has not run: its factors are found at "
-                "its first call, so call it once with an example batch"
-            )
+        self._check_seen(model)
         seen = [plan for form, plan in self.plans.items() if form[0] == "" and not form[1]]
-        if not seen and self._example is not None:
-            seen = [self._evaluated(model, *self._example)]
-        return folded([tie for plan in seen or whole for tie in plan.ties])
+        if not seen:
+            seen = [self._evaluated(model)]
+        return folded([tie for plan in seen for tie in plan.ties])
 
-    def _evaluated(self, model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Plan:
+    def _evaluated(self, model: nn.Module) -> Plan:
         """The plan of a model in evaluation that has run in training alone."""
+        if self._example is None:
+            raise ValueError(
+                f"{type(model).__name__} is unit-scaled and has run in training alone: call it "
+                "once in evaluation, with an example batch"
+            )
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            args, kwargs = remade((args, kwargs), device)
+            args, kwargs = remade(self._example, device)
         return self.record(model, "", args, kwargs, evaluate=True)
 
     def report(self) -> list[Row]:
@@ -344,6 +369,7 @@ def unit_scale(
     residual: str = "fixed",
     strict: bool = False,
     context_length: int | None = None,
+    plan: ModelPlan | None = None,
 ) -> M:
     """A unit-scaled copy of ``module``.
 
@@ -363,6 +389,10 @@ def unit_scale(
     so that a prompt and its continuation compute the same. By default that of the model's
     configuration (``max_position_embeddings``, ``n_positions``, ``block_size``), or else the
     number of keys of each attention call when it is first made.
+
+    plan: what `unit_scaling.plan` gave for a model of the same architecture, with its init,
+    residual and context_length: the weights are divided by the same numbers, and no first call is
+    looked at.
 
     Raises TypeError for what is not a module or is TorchScript, and for a replacement that is no
     function; ValueError for an unknown option, a replacement for what is not a torch function, and
@@ -387,7 +417,11 @@ def unit_scale(
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
         return result
-    if context_length is None:
+    if plan is not None:
+        check_fits(inner, plan)
+        given = {"init": init, "residual": residual, "context_length": context_length}
+        init, residual, context_length = _of_plan(plan, given, replace)
+    elif context_length is None:
         context_length = _configured_length(inner)
     elif not isinstance(context_length, int) or context_length < 1:
         raise ValueError(f"context_length is a positive number of keys, got {context_length!r}")
@@ -399,8 +433,36 @@ def unit_scale(
         strict=strict,
         context_length=context_length,
     )
+    if plan is not None:
+        retag(inner, plan, rescale=True)
+        scope.follow(plan)
     install(inner, scope)
     return result
+
+
+def restore(model: nn.Module, plan: ModelPlan) -> None:
+    """Makes ``model``, whose weights are those of a unit-scaled model already, one in place.
+
+    Raises ValueError where the plan is of another model.
+    """
+    check_fits(model, plan)
+    settings: dict[str, Any] = {"init": plan.init, "residual": plan.residual, "strict": False}
+    scope = UnitScale([], {}, **settings, context_length=plan.context_length)
+    retag(model, plan, rescale=False)
+    scope.follow(plan)
+    install(model, scope)
+
+
+def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | None) -> Any:
+    """init, residual and context_length of a plan; raises ValueError for others that were given."""
+    if replace:
+        raise ValueError("plan: it has no place for functions in replace")
+    defaults = {"init": "unit", "residual": "fixed", "context_length": None}
+    for name, value in given.items():
+        planned = getattr(plan, name)
+        if value not in (defaults[name], planned):
+            raise ValueError(f"plan: it was made with {name}={planned!r}, got {name}={value!r}")
+    return plan.init, plan.residual, plan.context_length
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
