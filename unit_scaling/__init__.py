@@ -116,7 +116,7 @@ from .modules import (
     Upsample,
 )
 from .parameter import MupType, Parameter
-from .transforms import fold, plan, report, verify
+from .transforms import fold, plan, register_transformers, report, verify
 
 __version__ = "0.1.0"
 
@@ -231,6 +231,7 @@ __all__ = [
     "optim",
     "parameter",
     "plan",
+    "register_transformers",
     "report",
     "scale",
     "transformer_residual_scaling_rule",

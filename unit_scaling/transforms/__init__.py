@@ -10,7 +10,7 @@ from .prune import prune_non_float_tensors, prune_same_scale_tensors, prune_sele
 from .report import Report, plan, report
 from .simulate import simulate_format, simulate_fp8
 from .track_scales import track_scales
-from .unit_scale import unit_scale
+from .unit_scale import register_transformers, unit_scale
 from .verify import Verification, verify
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",
+    "register_transformers",
     "report",
     "simulate_format",
     "simulate_fp8",

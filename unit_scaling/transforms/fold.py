@@ -7,10 +7,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from fp8.subclass import check_module
+from fp8.subclass import check_module, lose
 
 from .compile import copied
 from .install import find_scope, uninstall, unwrapped
+from .pretrained import Pretrained
 from .unit_scale import UnitScale
 
 __all__ = ["fold"]
@@ -52,4 +53,6 @@ def fold(module: M) -> M:
     for name, factor in factors.items():
         tensors[name].mul_(factor)
     uninstall(inner, UnitScale)
+    for part in inner.modules():
+        lose(part, Pretrained)
     return result

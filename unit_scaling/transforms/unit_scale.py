@@ -25,6 +25,7 @@ from .copies import Example, detached, example_of, remade, twin_of
 from .install import Call, Places, find_scope, install, is_exported, is_sharded, unwrapped
 from .model_plan import ModelPlan, check_fits, retag, tags_in
 from .plan import make_plan
+from .pretrained import keep_transform, register
 from .ratios import find_ties
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
@@ -33,7 +34,7 @@ from .solve import Folded, folded
 from .steps import Plan, Row, Settings, Settled, Weights
 from .weights import parametrizations, prepare, pruned, refuse_weights, tagged_weights
 
-__all__ = ["UnitScale", "restore", "unit_scale"]
+__all__ = ["UnitScale", "register_transformers", "restore", "unit_scale"]
 
 M = TypeVar("M", bound=nn.Module)
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
@@ -218,11 +219,12 @@ class UnitScale:
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
             self.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
 
-    def plan(self, model: nn.Module) -> ModelPlan:
-        """The plan as data. Raises ValueError before the first call, and for functions in replace,
-        which are no data.
+    def plan(self, model: nn.Module, seen: bool = True) -> ModelPlan:
+        """The plan as data. Raises ValueError for functions in replace, which are no data, and
+        unless ``seen`` is False before the first call.
         """
-        self._check_seen(model)
+        if seen:
+            self._check_seen(model)
         if self.replacements:
             raise ValueError("the plan of a model with functions in replace is no data")
         given = (self.init, self.residual, self.context_length, tags_in(model), tuple(self.rows))
@@ -437,6 +439,8 @@ def unit_scale(
         retag(inner, plan, rescale=True)
         scope.follow(plan)
     install(inner, scope)
+    if scope.scales_weights:
+        keep_transform(inner, restore)
     return result
 
 
@@ -451,6 +455,18 @@ def restore(model: nn.Module, plan: ModelPlan) -> None:
     retag(model, plan, rescale=False)
     scope.follow(plan)
     install(model, scope)
+    if scope.scales_weights:
+        keep_transform(model, restore)
+
+
+def register_transformers() -> None:
+    """Has ``from_pretrained`` of the library transformers put the transform of a model back that
+    was saved unit-scaled, with its plan: the result computes the same, to the bit.
+
+    `unit_scale` calls it for a model of that library. A program that only loads such models calls
+    it once. Raises ImportError without transformers.
+    """
+    register(restore)
 
 
 def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | None) -> Any:
