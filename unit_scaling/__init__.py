@@ -116,7 +116,7 @@ from .modules import (
     Upsample,
 )
 from .parameter import MupType, Parameter
-from .transforms import report, verify
+from .transforms import fold, plan, register_transformers, report, verify
 
 __version__ = "0.1.0"
 
@@ -223,12 +223,15 @@ __all__ = [
     "constraints",
     "core",
     "elementwise",
+    "fold",
     "formats",
     "functional",
     "modules",
     "ops",
     "optim",
     "parameter",
+    "plan",
+    "register_transformers",
     "report",
     "scale",
     "transformer_residual_scaling_rule",

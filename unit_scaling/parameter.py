@@ -37,6 +37,7 @@ __all__ = [
     "ParameterData",
     "TaggedModule",
     "Tags",
+    "forget_tags",
     "has_parameter_data",
     "remember_tags",
     "restore_tags",
@@ -195,6 +196,14 @@ def remember_tags(model: nn.Module) -> None:
         tags = _tags(module)
         if tags:
             module.mup_tags = {**getattr(module, "mup_tags", {}), **tags}  # type: ignore[assignment]
+
+
+def forget_tags(module: nn.Module) -> None:
+    """Takes the tags of a module's own parameters away, unless it is a `TaggedModule`."""
+    if not isinstance(module, TaggedModule):
+        vars(module).pop("mup_tags", None)
+        for parameter in module.parameters(recurse=False):
+            _untag(parameter)
 
 
 def set_depth(stack: nn.Module, depth: int) -> None:

@@ -1,17 +1,21 @@
-"""The factors of unit scaling in weights: the plain class computes what the model does."""
+"""`fold`: the plain model of the same class that computes what a unit-scaled one does."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.fold import folded
-from unit_scaling.transforms.unit_scale import UnitScale
+import unit_scaling as uu
+from notebooks.nanogpt.model import GPT, GPTConfig
+from unit_scaling.parameter import has_parameter_data
+from unit_scaling.transforms import simulate_fp8, unit_scale
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -20,71 +24,315 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("default")  # theirs to fix
 
 IDS = torch.arange(24).reshape(2, 12)
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 80,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
+SEQ2SEQ = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
     "max_position_embeddings": 32,
 }
 
 
-def build(name: str, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **options)
-    return getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
+class Bottleneck(nn.Module):
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = (
+            nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            if stride > 1
+            else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += self.downsample(x)
+        return self.relu(out)
 
 
-def run(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits
+class ResNet(nn.Module):
+    """In the way of torchvision's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.layers = nn.Sequential(Bottleneck(16, 16, 1), Bottleneck(16, 32, 2))
+        self.fc = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(self.pool(F.relu(self.bn1(self.conv1(x)))))
+        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
-def plan_of(model: Any) -> Any:
-    (scope,) = [scope for scope, _ in model._scopes if isinstance(scope, UnitScale)]
-    return next(iter(scope.plans.values()))
+class Encoder(nn.Module):
+    def __init__(self, rnn: type[nn.Module] | None = None, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        if rnn is None:
+            layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, **options)
+            self.body: nn.Module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        else:
+            self.body = rnn(32, 32, batch_first=True)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.body(self.embed(ids))
+        return self.head(y[0] if isinstance(y, tuple) else y)
+
+
+class Dropping(nn.Module):
+    """With a factor that holds in training alone: the depth is stochastic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.up(x)
+        if self.training:
+            y = y.div(0.7) * torch.empty(len(x), 1).bernoulli_(0.7).to(x.dtype)
+        return self.down(F.gelu(x + y))
+
+
+def of(name: str, sizes: dict[str, Any], **options: Any) -> nn.Module:
+    config, _, head = name.partition("For")
+    kind = getattr(transformers, f"{config.removesuffix('LMHead')}Config")
+    name = name if head else f"{name}Model"
+    return getattr(transformers, name)(kind(**sizes, **options))
+
+
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+DECODER = {"input_ids": IDS, "decoder_input_ids": IDS[:, :6]}
+
+#: Model, inputs, the largest difference of the logits in float64, by the largest of them: what the
+#: eps of norms leave: 1e-5 / 2 of squares of RMS 1, and more of tokens with small embeddings.
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], float]] = {
+    "Llama": (lambda: of("LlamaForCausalLM", GROUPED), {"input_ids": IDS}, 7e-6),
+    "Llama, tied": (
+        lambda: of("LlamaForCausalLM", GROUPED, tie_word_embeddings=True),
+        {"input_ids": IDS},
+        7e-6,
+    ),
+    "Llama, biases": (
+        lambda: of(
+            "LlamaForCausalLM", GROUPED, attention_bias=True, mlp_bias=True, hidden_act="gelu"
+        ),
+        {"input_ids": IDS},
+        7e-6,
+    ),
+    "Llama, eager": (
+        lambda: of("LlamaForCausalLM", GROUPED, attn_implementation="eager"),
+        {"input_ids": IDS},
+        7e-6,
+    ),
+    "Qwen2": (lambda: of("Qwen2ForCausalLM", GROUPED), {"input_ids": IDS}, 7e-6),
+    "Phi3": (lambda: of("Phi3ForCausalLM", GROUPED, pad_token_id=0), {"input_ids": IDS}, 2e-4),
+    "GPTNeoX": (lambda: of("GPTNeoXForCausalLM", SIZES), {"input_ids": IDS}, 4e-5),
+    "GPT2, tied": (lambda: of("GPT2LMHead", GPT2), {"input_ids": IDS}, 4e-5),
+    "BERT": (lambda: of("BertForMaskedLM", SIZES), {"input_ids": IDS}, 1e-9),
+    "BERT, without head": (lambda: of("Bert", SIZES), {"input_ids": IDS}, 1e-9),
+    "ViT": (lambda: of("ViTForImageClassification", VISION), {"pixel_values": IMAGES}, 4e-5),
+    "T5": (lambda: of("T5ForConditionalGeneration", T5), DECODER, 7e-6),
+    "BART": (lambda: of("BartForConditionalGeneration", SEQ2SEQ), DECODER, 1e-8),
+    "ResNet": (ResNet, {"x": IMAGES}, 1e-9),
+    "Encoder": (Encoder, {"ids": IDS}, 1e-9),
+    "Encoder, pre-norm": (
+        lambda: Encoder(norm_first=True, activation="gelu"),
+        {"ids": IDS},
+        2e-5,
+    ),
+    "nanoGPT": (
+        lambda: GPT(GPTConfig(vocab=64, context=16, layers=2, width=32, dropout=0.1)),
+        {"idx": IDS},
+        4e-5,
+    ),
+    "MLP": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh()),
+        {"input": torch.linspace(-2, 2, 32).view(4, 8)},
+        1e-12,
+    ),
+}
+
+
+def inputs_of(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in given.items()}
+
+
+@torch.no_grad()
+def logits(model: nn.Module, given: dict[str, Any]) -> Tensor:
+    result = model.eval()(**given)
+    if isinstance(result, tuple):
+        return result[0]
+    if isinstance(result, Tensor):
+        return result
+    return result.logits if "logits" in result else result.last_hidden_state
+
+
+@torch.no_grad()
+def moved(model: nn.Module) -> nn.Module:
+    """With weights, biases and statistics that are not those of the start."""
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    for name, buffer in model.named_buffers():
+        if "running" in name:
+            buffer.add_(torch.rand_like(buffer))
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plain_model_computes_the_same(name):
+    make, given, tolerance = MODELS[name]
+    for dtype in (torch.float64, torch.float32):
+        torch.manual_seed(0)
+        plain, given = make().to(dtype), inputs_of(given, dtype)
+        model = unit_scale(plain)
+        model.train()(**given)
+        want = logits(moved(model), given)
+        result = uu.fold(model)
+        assert type(result) is type(plain)
+        rounding = 0 if dtype is torch.float64 else 2e-6
+        assert (logits(result, given) - want).abs().max() <= (
+            tolerance + rounding
+        ) * want.abs().max()
+        missing = plain.load_state_dict(result.state_dict())
+        assert not any(missing)
+        torch.testing.assert_close(logits(plain, given), logits(result, given), rtol=0, atol=0)
+        assert torch.equal(logits(model, given), want)  # it is as it was
 
 
 @pytest.mark.parametrize("residual", ["fixed", "umup"])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("Llama", {}),
-        ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
-        ("Mistral", {}),
-        ("Qwen2", {"tie_word_embeddings": False}),
-    ],
-)
-def test_the_plain_class_computes_the_same(name, options, residual):
-    """But for eps, 1e-6 of squares that are about 1, in each of 7 norms."""
-    model = unit_scale(build(name, **options), residual=residual)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    want = run(model)
-    factors, inputs = folded(model, plan_of(model))
-    plain = build(name, **options)
-    plain.load_state_dict({key: v * factors.get(key, 1) for key, v in model.state_dict().items()})
-    assert (run(plain) - want).abs().max() < 7e-6 * want.abs().max()
-    assert max(inputs.values()) > 1.5
+def test_weights_of_branches(residual):
+    torch.manual_seed(0)
+    model = unit_scale(of("LlamaForCausalLM", GROUPED).double(), residual=residual)
+    given = {"input_ids": IDS}
+    logits(model, given)
+    want = logits(moved(model), given)
+    assert (logits(uu.fold(model), given) - want).abs().max() < 7e-6 * want.abs().max()
+
+
+def test_what_holds_in_training_alone():
+    """The model has not run in evaluation: the factors are those of evaluation nevertheless."""
+    torch.manual_seed(0)
+    model, given = unit_scale(Dropping().double()), {"x": torch.randn(4, 8).double()}
+    model.train()(**given).sum().backward()
+    result = uu.fold(model)
+    torch.testing.assert_close(logits(result, given), logits(model, given), rtol=1e-12, atol=1e-12)
+
+
+def test_generation():
+    torch.manual_seed(0)
+    model = unit_scale(of("GPT2LMHead", GPT2)).eval()
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(IDS[:, :5], **options)
+    assert torch.equal(uu.fold(model).generate(IDS[:, :5], **options), want)
+
+
+def test_what_is_kept_and_what_is_gone():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).bfloat16()
+    plain[0].weight.requires_grad_(False)
+    seen: list[int] = []
+    plain[2].register_forward_hook(lambda *_: seen.append(1))
+    model = unit_scale(plain)
+    x = torch.randn(3, 8).bfloat16()
+    model(x)
+    seen.clear()
+    result = uu.fold(model)
+    result(x)
+    assert seen == [1]
+    assert result[0].weight.dtype is torch.bfloat16
+    assert not result[0].weight.requires_grad
+    assert [type(m) for m in result.modules()] == [type(m) for m in plain.modules()]
+    assert not any(has_parameter_data(p) for p in result.parameters())
+    assert not any(vars(m).keys() & {"_scopes", "mup_tags"} for m in result.modules())
+    with pytest.raises(ValueError, match="has no transform"):
+        uu.report(result)
+    copy.deepcopy(result)
+
+
+def test_other_transforms_stay():
+    model = simulate_fp8(unit_scale(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))))
+    model(torch.randn(2, 8))
+    result = uu.fold(model)
+    assert "Products are simulated" in str(uu.report(result))
+
+
+def test_preserve_has_no_factors():
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    result = uu.fold(unit_scale(plain, init="preserve"))
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(result.get_parameter(name), parameter)
+
+
+class Shared(nn.Module):
+    """One layer in two places, which do not have the same factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.gelu(self.layer(x)))
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "why"),
+    ("make", "given", "why"),
     [
-        ("Llama", {"tie_word_embeddings": True}, "its head is tied"),
-        ("Llama", {"attn_implementation": "eager"}, "no scaled scaled_dot_product_attention"),
-        ("GPTNeoX", {}, "no attribute 'model'"),
-        ("Phi3", {"pad_token_id": 0}, "q_proj has no scaled linear"),
-        ("Gemma2", {"head_dim": 8, "tie_word_embeddings": False}, "is scaled|has no scaled"),
-        ("Granite", {"embedding_multiplier": 3.0}, "is scaled|has no scaled"),
+        (lambda: Encoder(nn.LSTM), {"ids": IDS}, r"lstm in body \(its factors lie between"),
+        (lambda: Encoder(nn.GRU), {"ids": IDS}, r"gru in body \(its factors lie between"),
+        (Shared, {"x": torch.randn(2, 8)}, r"(linear|gelu|output) in "),
+        (
+            lambda: of("Gemma2ForCausalLM", GROUPED, head_dim=8),
+            {"input_ids": IDS},
+            r"softmax in model\.layers\.0\.self_attn \(it is not homogeneous.*and 2 more",
+        ),
     ],
 )
-def test_refused_by_name(name, options, why):
-    model = unit_scale(build(name, **options))
-    run(model)
-    with pytest.raises(ValueError, match=why):
-        folded(model, plan_of(model))
+def test_what_no_weight_holds_is_named(make, given, why):
+    torch.manual_seed(0)
+    model = unit_scale(make())
+    logits(model, given)
+    with pytest.raises(ValueError, match=f"cannot hold the factors of unit_scale at: .*{why}"):
+        uu.fold(model)
+
+
+def test_refused_by_name():
+    with pytest.raises(TypeError, match=r"fold needs an nn\.Module, got str"):
+        uu.fold("model")
+    with pytest.raises(ValueError, match="fold needs a model with unit_scale, got a Linear"):
+        uu.fold(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"has not run: .* call it once with an example batch"):
+        uu.fold(unit_scale(nn.Linear(2, 2)))
+    replaced = unit_scale(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), replace={F.relu: F.gelu})
+    replaced(torch.randn(1, 2))
+    with pytest.raises(ValueError, match=r"relu in 1 \(it is replaced"):
+        uu.fold(replaced)

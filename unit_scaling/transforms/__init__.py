@@ -2,25 +2,31 @@
 
 from . import utils
 from .compile import compile
+from .fold import fold
 from .history import History
 from .metrics import InFormat, Metrics
+from .model_plan import ModelPlan
 from .prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
-from .report import Report, report
+from .report import Report, plan, report
 from .simulate import simulate_format, simulate_fp8
 from .track_scales import track_scales
-from .unit_scale import unit_scale
+from .unit_scale import register_transformers, unit_scale
 from .verify import Verification, verify
 
 __all__ = [
     "History",
     "InFormat",
     "Metrics",
+    "ModelPlan",
     "Report",
     "Verification",
     "compile",
+    "fold",
+    "plan",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",
+    "register_transformers",
     "report",
     "simulate_format",
     "simulate_fp8",

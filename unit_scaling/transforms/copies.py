@@ -17,11 +17,11 @@ from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .record import tensors_in
 
-__all__ = ["deep_copy", "detached", "twin_of"]
+__all__ = ["Example", "deep_copy", "detached", "example_of", "remade", "twin_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -68,6 +68,43 @@ def detached(value: Any) -> Any:
     """A copy of arguments that shares no storage with them."""
     memo: dict[int, Any] = {id(t): t.detach().clone() for _, t in tensors_in(value)}
     return copy.deepcopy(value, memo)
+
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments whose tensors are small: floating-point ones have no values."""
+
+_MOST = 2**20
+"""How many integers an example keeps."""
+
+
+def example_of(value: Any) -> Any:
+    """Arguments to be remade by `remade`; raises TypeError for what is not a tensor, a number, a
+    string, None or a list, tuple or dict of such.
+    """
+    if isinstance(value, Tensor):
+        small = not value.is_floating_point() and value.numel() <= _MOST
+        return value.detach().clone() if small else torch.empty_like(value, device="meta")
+    if isinstance(value, dict):
+        return {name: example_of(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(example_of, value))
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return value
+    raise TypeError(f"no example of a {type(value).__name__}")
+
+
+def remade(value: Any, device: torch.device) -> Any:
+    """Arguments of an example, with normal numbers and zeros for values that it does not have."""
+    if isinstance(value, Tensor):
+        if not value.is_meta:
+            return value.to(device)
+        filled = torch.randn_like if value.is_floating_point() else torch.zeros_like
+        return filled(value, device=device)
+    if isinstance(value, dict):
+        return {name: remade(item, device) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(remade(item, device) for item in value)
+    return value
 
 
 def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, str, FunctionType]]:

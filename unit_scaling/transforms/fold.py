@@ -1,133 +1,58 @@
-"""The factors of a unit-scaled model, as factors of its weights, for the plain class to serve.
-
-Every value of the transformed model is some number times that of the plain one, its *ratio*. A
-linear layer may have any ratio at its output, by a factor of its weight; a norm forgets that of its
-input, but for its eps; an activation needs ratio 1. Along the residual stream
-
-    x' = a x + b y,   ratio' = a ratio,   and so the ratio of y is ratio' / b.
-
-Known for decoders that are built as Llama's: norms before attention and a gated MLP.
-"""
+"""`fold`: the plain model that computes what a unit-scaled one does."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from ..ops import OPS
-from .record import Key
-from .steps import Plan, Step
+from fp8.subclass import check_module, lose
 
-__all__ = ["Folded", "folded"]
+from .compile import copied
+from .install import find_scope, uninstall, unwrapped
+from .pretrained import Pretrained
+from .unit_scale import UnitScale
 
-Folded = tuple[dict[str, float], dict[str, float]]
-"""Parameter -> the factor that the plain model's has; layer -> the ratio of its input."""
+__all__ = ["fold"]
 
-_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+M = TypeVar("M", bound=nn.Module)
 
 
-def folded(model: Any, plan: Plan) -> Folded:
-    """The factors of every weight of ``model``, whose logits the plain class then computes.
+@torch.no_grad()
+def fold(module: M) -> M:
+    """The plain model of the same class, with the factors of `unit_scale` in its weights.
 
-    Equal but for the eps of norms, which the plain model adds to squares that are 1/ratio**2 times
-    as large: for activations of RMS about 1, a relative difference of eps / 2.
-    Raises ValueError for a model that is built otherwise, one whose head is tied to its embedding,
-    and a call that scales something besides, by name.
+    A copy without the transform: it keeps hooks, dtypes, devices, requires_grad and other
+    transforms, and in evaluation it computes what ``module`` does. Its state_dict is that of the
+    plain class. In training other factors hold (those of dropout), and so do other learning rates.
+
+    Exact but for two roundings: factors are no powers of two, so each weight is rounded once in its
+    dtype; and norms add their eps to squares of another size, a relative difference of eps / 2
+    times how much the square of the ratio differs from 1. The model of ``init="preserve"`` has no
+    factors: the result is exact.
+
+    Raises TypeError for what is not a module; ValueError for a model without `unit_scale`, one that
+    has not run, and one whose architecture has no place for some factor, by the calls it concerns:
+    functions given in ``replace``, and weights that several layers share with different factors.
+
+    >>> import torch
+    >>> from unit_scaling.transforms import fold, unit_scale
+    >>> x, model = torch.randn(4, 8), unit_scale(torch.nn.Linear(8, 8))
+    >>> y = model(x)
+    >>> torch.testing.assert_close(fold(model)(x), y)
     """
-    try:
-        return _folded(model, plan)
-    except AttributeError as error:  # a part that it does not have
-        raise ValueError(f"{_OTHERWISE}: {error}") from error
-
-
-def _folded(model: Any, plan: Plan) -> Folded:
-    if model.lm_head.weight is model.model.embed_tokens.weight:
-        raise ValueError(f"{_OTHERWISE}: its head is tied to its embedding")
-    fold = _Fold(model, plan)
-    fold.take("model.embed_tokens", "embedding")
-    ratio = 1.0
-    for i in range(len(model.model.layers)):
-        ratio = fold.layer(f"model.layers.{i}", ratio)
-    fold.linear("lm_head", 1.0, 1.0)
-    for path, kind, _ in fold.steps:
-        if kind != "cross_entropy":
-            raise ValueError(f"{_OTHERWISE}: {kind} in {path or 'the model itself'} is scaled")
-    return fold.factors, fold.inputs
-
-
-_OTHERWISE = (
-    "the factors of unit_scale(init='unit') fold into the weights of decoders built as Llama's, "
-    "with scaled_dot_product_attention; init='preserve' has none"
-)
-
-
-class _Fold:
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self.model = model
-        self.steps = {key: s for key, s in plan.steps.items() if s is not None and _acts(s)}
-        self.factors: dict[str, float] = {}
-        self.inputs: dict[str, float] = {}
-
-    def take(self, path: str, kind: str, number: int = 0) -> Step:
-        """The step of a call, which counts as seen to."""
-        key: Key = (path, kind, number)
-        if key not in self.steps:
-            raise ValueError(f"{_OTHERWISE}: {path} has no scaled {kind}")
-        return self.steps.pop(key)
-
-    def linear(self, path: str, before: float, after: float) -> None:
-        """A layer with those ratios of its input and its output."""
-        step = self.take(path, "linear")
-        weight: Any = self.model.get_parameter(f"{path}.weight")
-        given = (torch.empty(1, weight.shape[1], device="meta"), weight)
-        own = _output(step, given, func=F.linear)
-        self.factors[f"{path}.weight"] = own * before / after
-        self.inputs[path] = before
-        if self.model.get_submodule(path).bias is not None:
-            self.factors[f"{path}.bias"] = own / after
-
-    def layer(self, path: str, ratio: float) -> float:
-        """The ratio of the stream after a layer."""
-        for part, names, add in (("self_attn", _ATTENTION, 0), ("mlp", _MLP, 1)):
-            for name in names:
-                self.linear(f"{path}.{part}.{name}", 1.0, 1.0)
-            inner = self.attention(path) if add == 0 else self.gate(path)
-            step = self.take(path, "add", add)
-            if len(step.slots) != 2:
-                raise ValueError(f"{_OTHERWISE}: add {add} of {path} has no branch of its own")
-            skip, branch = (forward for _, forward, _ in step.slots)  # in the order of residuals
-            ratio *= skip
-            output = "o_proj" if add == 0 else "down_proj"
-            self.linear(f"{path}.{part}.{output}", inner, ratio / branch)
-        return ratio
-
-    def attention(self, path: str) -> float:
-        """The ratio of what attention returns."""
-        step = self.take(f"{path}.self_attn", "scaled_dot_product_attention")
-        module: Any = self.model.get_submodule(f"{path}.self_attn")
-        heads = torch.empty(1, 1, 1, module.head_dim, device="meta")
-        return _output(step, (heads, heads, heads), scale=module.scaling)
-
-    def gate(self, path: str) -> float:
-        """The ratio of the gated values."""
-        owner = f"{path}.mlp.act_fn"
-        kind = next((kind for where, kind, _ in self.steps if where == owner), "activation")
-        value = torch.empty(1, device="meta")
-        activated = _output(self.take(owner, kind), (value,))
-        return activated * _output(self.take(f"{path}.mlp", "mul"), (value, value))
-
-
-def _output(step: Step, args: tuple[Any, ...], func: Any = None, **given: Any) -> float:
-    """What a step multiplies the result of its call by."""
-    if any(forward != 1 for _, forward, _ in step.slots):
-        raise ValueError(f"{_OTHERWISE}: an argument of {step.op} is scaled")
-    settings = {"constraint": step.constraint, **dict(step.settings), **given}
-    return OPS[step.op or ""].scales(args, {}, func=func, **settings)["output"] * step.output[0]
-
-
-def _acts(step: Step) -> bool:
-    """Whether it changes a value, not only gradients."""
-    return step.op is not None or step.output[0] != 1 or any(fwd != 1 for _, fwd, _ in step.slots)
+    check_module("fold", module)
+    scope = find_scope(module, UnitScale)
+    if scope is None:
+        raise ValueError(f"fold needs a model with unit_scale, got a {type(module).__name__}")
+    factors = scope.outside(unwrapped(module)).factors
+    result = copied(module)
+    inner = unwrapped(result)
+    tensors = dict((*inner.named_parameters(), *inner.named_buffers()))
+    for name, factor in factors.items():
+        tensors[name].mul_(factor)
+    uninstall(inner, UnitScale)
+    for part in inner.modules():
+        lose(part, Pretrained)
+    return result

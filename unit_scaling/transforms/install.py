@@ -8,15 +8,16 @@ submodule, one of its own methods, a copy, an unpickled copy, a compiled one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from fp8.subclass import Gained, check_not_scripted, gain
+from fp8.subclass import Gained, check_not_scripted, gain, lose
 
-from ..parameter import TaggedModule
+from ..parameter import TaggedModule, forget_tags
+from . import marker
 
 __all__ = [
     "HOOKS",
@@ -26,6 +27,7 @@ __all__ = [
     "install",
     "is_exported",
     "is_sharded",
+    "uninstall",
     "unwrapped",
 ]
 
@@ -98,6 +100,58 @@ class _Transformed(Gained, TaggedModule):
             for names, _ in places:
                 names.pop()
 
+    # What tells the weights of a unit-scaled model from those of the plain one.
+
+    def _own_weights(self, prefix: str) -> list[str]:
+        """The names of the weights that a scope has scaled: of its model, or of a part of which
+        the state_dict is asked for. Any other module has none.
+        """
+        scopes = [path for scope, path in self._scopes if getattr(scope, "scales_weights", False)]
+        if not scopes or (scopes[0] and prefix):
+            return []
+        types = ("weight", "output")
+        return [n for n, p in self.named_parameters() if getattr(p, "mup_type", "") in types]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._own_weights(prefix):
+            marker.mark(destination, prefix)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        weights = self._own_weights(prefix)
+        if weights:
+            marked = marker.accepted(prefix, unexpected_keys)
+            if not marked and marker.unmarked(state_dict, prefix, weights):  # strictly or not
+                missing_keys.append(prefix + marker.MARKER)
+                marker.warn_of(self)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's. Raises RuntimeError, before anything is loaded, for weights of the plain
+        model under ``strict``, and warns of them otherwise.
+        """
+        if marker.unmarked(state_dict, "", self._own_weights("")):
+            if strict:
+                raise RuntimeError(marker.message(self))
+            marker.warn_of(self)
+            state_dict = {**state_dict, marker.MARKER: marker.VERSION}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+setattr(_Transformed, marker.MARKER, marker.VERSION)  # who asks for what a key names finds it
+
 
 def _inside(scopes: tuple[tuple[Any, str], ...]) -> Places | None:
     """Where names go in all scopes; None where one of them is not active yet."""
@@ -158,6 +212,20 @@ def install(model: nn.Module, scope: Scope) -> None:
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
         gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))
+
+
+def uninstall(model: nn.Module, kind: type) -> None:
+    """Takes the scope of a kind away from every module of ``model``, and from those that then have
+    none the class made here and the tags of their parameters.
+    """
+    for module in unwrapped(model).modules():
+        if not isinstance(module, _Transformed):
+            continue
+        module._scopes = tuple(item for item in module._scopes if not isinstance(item[0], kind))
+        if not module._scopes:
+            lose(module, _Transformed)
+            del module._scopes
+            forget_tags(module)
 
 
 def is_exported() -> bool:

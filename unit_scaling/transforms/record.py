@@ -47,7 +47,8 @@ Key = tuple[str, str, int]
 
 Place = tuple[str, str, tuple[tuple[str, int, int], ...]]
 """(module path, kind, what makes the call): the same at each pass of a loop. The last is for each
-function that is running within the module: its file, its line there, the place in its bytecode.
+function that is running within the module: the name of its Python module, its line there, the
+place in its bytecode.
 """
 
 MASKING = -1e4
@@ -78,7 +79,8 @@ class Node:
     path: of the module that runs. live: whether it depends on a parameter or a floating-point
     input. computed: whether it depends on parameters only. rms: of the values, where it is
     computed. wanted: whether it is an input that requires a gradient. where: file and line of the
-    call. site: as in `Place`. inside: the autograd function that makes the call, or `DISTRIBUTION`.
+    call. zero: whether it is a constant of zeros. site: as in `Place`. inside: the autograd
+    function that makes the call, or `DISTRIBUTION`.
     """
 
     key: Key | None
@@ -94,6 +96,7 @@ class Node:
     computed: bool = False
     floating: bool = False
     masking: bool = False
+    zero: bool = False
     wanted: bool = False
     rms: float = 1.0
     where: str = ""
@@ -269,6 +272,7 @@ class Recorder(TorchFunctionMode):
             node.computed = name is not None
             known = node.computed or id(tensor) in self._inputs
             node.live = node.floating and known and not node.masking
+            node.zero = node.floating and not known and _all_zero(tensor)
             node.wanted = self._inputs.get(id(tensor), False)
             if name is not None:
                 node.rms = rms_of(tensor)
@@ -276,6 +280,11 @@ class Recorder(TorchFunctionMode):
             self._remember([tensor])
         index, part = self._node_of[id(tensor)]
         return index, tensor.numel(), part
+
+    def results(self, value: Any) -> list[int]:
+        """The nodes that the floating-point tensors of a model's result come from."""
+        known = (t for _, t in tensors_in(value) if id(t) in self._node_of)
+        return [self._node_of[id(t)][0] for t in known if t.is_floating_point() or t.is_complex()]
 
     def _remember(self, tensors: list[Tensor]) -> None:
         """Notes that the tensors come from the latest node."""
@@ -351,6 +360,10 @@ def _any_masking(tensors: list[Tensor]) -> bool:
     return any(bool((t <= MASKING).any()) for t in dense)
 
 
+def _all_zero(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not bool(tensor.any())
+
+
 def is_sparse(node: Node) -> bool:
     """Whether a call has a sparse tensor among its arguments."""
     tensors = (*tensors_in(node.args), *tensors_in(node.kwargs))
@@ -397,6 +410,7 @@ def _site() -> tuple[str, str, tuple[tuple[str, int, int], ...]]:
         if not where and not file.startswith((*_OURS, _TORCH)):
             where = f"{file}:{frame.f_lineno}"
         if not file.startswith(_OURS):
-            site.append((file, frame.f_code.co_firstlineno, frame.f_lasti))
+            module = frame.f_globals.get("__name__", file)  # the same on every machine
+            site.append((module, frame.f_code.co_firstlineno, frame.f_lasti))
         frame = frame.f_back
     return where, inside, tuple(site)

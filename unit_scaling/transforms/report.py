@@ -5,13 +5,15 @@ from __future__ import annotations
 from torch import nn
 
 from fp8.report import Report
+from fp8.subclass import check_module
 
-from .install import find_scope
+from .install import find_scope, unwrapped
+from .model_plan import ModelPlan
 from .simulate import Simulate
 from .steps import Row
 from .unit_scale import UnitScale
 
-__all__ = ["Report", "report"]
+__all__ = ["Report", "plan", "report"]
 
 
 def report(model: nn.Module) -> Report[Row]:
@@ -35,3 +37,29 @@ def report(model: nn.Module) -> Report[Row]:
         casts = ", ".join(f"{what} {cast.format}" for what, cast in parts if cast is not None)
         notes.append(f"Products are simulated: {casts}.")
     return Report([] if scope is None else scope.report(), notes, heading="call")
+
+
+def plan(model: nn.Module) -> ModelPlan:
+    """What `unit_scale` decided for a model that has run: data to print, save and apply again.
+
+    Raises TypeError for what is not a module; ValueError for a model without `unit_scale`, before
+    its first call, and for functions in ``replace``, which are no data.
+
+    >>> import torch
+    >>> from unit_scaling.transforms import ModelPlan, plan, unit_scale
+    >>> model = unit_scale(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
+    >>> _ = model(torch.randn(2, 4))
+    >>> print(plan(model))
+    plan of unit_scale(init='unit', residual='fixed'), 1 form of call
+    module  call      step
+    0       linear 0  linear, constraint=None
+    1       relu 0    relu, constraint=None
+    >>> ModelPlan.from_json(plan(model).to_json()) == plan(model)
+    True
+    """
+    check_module("plan", model)
+    scope = find_scope(model, UnitScale)
+    if scope is None:
+        raise ValueError(f"plan needs a model with unit_scale, got a {type(model).__name__}")
+    result: ModelPlan = scope.plan(unwrapped(model))
+    return result

@@ -17,6 +17,7 @@ __all__ = [
     "Settings",
     "Settled",
     "Step",
+    "Tie",
     "Weights",
     "with_slots",
 ]
@@ -68,18 +69,38 @@ class Row:
         return self.done == LEFT_ALONE
 
 
+@dataclass(frozen=True)
+class Tie:
+    """An equation for the binary logarithms of the factors that the plain model's parameters have:
+    the sum of coefficient * unknown over ``terms``, and ``constant``, is 0.
+
+    terms: (name of a parameter or buffer, coefficient). path, call, why: where it is from.
+    soft: "" for one that has to hold. "norm": best near 0, as an eps then counts for the same.
+    "input": the sum is the logarithm of the ratio of a product's input.
+    """
+
+    terms: tuple[tuple[str, float], ...]
+    constant: float
+    path: str
+    call: str
+    why: str
+    soft: str = ""
+
+
 @dataclass
 class Plan:
     """The steps of every known call, None for those that stay as they are, and their report.
 
     inner: readout weights that turn out not to be the last: their output goes on into products or
     residual connections. depths: parameters of residual branches -> layers of their stack.
+    ties: what the plain model with the same function needs: see `transforms.ratios`.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     inner: frozenset[str] = frozenset()
     depths: dict[str, int] = field(default_factory=dict)
+    ties: tuple[Tie, ...] = ()
 
 
 @dataclass

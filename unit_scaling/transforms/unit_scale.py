@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import warnings
 from collections import Counter
@@ -19,17 +21,20 @@ from fp8.subclass import check_module
 from ..parameter import has_parameter_data, remember_tags, tag
 from .calls import KINDS
 from .compile import copied
-from .copies import detached, twin_of
-from .fold import Folded, folded
+from .copies import Example, detached, example_of, remade, twin_of
 from .install import Call, Places, find_scope, install, is_exported, is_sharded, unwrapped
+from .model_plan import ModelPlan, check_fits, retag, tags_in
 from .plan import make_plan
+from .pretrained import keep_transform, register
+from .ratios import find_ties
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
-from .steps import Plan, Row, Settings, Settled
+from .solve import Folded, folded
+from .steps import Plan, Row, Settings, Settled, Weights
 from .weights import parametrizations, prepare, pruned, refuse_weights, tagged_weights
 
-__all__ = ["UnitScale", "unit_scale"]
+__all__ = ["UnitScale", "register_transformers", "restore", "unit_scale"]
 
 M = TypeVar("M", bound=nn.Module)
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
@@ -69,13 +74,19 @@ class UnitScale:
         self.plans: dict[Any, Plan] = {}
         self.path: list[str] = []
         self._latest: dict[bool, Plan] = {}
+        self._example: Example | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kinds": None, "path": []}
+        return {**self.__dict__, "kinds": None, "path": [], "_example": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
+
+    @property
+    def scales_weights(self) -> bool:
+        """Whether the weights of the model are not those of the plain one."""
+        return self.init == "unit"
 
     def inside(self, path: str) -> Places | None:
         """Its name in the scope that is running: a part with a transform of its own is in the plan
@@ -170,6 +181,8 @@ class UnitScale:
                 raise
             return self._mapped(form, call, path, args, kwargs, error)
         if not path:
+            with contextlib.suppress(TypeError):
+                self._example = example_of((args, kwargs))
             self._demote(module, plan.inner)
             self._deepen(module, plan.depths)
             remember_tags(module)
@@ -232,19 +245,58 @@ class UnitScale:
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
             self.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
 
-    def outside(self, model: nn.Module) -> Folded:
-        """What `fp8.export` needs to write the weights of the plain model: see `transforms.fold`.
-
-        Raises ValueError where weights cannot hold all that the plain model lacks.
+    def plan(self, model: nn.Module, seen: bool = True) -> ModelPlan:
+        """The plan as data. Raises ValueError for functions in replace, which are no data, and
+        unless ``seen`` is False before the first call.
         """
+        if seen:
+            self._check_seen(model)
         if self.replacements:
-            raise ValueError("functions that unit_scale was given in replace are in no weight")
+            raise ValueError("the plan of a model with functions in replace is no data")
+        given = (self.init, self.residual, self.context_length, tags_in(model), tuple(self.rows))
+        return ModelPlan(*given, *copy.deepcopy((self.plans, self._settled)))
+
+    def follow(self, plan: ModelPlan) -> None:
+        """Takes a plan over, in place of a first look at the model."""
+        self.rows = list(plan.rows)
+        self.plans, self._settled = copy.deepcopy((plan.plans, plan.settled))
+        self._latest = {form[1]: p for form, p in self.plans.items() if not form[0]}
+
+    def _check_seen(self, model: nn.Module) -> None:
+        if not any(form[0] == "" for form in self.plans):
+            raise ValueError(
+                f"{type(model).__name__} is unit-scaled and has not run: its factors are found at "
+                "its first call, so call it once with an example batch"
+            )
+
+    def outside(self, model: nn.Module) -> Folded:
+        """The factors of the weights of the plain model with the same function.
+
+        Raises ValueError before the first call of the model, and where weights cannot hold all
+        that the plain model lacks, with the calls.
+        """
         if self.init == "preserve":
-            return {}, {}
-        whole = [plan for form, plan in self.plans.items() if form[0] == ""]
-        if not whole:
-            raise ValueError("a unit-scaled model is exported after a call of it: none was seen")
-        return folded(model, whole[-1])
+            if self.replacements:
+                raise ValueError("functions that unit_scale was given in replace are in no weight")
+            return Folded({}, {})
+        self._check_seen(model)
+        seen = [plan for form, plan in self.plans.items() if form[0] == "" and not form[1]]
+        if not seen:
+            seen = [self._evaluated(model)]
+        return folded([tie for plan in seen for tie in plan.ties])
+
+    def _evaluated(self, model: nn.Module) -> Plan:
+        """The plan of a model in evaluation that has run in training alone."""
+        if self._example is None:
+            raise ValueError(
+                f"{type(model).__name__} is unit-scaled and has run in training alone: call it "
+                "once in evaluation, with an example batch"
+            )
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            args, kwargs = remade(self._example, device)
+        return self.record(model, "", args, kwargs, evaluate=True)
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
@@ -252,11 +304,17 @@ class UnitScale:
         return list(dict.fromkeys([*self.rows, *calls]))
 
     def record(
-        self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        evaluate: bool = False,
     ) -> Plan:
         """The plan for a call of ``module``, from a run of a copy that shares its parameters.
 
         The copy has buffers of its own and no hooks; the random state is put back afterwards.
+        evaluate: whether the copy runs in evaluation, whatever ``module`` does.
         Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
         """
         if is_sharded(module):
@@ -265,13 +323,12 @@ class UnitScale:
                 "once before fully_shard, with arguments of the same form"
             )
         twin = twin_of(module, self)
+        if evaluate:
+            twin.eval()
         wanted = [t.requires_grad for _, t in tensors_in((args, kwargs))]
         args, kwargs = detached((args, kwargs))
         prefix = f"{path}." if path else ""
-        names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
-        for name, part in twin.named_modules(prefix=path):
-            masked = {id(getattr(part, n)): p for p, n in pruned(part).items()}
-            names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}
+        names = _names(twin, path)
         copies = [id(t) for _, t in tensors_in((args, kwargs))]
         given = dict(zip(copies, wanted, strict=True))
         weights = tagged_weights((prefix + n, p) for n, p in twin.named_parameters())
@@ -283,19 +340,35 @@ class UnitScale:
             warnings.simplefilter("ignore")  # they come when the model runs
             _RUNNING.append(self)
             try:
-                self.within(path, lambda: twin(*args, **kwargs))
+                result = self.within(path, lambda: twin(*args, **kwargs))
             finally:
                 _RUNNING.pop()
-        settings = Settings(
+        plan = make_plan(recorder.graph, self._settings(weights, whole=not path))
+        if not path and self.init == "unit":
+            buffers = {id(b): name for name, b in twin.named_buffers()}
+            plan.ties = find_ties(recorder.graph, plan, buffers, recorder.results(result))
+        return plan
+
+    def _settings(self, weights: Weights, whole: bool) -> Settings:
+        return Settings(
             weights=weights,
             replaced=frozenset(self.kinds[f] for f in self.replacements),
             preserve=self.init == "preserve",
             residual=self.residual,
             context=self.context_length,
             settled=self._settled,
-            whole=not path,
+            whole=whole,
         )
-        return make_plan(recorder.graph, settings)
+
+
+def _names(model: nn.Module, path: str) -> dict[int, str]:
+    """The names of parameters, and of what they are once they are pruned, by id."""
+    prefix = f"{path}." if path else ""
+    names = {id(p): prefix + n for n, p in model.named_parameters(remove_duplicate=True)}
+    for name, part in model.named_modules(prefix=path):
+        masked = {id(getattr(part, n)): p for p, n in pruned(part).items()}
+        names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}
+    return names
 
 
 def _covers(plan: Plan, path: str) -> bool:
@@ -335,6 +408,7 @@ def unit_scale(
     residual: str = "fixed",
     strict: bool = False,
     context_length: int | None = None,
+    plan: ModelPlan | None = None,
 ) -> M:
     """A unit-scaled copy of ``module``.
 
@@ -354,6 +428,10 @@ def unit_scale(
     so that a prompt and its continuation compute the same. By default that of the model's
     configuration (``max_position_embeddings``, ``n_positions``, ``block_size``), or else the
     number of keys of each attention call when it is first made.
+
+    plan: what `unit_scaling.plan` gave for a model of the same architecture, with its init,
+    residual and context_length: the weights are divided by the same numbers, and no first call is
+    looked at.
 
     Raises TypeError for what is not a module or is TorchScript, and for a replacement that is no
     function; ValueError for an unknown option, a replacement for what is not a torch function, and
@@ -378,7 +456,11 @@ def unit_scale(
     inner = unwrapped(result)
     if find_scope(inner, UnitScale) is not None:
         return result
-    if context_length is None:
+    if plan is not None:
+        check_fits(inner, plan)
+        given = {"init": init, "residual": residual, "context_length": context_length}
+        init, residual, context_length = _of_plan(plan, given, replace)
+    elif context_length is None:
         context_length = _configured_length(inner)
     elif not isinstance(context_length, int) or context_length < 1:
         raise ValueError(f"context_length is a positive number of keys, got {context_length!r}")
@@ -390,8 +472,50 @@ def unit_scale(
         strict=strict,
         context_length=context_length,
     )
+    if plan is not None:
+        retag(inner, plan, rescale=True)
+        scope.follow(plan)
     install(inner, scope)
+    if scope.scales_weights:
+        keep_transform(inner, restore)
     return result
+
+
+def restore(model: nn.Module, plan: ModelPlan) -> None:
+    """Makes ``model``, whose weights are those of a unit-scaled model already, one in place.
+
+    Raises ValueError where the plan is of another model.
+    """
+    check_fits(model, plan)
+    settings: dict[str, Any] = {"init": plan.init, "residual": plan.residual, "strict": False}
+    scope = UnitScale([], {}, **settings, context_length=plan.context_length)
+    retag(model, plan, rescale=False)
+    scope.follow(plan)
+    install(model, scope)
+    if scope.scales_weights:
+        keep_transform(model, restore)
+
+
+def register_transformers() -> None:
+    """Has ``from_pretrained`` of the library transformers put the transform of a model back that
+    was saved unit-scaled, with its plan: the result computes the same, to the bit.
+
+    `unit_scale` calls it for a model of that library. A program that only loads such models calls
+    it once. Raises ImportError without transformers.
+    """
+    register(restore)
+
+
+def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | None) -> Any:
+    """init, residual and context_length of a plan; raises ValueError for others that were given."""
+    if replace:
+        raise ValueError("plan: it has no place for functions in replace")
+    defaults = {"init": "unit", "residual": "fixed", "context_length": None}
+    for name, value in given.items():
+        planned = getattr(plan, name)
+        if value not in (defaults[name], planned):
+            raise ValueError(f"plan: it was made with {name}={planned!r}, got {name}={value!r}")
+    return plan.init, plan.residual, plan.context_length
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:

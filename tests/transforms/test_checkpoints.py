@@ -1,0 +1,204 @@
+"""A checkpoint of a unit-scaled model says so, by a key that the plain class refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import fp8
+from fp8.files import load_checkpoint, save_checkpoint
+from unit_scaling.transforms import simulate_fp8, unit_scale
+from unit_scaling.transforms.marker import MARKER
+
+PLAIN = "is unit-scaled and these are the weights of the plain model: .* before unit_scale"
+
+
+def plain(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    body = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    return nn.Sequential(body, nn.GELU(), nn.Linear(8, 4))
+
+
+X = torch.linspace(-2, 2, 32).view(4, 8)
+
+
+def same(model: nn.Module, other: nn.Module) -> None:
+    torch.testing.assert_close(model(X), other(X), rtol=0, atol=0)
+
+
+@pytest.fixture
+def one_process(tmp_path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_plain_class_refuses_it():
+    model = unit_scale(plain())
+    model(X)
+    state = model.state_dict()
+    assert [k for k in state if k not in plain().state_dict()] == [MARKER]
+    assert "load_into_unit_scale_or_save_uu_fold" in MARKER
+    with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{MARKER}"'):
+        plain().load_state_dict(state)
+    with pytest.raises(RuntimeError, match=MARKER):  # its function is that of other weights
+        unit_scale(plain(), init="preserve").load_state_dict(state)
+    other = unit_scale(plain(1))
+    assert not any(other.load_state_dict(state))
+    same(other, model)
+
+
+def test_a_part_says_so_too():
+    model = unit_scale(plain())
+    state = model[0].state_dict()
+    with pytest.raises(RuntimeError, match=MARKER):
+        plain()[0].load_state_dict(state)
+    unit_scale(plain(1))[0].load_state_dict(state)
+    assert MARKER not in model[1].state_dict()  # nothing of it is scaled
+    assert list(model[0][1].state_dict()) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_plain_weights_are_refused_before_any_is_loaded(assign):
+    model = unit_scale(plain())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=PLAIN):
+        model.load_state_dict(plain(1).state_dict(), assign=assign)
+    with pytest.raises(RuntimeError, match=PLAIN):
+        model[0].load_state_dict(plain(1)[0].state_dict(), assign=assign)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    with pytest.warns(fp8.CheckpointWarning, match=PLAIN):
+        model.load_state_dict(plain(1).state_dict(), strict=False, assign=assign)
+    with fp8.strict(), pytest.raises(fp8.CheckpointWarning, match=PLAIN):
+        model.load_state_dict(plain(1).state_dict(), strict=False, assign=assign)
+
+
+def test_what_is_no_checkpoint_of_it_is_no_news():
+    """Adapters, say, that are loaded with strict=False."""
+    model = unit_scale(plain())
+    model.load_state_dict({}, strict=False)
+    simulated = simulate_fp8(plain())
+    simulated.load_state_dict(plain().state_dict())
+    assert list(simulated.state_dict()) == list(plain().state_dict())
+    preserved = unit_scale(plain(), init="preserve")
+    assert list(preserved.state_dict()) == list(plain().state_dict())
+    assert not any(preserved.load_state_dict(preserved.state_dict()))
+
+
+def test_within_another_module():
+    """It loads without load_state_dict of the model itself, which torch calls for the outer one."""
+    outer = nn.ModuleDict({"model": unit_scale(plain())})
+    state = outer.state_dict()
+    assert f"model.{MARKER}" in state
+    assert not any(outer.load_state_dict(state))
+    wrong = nn.ModuleDict({"model": plain(1)}).state_dict()
+    with (
+        pytest.warns(fp8.CheckpointWarning, match=PLAIN),
+        pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "model.{MARKER}"'),
+    ):
+        outer.load_state_dict(wrong)
+
+
+def test_copies_and_averages():
+    model = unit_scale(plain())
+    model(X)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not any(twin.load_state_dict(model.state_dict()))
+        same(twin, model)
+    names = [[n for n, _ in m.named_parameters()] for m in (model, plain())]
+    assert names[0] == names[1]
+    assert not list(model.buffers())
+    average = AveragedModel(model, use_buffers=True)
+    average.update_parameters(model)
+    same(average, model)
+    other = AveragedModel(unit_scale(plain(1)))
+    assert not any(other.load_state_dict(average.state_dict()))
+    same(other, model)
+
+
+def test_functional_calls_take_the_whole_dict():
+    model = unit_scale(plain())
+    want = model(X)
+    state = unit_scale(plain()).state_dict()
+    assert torch.equal(torch.func.functional_call(model, state, (X,)), want)
+    assert not any(copy.deepcopy(model).load_state_dict(model.state_dict()))
+
+
+def test_files(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = unit_scale(plain())
+    model(X)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = unit_scale(plain(1))
+    other.load_state_dict(torch.load(file, weights_only=True))
+    same(other, model)
+    path = str(tmp_path / "model.safetensors")
+    safetensors.save_model(model, path)
+    other = unit_scale(plain(1))
+    assert safetensors.load_model(other, path) == (set(), [])
+    same(other, model)
+    with pytest.raises(RuntimeError, match=MARKER):
+        safetensors.load_model(plain(), path)
+    save_checkpoint({"model": model.state_dict()}, path)
+    assert not any(other.load_state_dict(load_checkpoint(path)["model"]))
+
+
+def test_distributed_checkpoints(tmp_path, one_process):
+    """Loaded in place, into the state_dict of the model at hand."""
+    model = unit_scale(plain())
+    model(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of one process
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "unit")
+        dcp.save({"model": plain(1).state_dict()}, checkpoint_id=tmp_path / "plain")
+        other = unit_scale(plain(2))
+        state = {"model": other.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / "unit")
+        assert not any(set_model_state_dict(other, state["model"]))
+        same(other, model)
+        with pytest.raises(dcp.api.CheckpointException, match=MARKER):
+            dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path / "plain")
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_wrapped_for_several_devices(wrap, one_process):
+    def wrapped(seed: int) -> nn.Module:
+        model = unit_scale(plain(seed))
+        model(X)
+        if wrap == "ddp":
+            return DistributedDataParallel(model)
+        return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+    model, other = wrapped(0), wrapped(1)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    third = wrapped(2)
+    assert not any(third.load_state_dict(model.state_dict()))
+    same(third, unit_scale(plain()))
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert MARKER in state
+    assert not any(set_model_state_dict(other, dict(state), options=options))
+    same(other, model)
+    alone = unit_scale(plain(3))
+    assert not any(alone.load_state_dict(state))
+    same(alone, unit_scale(plain()))

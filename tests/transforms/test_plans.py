@@ -1,0 +1,137 @@
+"""Plans are data: printed, saved as JSON, loaded, and applied without a first look at the model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unit_scaling as uu
+from tests.transforms.models import GPT
+from unit_scaling.transforms import ModelPlan, unit_scale
+from unit_scaling.transforms.unit_scale import UnitScale
+
+IDS = torch.arange(32).view(2, 16) % 65
+
+
+def gpt(seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(layers=2)
+
+
+def step(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    logits, loss = model(IDS, IDS)
+    loss.backward()
+    return [logits.detach(), loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)
+
+
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("the model was looked at")
+
+
+def planned(**options: Any) -> tuple[nn.Module, ModelPlan]:
+    model = unit_scale(gpt(), **options)
+    step(model)
+    return model, ModelPlan.from_json(uu.plan(model).to_json())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"residual": "umup"}, {"init": "preserve"}, {"context_length": 64}]
+)
+def test_the_same_bits_without_a_first_look(options, monkeypatch):
+    model, plan = planned(**options)
+    want, report = step(model), str(uu.report(model))
+    monkeypatch.setattr(UnitScale, "record", refuse)
+    other = unit_scale(gpt(), plan=plan)
+    same(step(other), want)
+    assert str(uu.report(other)) == report
+    tags = [[(p.mup_type, p.mup_scaling_depth) for p in m.parameters()] for m in (other, model)]
+    assert tags[0] == tags[1]
+    assert uu.plan(other) == plan
+    assert other.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_compiled_graph_needs_no_first_call():
+    model, plan = planned()
+    other = unit_scale(gpt(), plan=plan)
+    fast = torch.compile(other, fullgraph=True, backend="eager")
+    torch.testing.assert_close(fast(IDS, IDS)[0], model(IDS, IDS)[0])
+
+
+def test_other_weights_are_divided_by_the_same_numbers():
+    """Those of another seed, so that all processes of a group have the same factors."""
+    model, plan = planned()
+    other = unit_scale(gpt(1), plan=plan)
+    for (name, p), q in zip(gpt(1).named_parameters(), other.parameters(), strict=True):
+        divisor = model.get_parameter(name).mup_divisor
+        if divisor is not None:
+            torch.testing.assert_close(q * divisor, p)
+            assert q.mup_divisor == divisor
+
+
+def test_what_a_plan_leaves_open_is_found_as_before():
+    """Another form of call, and the plain model."""
+    model, plan = planned()
+    other = unit_scale(gpt(), plan=plan)
+    with torch.no_grad():
+        want, got = model.eval()(IDS[:, :1])[0], other.eval()(IDS[:, :1])[0]
+        assert torch.equal(got, want)
+        folded, again = uu.fold(model), uu.fold(other)
+        torch.testing.assert_close(again(IDS)[0], folded(IDS)[0], rtol=0, atol=0)
+
+
+def test_json():
+    _, plan = planned()
+    data = json.loads(plan.to_json())
+    assert data["init"] == "unit"
+    assert ModelPlan.from_dict(data) == plan
+    text = str(plan)
+    assert "plan of unit_scale(init='unit', residual='fixed'), 1 form of call" in text
+    assert "scaled_dot_product_attention 0" in text
+
+
+def test_other_fields_are_refused_by_name():
+    _, plan = planned()
+    data = plan.to_dict()
+    with pytest.raises(ValueError, match=r"unknown fields \['colour'\], missing fields \[\]"):
+        ModelPlan.from_dict({**data, "colour": 1})
+    with pytest.raises(ValueError, match=r"a plan: unknown fields \[\], missing fields \['tags'\]"):
+        ModelPlan.from_dict({name: value for name, value in data.items() if name != "tags"})
+    with pytest.raises(ValueError, match="a plan of version 1 is needed, got version 2"):
+        ModelPlan.from_dict({**data, "version": 2})
+    (form,) = json.loads(plan.to_json())["plans"]
+    key = next(item for item in form["steps"] if item[3] is not None)
+    del key[3]["op"]
+    with pytest.raises(ValueError, match=r"a step: unknown fields \[\], missing fields \['op'\]"):
+        ModelPlan.from_dict({**data, "plans": [form]})
+    with pytest.raises(ValueError, match="a plan is a dict of fields, got list"):
+        ModelPlan.from_json("[]")
+
+
+def test_refused_by_name():
+    _, plan = planned()
+    with pytest.raises(ValueError, match="GPT is unit-scaled and has not run"):
+        uu.plan(unit_scale(gpt()))
+    with pytest.raises(ValueError, match="plan needs a model with unit_scale, got a GPT"):
+        uu.plan(gpt())
+    with pytest.raises(TypeError, match=r"plan needs an nn\.Module, got str"):
+        uu.plan("model")
+    with pytest.raises(ValueError, match=r"another model than this GPT: only one .* 'blocks\.2"):
+        unit_scale(GPT(layers=3), plan=plan)
+    with pytest.raises(ValueError, match="made with residual='fixed', got residual='umup'"):
+        unit_scale(gpt(), plan=plan, residual="umup")
+    with pytest.raises(ValueError, match="no place for functions in replace"):
+        unit_scale(gpt(), {torch.relu: torch.tanh}, plan=plan)
+    replaced = unit_scale(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {torch.relu: torch.tanh})
+    replaced(torch.randn(1, 2))
+    with pytest.raises(ValueError, match="with functions in replace is no data"):
+        uu.plan(replaced)

@@ -1,0 +1,74 @@
+"""The key by which a checkpoint says that its weights are those of a unit-scaled model.
+
+The weights of ``unit_scale(init="unit")`` compute something else in the plain class, which accepts
+them by name and shape. So their state_dict has one key more, which the plain class refuses under
+strict loading and whose name says what to do. The other way round, a unit-scaled model misses the
+key in a plain checkpoint. It is no parameter and no buffer: averages and optimizers do not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from fp8.pitfalls import CheckpointWarning, warn_once
+
+__all__ = ["MARKER", "VERSION", "accepted", "mark", "message", "unmarked", "warn_of"]
+
+MARKER = "unit_scaled_load_into_unit_scale_or_save_uu_fold"
+"""The last part of the key, after the name of the module that was transformed."""
+
+VERSION = torch.tensor(1)
+"""The value of the key: a tensor of a fixed size, which every kind of checkpoint holds."""
+
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "module.")
+
+
+def mark(destination: dict[str, Any], prefix: str) -> None:
+    """Adds the key to a state_dict."""
+    destination[prefix + MARKER] = VERSION.clone()
+
+
+def unmarked(state: Mapping[str, Any], prefix: str, weights: Collection[str]) -> bool:
+    """Whether a state_dict has weights of the model and no marker.
+
+    weights: the names of those that the transform has divided by a factor. Only the first process
+    of a group answers: others may get their weights, and nothing else, from it later.
+    """
+    grouped = distributed.is_available() and distributed.is_initialized()
+    if prefix + MARKER in state or (grouped and distributed.get_rank() > 0):
+        return False
+    return any(prefix + name in state for name in weights)
+
+
+def accepted(prefix: str, unexpected: list[str]) -> bool:
+    """Whether the key is among those that no module knew so far; takes it from them.
+
+    torch.distributed.checkpoint takes the names of wrappers from all keys, and gives them back to
+    those of parameters and buffers alone.
+    """
+    inner = prefix
+    for wrapper in _WRAPPERS:
+        inner = inner.replace(wrapper, "")
+    found = [key for key in (prefix + MARKER, inner + MARKER) if key in unexpected]
+    for key in dict.fromkeys(found):
+        unexpected.remove(key)
+    return bool(found)
+
+
+def message(model: nn.Module) -> str:
+    """What is wrong with a plain checkpoint, and what to do."""
+    return (
+        f"{type(model).__name__} is unit-scaled and these are the weights of the plain model: the "
+        f"key {MARKER!r} is missing. Load a plain checkpoint before unit_scale(model), or use "
+        "unit_scale(model, init='preserve')"
+    )
+
+
+def warn_of(model: nn.Module) -> None:
+    """Warns of a plain checkpoint."""
+    warn_once(CheckpointWarning, message(model), model, "plain weights")
