@@ -26,7 +26,7 @@ from .function import FIRST_LOOK, called
 from .history import AmaxHistory
 from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
-from .recipe import Recipe, get_recipe
+from .recipe import AUTO, RECIPES, Recipe, given_recipe
 
 __all__ = [
     "EXPANDED",
@@ -137,7 +137,9 @@ class _Mode(TorchFunctionMode):
 class autocast:
     """Within the block, every matrix product runs under ``recipe``.
 
-    recipe: a name in `fp8.RECIPES` or a `Recipe`. Of nested blocks the innermost counts.
+    recipe: a name in `fp8.RECIPES` or a `Recipe`; or "auto", which is "unit" for the products of
+    the functions of `unit_scaling`, and so of unit-scaled models, and "tensor" for all others. Of
+    nested blocks the innermost counts.
     enabled: False computes as torch does, whatever the recipe and the blocks around.
     opaque: what to do at a call whose products cannot be reached (OPAQUE; under a scaling by rows
     or blocks bilinear too, and an einsum of three operands): "raise" a NotImplementedError that
@@ -174,7 +176,7 @@ class autocast:
 
     def __init__(
         self,
-        recipe: str | Recipe = "unit",
+        recipe: str | Recipe = AUTO,
         *,
         opaque: str = "raise",
         history: AmaxHistory | None = None,
@@ -182,13 +184,16 @@ class autocast:
         enabled: bool = True,
     ) -> None:
         check_name("opaque", opaque, ("raise", "warn"))
-        chosen = get_recipe(recipe)
+        given = given_recipe(recipe)
+        chosen = given or RECIPES["tensor"]
         if enabled and chosen.keeps_history and not isinstance(history, AmaxHistory):
             raise ValueError(
                 f'recipe {chosen.name!r} has scaling "delayed": give it a place to remember, '
                 f"history=fp8.AmaxHistory(), not {history!r}"
             )
         self.recipe = chosen if enabled else None
+        #: That of the products of unit-scaled functions.
+        self.unit_recipe = (given or RECIPES["unit"]) if enabled else None
         self.opaque = opaque
         self.backend = checked_backend(backend, chosen) if enabled else "simulate"
         self.history = history
@@ -205,7 +210,16 @@ class autocast:
         counter = outer.counter if outer is not None and outer.history is self.history else [0]
         again = self.reenters or in_reentrant()  # opened inside of what is recomputed
         ACTIVE.blocks.append(
-            Block(self.recipe, self.opaque, above, self.history, counter, self.backend, again)
+            Block(
+                recipe=self.recipe,
+                unit_recipe=self.unit_recipe,
+                opaque=self.opaque,
+                above=above,
+                history=self.history,
+                counter=counter,
+                backend=self.backend,
+                reenters=again,
+            )
         )
         self._open.append(_Mode(self))
         for mode in (self._open[-1], *above):
@@ -265,7 +279,8 @@ def _again(block: Any) -> autocast:
     """One like ``block``, a `Block` or an autocast."""
     if block.recipe is None:
         return autocast(enabled=False)
-    recipe, opaque, history = block.recipe, block.opaque, block.history
+    auto = block.recipe is not block.unit_recipe
+    recipe, opaque, history = AUTO if auto else block.recipe, block.opaque, block.history
     return autocast(recipe, opaque=opaque, history=history, backend=block.backend)
 
 

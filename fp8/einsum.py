@@ -45,10 +45,12 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
     return cast_backward(y, recipe.grad, -1, of_grad, name)
 
 
-def as_matmul(equation: str, operands: list[Tensor], *, scales: Scales = ONES) -> Tensor | None:
+def as_matmul(
+    equation: str, operands: list[Tensor], *, scales: Scales = ONES, unit: bool = False
+) -> Tensor | None:
     """The value of an equation that is one product of matrices, else None.
 
-    scales: as in `fp8.matmul.matmul`.
+    scales, unit: as in `fp8.matmul.matmul`.
     """
     if len(operands) != 2:
         return None
@@ -71,6 +73,7 @@ def as_matmul(equation: str, operands: list[Tensor], *, scales: Scales = ONES) -
         left.reshape(*left.shape[:head], m, k),
         right.reshape(*right.shape[:head], k, n),
         scales=scales,
+        unit=unit,
     )
     y = y.reshape((*y.shape[:head], *[size[c] for c in (*rows, *columns)]))
     order = [*batch, *rows, *columns]

@@ -221,6 +221,7 @@ def linear(
     scales: Scales = ONES,
     recipe: Recipe | None = None,
     backend: str = "simulate",
+    unit: bool = False,
 ) -> Tensor:
     """``s_y * input @ weight.T + bias``, with a scale of its own for each gradient.
 
@@ -230,18 +231,19 @@ def linear(
     scales: (s_y, s_dx, s_dw); the bias gradient is s_dw times the sum of the output's gradient,
     which no cast has touched. Integers are not scaled, complex numbers not cast.
     recipe: the casts of the operands; None takes the recipe, and the backend, of the enclosing
-    `fp8.autocast`. backend: as there.
+    `fp8.autocast`. backend: as there. unit: whether the tensors are unit-scaled: what the recipe
+    "auto" of that block asks.
     Under `torch.autocast` the operands are cast to the recipe's format first (so that they are
     rounded to it once) and then to autocast's dtype.
     Raises ValueError for shapes that do not fit.
     """
-    recipe, backend = chosen(recipe, backend)
+    recipe, backend = chosen(recipe, backend, unit)
     scales = check_scales(scales)
     if recipe is not None:
         refuse_nested(input)
     if weight.dim() == 1:
         bias = None if bias is None else bias.reshape(1)
-        given: Any = {"scales": scales, "recipe": recipe, "backend": backend}
+        given: Any = {"scales": scales, "recipe": recipe, "backend": backend, "unit": unit}
         return linear(input, weight[None], bias, **given).squeeze(-1)
     if weight.dim() != 2:
         raise ValueError(f"linear needs a weight of 2 dimensions, got shape {tuple(weight.shape)}")
@@ -264,13 +266,14 @@ def matmul(
     scales: Scales = ONES,
     recipe: Recipe | None = None,
     backend: str = "simulate",
+    unit: bool = False,
 ) -> Tensor:
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
-    scales: (s_y, s_dleft, s_dright). Both operands are cast as the recipe's input, in the gradient
-    of the right one as its grad_weight says; otherwise as `linear`.
+    scales: (s_y, s_dleft, s_dright). unit: as in `linear`. Both operands are cast as the recipe's
+    input, in the gradient of the right one as its grad_weight says; otherwise as `linear`.
     """
-    recipe, backend = chosen(recipe, backend)
+    recipe, backend = chosen(recipe, backend, unit)
     scales = check_scales(scales)
     if left.dim() == 0 or right.dim() == 0:
         raise ValueError("matmul needs operands of at least one dimension, got a 0-dim tensor")

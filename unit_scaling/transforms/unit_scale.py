@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
+from fp8.convert import choose_recipes
 from fp8.names import check_name
 from fp8.subclass import check_module
 
@@ -69,6 +70,12 @@ class UnitScale:
         self.plans: dict[Any, Plan] = {}
         self.path: list[str] = []
         self._latest: dict[bool, Plan] = {}
+
+    @property
+    def unit_scaled(self) -> bool:
+        """Whether it brings activations and gradients to RMS 1, for `fp8_unit_scaled`. With
+        init="preserve" they are those of the plain model."""
+        return self.init == "unit"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "kinds": None, "path": []}
@@ -355,6 +362,7 @@ def unit_scale(
         context_length=context_length,
     )
     install(inner, scope)
+    choose_recipes(inner)
     return result
 
 
