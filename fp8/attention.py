@@ -73,7 +73,7 @@ def _cast_around(
     recipe = product_recipe(unit)
     if recipe is None:
         return kernel(query, key, value)
-    name, cast = product_name("attention"), recipe.input
+    name, cast = product_name("attention", None, recipe), recipe.input
     *of, of_grad = histories(recipe, "attention", query, cast, cast, cast, recipe.grad)
     query = cast_forward(query, cast, -1, of[0], name, "query")
     key = cast_forward(key, cast, -1, of[1], name, "key")

@@ -27,6 +27,7 @@ from .history import AmaxHistory
 from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import AUTO, RECIPES, Recipe, given_recipe
+from .tally import OPEN, Look, look_here
 
 __all__ = [
     "EXPANDED",
@@ -200,10 +201,14 @@ class autocast:
         #: Whether what is recomputed in the backward pass opens the block again by itself.
         self.reenters = False
         self._open: list[_Mode] = []
+        self._looks: list[Look | None] = []
 
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():
             STANCE.hold()
+            if not self.reenters:
+                self._looks.append(OPEN.look)
+                OPEN.look = look_here(self.recipe)
         above = tuple(FIRST_LOOK)
         # A block within one of the same history goes on counting its products.
         outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
@@ -231,6 +236,8 @@ class autocast:
         for mode in (*reversed(above), self._open.pop()):
             TorchFunctionMode.__exit__(mode, *error)
         if not torch.compiler.is_compiling():
+            if not self.reenters:
+                OPEN.look = self._looks.pop()
             STANCE.release()
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:

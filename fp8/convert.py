@@ -34,6 +34,7 @@ from .swap import (
     warn_nothing,
     why_quantized,
 )
+from .tally import forget_looks
 from .where import checked_where, choose
 
 __all__ = ["LAYERS", "auto_recipe", "check_ready", "choose_recipes", "convert", "report", "revert"]
@@ -240,6 +241,7 @@ def convert(
             vars(module)["fp8_why"] = why
         else:
             _begin(module, asked, (backend, runs), left.get(name, ""))
+    forget_looks(model)
     _warn(model, [name for name in layers if name not in left])
     return expand(model)
 
@@ -290,6 +292,7 @@ def choose_recipes(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _Converted) and module.fp8_given is None:
             vars(module)["fp8_recipe"] = auto_recipe(module)
+    forget_looks(model)
 
 
 def _warn(model: nn.Module, chosen: Sequence[str]) -> None:

@@ -142,7 +142,7 @@ def _convolve(
 
         function = "fp8.convolution._uncast_convolution"
         return apply_in_graph(function, x, weight, bias, scales, geometry)
-    casts = casts_of(recipe, name=product_name("conv", weight))
+    casts = casts_of(recipe, name=product_name("conv", weight, recipe))
     casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
     held = shared(x, of_x, casts.a, casts.a_again)

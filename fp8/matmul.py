@@ -28,7 +28,7 @@ from .kept import Held, keep, kept, shared
 from .operands import Casts, casts_of, one_copy, with_copies
 from .quantize import refuse_nested
 from .recipe import Recipe
-from .tally import product_name
+from .tally import is_sampled, product_name
 
 __all__ = ["linear", "matmul"]
 
@@ -174,13 +174,15 @@ def _multiply(
 
         return apply_in_graph("fp8.matmul._uncast", a, b, bias, *scales)
     kind = "linear" if layer else "matmul"
-    name = product_name(kind, b if layer else None)  # what is sampled is simulated
+    name = product_name(kind, b if layer else None, recipe)
     casts = casts_of(recipe, layer, name)
     of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
     held = shared(a, of_a, casts.a, casts.a_again)
-    if recipe is not None and not name and native.takes(backend, a, b):
+    sampled = is_sampled(name)  # what is sampled is simulated
+    if recipe is not None and not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
-        if kinds := native.kernels(backend, a, b, casts, like.dtype):
+        unnamed = casts_of(recipe, layer) if name else casts
+        if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
             return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, held)
     first, second, casts = with_copies(a, b, casts)
     x, scale_x = rounded(a, casts.a, -1, of_a)

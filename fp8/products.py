@@ -220,7 +220,7 @@ def _bilinear(
         )
     casts = (recipe.input, recipe.input, recipe.weight)
     *of, of_grad = histories(recipe, "bilinear", input1, *casts, recipe.grad)
-    name, roles = product_name("bilinear", weight), ("input 1", "input 2", "weight")
+    name, roles = product_name("bilinear", weight, recipe), ("input 1", "input 2", "weight")
     operands = zip((input1, input2, weight), casts, of, roles, strict=True)
     rounded = [cast_forward(t, cast, -1, h, name, role) for t, cast, h, role in operands]
     first, second, weight, bias = matmul.to_autocast_dtype(*rounded, bias)

@@ -223,6 +223,9 @@ class Recipe:
     grad_weight_grad: Cast | str | None = SAME
     grad_weight_input: Cast | str | None = SAME
 
+    unscaled: ClassVar[bool] = False
+    """Of an instance: whether it casts an operand as it is, without a scale."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"Recipe.name must be a name, not {self.name!r}")
@@ -245,6 +248,8 @@ class Recipe:
             if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
                 needs = "no rotation" if product == "forward" else "both operands rotated or none"
                 raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
+        unscaled = any(cast is not None and cast.rule is None for cast in self.casts)
+        object.__setattr__(self, "unscaled", unscaled)
 
     @property
     def overrides(self) -> dict[str, Cast | None]:

@@ -89,7 +89,7 @@ def checked_function(where: Any) -> Where | None:
     if isinstance(where, str):
         raise TypeError(f"where={where!r} is a name; here give (name, layer) -> bool")
     found: Any = checked_where(where)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 class _Checked:

@@ -124,12 +124,12 @@ class _Converting:
     def __init__(
         self, recipe: str | Recipe, precision: str, how: tuple[Any, Any, Any], options: Any
     ) -> None:
-        given = given_recipe(recipe)
-        self.recipe = given or AUTO
+        known = given_recipe(recipe)
+        self.recipe = known or AUTO
         self._how = dict(zip(("backend", "where", "rest"), how, strict=True))
         self._model: nn.Module | None = None
         if self._how["backend"] not in ADAPTERS:
-            checked_backend(self._how["backend"], given or RECIPES["tensor"], ADAPTERS)
+            checked_backend(self._how["backend"], known or RECIPES["tensor"], ADAPTERS)
         if PRECISIONS[precision] == "MixedPrecision":
             found = torch.accelerator.current_accelerator(check_available=True)
             options = {"device": "cpu" if found is None else found.type, **options}
