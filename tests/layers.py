@@ -9,7 +9,7 @@ fp8.names <- fp8.formats, fp8.where, fp8.adapters
 fp8.formats, fp8.function, fp8.random_bits, fp8.rounding <- fp8.quantize <- fp8.scaling
 fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor
-fp8.formats, fp8.pitfalls <- fp8.tally <- fp8.casting
+fp8.pitfalls, fp8.recipe <- fp8.tally <- fp8.casting
 fp8.recipe, fp8.scaled_tensor <- fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
 fp8.checkpoint, fp8.native <- fp8.active <- fp8.matmul
 fp8.operands <- fp8.matmul
