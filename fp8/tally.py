@@ -107,11 +107,12 @@ class Recorder:
         self.sums[key] = self.sums[key] + total if key in self.sums else total
 
 
-LOST = 0.05
+LOST = 0.1
 """The share of an operand, beyond what it is for a unit normal one (e4m3: 0.0008 become zero, e5m2:
-0.000006), from which on a `Look` warns. The e4m3 numbers span 2**-10 to 448, those of e5m2 2**-17
-to 57344: a normal operand loses as much where its RMS is below 1/64 and 2**-13, where more than a
-third of it is subnormal; a GELU or the product of two unit normals loses less than 0.01."""
+0.000006), from which on a `Look` warns. Half of the smallest number of e4m3 is 2**-10, of e5m2
+2**-17: a normal operand loses as much where its RMS is below 2**-7 and 2**-14. In unit-scaled
+models a GELU or the product of two unit normals loses less than 0.01 in e4m3, and the gradients of
+queries and keys, the smallest at the start, up to 0.06 in e5m2."""
 LEAST = 1024
 """Of how many elements that are not zero a share is taken."""
 _SAMPLE = 1 << 14
