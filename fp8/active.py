@@ -25,6 +25,7 @@ __all__ = [
     "layer_histories",
     "product_recipe",
     "static_exponents",
+    "unit_products",
     "with_static",
 ]
 
@@ -44,11 +45,13 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
 
 
 class Block(NamedTuple):
-    """What an open `fp8.autocast` block says. recipe: None where it is not enabled. above: the
-    modes that it has put on top of itself. counter: [number of products so far]. reenters: whether
+    """What an open `fp8.autocast` block says. recipe: None where it is not enabled. unit_recipe:
+    that of products of unit-scaled functions, another one under "auto". above: the modes that it
+    has put on top of itself. counter: [number of products so far]. reenters: whether
     what is recomputed in the backward pass opens it again by itself."""
 
     recipe: Recipe | None
+    unit_recipe: Recipe | None
     opaque: str
     above: tuple[Any, ...]
     history: Any
@@ -107,15 +110,29 @@ def active_recipe() -> Recipe | None:
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
 
 
-def product_recipe() -> Recipe | None:
-    """`active_recipe` for a product. Raises RuntimeError where it would be computed again outside
-    of the block, without casts."""
+def product_recipe(unit: bool = False) -> Recipe | None:
+    """`active_recipe` for a product. unit: whether it is one of unit-scaled tensors. Raises
+    RuntimeError where it would be computed again outside of the block, without casts."""
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
     if block is None or block.recipe is None:
         return None
     if not block.reenters and in_reentrant():
         raise RuntimeError(_REENTRANT)
-    return block.recipe
+    return block.unit_recipe if unit else block.recipe
+
+
+class unit_products:
+    """Within the block, under the recipe "auto", torch's own products are those of unit-scaled
+    tensors."""
+
+    def __enter__(self) -> None:
+        if ACTIVE.blocks:
+            block = ACTIVE.blocks[-1]
+            ACTIVE.blocks.append(block._replace(recipe=block.unit_recipe))
+
+    def __exit__(self, *error: Any) -> None:
+        if ACTIVE.blocks:
+            ACTIVE.blocks.pop()
 
 
 _REENTRANT = (
@@ -158,8 +175,9 @@ def layer_histories(
     return histories(recipe, product, a, recipe.input, b, recipe.grad)
 
 
-def chosen(recipe: Recipe | None, backend: str) -> tuple[Recipe | None, str]:
-    """Recipe and backend of a product: those of the enclosing block if it names no recipe."""
+def chosen(recipe: Recipe | None, backend: str, unit: bool) -> tuple[Recipe | None, str]:
+    """Recipe and backend of a product: those of the enclosing block if it names no recipe.
+    unit: as in `product_recipe`."""
     if recipe is not None or not ACTIVE.blocks:
         return recipe, backend
-    return product_recipe(), ACTIVE.blocks[-1].backend
+    return product_recipe(unit), ACTIVE.blocks[-1].backend

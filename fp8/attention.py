@@ -25,12 +25,14 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    unit: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` with operands cast under the recipe of
     the enclosing `fp8.autocast`.
 
     query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V), and the other arguments,
-    errors and treatment of NaN and of rows without an allowed key are torch's.
+    errors and treatment of NaN and of rows without an allowed key are torch's. unit: as in
+    `fp8.matmul.linear`.
     Query, key and value are cast as the recipe's input and the gradient of the output as its
     grad. The kernel is fused: its probabilities and the gradients inside it stay in high
     precision, as they do wherever FP8 is applied around such a kernel instead of within it. Its
@@ -44,7 +46,7 @@ def attention(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    (y,) = _cast_around(lambda *operands: (kernel(*operands),), query, key, value)
+    (y,) = _cast_around(lambda *operands: (kernel(*operands),), query, key, value, unit)
     return y
 
 
@@ -65,12 +67,13 @@ def _cast_around(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    unit: bool = False,
 ) -> tuple[Tensor, ...]:
     """A kernel of cast operands, and the cast of the gradient of the first of its results."""
-    recipe = product_recipe()
+    recipe = product_recipe(unit)
     if recipe is None:
         return kernel(query, key, value)
-    name, cast = product_name("attention"), recipe.input
+    name, cast = product_name("attention", None, recipe), recipe.input
     *of, of_grad = histories(recipe, "attention", query, cast, cast, cast, recipe.grad)
     query = cast_forward(query, cast, -1, of[0], name, "query")
     key = cast_forward(key, cast, -1, of[1], name, "key")

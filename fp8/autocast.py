@@ -26,7 +26,8 @@ from .function import FIRST_LOOK, called
 from .history import AmaxHistory
 from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
-from .recipe import Recipe, get_recipe
+from .recipe import AUTO, RECIPES, Recipe, given_recipe
+from .tally import OPEN, Look, look_here
 
 __all__ = [
     "EXPANDED",
@@ -137,7 +138,9 @@ class _Mode(TorchFunctionMode):
 class autocast:
     """Within the block, every matrix product runs under ``recipe``.
 
-    recipe: a name in `fp8.RECIPES` or a `Recipe`. Of nested blocks the innermost counts.
+    recipe: a name in `fp8.RECIPES` or a `Recipe`; or "auto", which is "unit" for the products of
+    the functions of `unit_scaling`, and so of unit-scaled models, and "tensor" for all others. Of
+    nested blocks the innermost counts.
     enabled: False computes as torch does, whatever the recipe and the blocks around.
     opaque: what to do at a call whose products cannot be reached (OPAQUE; under a scaling by rows
     or blocks bilinear too, and an einsum of three operands): "raise" a NotImplementedError that
@@ -174,7 +177,7 @@ class autocast:
 
     def __init__(
         self,
-        recipe: str | Recipe = "unit",
+        recipe: str | Recipe = AUTO,
         *,
         opaque: str = "raise",
         history: AmaxHistory | None = None,
@@ -182,30 +185,46 @@ class autocast:
         enabled: bool = True,
     ) -> None:
         check_name("opaque", opaque, ("raise", "warn"))
-        chosen = get_recipe(recipe)
+        given = given_recipe(recipe)
+        chosen = given or RECIPES["tensor"]
         if enabled and chosen.keeps_history and not isinstance(history, AmaxHistory):
             raise ValueError(
                 f'recipe {chosen.name!r} has scaling "delayed": give it a place to remember, '
                 f"history=fp8.AmaxHistory(), not {history!r}"
             )
         self.recipe = chosen if enabled else None
+        #: That of the products of unit-scaled functions.
+        self.unit_recipe = (given or RECIPES["unit"]) if enabled else None
         self.opaque = opaque
         self.backend = checked_backend(backend, chosen) if enabled else "simulate"
         self.history = history
         #: Whether what is recomputed in the backward pass opens the block again by itself.
         self.reenters = False
         self._open: list[_Mode] = []
+        self._looks: list[Look | None] = []
 
     def __enter__(self) -> autocast:
         if not torch.compiler.is_compiling():
             STANCE.hold()
+            if not self.reenters:
+                self._looks.append(OPEN.look)
+                OPEN.look = look_here(self.recipe)
         above = tuple(FIRST_LOOK)
         # A block within one of the same history goes on counting its products.
         outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
         counter = outer.counter if outer is not None and outer.history is self.history else [0]
         again = self.reenters or in_reentrant()  # opened inside of what is recomputed
         ACTIVE.blocks.append(
-            Block(self.recipe, self.opaque, above, self.history, counter, self.backend, again)
+            Block(
+                recipe=self.recipe,
+                unit_recipe=self.unit_recipe,
+                opaque=self.opaque,
+                above=above,
+                history=self.history,
+                counter=counter,
+                backend=self.backend,
+                reenters=again,
+            )
         )
         self._open.append(_Mode(self))
         for mode in (self._open[-1], *above):
@@ -217,6 +236,8 @@ class autocast:
         for mode in (*reversed(above), self._open.pop()):
             TorchFunctionMode.__exit__(mode, *error)
         if not torch.compiler.is_compiling():
+            if not self.reenters:
+                OPEN.look = self._looks.pop()
             STANCE.release()
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
@@ -265,7 +286,8 @@ def _again(block: Any) -> autocast:
     """One like ``block``, a `Block` or an autocast."""
     if block.recipe is None:
         return autocast(enabled=False)
-    recipe, opaque, history = block.recipe, block.opaque, block.history
+    auto = block.recipe is not block.unit_recipe
+    recipe, opaque, history = AUTO if auto else block.recipe, block.opaque, block.history
     return autocast(recipe, opaque=opaque, history=history, backend=block.backend)
 
 

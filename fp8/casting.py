@@ -85,8 +85,7 @@ def is_symmetric(spec: Spec) -> bool:
 
 def is_whole(recipe: Recipe) -> bool:
     """Whether no operand has a scale by rows or blocks: none needs to know what is summed over."""
-    casts = (*recipe.forward, *recipe.grad_input, *recipe.grad_weight)
-    return all(cast is None or cast.tile == (0, 0) for cast in casts)
+    return all(cast is None or cast.tile == (0, 0) for cast in recipe.casts)
 
 
 def cast_forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -21,14 +21,23 @@ from .function import FIRST_LOOK
 from .history import LayerHistory, begin_anew, forget, remember
 from .matmul import linear
 from .native import alignment, devices, why_not_here, why_not_recipe
+from .pitfalls import RecipeWarning, warn_once
 from .quantize import is_dense
-from .recipe import Recipe, get_recipe
+from .recipe import AUTO, RECIPES, Recipe, given_recipe, needs_unit_scale
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, check_module, check_not_scripted, gain, lose
-from .swap import Where, adapted, inside_attention, is_replacement, why_quantized
+from .swap import (
+    Where,
+    adapted,
+    inside_attention,
+    is_replacement,
+    warn_nothing,
+    why_quantized,
+)
+from .tally import forget_looks
 from .where import checked_where, choose
 
-__all__ = ["LAYERS", "check_ready", "convert", "report", "revert"]
+__all__ = ["LAYERS", "auto_recipe", "check_ready", "choose_recipes", "convert", "report", "revert"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -51,6 +60,9 @@ ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.GLU, nn.ReLU)
 _NOT_A_PRODUCT = "a lookup, not a product"
 _KERNEL = "one kernel computes all its products"
 
+PLAIN, UNIT = RECIPES["tensor"], RECIPES["unit"]
+"""What "auto" is for layers that are not unit-scaled, and for those that are."""
+
 EXCEPTIONS: dict[type[nn.Module], str] = {
     nn.Embedding: _NOT_A_PRODUCT,
     nn.EmbeddingBag: _NOT_A_PRODUCT,
@@ -66,7 +78,7 @@ _PATCHED = "its forward was replaced on the instance: convert the model before t
 
 _SET = tuple(
     f"fp8_{name}"
-    for name in ("recipe", "asked", "backend", "why", "transposed", "multiple", "ragged")
+    for name in ("recipe", "given", "asked", "backend", "why", "transposed", "multiple", "ragged")
 )
 """What `convert` sets on a layer, besides its class and buffers."""
 
@@ -83,6 +95,8 @@ class _Converted(Gained):
     """A layer whose products run under its ``fp8_recipe``."""
 
     fp8_recipe: Recipe
+    #: What `convert` was given: that recipe, or None for "auto".
+    fp8_given: Recipe | None
     fp8_asked: str
     #: "simulate" where another was asked for, and the recipe has no kernels.
     fp8_backend: str
@@ -151,7 +165,7 @@ class _Expanded(Gained):
 
 def convert(
     model: M,
-    recipe: str | Recipe = "unit",
+    recipe: str | Recipe = AUTO,
     *,
     backend: str = "auto",
     where: str | Where | None = None,
@@ -165,16 +179,19 @@ def convert(
     before gets the new recipe. `report` has one row for each layer, converted or not, and why;
     `revert` undoes it.
 
-    recipe: a name in `fp8.RECIPES` or a `Recipe`.
+    recipe: a name in `fp8.RECIPES` or a `Recipe`; or "auto": "unit" for each layer that is
+    unit-scaled (of `unit_scaling.modules`, or in a model of `unit_scale`, before or after this, but
+    with init="preserve"), "tensor" for each that is not. Layers of other libraries have "tensor".
     backend: as in `fp8.autocast`. Convolutions, recipes and weights of sizes that the kernels do
     not take are simulated; a number of tokens that is no multiple of 16 (of 32 under MX and NVFP4,
     128 under "block") is filled up with zeros. The report says both, the latter once it was seen
     in eager mode, on whatever device the model is, and why kernels of this device are not used.
     Or "transformer_engine" or "torchao", whose layers take the place of those of the model
     (`fp8.adapters`); a model that is itself a layer is replaced by what is returned.
-    where: (name, layer) -> whether to convert it; or by name one of `fp8.where.WHERE`:
+    where: (name, layer) -> whether to convert it, a bool; or by name one of `fp8.where.WHERE`:
     "hidden", the layers of the blocks that the model repeats, and "umup", those but the ones that
-    join the residual stream. None converts every layer.
+    join the residual stream. None converts every layer. A function of (module, name), as torchao's
+    filters are, is understood by its annotations or by the names of its arguments.
     rest: the recipe of the layers that ``where`` leaves alone, simulated where it has no kernels;
     None leaves them as they are.
     ``convert(model, "unit", where="umup", rest="bf16")`` is the scheme of u-muP.
@@ -190,36 +207,42 @@ def convert(
     converted as well; a gate that is no module keeps its factors as torch does.
     Products that are no layer's (attention, `@`) stay in high precision: `fp8.autocast` around
     the call of the model is for those.
-    Raises TypeError for what is not a module or is TorchScript, ValueError for an unknown recipe,
-    backend or where, for a lazy layer that has no weight yet, for "native" with a recipe that has
-    no kernels, and for ``rest`` with the layers of another library.
+    Warns with `RecipeWarning` where a recipe without scales ("unit") is given by name to layers
+    that are not unit-scaled, with `ConvertWarning` where no layer is chosen and converted.
+    Raises TypeError for what is not a module or is TorchScript, and where ``where`` gives no bool;
+    ValueError for an unknown recipe, backend or where, for a lazy layer that has no weight yet, for
+    "native" with a recipe that has no kernels, and for ``rest`` with the layers of another library.
 
     >>> import torch, fp8
-    >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), "unit")
+    >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
     >>> print(fp8.report(model))
     module  type    done       why
-    0       Linear  converted  unit, simulated: 4 is no multiple of 16
+    0       Linear  converted  tensor (auto: not unit-scaled), simulated: 4 is no multiple of 16
     <BLANKLINE>
     1 converted
     """
     check_module("convert", model)
     check_ready(model)
-    chosen, where = get_recipe(recipe), checked_where(where)
+    given, where = given_recipe(recipe), checked_where(where)
+    others = None if rest is None else given_recipe(rest)
     if backend in ADAPTERS:
-        return _adapt(model, chosen, ADAPTERS[backend], where, rest)
-    others = None if rest is None else get_recipe(rest)
-    backends = {chosen: checked_backend(backend, chosen, ADAPTERS)}
-    if others is not None:
-        backends.setdefault(others, "simulate" if why_not_recipe(others) else backend)
+        return _adapt(model, given or PLAIN, ADAPTERS[backend], where, rest)
+    first = checked_backend(backend, given or PLAIN, ADAPTERS)
+    second = "simulate" if why_not_recipe(others or PLAIN) else backend
     model = revert(model)
-    layers = _candidates(model, chosen.saved_activations is not None)
+    layers = _candidates(model, given is not None and given.saved_activations is not None)
     left = choose(where, model, layers)
     for name, module in layers.items():
-        plan = others if name in left else chosen
-        if plan is None or (why := _unfit(module, plan)):
-            vars(module)["fp8_why"] = left[name] if plan is None else why
+        if name in left and rest is None:
+            vars(module)["fp8_why"] = left[name]
             continue
-        _begin(module, plan, (backend, backends[plan]), left.get(name, ""))
+        asked, runs = (others, second) if name in left else (given, first)
+        if why := _unfit(module, asked or PLAIN):
+            vars(module)["fp8_why"] = why
+        else:
+            _begin(module, asked, (backend, runs), left.get(name, ""))
+    forget_looks(model)
+    _warn(model, [name for name in layers if name not in left])
     return expand(model)
 
 
@@ -244,12 +267,57 @@ def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, re
     return expand(adapter.convert(model, recipe, where=where))
 
 
-def _begin(module: nn.Module, recipe: Recipe, backends: tuple[str, str], why: str) -> None:
+def _begin(module: nn.Module, given: Recipe | None, backends: tuple[str, str], why: str) -> None:
+    recipe = given or auto_recipe(module)
     gain(module, _Converted)
-    values = (recipe, *backends, why, _is_transposed(module), alignment(recipe), 0)
+    values = (recipe, given, *backends, why, _is_transposed(module), alignment(recipe), 0)
     vars(module).update(zip(_SET, values, strict=True))
     if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
         remember(module, recipe)
+
+
+def _is_unit_scaled(module: nn.Module) -> bool:
+    """As the module itself says: `unit_scaling.parameter.TaggedModule`."""
+    return bool(getattr(module, "fp8_unit_scaled", False))
+
+
+def auto_recipe(module: nn.Module) -> Recipe:
+    """What "auto" is for a layer."""
+    return UNIT if _is_unit_scaled(module) else PLAIN
+
+
+def choose_recipes(model: nn.Module) -> None:
+    """Chooses anew for the layers that were converted under "auto": called by what makes a model
+    unit-scaled."""
+    for module in model.modules():
+        if isinstance(module, _Converted) and module.fp8_given is None:
+            vars(module)["fp8_recipe"] = auto_recipe(module)
+    forget_looks(model)
+
+
+def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
+    """Of layers whose recipe needs unit scaling, and of a conversion without layers. chosen: the
+    names that ``where`` has left to the recipe."""
+    found: list[tuple[str, Any]] = [
+        (name, layer) for name, layer in model.named_modules() if isinstance(layer, _Converted)
+    ]
+    plain = [
+        (name or "(model)", layer.fp8_given.name)
+        for name, layer in found
+        if layer.fp8_given and needs_unit_scale(layer.fp8_given) and not _is_unit_scaled(layer)
+    ]
+    if plain:
+        name, recipe = plain[0]
+        warn_once(RecipeWarning, _NOT_UNIT.format(recipe, len(plain), len(found), name), model)
+    if not found or not chosen:
+        warn_nothing(model, report(model))
+
+
+_NOT_UNIT = (
+    "recipe {!r}, given by name, casts without scales, and {} of {} converted layers are not "
+    'unit-scaled (the first is {!r}): their small weights and gradients become zero. Use "auto" '
+    '(the default) or "tensor", or unit_scale the model first'
+)
 
 
 def expand(model: M) -> M:
@@ -307,7 +375,10 @@ def report(model: nn.Module) -> Report[Row]:
 def _how(module: Any) -> str:
     """The recipe and, unless all is simulated, what computes the products of a converted layer."""
     recipe, backend = module.fp8_recipe, module.fp8_backend
-    name = f"{recipe.name} ({module.fp8_why})" if module.fp8_why else recipe.name
+    state = "unit-scaled" if _is_unit_scaled(module) else "not unit-scaled"
+    whys = ["" if module.fp8_given else f"{AUTO}: {state}", module.fp8_why]
+    why = "; ".join(filter(None, whys))
+    name = f"{recipe.name} ({why})" if why else recipe.name
     if isinstance(module, ACTIVATIONS):
         return (
             f"{name}, keeps {'bits' if isinstance(module, nn.ReLU) else recipe.saved_activations}"

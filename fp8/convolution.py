@@ -133,16 +133,17 @@ def _convolve(
     bias: Tensor | None,
     scales: Scales,
     geometry: tuple[Any, ...],
+    unit: bool,
 ) -> Tensor:
     """`_Convolution` of operands that are still to be cast."""
-    recipe = product_recipe()
+    recipe = product_recipe(unit)
     if recipe is None and torch.compiler.is_compiling():
         from .traced import apply as apply_in_graph
 
         function = "fp8.convolution._uncast_convolution"
         return apply_in_graph(function, x, weight, bias, scales, geometry)
     static = static_exponents(recipe, x, weight)
-    casts = casts_of(recipe, name=product_name("conv", weight), static=static)
+    casts = casts_of(recipe, name=product_name("conv", weight, recipe), static=static)
     casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
     held = shared(x, of_x, casts.a, casts.a_again)
@@ -220,14 +221,15 @@ def conv(
     groups: int = 1,
     *,
     scales: Scales = ONES,
+    unit: bool = False,
 ) -> Tensor:
     """``s_y * conv(input, weight) + bias`` in one, two or three dimensions.
 
     input: (batch, in, *size) or (in, *size). weight: (out, in / groups, *kernel). The number of
     dimensions of the weight says which convolution it is; the other arguments are those of
     `torch.nn.functional.conv1d`, conv2d and conv3d.
-    scales: as in `fp8.matmul.linear`, dtypes and errors too. The weight carries the scale, so a
-    scale that is not a power of two rounds it once more, in its own dtype. The recipe is that of
+    scales, unit: as in `fp8.matmul.linear`, dtypes and errors too. The weight carries the scale, so
+    a scale that is not a power of two rounds it once more, in its own dtype. The recipe is that of
     the enclosing `fp8.autocast`.
     """
     scales = check_scales(scales)
@@ -239,7 +241,7 @@ def conv(
         raise ValueError(f"padding='same' needs stride 1, got {stride!r}")
     x, margins = _padded(x, weight, padding, steps)
     geometry = (strides, margins, steps, False, [0] * dims, groups)
-    y = _convolve(x, weight, bias, scales, geometry)
+    y = _convolve(x, weight, bias, scales, geometry, unit)
     return y if input.dim() == dims + 2 else y.squeeze(0)
 
 
@@ -254,11 +256,12 @@ def conv_transpose(
     dilation: Ints = 1,
     *,
     scales: Scales = ONES,
+    unit: bool = False,
 ) -> Tensor:
     """``s_y * conv_transpose(input, weight) + bias`` in one, two or three dimensions.
 
     weight: (in, out / groups, *kernel). The other arguments are those of
-    `torch.nn.functional.conv_transpose1d`, 2d and 3d; scales as in `conv`.
+    `torch.nn.functional.conv_transpose1d`, 2d and 3d; scales and unit as in `conv`.
     """
     scales = check_scales(scales)
     dims = _dims(input, weight)
@@ -273,5 +276,5 @@ def conv_transpose(
         )
     )
     geometry = (steps, margins, stretch, True, extra, groups)
-    y = _convolve(x, weight, bias, scales, geometry)
+    y = _convolve(x, weight, bias, scales, geometry, unit)
     return y if input.dim() == dims + 2 else y.squeeze(0)

@@ -37,7 +37,7 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
         return y
     if not is_whole(recipe):
         return "a scale by rows or blocks needs one axis to sum over; write products of two"
-    cast, name = recipe.input, product_name("einsum")
+    cast, name = recipe.input, product_name("einsum", None, recipe)
     *of, of_grad = histories(recipe, "einsum", operands[0], *[cast] * len(operands), recipe.grad)
     operands = [
         cast_forward(t, cast, -1, history, name, f"input {i}", exponent)
@@ -53,10 +53,11 @@ def as_matmul(
     *,
     scales: Scales = ONES,
     static: Exponents | None = None,
+    unit: bool = False,
 ) -> Tensor | None:
     """The value of an equation that is one product of matrices, else None.
 
-    scales, static: as in `fp8.matmul.matmul`.
+    scales, static, unit: as in `fp8.matmul.matmul`.
     """
     if len(operands) != 2:
         return None
@@ -80,6 +81,7 @@ def as_matmul(
         right.reshape(*right.shape[:head], k, n),
         scales=scales,
         static=static,
+        unit=unit,
     )
     y = y.reshape((*y.shape[:head], *[size[c] for c in (*rows, *columns)]))
     order = [*batch, *rows, *columns]

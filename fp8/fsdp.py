@@ -19,16 +19,17 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from .casting import static_scale
-from .convert import LAYERS
+from .convert import LAYERS, auto_recipe
 from .formats import get_format
 from .moments import decode
 from .operands import static_exponent
 from .optim_state import PARTS, parameters_of, read
 from .quantize import quantize
-from .recipe import Cast, Recipe, get_recipe
+from .recipe import AUTO, Cast, Recipe, given_recipe
 from .report import LEFT_ALONE, Report, Row
 from .scaling import scale_of
 from .subclass import bare_class, check_module
+from .where import checked_function
 
 __all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
 
@@ -40,15 +41,15 @@ SCALINGS = ("unit", "tensor")
 
 def gather_in_fp8(
     model: nn.Module,
-    recipe: str | Recipe = "unit",
+    recipe: str | Recipe = AUTO,
     *,
     where: Callable[[str, nn.Module], bool] | None = None,
 ) -> Report[Row]:
     """Has FSDP2 send the weights of ``model`` rounded as ``recipe`` casts weights. Call it before
     `fully_shard`.
 
-        model = fp8.convert(model, "unit")
-        gather_in_fp8(model, "unit")
+        model = fp8.convert(model)
+        gather_in_fp8(model)
         fully_shard(model)
 
     The weights of linear layers and convolutions (`fp8.convert.LAYERS`) are sent as FP8 and used,
@@ -58,7 +59,8 @@ def gather_in_fp8(
     and its optimizer a weight is a plain tensor or DTensor of its dtype, and keeps its attributes:
     the tags of u-muP.
 
-    recipe: its cast of the weight must be to a format of torch's, scaled by "unit" or "tensor". For
+    recipe: its cast of the weight must be to a format of torch's, scaled by "unit" or "tensor";
+    "auto" is the one or the other for each layer, as in `fp8.convert`. For
     "tensor", each weight needs its largest magnitude over all shards: call `update_scales` after
     each optimizer step, or every gathering of a weight waits for an all-reduce of one number.
     where: (name, layer) -> whether to; None is every layer.
@@ -68,8 +70,9 @@ def gather_in_fp8(
     module, ValueError for a recipe with another cast and for a model that is sharded already.
     """
     check_module("gather_in_fp8", model)
-    chosen = get_recipe(recipe)
-    cast = _checked(chosen)
+    given, where = given_recipe(recipe), checked_function(where)
+    if given is not None:
+        _checked(given)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(f"{name} is sharded: call gather_in_fp8 before fully_shard")
@@ -84,6 +87,7 @@ def gather_in_fp8(
         if not why_not and where is not None and not where(name, module):
             why_not = "not chosen"
         if not why_not:
+            cast = _checked(given or auto_recipe(module))
             if id(weight) not in replaced:
                 replaced[id(weight)] = _wrapped(weight, cast)
             module.register_state_dict_post_hook(_as_plain)

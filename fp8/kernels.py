@@ -17,6 +17,7 @@ from .casting import Spec, format_of, rotated, static_scale, untiled
 from .quantize import quantize
 from .scaled_tensor import plain
 from .scaling import delayed_scale, scale_of, scaled_tiles, unit_of
+from .tally import observe
 
 __all__ = [
     "ALIGNMENT",
@@ -165,7 +166,7 @@ def store(
     Scales by tiles are filled up with zeros to what the kernel takes.
     """
     format = format_of(spec)
-    _, rule, tile, margin, rounding, overflow, random_bits, hadamard, _ = spec
+    _, rule, tile, margin, rounding, overflow, random_bits, hadamard, label = spec
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     x = plain(rotated(plain(x), hadamard, axis) if hadamard else x, torch.float32)
     if rule is None:
@@ -184,7 +185,10 @@ def store(
             scale = scale.squeeze(dims)
             return _tiled(*((y, scale) if axis == -1 else (y.mT, scale.mT)), unit, spec)
         x = x / scale
-    y = quantize(x, format, **how).to(format.dtype)
+    numbers = quantize(x, format, **how)
+    if label and rule is None:
+        observe(label, x, numbers, None, format)
+    y = numbers.to(format.dtype)
     return Stored(y, scale) if axis == -1 else Stored(y.mT, scale.mT if scale.dim() else scale)
 
 

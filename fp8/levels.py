@@ -19,7 +19,7 @@ from .convert import LAYERS, check_ready, convert
 from .level_optimizer import settings_of, take_over
 from .names import check_name
 from .optim import AdamW
-from .recipe import Recipe, get_recipe
+from .recipe import AUTO, Recipe, given_recipe
 from .scaled_tensor import DTYPES, ScaledTensor
 from .scaled_weights import SHARDED, scale_weights
 from .subclass import check_module
@@ -74,17 +74,17 @@ LEVELS: dict[str, Level] = {
 
 @overload
 def initialize(
-    model: M, optimizer: None = None, opt_level: str = "O2", recipe: str | Recipe | None = "unit"
+    model: M, optimizer: None = None, opt_level: str = "O2", recipe: str | Recipe | None = AUTO
 ) -> tuple[M, AdamW]: ...
 @overload
 def initialize(
-    model: M, optimizer: Opt, opt_level: str = "O2", recipe: str | Recipe | None = "unit"
+    model: M, optimizer: Opt, opt_level: str = "O2", recipe: str | Recipe | None = AUTO
 ) -> tuple[M, Opt]: ...
 def initialize(
     model: M,
     optimizer: Optimizer | None = None,
     opt_level: str = "O2",
-    recipe: str | Recipe | None = "unit",
+    recipe: str | Recipe | None = AUTO,
 ) -> tuple[M, Optimizer]:
     """``model`` and ``optimizer`` at a level: MS-AMP's call. Both are changed in place.
 
@@ -100,7 +100,8 @@ def initialize(
     `fp8.optim` with its arithmetic, which steps in float32, and skips and counts
     (``skipped_steps``) a step with a gradient that is not finite.
     opt_level: a name in `LEVELS`.
-    recipe: of the products, for `fp8.convert`; None leaves them as they are.
+    recipe: of the products, for `fp8.convert`: "auto" is "unit" for layers that are unit-scaled and
+    "tensor" for all others. None leaves them as they are.
 
     Wrap the model in DistributedDataParallel, and compile it, afterwards; at O3 with the same
     weights in all processes, since those that are sent then are in e4m3. state_dicts hold plain
@@ -118,7 +119,8 @@ def initialize(
     ('e4m3', torch.float32)
     """
     level = _level(opt_level)
-    chosen = None if recipe is None else get_recipe(recipe)
+    if recipe is not None:
+        given_recipe(recipe)
     _check_model(model)
     if optimizer is None:
         optimizer = AdamW(model.parameters())
@@ -127,8 +129,8 @@ def initialize(
     trained = _trained(model, optimizer)
     weights = [p for p in _covered(model) if p in trained]
     settings_of(optimizer, level.formats)
-    if chosen is not None:
-        convert(model, chosen)  # refuses what it cannot do before it changes anything
+    if recipe is not None:
+        convert(model, recipe)  # refuses what it cannot do before it changes anything
     replaced = scale_weights(model, weights, level.weight, level.grad)
     take_over(optimizer, level.formats, replaced)
     return model, optimizer

@@ -28,7 +28,7 @@ from .kept import Held, keep, kept, shared
 from .operands import Casts, Exponents, casts_of, one_copy, with_copies
 from .quantize import refuse_nested
 from .recipe import Recipe
-from .tally import product_name
+from .tally import is_sampled, product_name
 
 __all__ = ["linear", "matmul"]
 
@@ -175,13 +175,15 @@ def _multiply(
 
         return apply_in_graph("fp8.matmul._uncast", a, b, bias, *scales)
     kind = "linear" if layer else "matmul"
-    name = product_name(kind, b if layer else None)  # what is sampled is simulated
+    name = product_name(kind, b if layer else None, recipe)
     casts = casts_of(recipe, layer, name, static)
     of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
     held = shared(a, of_a, casts.a, casts.a_again)
-    if recipe is not None and not name and native.takes(backend, a, b):
+    sampled = is_sampled(name)  # what is sampled is simulated
+    if recipe is not None and not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
-        if kinds := native.kernels(backend, a, b, casts, like.dtype):
+        unnamed = casts_of(recipe, layer, static=static) if name else casts
+        if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
             return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, held)
     first, second, casts = with_copies(a, b, casts)
     x, scale_x = rounded(a, casts.a, -1, of_a)
@@ -223,6 +225,7 @@ def linear(
     recipe: Recipe | None = None,
     backend: str = "simulate",
     static: Exponents | None = None,
+    unit: bool = False,
 ) -> Tensor:
     """``s_y * input @ weight.T + bias``, with a scale of its own for each gradient.
 
@@ -232,7 +235,8 @@ def linear(
     scales: (s_y, s_dx, s_dw); the bias gradient is s_dw times the sum of the output's gradient,
     which no cast has touched. Integers are not scaled, complex numbers not cast.
     recipe: the casts of the operands; None takes the recipe, and the backend, of the enclosing
-    `fp8.autocast`. backend: as there.
+    `fp8.autocast`. backend: as there. unit: whether the tensors are unit-scaled: what the recipe
+    "auto" of that block asks.
     static: (e_x, e_w): a cast without a rule for scales (recipe "unit") has the scale 2**e_x for
     the input, 2**e_w for the weight, in all products that the operand is in; None takes those of
     the enclosing `fp8.active.with_static`, and 0. A cast that finds its scale does not read it.
@@ -240,7 +244,7 @@ def linear(
     rounded to it once) and then to autocast's dtype.
     Raises ValueError for shapes that do not fit.
     """
-    recipe, backend = chosen(recipe, backend)
+    recipe, backend = chosen(recipe, backend, unit)
     scales = check_scales(scales)
     static = static_exponents(recipe, input, weight) if static is None else static
     if recipe is not None:
@@ -271,13 +275,14 @@ def matmul(
     recipe: Recipe | None = None,
     backend: str = "simulate",
     static: Exponents | None = None,
+    unit: bool = False,
 ) -> Tensor:
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
-    scales: (s_y, s_dleft, s_dright). Both operands are cast as the recipe's input, in the gradient
-    of the right one as its grad_weight says; otherwise as `linear`.
+    scales: (s_y, s_dleft, s_dright). unit: as in `linear`. Both operands are cast as the recipe's
+    input, in the gradient of the right one as its grad_weight says; otherwise as `linear`.
     """
-    recipe, backend = chosen(recipe, backend)
+    recipe, backend = chosen(recipe, backend, unit)
     scales = check_scales(scales)
     static = static_exponents(recipe, left, right) if static is None else static
     if left.dim() == 0 or right.dim() == 0:

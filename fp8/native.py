@@ -190,7 +190,7 @@ def _first(y: Tensor, rows: int) -> Tensor:
 
 def _again(x: Tensor, stored: Stored, spec: Spec, other: Spec) -> Stored | None:
     """``x`` for a product along its other axis; None where ``stored``, of one scale, serves."""
-    one = spec == other and not stored.scale.dim()
+    one = spec[:-1] == other[:-1] and not stored.scale.dim()
     return None if one else store(x, other, -2)
 
 

@@ -222,7 +222,7 @@ def _bilinear(
         )
     casts = (recipe.input, recipe.input, recipe.weight)
     *of, of_grad = histories(recipe, "bilinear", input1, *casts, recipe.grad)
-    name, roles = product_name("bilinear", weight), ("input 1", "input 2", "weight")
+    name, roles = product_name("bilinear", weight, recipe), ("input 1", "input 2", "weight")
     static = static_exponents(recipe, input1, input2, weight)
     operands = zip((input1, input2, weight), casts, of, roles, static, strict=True)
     rounded = [cast_forward(t, cast, -1, h, name, role, e) for t, cast, h, role, e in operands]

@@ -14,7 +14,10 @@ from .quantize import OVERFLOWS
 from .rounding import ROUNDINGS
 from .scaling import RULES, SCALINGS
 
-__all__ = ["RECIPES", "Cast", "Recipe", "get_recipe"]
+__all__ = ["AUTO", "RECIPES", "Cast", "Recipe", "get_recipe", "given_recipe", "needs_unit_scale"]
+
+AUTO = "auto"
+"""In place of a recipe: "unit" for what is unit-scaled, "tensor" for all else."""
 
 
 def _check(what: str, got: object, allowed: Iterable[str]) -> None:
@@ -28,12 +31,20 @@ def _check_int(what: str, got: object, low: int, high: int) -> None:
         raise ValueError(f"{what} must be {low} to {high}, got {got!r}")
 
 
-def _check_keys(what: str, got: Mapping[str, Any], allowed: Iterable[str]) -> None:
+def _check_keys(
+    what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
+) -> None:
     names = tuple(allowed)
     if not isinstance(got, Mapping):
         raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
     for key in got:
         _check(f"key of a {what}", key, names)
+    missing = [key for key in needed if key not in got]
+    if missing:
+        raise ValueError(
+            f"a {what} needs the keys {', '.join(map(repr, needed))}; got "
+            f"{', '.join(map(repr, got)) or 'none'}, without {', '.join(map(repr, missing))}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +165,12 @@ class Cast:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Cast:
-        """The Cast that `to_dict` wrote. Raises as Cast, and ValueError for an unknown key."""
-        _check_keys("Cast", values, (field.name for field in fields(Cast)))
+        """The Cast that `to_dict` wrote; keys other than "format" and "scaling" may be left out.
+
+        Raises as Cast, and ValueError for an unknown or a missing key.
+        """
+        names = (field.name for field in fields(Cast))
+        _check_keys("Cast", values, names, ("format", "scaling"))
         values = dict(values)
         if isinstance(values.get("format"), Mapping):
             given = dict(values["format"])
@@ -208,6 +223,9 @@ class Recipe:
     grad_weight_grad: Cast | str | None = SAME
     grad_weight_input: Cast | str | None = SAME
 
+    unscaled: ClassVar[bool] = False
+    """Of an instance: whether it casts an operand as it is, without a scale."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"Recipe.name must be a name, not {self.name!r}")
@@ -230,6 +248,8 @@ class Recipe:
             if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
                 needs = "no rotation" if product == "forward" else "both operands rotated or none"
                 raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
+        unscaled = any(cast is not None and cast.rule is None for cast in self.casts)
+        object.__setattr__(self, "unscaled", unscaled)
 
     @property
     def overrides(self) -> dict[str, Cast | None]:
@@ -241,6 +261,11 @@ class Recipe:
     def keeps_history(self) -> bool:
         """Whether it needs an `fp8.AmaxHistory`."""
         return any(cast is not None and cast.history for cast in (*self.forward, self.grad))
+
+    @property
+    def casts(self) -> tuple[Cast | None, ...]:
+        """Those of all operands of the three products."""
+        return (*self.forward, *self.grad_input, *self.grad_weight)
 
     @property
     def forward(self) -> Pair:
@@ -267,8 +292,13 @@ class Recipe:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
-        """The recipe that `to_dict` wrote. Raises as Recipe, and ValueError for an unknown key."""
-        _check_keys("Recipe", values, (field.name for field in fields(Recipe)))
+        """The recipe that `to_dict` wrote. Keys other than "name", "input", "weight" and "grad" may
+        be left out; an operand that is not cast is None (null in JSON).
+
+        Raises as Recipe, and ValueError for an unknown or a missing key.
+        """
+        names = (field.name for field in fields(Recipe))
+        _check_keys("Recipe", values, names, ("name", *_OPERANDS))
         read: dict[str, Any] = {
             k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
         }
@@ -373,10 +403,31 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
     """The recipe of that name; a Recipe is returned as it is.
 
     Raises ValueError, with the names there are, for another, and TypeError for what is neither.
+    "auto" is no recipe but a choice between two, which needs a model: ValueError.
     """
+    if recipe == AUTO:
+        raise ValueError(
+            'recipe "auto" is "unit" or "tensor", as the model is unit-scaled or not: give it to '
+            f"a function that takes a model; here choose one of {', '.join(map(repr, RECIPES))}"
+        )
+    return _known(recipe, RECIPES)
+
+
+def given_recipe(recipe: str | Recipe) -> Recipe | None:
+    """`get_recipe`; None for "auto", whose choice is made where the product is known."""
+    return None if recipe == AUTO else _known(recipe, (AUTO, *RECIPES))
+
+
+def _known(recipe: str | Recipe, names: Iterable[str]) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(f"a recipe must be a name or a Recipe, not {type(recipe).__name__}")
-    _check("recipe", recipe, RECIPES)
+    _check("recipe", recipe, names)
     return RECIPES[recipe]
+
+
+def needs_unit_scale(recipe: Recipe) -> bool:
+    """Whether it casts an operand to 8 bits or fewer as it is, without a scale."""
+    casts = (cast for cast in recipe.casts if cast is not None)
+    return any(cast.rule is None and get_format(cast.format).bits <= 8 for cast in casts)

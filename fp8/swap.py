@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .pitfalls import ConvertWarning, warn_once
 from .report import LEFT_ALONE, Report, Row
 from .subclass import Gained, bare_class
 
@@ -22,6 +23,7 @@ __all__ = [
     "is_replacement",
     "shared",
     "swap",
+    "warn_nothing",
     "why_not_exact",
     "why_quantized",
 ]
@@ -91,7 +93,22 @@ def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> n
     model = replacements.get(id(model), model)
     if adapter:
         vars(model)[_ADAPTED] = Adapted(adapter, Report(rows))
+        if not replacements:
+            warn_nothing(model, rows)
     return model
+
+
+def warn_nothing(model: nn.Module, rows: Iterable[Row]) -> None:
+    """Warns that no layer of ``model`` was chosen and converted. rows: of its report."""
+    whys = Counter(row.why for row in rows if row.left_alone or row.why)
+    found = "; ".join(f"{why} ({count})" for why, count in whys.most_common())
+    warn_once(
+        ConvertWarning,
+        f"no layer of the {bare_class(model).__name__} was chosen and converted. Its layers: "
+        f"{found or 'none has a weight'}. A where= is called as where(name, layer), with names "
+        "as in fp8.report(model)",
+        model,
+    )
 
 
 def _take_over(new: nn.Module, old: nn.Module, *, carry: bool) -> None:

@@ -9,7 +9,9 @@ part, and one that widens it ends that.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -18,7 +20,7 @@ from .names import check_name
 from .subclass import bare_class
 from .swap import Where
 
-__all__ = ["WHERE", "checked_where", "choose"]
+__all__ = ["WHERE", "checked_function", "checked_where", "choose"]
 
 Layers = Mapping[str, nn.Module]
 """Name -> layer, in the order of the model."""
@@ -63,14 +65,96 @@ WHERE: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
 """Name -> (model, its layers by name) -> those to leave alone, name -> reason."""
 
 
-def checked_where(where: str | Where | None) -> str | Where | None:
-    """``where``. Raises ValueError for a name that is not in `WHERE`, TypeError for what is neither
-    a name nor a function nor None."""
+def checked_where(where: Any) -> str | Where | None:
+    """``where``, a function as one of (name, layer) that gives a bool.
+
+    A function of (layer, name) is told by the annotations of its arguments or by their names, one
+    whose arguments say neither by being called: with (layer, name) where (name, layer) raises an
+    AttributeError or TypeError, or chooses nothing.
+    Raises ValueError for a name that is not in `WHERE`, TypeError for what is neither a name nor a
+    function of two arguments nor None.
+    """
     if isinstance(where, str):
         check_name("where", where, WHERE)
-    elif not (where is None or callable(where)):
+        return where
+    if where is None or isinstance(where, _Checked):
+        return where
+    if not callable(where):
         raise TypeError(f"where is a {type(where).__name__}; give a name or (name, layer) -> bool")
-    return where
+    return _Checked(where, _turns(where))
+
+
+def checked_function(where: Any) -> Where | None:
+    """`checked_where`, for a function or None. Raises TypeError for a name."""
+    if isinstance(where, str):
+        raise TypeError(f"where={where!r} is a name; here give (name, layer) -> bool")
+    found: Any = checked_where(where)
+    return found
+
+
+class _Checked:
+    """A function of name and layer, called in the order that it takes. turned: whether that is
+    (layer, name); None where that is still to be seen."""
+
+    def __init__(self, function: Callable[..., Any], turned: bool | None) -> None:
+        self.function = function
+        self.turned = turned
+
+    def __call__(self, name: str, layer: nn.Module) -> bool:
+        if self.turned is None:
+            answer = self._first(name, layer)
+        else:
+            answer = self.function(*((layer, name) if self.turned else (name, layer)))
+        if not isinstance(answer, bool):
+            raise TypeError(
+                f"where must return a bool, got {answer!r} for layer {name!r}: wrap it in bool()"
+            )
+        return answer
+
+    def _first(self, name: str, layer: nn.Module) -> Any:
+        try:
+            answer = self.function(name, layer)
+        except (AttributeError, TypeError):
+            answer = self.function(layer, name)
+            self.turned = True
+        return answer
+
+
+_NAME = frozenset("name fqn path key module_name layer_name mod_name".split())
+_LAYER = frozenset("module layer mod m child submodule linear".split())
+
+
+def _turns(where: Callable[..., Any]) -> bool | None:
+    """Whether a function takes (layer, name), as its arguments say; None where they do not."""
+    try:
+        found = inspect.signature(where)
+    except (TypeError, ValueError):  # of C
+        return None
+    try:
+        found.bind("", None)
+    except TypeError as error:
+        raise TypeError(f"where is called as where(name, layer); {where!r}: {error}") from None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    told = [_about(p) for p in found.parameters.values() if p.kind in kinds][:2]
+    if "layer" in told[:1] or "name" in told[1:]:
+        if told in (["layer", "layer"], ["name", "name"]):
+            return None
+        return True
+    return False if "name" in told[:1] or "layer" in told[1:] else None
+
+
+def _about(parameter: inspect.Parameter) -> str:
+    """Whether an argument is said to be a "name" or a "layer"; "" where it is not."""
+    hint = parameter.annotation
+    text = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
+    if text == "str":
+        return "name"
+    if text.rpartition(".")[2] == "Module" or (
+        isinstance(hint, type) and issubclass(hint, nn.Module)
+    ):
+        return "layer"
+    word = parameter.name.strip("_").lower()
+    return "name" if word in _NAME else "layer" if word in _LAYER else ""
 
 
 def choose(where: str | Where | None, model: nn.Module, layers: Layers) -> dict[str, str]:
@@ -83,7 +167,12 @@ def choose(where: str | Where | None, model: nn.Module, layers: Layers) -> dict[
     if isinstance(where, str):
         layers = {name: layer for name, layer in layers.items() if list(layer.parameters())}
         return {name: f"{where}: {why}" for name, why in WHERE[where](model, layers).items()}
-    return {name: "not chosen" for name, layer in layers.items() if not where(name, layer)}
+    left = [name for name, layer in layers.items() if not where(name, layer)]
+    if len(left) == len(layers) and isinstance(where, _Checked) and where.turned is None:
+        with suppress(AttributeError, TypeError):  # perhaps it takes (layer, name)
+            turned = _Checked(where.function, True)
+            left = [name for name, layer in layers.items() if not turned(name, layer)]
+    return dict.fromkeys(left, "not chosen")
 
 
 def _within(name: str, block: str) -> bool:

@@ -9,7 +9,7 @@ fp8.names <- fp8.formats, fp8.where, fp8.adapters
 fp8.formats, fp8.function, fp8.random_bits, fp8.rounding <- fp8.quantize <- fp8.scaling
 fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor
-fp8.formats <- fp8.tally <- fp8.casting
+fp8.pitfalls, fp8.recipe <- fp8.tally <- fp8.casting
 fp8.recipe, fp8.scaled_tensor <- fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
 fp8.checkpoint, fp8.native <- fp8.active <- fp8.matmul
 fp8.operands <- fp8.matmul
@@ -22,6 +22,7 @@ fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.
 fp8.activations, fp8.products, fp8.history <- fp8.autocast
 fp8.report, fp8.subclass <- fp8.swap <- fp8.where
 fp8.autocast, fp8.where <- fp8.convert
+fp8.where <- fp8.adapters.torchao, fp8.adapters.transformer_engine
 fp8.autocast, fp8.report, fp8.subclass <- fp8.stats
 
 fp8.function <- fp8.layer_norm2d_kernels <- fp8.layer_norm2d

@@ -156,6 +156,10 @@ class TaggedModule(nn.Module):
     #: Name of a parameter -> its tags.
     mup_tags: dict[str, Tags]
 
+    #: What `fp8` asks where a recipe is "auto": whether the operands and gradients of the module's
+    #: products have RMS 1.
+    fp8_unit_scaled: bool = True
+
     def tag_parameters(self, **types: MupType) -> None:
         """Tags the parameters of these names, as far as the module has them."""
         self.mup_tags = {name: Tags(mup_type) for name, mup_type in types.items()}

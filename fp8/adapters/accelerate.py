@@ -17,9 +17,10 @@ from ..active import BACKENDS
 from ..convert import ADAPTERS, convert, expand, revert
 from ..levels import initialize
 from ..names import check_name
-from ..recipe import Recipe
+from ..recipe import AUTO, Recipe
 from ..subclass import check_module
 from ..swap import Where
+from ..where import checked_function
 from . import msamp, need
 from .te_recipe import delayed_scaling, format_of, te_recipe
 
@@ -51,7 +52,7 @@ def prepare(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *others: Any,
-    recipe: Any = "unit",
+    recipe: Any = AUTO,
     backend: str = "auto",
     opt_level: str | None = None,
     where: str | Where | None = None,
@@ -63,8 +64,9 @@ def prepare(
     ``accelerator.prepare``; so is the optimizer where None is given. Returns all in their order.
     Checkpoints are those of Accelerate (``save_state``).
 
-    recipe: of ours, by name or not; or one of Accelerate's: TERecipeKwargs ("transformer_engine"),
-    AORecipeKwargs ("torchao"), MSAMPRecipeKwargs ("msamp"), each for the backend that it names.
+    recipe: of ours, as in `fp8.convert`; or one of Accelerate's, each for the backend that it
+    names: TERecipeKwargs ("transformer_engine"), AORecipeKwargs ("torchao"), MSAMPRecipeKwargs
+    ("msamp").
     backend: as in `fp8.convert`, or "msamp", which is `fp8.adapters.msamp.initialize`.
     opt_level: one of `fp8.levels.LEVELS`; None: none of them ("O2" for "msamp"). With the layers of
     TransformerEngine, "O1" and "O2" are about the states of the optimizer: weights and gradients
@@ -143,7 +145,7 @@ def _plan(
         raise ValueError(f"{kind} is for backend {wanted!r}, got {backend!r}")
     if wanted == "msamp":
         level = opt_level or recipe.opt_level or "O2"
-        return _Plan(recipe="tensor", backend=wanted, opt_level=level, where=where, options={})
+        return _Plan(recipe=AUTO, backend=wanted, opt_level=level, where=where, options={})
     options: dict[str, Any] = {}
     if wanted == "transformer_engine":
         chosen = _te(recipe)
@@ -151,6 +153,7 @@ def _plan(
     else:
         chosen = _ao(accelerator, recipe)
         where = _ao_where(model, recipe.module_filter_func, where)
+    where = checked_function(where)
     return _Plan(recipe=chosen, backend=wanted, opt_level=opt_level, where=where, options=options)
 
 

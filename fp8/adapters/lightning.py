@@ -22,7 +22,7 @@ from ..active import checked_backend
 from ..convert import ADAPTERS, convert
 from ..history import histories
 from ..names import check_name
-from ..recipe import Recipe, get_recipe
+from ..recipe import AUTO, RECIPES, Recipe, given_recipe
 from ..swap import Where
 from . import need
 
@@ -39,7 +39,7 @@ PRECISIONS = {
 
 
 def FP8Precision(
-    recipe: str | Recipe = "unit",
+    recipe: str | Recipe = AUTO,
     *,
     precision: str = "32-true",
     backend: str = "auto",
@@ -73,7 +73,7 @@ def FP8Precision(
 
 
 def FP8FabricPrecision(
-    recipe: str | Recipe = "unit",
+    recipe: str | Recipe = AUTO,
     *,
     precision: str = "32-true",
     backend: str = "auto",
@@ -116,7 +116,7 @@ def _blank(base: Any, of_trainer: bool) -> Any:
 
 
 class _Converting:
-    """What is ours of the plugins. recipe: of the model that they convert."""
+    """What is ours of the plugins. recipe: of the model that they convert, or "auto"."""
 
     _of_trainer: bool
     _base: Any
@@ -124,11 +124,12 @@ class _Converting:
     def __init__(
         self, recipe: str | Recipe, precision: str, how: tuple[Any, Any, Any], options: Any
     ) -> None:
-        self.recipe = get_recipe(recipe)
+        known = given_recipe(recipe)
+        self.recipe = known or AUTO
         self._how = dict(zip(("backend", "where", "rest"), how, strict=True))
         self._model: nn.Module | None = None
         if self._how["backend"] not in ADAPTERS:
-            checked_backend(self._how["backend"], self.recipe, ADAPTERS)
+            checked_backend(self._how["backend"], known or RECIPES["tensor"], ADAPTERS)
         if PRECISIONS[precision] == "MixedPrecision":
             found = torch.accelerator.current_accelerator(check_available=True)
             options = {"device": "cpu" if found is None else found.type, **options}
@@ -159,7 +160,7 @@ class _Converting:
 
     def state_dict(self) -> dict[str, Any]:
         """That of Lightning's plugin, the recipe and the histories."""
-        ours: dict[str, Any] = {"recipe": self.recipe.to_dict()}
+        ours: dict[str, Any] = {"recipe": self._in_force()}
         if self._model is not None:
             ours["histories"] = _copies(self._model)
         return {**super().state_dict(), "fp8": ours}  # type: ignore[misc]
@@ -169,13 +170,23 @@ class _Converting:
         rest = dict(state_dict)
         ours = rest.pop("fp8", {})
         super().load_state_dict(rest)  # type: ignore[misc]
-        if "recipe" in ours and ours["recipe"] != self.recipe.to_dict():
-            was, now = ours["recipe"]["name"], self.recipe.name
+        runs = self._in_force()
+        trained = ours.get("recipe", runs)
+        was, now = trained["name"], runs["name"]
+        if trained != runs and AUTO not in (was, now):
             warnings.warn(
                 f"the checkpoint was trained under the recipe {was!r}, goes on under {now!r}",
                 stacklevel=2,
             )
         self._remember(ours.get("histories", {}))
+
+    def _in_force(self) -> dict[str, Any]:
+        """The recipe as a dict; under "auto" that of the layers, if all have the same."""
+        if isinstance(self.recipe, Recipe):
+            return self.recipe.to_dict()
+        modules = [] if self._model is None else self._model.modules()
+        found = {r for m in modules if (r := getattr(m, "fp8_recipe", None)) is not None}
+        return found.pop().to_dict() if len(found) == 1 else {"name": AUTO}
 
     @torch.no_grad()
     def _remember(self, known: dict[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from .. import levels
-from ..recipe import Recipe
+from ..recipe import AUTO, Recipe
 from ..report import note
 from . import need, probe
 
@@ -26,15 +26,16 @@ def initialize(
     opt_level: str = "O1",
     use_te: bool = False,
     *,
-    recipe: str | Recipe | None = "tensor",
+    recipe: str | Recipe | None = AUTO,
 ) -> tuple[nn.Module, Optimizer]:
     """``msamp.initialize``, and `fp8.initialize` where that cannot be. Returns (model, optimizer).
 
     opt_level: "O1" or "O2", or "O3", which MS-AMP has for DeepSpeed only: ours is taken.
     use_te: the model has layers of TransformerEngine, which compute their own products in FP8: no
     recipe is set, whatever ``recipe`` is. Where the level is ours, their weights stay as they are.
-    recipe: of the products, where the level is ours; "tensor" is the nearest to MS-AMP's, None
-    leaves them as they are.
+    recipe: of the products, where the level is ours, as in `fp8.initialize`: "tensor", which "auto"
+    is for a model that is not unit-scaled, is the nearest to MS-AMP's; None leaves them as they
+    are.
     Which of the two it was, and why, is a line in `fp8.report`. MS-AMP itself is not taken for an
     AdamW: since torch made it a subclass of Adam, MS-AMP 0.4 takes it for Adam, whose weight decay
     is another.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipe import RECIPES, Cast, Recipe, get_recipe
+from ..recipe import RECIPES, Cast, Recipe, given_recipe
 from . import need
 
 __all__ = ["delayed_scaling", "format_of", "scale_of_one", "te_recipe"]
@@ -204,11 +204,11 @@ def te_recipe(recipe: str | Recipe) -> Any:
 
     "delayed" becomes DelayedScaling, "tensor" Float8CurrentScaling, "block" Float8BlockScaling,
     "mxfp8" MXFP8BlockScaling, "nvfp4" NVFP4BlockScaling, and "unit" DelayedScaling whose scales are
-    always 1. DelayedScaling scales by fp8_max / amax, where the usual rule of ours rounds that to a
-    power of two.
+    always 1; "auto" is "tensor". DelayedScaling scales by fp8_max / amax, where the usual rule of
+    ours rounds that to a power of two.
     Raises ValueError for what TransformerEngine has no recipe for.
     """
-    chosen = get_recipe(recipe)
+    chosen = given_recipe(recipe) or RECIPES["tensor"]
     if dataclasses.replace(chosen, name="nvfp4") == RECIPES["nvfp4"]:
         return _nvfp4()
     cast, grad = chosen.input, chosen.grad

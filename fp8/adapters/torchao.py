@@ -11,9 +11,10 @@ from torch import nn
 
 from ..formats import get_format
 from ..kernels import ALIGNMENT, why_not_device
-from ..recipe import RECIPES, Cast, Recipe, get_recipe
+from ..recipe import AUTO, RECIPES, Cast, Recipe, given_recipe
 from ..subclass import bare_class, gain
 from ..swap import Where, forget, inside_attention, swap, why_not_exact
+from ..where import checked_function
 from . import need
 from .padding import Padded
 
@@ -35,11 +36,11 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
     Raises ValueError for what torchao has no configuration for, and for "mxfp8" in versions that
     do not have it.
     """
-    chosen = get_recipe(recipe)
+    chosen = given_recipe(recipe) or RECIPES["tensor"]
     if dataclasses.replace(chosen, name="mxfp8") == RECIPES["mxfp8"]:
         return _mx_config(emulate)
     lib = need("torchao")
-    rules = {cast.rule for cast in _casts(chosen) if cast is not None}
+    rules = {cast.rule for cast in chosen.casts if cast is not None}
     config = importlib.import_module("torchao.float8.config")
     known = rules in ({"up"}, {"exact"}) and chosen.saved_activations is None
     if not known:
@@ -57,10 +58,6 @@ def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
         pad_inner_dim=True,
         emulate=emulate,
     )
-
-
-def _casts(recipe: Recipe) -> tuple[Cast | None, ...]:
-    return (*recipe.forward, *recipe.grad_input, *recipe.grad_weight)
 
 
 def _unknown(recipe: Recipe) -> str:
@@ -102,7 +99,7 @@ def _mx_config(emulate: bool) -> Any:
 
 def convert(
     model: nn.Module,
-    recipe: Any = "tensor",
+    recipe: Any = AUTO,
     *,
     where: Where | None = None,
     emulate: bool | None = None,
@@ -114,14 +111,15 @@ def convert(
     layer. Sizes that are no multiple of 16 (32 for "mxfp8") are left alone, since the kernels do
     not take them, unless emulated.
 
-    recipe: a name, a `Recipe`, or a configuration of torchao's; see `ao_config`.
+    recipe: a name, a `Recipe`, or a configuration of torchao's; see `ao_config`. "auto" is
+    "tensor": the layers that are converted are torch's own, which are not unit-scaled.
     where: (name, layer) -> whether to convert it; None converts every layer.
     emulate: for recipes of ours; None: only where the model's device has no kernels.
     Returns the model; of one that is a single layer, the layer in its place. Raises ImportError
     without torchao, and ValueError for ``enable_fsdp_float8_all_gather``, which puts each weight
     into another parameter: ties and optimizers would keep the old one.
     """
-    config = its_recipe(recipe)
+    config, where = its_recipe(recipe), checked_function(where)
     if isinstance(recipe, str | Recipe):
         missing = _why_no_kernels(model, _is_mx(config))
         config = ao_config(recipe, emulate=bool(missing) if emulate is None else emulate)

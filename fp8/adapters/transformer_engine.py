@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..recipe import Recipe
+from ..recipe import AUTO, Recipe
 from ..subclass import Gained, bare_class, gain, lose
 from ..swap import Where, forget, inside_attention, shared, swap, why_not_exact
+from ..where import checked_function
 from . import need
 from .padding import Padded
 from .te_recipe import delayed_scaling, te_recipe
@@ -83,7 +84,7 @@ class _Linear(Padded, _Layer):
 
 def convert(
     model: nn.Module,
-    recipe: Any = "tensor",
+    recipe: Any = AUTO,
     *,
     where: Where | None = None,
     in_eval: bool = False,
@@ -98,13 +99,14 @@ def convert(
     (without weight, LayerNorm without bias), and what nn.MultiheadAttention holds are left alone;
     so are, under "delayed", layers with two names, since its histories take one call a pass.
 
-    recipe: a name, a `Recipe`, or one of TransformerEngine's own; see `te_recipe`.
+    recipe: a name, a `Recipe`, or one of TransformerEngine's own; see `te_recipe`. "auto" is
+    "tensor": the layers that are converted are torch's own, which are not unit-scaled.
     where: (name, layer) -> whether to convert it; None converts every layer.
     in_eval: FP8 in evaluation too.
     Returns the model; of one that is a single layer, the layer in its place. FP8 is on in the calls
     of what is returned, not in calls of its parts. Raises ImportError without TransformerEngine.
     """
-    te, chosen = need("transformer_engine"), its_recipe(recipe)
+    te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_function(where)
     kind = type(chosen).__name__
     multiple = _MULTIPLES.get(kind, 16)
     owners = inside_attention(model)

@@ -157,17 +157,30 @@ def test_there_and_back_through_json(recipe):
 
 def test_what_is_read_may_be_short_and_not_wrong():
     cast = {"format": "e4m3", "scaling": "row"}
-    assert Recipe.from_dict({"name": "x", "input": cast}).input == Cast(**cast)
+    rest = {"name": "x", "weight": None, "grad": None}
+    assert Recipe.from_dict({**rest, "input": cast}).input == Cast(**cast)
     for values, message in (
         ({"name": "x", "inputs": None}, "unknown key of a Recipe 'inputs'; choose one of 'name'"),
-        ({"name": "x", "input": {"formats": "e4m3"}}, "unknown key of a Cast 'formats'"),
-        ({"name": "x", "input": {"format": {"bits": 8}}}, "unknown key of a Format 'bits'"),
-        ({"name": "x", "input": {"format": "fp7"}}, "unknown format 'fp7'"),
+        ({**rest, "input": {"formats": "e4m3"}}, "unknown key of a Cast 'formats'"),
+        ({**rest, "input": {**cast, "format": {"bits": 8}}}, "unknown key of a Format 'bits'"),
+        ({**rest, "input": {**cast, "format": "fp7"}}, "unknown format 'fp7'"),
+        ({**rest, "input": {"format": "e4m3"}}, "a Cast needs .* without 'scaling'"),
+        ({**rest, "input": {"scaling": "row"}}, "a Cast needs .* without 'format'"),
     ):
         with pytest.raises(ValueError, match=message):
             Recipe.from_dict(values)
     with pytest.raises(TypeError, match="from a dict, not from a list"):
         Recipe.from_dict([])
+
+
+@pytest.mark.parametrize("missing", ["name", "input", "weight", "grad"])
+def test_what_is_read_says_what_is_cast(missing):
+    """Without "weight" or "grad" it would cast nothing there, and nobody would know."""
+    values = RECIPES["tensor"].to_dict()
+    del values[missing]
+    with pytest.raises(ValueError, match=f"a Recipe needs the keys .* without '{missing}'"):
+        Recipe.from_dict(values)
+    assert Recipe.from_dict({**RECIPES["tensor"].to_dict(), "grad": None}).grad is None
 
 
 def test_exported():

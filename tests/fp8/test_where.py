@@ -175,3 +175,75 @@ def test_refusals():
         fp8.convert(mlp(), "unit", where="hidden", rest="int3")
     with pytest.raises(ValueError, match="rest='bf16' needs a backend of this library"):
         fp8.convert(mlp(), "unit", where="hidden", rest="bf16", backend="torchao")
+
+
+# --- Functions
+
+
+def by_hints(a: nn.Module, b: str) -> bool:
+    return b == "0"
+
+
+def ours_by_hints(a: str, b: nn.Module) -> bool:
+    return a == "0"
+
+
+def torchao_filter(mod, fqn):
+    return isinstance(mod, nn.Linear) and fqn == "0"
+
+
+class Filter:
+    def __call__(self, module, name):
+        return name == "0"
+
+
+ORDERS = {
+    "ours": lambda name, layer: name == "0",
+    "turned": lambda layer, name: name == "0",
+    "torchao": torchao_filter,
+    "annotated": by_hints,
+    "ours annotated": ours_by_hints,
+    "object": Filter(),
+    "by trying": lambda a, b: b.startswith("0"),
+    "ours by trying": lambda a, b: a.startswith("0"),
+    "by choosing": lambda a, b: isinstance(a, nn.Linear) and b == "0",
+    "any number": lambda *given: given[0] == "0",
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_both_orders_of_arguments_are_understood(name):
+    model = fp8.convert(mlp(), "tensor", where=ORDERS[name])
+    assert [row.path for row in fp8.report(model) if row.done == "converted"] == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (lambda name: True, r"where is called as where\(name, layer\)"),
+        (lambda name, layer, more: True, r"where is called as where\(name, layer\)"),
+        (lambda name, layer: 1, "where must return a bool, got 1 for layer '0'"),
+        (lambda name, layer: None, "where must return a bool, got None"),
+    ],
+)
+def test_other_functions_are_refused(where, message):
+    with pytest.raises(TypeError, match=message):
+        fp8.convert(mlp(), "tensor", where=where)
+
+
+@pytest.mark.parametrize("rest", [None, "bf16"])
+def test_where_that_chooses_nothing_warns(rest):
+    model = mlp()
+    with pytest.warns(fp8.ConvertWarning, match=r"no layer of the Sequential .*not chosen") as seen:
+        fp8.convert(model, "tensor", where=lambda name, layer: name == "up", rest=rest)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+
+
+def test_a_conversion_that_changes_nothing_warns():
+    with pytest.warns(fp8.ConvertWarning, match="none has a weight"):
+        fp8.convert(nn.Sequential(nn.GELU()))
+    with pytest.warns(fp8.ConvertWarning, match=r"a lookup, not a product \(1\)"):
+        fp8.initialize(nn.Sequential(nn.Embedding(4, 4)), None, "O1")
+    with fp8.strict(), pytest.raises(fp8.ConvertWarning):
+        fp8.convert(nn.Sequential(nn.GELU()))

@@ -83,7 +83,8 @@ def scaled_dot_product_attention(
     s = scaled_dot_product_attention_scales(query, value, *settings)
     temperature = mult * (1 / query.shape[-1] if scale is None else scale)
     causal = is_causal and attn_mask is None
-    output = attention(query, key, value, attn_mask, dropout_p, causal, temperature, enable_gqa)
+    given = (attn_mask, dropout_p, causal, temperature, enable_gqa)
+    output = attention(query, key, value, *given, unit=True)
     return scale_output(output, s["output"], s["value"], fresh=False)
 
 
@@ -104,10 +105,11 @@ def attention_with_weights(
     settings = (dropout_p, is_causal, mult, None, context_length)
     s = scaled_dot_product_attention_scales(query, value, *settings)
     temperature = mult / query.shape[-1]
-    logits = matrix_product(query, key.mT, scales=(temperature,) * 3)
+    logits = matrix_product(query, key.mT, scales=(temperature,) * 3, unit=True)
     logits = logits if attn_mask is None else logits + attn_mask
     weights = F.dropout(F.softmax(logits, dim=-1), dropout_p)
-    return matrix_product(weights, value, scales=(s["output"], s["value"], s["value"])), weights
+    scales = (s["output"], s["value"], s["value"])
+    return matrix_product(weights, value, scales=scales, unit=True), weights
 
 
 def rotary_scales() -> Scales:

@@ -159,7 +159,8 @@ def einsum(
         return einsum(rest, first, more[0], more[1:], tied)
     s = _factors(terms, output, operands, constraint)
     if len(operands) == 2 and sums_products(equation, operands):
-        product = as_matmul(equation, operands, scales=(s["output"], s["left"], s["right"]))
+        scales = (s["output"], s["left"], s["right"])
+        product = as_matmul(equation, operands, scales=scales, unit=True)
         if product is not None:
             return product
     named = dict(zip(("left", "right"), operands, strict=False))

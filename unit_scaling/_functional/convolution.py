@@ -95,7 +95,7 @@ def _conv(
     if bias is not None:
         bias = scale_each(bias, s["output"], 1.0)
     scales = (s["output"], s["input"], s["weight"])
-    return conv(input, weight, bias, stride, padding, dilation, groups, scales=scales)
+    return conv(input, weight, bias, stride, padding, dilation, groups, scales=scales, unit=True)
 
 
 @row(conv_scales, replaces=(F.conv1d,))
@@ -195,9 +195,8 @@ def _conv_transpose(
     if bias is not None:  # the product's own scales give its gradient the weight's factor
         bias = scale_each(bias, s["output"], s["bias"] / s["weight"])
     scales = (s["output"], s["input"], s["weight"])
-    return conv_transpose(
-        input, weight, bias, stride, padding, output_padding, groups, dilation, scales=scales
-    )
+    sizes = (stride, padding, output_padding, groups, dilation)
+    return conv_transpose(input, weight, bias, *sizes, scales=scales, unit=True)
 
 
 @row(conv_transpose_scales, replaces=(F.conv_transpose1d,))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fp8.active import unit_products
 from fp8.matmul import linear as linear_product
 from fp8.matmul import matmul as matrix_product
 from fp8.matmul import to_autocast_dtype
@@ -80,7 +81,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, s: Scales) -> Te
     if bias is not None:  # the product's own scales give its gradient the weight's factor
         bias = scale_each(bias, s["output"], 1.0)
     scales = (s["output"], s["input"], s["weight"])
-    return linear_product(input, weight, bias, scales=scales)
+    return linear_product(input, weight, bias, scales=scales, unit=True)
 
 
 READOUT: ScalePower = (1.0, 0.5, 0.5)
@@ -172,7 +173,7 @@ def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
 def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
     """``s * left @ right``, with the shapes and broadcasting of `torch.matmul`."""
     s = matmul_scales(left, right, constraint)
-    return matrix_product(left, right, scales=(s["output"], s["left"], s["right"]))
+    return matrix_product(left, right, scales=(s["output"], s["left"], s["right"]), unit=True)
 
 
 def addmm_scales(
@@ -279,8 +280,8 @@ def addmm(
         bias = None
         if beta:  # the product gives its bias the gradient factor of its weight
             bias = scale_each(input, beta * s["output"], beta * s["input"] / (scales[2] or 1.0))
-        return linear_product(mat1, mat2.mT, bias, scales=scales)
-    product = matrix_product(mat1, mat2, scales=scales)
+        return linear_product(mat1, mat2.mT, bias, scales=scales, unit=True)
+    product = matrix_product(mat1, mat2, scales=scales, unit=True)
     if not beta:
         return product
     forward = beta / (math.hypot(alpha, beta) or 1.0)
@@ -295,8 +296,10 @@ def scaled(function: Callable[..., Tensor], tensors: dict[str, Tensor], s: Scale
 
     The gradient that ``function`` receives is that of the result, in unit scale: it may be cast.
     """
-    operands = (scale_each(t, 1.0, s[name]) for name, t in tensors.items())
-    return scale_each(function(*operands), s["output"], 1.0)
+    operands = [scale_each(t, 1.0, s[name]) for name, t in tensors.items()]
+    with unit_products():
+        output = function(*operands)
+    return scale_each(output, s["output"], 1.0)
 
 
 def bilinear_scales(

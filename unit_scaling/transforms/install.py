@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fp8.subclass import Gained, check_not_scripted, gain, lose
+from fp8.subclass import Gained, bare_class, check_not_scripted, gain, lose
 
 from ..parameter import TaggedModule, forget_tags
 from . import marker
@@ -69,6 +69,12 @@ class _Transformed(Gained, TaggedModule):
 
     _scopes: tuple[tuple[Any, str], ...] = ()
     _attributes = ("_scopes", "mup_tags")
+
+    @property
+    def fp8_unit_scaled(self) -> bool:  # type: ignore[override]
+        """Whether its own class is one of unit_scaling, or a scope has ``unit_scaled``."""
+        own = bool(getattr(bare_class(self), "fp8_unit_scaled", False))
+        return own or any(getattr(scope, "unit_scaled", False) for scope, _ in self._scopes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, hooks included, told apart from its forward.

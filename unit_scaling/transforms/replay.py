@@ -45,7 +45,7 @@ def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _average(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The product of attention weights and values, with the same factor in all directions."""
     left, right = (*args, *kwargs.values())[:2]
-    return matmul.matmul(left, right, scales=(step.factor, step.factor, step.factor))
+    return matmul.matmul(left, right, scales=(step.factor, step.factor, step.factor), unit=True)
 
 
 def _grouped_mm(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from fp8.autocast import autocast, outside_compiler
 from fp8.recipe import Cast, Recipe
 from fp8.subclass import check_module
+from fp8.tally import forget_looks
 
 from ..formats import FPFormat
 from .compile import copied
@@ -89,4 +90,5 @@ def _simulate(model: M, recipe: Recipe, transform: str) -> M:
     check_module("simulation", model)
     result = copied(model, transform)
     install(unwrapped(result), Simulate(recipe))
+    forget_looks(unwrapped(result))
     return result

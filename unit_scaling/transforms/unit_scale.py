@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
+from fp8.convert import choose_recipes
 from fp8.names import check_name
 from fp8.subclass import check_module
 
@@ -75,6 +76,12 @@ class UnitScale:
         self.path: list[str] = []
         self._latest: dict[bool, Plan] = {}
         self._example: Example | None = None
+
+    @property
+    def unit_scaled(self) -> bool:
+        """Whether it brings activations and gradients to RMS 1, for `fp8_unit_scaled`. With
+        init="preserve" they are those of the plain model."""
+        return self.init == "unit"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "kinds": None, "path": [], "_example": None}
@@ -478,6 +485,7 @@ def unit_scale(
     install(inner, scope)
     if scope.scales_weights:
         keep_transform(inner, restore)
+    choose_recipes(inner)
     return result
 
 
