@@ -147,7 +147,8 @@ class Look:
                 (zero / used, zero / used - usual, "become zero"),
                 (saturated / used, saturated / used, "saturate"),
             ):
-                text = f"{share:.0%} of the {operand} of {layer} {what} in {format}"
+                which = operand.removesuffix(" again")
+                text = f"{share:.0%} of the {which} of {layer} {what} in {format}"
                 self.worst = max(self.worst, (beyond, text))
         if operand.startswith("grad") and self.worst[0] > LOST:
             self.warned = True

@@ -145,7 +145,7 @@ def _plan(
         raise ValueError(f"{kind} is for backend {wanted!r}, got {backend!r}")
     if wanted == "msamp":
         level = opt_level or recipe.opt_level or "O2"
-        return _Plan(recipe=AUTO, backend=wanted, opt_level=level, where=where, options={})
+        return _Plan(recipe="tensor", backend=wanted, opt_level=level, where=where, options={})
     options: dict[str, Any] = {}
     if wanted == "transformer_engine":
         chosen = _te(recipe)

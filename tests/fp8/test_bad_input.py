@@ -43,7 +43,7 @@ def test_names_that_are_not_there():
     layer = nn.Linear(8, 8)
     for use in (fp8.get_recipe, lambda name: fp8.convert(layer, name), fp8.autocast):
         with pytest.raises(
-            ValueError, match="unknown recipe 'fp7'; choose one of ('auto', )?'unit', "
+            ValueError, match=r"unknown recipe 'fp7'; choose one of ('auto', )?'unit', "
         ):
             use("fp7")
         with pytest.raises(TypeError, match="a recipe must be a name or a Recipe, not int"):
