@@ -25,10 +25,11 @@ COUNTS = ("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", 
 
 
 class _Open(threading.local):
-    """The recorders whose pass runs in this thread, innermost last."""
+    """The recorders whose pass runs in this thread, innermost last, each with how many products of
+    a kind without a name the pass has made."""
 
     def __init__(self) -> None:
-        self.recorders: list[Recorder] = []
+        self.recorders: list[tuple[Recorder, Counter[str]]] = []
 
 
 OPEN = _Open()
@@ -44,7 +45,7 @@ class Recorder:
     def __init__(self, model: nn.Module, sample: int) -> None:
         self.sample = sample
         self.sums: dict[tuple[str, str, str], Tensor] = {}
-        self.unnamed: Counter[str] = Counter()
+        self.lock = threading.Lock()  # of the sums
         self.token = str(next(_TOKENS))
         _RECORDERS[self.token] = self
         self._model = model
@@ -61,11 +62,11 @@ def product_name(kind: str, weight: Tensor | None = None) -> str:
     """A name for the casts of a product: "" where no pass is sampled."""
     if not OPEN.recorders:
         return ""
-    recorder = OPEN.recorders[-1]
+    recorder, unnamed = OPEN.recorders[-1]
     layer = None if weight is None else recorder.layers().get(id(weight))
     if layer is None:
-        recorder.unnamed[kind] += 1
-        layer = f"{kind} {recorder.unnamed[kind]}"
+        unnamed[kind] += 1
+        layer = f"{kind} {unnamed[kind]}"
     return f"{recorder.token}|{layer}"
 
 
@@ -104,4 +105,5 @@ def observe(label: str, x: Tensor, y: Tensor, scale: Tensor | None, format: Form
     )
     key = (layer, operand, str(format))
     total = torch.stack([count.double() for count in counts])
-    recorder.sums[key] = recorder.sums[key] + total if key in recorder.sums else total
+    with recorder.lock:
+        recorder.sums[key] = recorder.sums[key] + total if key in recorder.sums else total

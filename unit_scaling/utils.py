@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
-from fp8.autocast import outside_compiler
 from fp8.subclass import check_module
 
 from . import functional
@@ -24,7 +23,7 @@ from .transforms.copies import deep_copy
 from .transforms.install import install, unwrapped
 from .transforms.metrics import Metrics
 from .transforms.observe import mapped
-from .transforms.track_scales import Tap, differentiable
+from .transforms.track_scales import Tap, Taps, differentiable
 
 __all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_module"]
 
@@ -115,12 +114,11 @@ def analyse_module(
     """
     check_module("analyse_module", module)
     twin = deep_copy(unwrapped(module))
-    tap = Tap((), recurse_modules)
-    install(twin, tap)
-    tap.active = True
+    taps = Taps()
+    tap = Tap(taps.path, (), recurse_modules)
+    install(twin, taps)
     arguments = mapped(differentiable, inputs if isinstance(inputs, tuple) else (inputs,))
-    output = outside_compiler(lambda: twin(*arguments))
-    tap.active = False
+    output = taps.measured(tap, lambda: twin(*arguments))
     if not isinstance(output, Tensor):
         raise TypeError(f"the module's output must be a tensor, not {type(output).__name__}")
     if backward is None and output.numel() != 1:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fp8.subclass import check_module
+from fp8.threads import Stack
 
 from .copies import deep_copy
 from .install import Call, Places, find_scope, install, unwrapped
@@ -34,7 +35,7 @@ class Compile:
     order = 2
 
     def __init__(self, backends: tuple[Backend, ...] = (), inductor: bool = True) -> None:
-        self.path: list[str] = []
+        self.path = Stack()
         self.backends = backends
         self.inductor = inductor
 

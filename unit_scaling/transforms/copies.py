@@ -47,10 +47,11 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     return result
 
 
-def twin_of(module: M, scope: object) -> M:
-    """A copy that shares parameters and ``scope``, with buffers of its own and without hooks."""
+def twin_of(module: M, scope: object, its_scope: object) -> M:
+    """A copy that shares parameters, with ``its_scope`` in place of ``scope``, with buffers of its
+    own and without hooks."""
     shared: dict[int, Any] = {id(p): p for p in module.parameters()}
-    shared[id(scope)] = scope
+    shared[id(scope)] = its_scope
     for child in module.modules():
         shared.update({id(getattr(child, name)): type(getattr(child, name))() for name in _HOOKS})
     return deep_copy(module, shared)

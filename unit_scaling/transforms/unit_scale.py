@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,13 +17,23 @@ from torch import Tensor, nn
 from fp8.autocast import outside_compiler
 from fp8.names import check_name
 from fp8.subclass import check_module
+from fp8.threads import Setting, Stack
 
 from ..parameter import has_parameter_data, remember_tags, tag
 from .calls import KINDS
 from .compile import copied
 from .copies import detached, twin_of
 from .fold import Folded, folded
-from .install import Call, Places, find_scope, install, is_exported, is_sharded, unwrapped
+from .install import (
+    Call,
+    Places,
+    find_scope,
+    install,
+    is_exported,
+    is_sharded,
+    is_traced,
+    unwrapped,
+)
 from .plan import make_plan
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
@@ -37,8 +49,19 @@ Replacements = dict[Callable[..., Any], Callable[..., Any]]
 INITS = ("unit", "preserve")
 # How the configurations of models name the longest sequence, the most common first.
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "n_ctx")
-# The scopes that are running, innermost last: at most one, in practice.
-_RUNNING: list[UnitScale] = []
+# The scopes that are running in this thread, innermost last: at most one, in practice.
+_RUNNING = Stack()
+
+
+def _without_warnings() -> AbstractContextManager[Any]:
+    quiet = warnings.catch_warnings()
+    quiet.__enter__()
+    warnings.simplefilter("ignore")
+    return quiet
+
+
+# While a model is recorded: its warnings come when it runs. Filters belong to the process.
+_SILENT = Setting(_without_warnings)
 
 _UNSEEN = "unit_scale has not seen this form of call yet"
 
@@ -67,34 +90,37 @@ class UnitScale:
         self.context_length = context_length
         self._settled = Settled()
         self.plans: dict[Any, Plan] = {}
-        self.path: list[str] = []
+        self.path = Stack()
+        self._recording = threading.RLock()
         self._latest: dict[bool, Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kinds": None, "path": []}
+        return {**self.__dict__, "kinds": None, "_recording": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
+        self._recording = threading.RLock()
 
     def inside(self, path: str) -> Places | None:
         """Its name in the scope that is running: a part with a transform of its own is in the plan
         of the whole.
         """
-        if not _RUNNING:
+        if not _RUNNING.items:
             return None
-        outer = _RUNNING[-1]
-        return ((outer.path, path if outer is self else f"{outer.path[-1]} > {path}"),)
+        outer = _RUNNING.items[-1]
+        names = outer.path.items
+        return ((names, path if outer is self else f"{names[-1]} > {path}"),)
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """``call()`` under the plan for this form of call, made at its first time."""
         for _, name in self.inside(path) or ():
-            return _RUNNING[-1].within(name, call)
+            return _RUNNING.items[-1].within(name, call)
         form = (path, module.training, _form(args), _form(kwargs))
         plan = self._known(form, path, module.training)
-        if torch.compiler.is_compiling():
+        if is_traced():
             if plan is not None:
                 return self._replay(plan, call, path)
             if is_exported():
@@ -123,46 +149,48 @@ class UnitScale:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        plan = self._known(form, path, module.training)
-        if plan is not None:
-            try:
-                return self._replay(plan, call, path)
-            except PlanMissError:
-                pass  # it has taken another branch: see it again
-        return self._first(form, call, module, path, args, kwargs)
+        missed = None
+        while True:
+            plan = self._known(form, path, module.training)
+            if plan is not None and plan is not missed:
+                try:
+                    return self._replay(plan, call, path)
+                except PlanMissError:
+                    missed = plan  # it has taken another branch: see it again
+            else:
+                with self._recording:
+                    if self._known(form, path, module.training) is plan:
+                        plan = self._first(form, module, path, args, kwargs)
+                        break
+                # another thread has made a plan meanwhile
+        return self._replay(plan, call, path)
 
     def within(self, path: str, call: Call) -> Any:
         """``call()``, the forward of the module named ``path``."""
-        self.path.append(path)
+        self.path.items.append(path)
         try:
             return call()
         finally:
-            self.path.pop()
+            self.path.items.pop()
 
     def _replay(self, plan: Plan, call: Call, path: str, eager: bool = False) -> Any:
-        if not (eager or torch.compiler.is_compiling()):
+        if not (eager or is_traced()):
             return outside_compiler(lambda: self._replay(plan, call, path, eager=True))
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
         # the mode is active. Inside try, it leaves this frame, from its start, to eager mode.
-        mode = Replay(plan, self.kinds, self.replacements, self.path)
-        _RUNNING.append(self)
+        mode = Replay(plan, self.kinds, self.replacements, self.path.items)
+        _RUNNING.items.append(self)
         mode.__enter__()
         try:
             return self.within(path, call)
         finally:
             mode.__exit__(None, None, None)
-            _RUNNING.pop()
+            _RUNNING.items.pop()
 
     def _first(
-        self,
-        form: Any,
-        call: Call,
-        module: nn.Module,
-        path: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Records the model, makes the plan, then runs it."""
+        self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Plan:
+        """Records the model and makes the plan for this form of call."""
         try:
             plan = self.record(module, path, args, kwargs)
         except RuntimeError as error:
@@ -184,7 +212,7 @@ class UnitScale:
         self.plans[form] = plan
         if not path:
             self._latest[module.training] = plan
-        return self._replay(plan, call, path)
+        return plan
 
     def _demote(self, model: nn.Module, names: frozenset[str]) -> None:
         """Tags as weights what was taken for the readout before the model had run."""
@@ -216,14 +244,14 @@ class UnitScale:
             raise ValueError("functions that unit_scale was given in replace are in no weight")
         if self.init == "preserve":
             return dict(self.weights.factors), {}
-        whole = [plan for form, plan in self.plans.items() if form[0] == ""]
+        whole = [plan for form, plan in list(self.plans.items()) if form[0] == ""]
         if not whole:
             raise ValueError("a unit-scaled model is exported after a call of it: none was seen")
         return folded(model, whole[-1])
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
-        calls = [row for plan in self.plans.values() for row in plan.rows]
+        calls = [row for plan in list(self.plans.values()) for row in plan.rows]
         return list(dict.fromkeys([*self.weights.rows, *calls]))
 
     def record(
@@ -239,7 +267,7 @@ class UnitScale:
                 f"{_UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
                 "once before fully_shard, with arguments of the same form"
             )
-        twin = twin_of(module, self)
+        twin = twin_of(module, self, _Recorded(self))
         wanted = [t.requires_grad for _, t in tensors_in((args, kwargs))]
         args, kwargs = detached((args, kwargs))
         prefix = f"{path}." if path else ""
@@ -250,16 +278,15 @@ class UnitScale:
         copies = [id(t) for _, t in tensors_in((args, kwargs))]
         given = dict(zip(copies, wanted, strict=True))
         factors = {n: f for n, f in self.weights.factors.items() if f != 1.0}
-        computing = parametrizations(twin, prefix)
-        recorder = Recorder(self.kinds, names, factors, given, lambda: self.path[-1], computing)
+        running, computing = self.path.items, parametrizations(twin, prefix)
+        recorder = Recorder(self.kinds, names, factors, given, lambda: running[-1], computing)
         devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
-        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings(), recorder:
-            warnings.simplefilter("ignore")  # they come when the model runs
-            _RUNNING.append(self)
+        with torch.random.fork_rng(devices), torch.no_grad(), _SILENT, recorder:
+            _RUNNING.items.append(self)
             try:
                 self.within(path, lambda: twin(*args, **kwargs))
             finally:
-                _RUNNING.pop()
+                _RUNNING.items.pop()
         settings = Settings(
             factors=factors,
             readouts=self.weights.readouts,
@@ -271,6 +298,33 @@ class UnitScale:
             whole=not path,
         )
         return make_plan(recorder.graph, settings)
+
+
+class _Recorded:
+    """The scope of the copy that is recorded, in place of that of the model."""
+
+    order = UnitScale.order
+
+    def __init__(self, scope: UnitScale) -> None:
+        self.scope = scope
+        self.path = scope.path
+
+    def inside(self, path: str) -> Places | None:
+        """As of the scope. Raises RuntimeError in a thread that the forward pass has started: it
+        has no part in the plan, and would wait for the recording, which waits for it."""
+        if not _RUNNING.items:
+            raise RuntimeError(
+                f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
+                "part of; a plan belongs to one thread: transform the parts, each by itself"
+            )
+        return self.scope.inside(path)
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """As of the scope; raises as `inside`."""
+        self.inside(path)
+        return self.scope.run(call, module, path, args, kwargs)
 
 
 def _covers(plan: Plan, path: str) -> bool:
