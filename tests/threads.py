@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 TIMEOUT = 20
-"""Seconds after which a thread that waits for the others gives up: none does in a test that passes."""
+"""Seconds after which a thread that waits for the others gives up."""
 
 _BARRIERS: list[threading.Barrier] = []
 

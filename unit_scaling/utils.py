@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
+from fp8.autocast import outside_compiler
 from fp8.subclass import check_module
 
 from . import functional
@@ -118,7 +119,7 @@ def analyse_module(
     tap = Tap(taps.path, (), recurse_modules)
     install(twin, taps)
     arguments = mapped(differentiable, inputs if isinstance(inputs, tuple) else (inputs,))
-    output = taps.measured(tap, lambda: twin(*arguments))
+    output = outside_compiler(lambda: taps.measured(tap, lambda: twin(*arguments)))
     if not isinstance(output, Tensor):
         raise TypeError(f"the module's output must be a tensor, not {type(output).__name__}")
     if backward is None and output.numel() != 1:

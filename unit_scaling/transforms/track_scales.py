@@ -219,10 +219,10 @@ class Taps:
         return taps[-1].run(call, module, path, args, kwargs) if taps else call()
 
     def measured(self, tap: Tap, call: Callable[[], Any]) -> Any:
-        """``call()``, a call of the model, in eager mode and measured by ``tap``."""
+        """``call()``, a call of the model in eager mode, measured by ``tap``."""
         self.running.items.append(tap)
         try:
-            return outside_compiler(call)
+            return call()
         finally:
             self.running.items.pop()
             tap.active = False
@@ -265,7 +265,7 @@ class Track:
             return call()
 
         def measured(number: int) -> Any:
-            return self._measured(number, call, args, kwargs)
+            return outside_compiler(lambda: self._measured(number, call, args, kwargs))
 
         if torch.compiler.is_dynamo_compiling():
             from .first_call import partly_compiled
