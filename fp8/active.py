@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import native
@@ -18,10 +20,13 @@ __all__ = [
     "ACTIVE",
     "BACKENDS",
     "Block",
+    "Entered",
     "active_recipe",
     "checked_backend",
     "chosen",
+    "entered",
     "histories",
+    "index_of",
     "layer_histories",
     "product_recipe",
     "static_exponents",
@@ -44,20 +49,30 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
     return "simulate" if why_not else backend
 
 
+class Entered(NamedTuple):
+    """By which `fp8.autocast` a block was opened, and in which task of asyncio, if in one."""
+
+    block: Any
+    task: asyncio.Task[Any] | None
+
+
 class Block(NamedTuple):
     """What an open `fp8.autocast` block says. recipe: None where it is not enabled. unit_recipe:
-    that of products of unit-scaled functions, another one under "auto". above: the modes that it
-    has put on top of itself. counter: [number of products so far]. reenters: whether
-    what is recomputed in the backward pass opens it again by itself."""
+    that of products of unit-scaled functions, another one under "auto". modes: its own, and those
+    that it has put on top of it. counter: [number of products so far]. reenters: whether what is
+    recomputed in the backward pass opens it again by itself. entered: None where a compiler has
+    traced it. outer_look: what looked at products without a weight before the block."""
 
     recipe: Recipe | None
     unit_recipe: Recipe | None
     opaque: str
-    above: tuple[Any, ...]
+    modes: tuple[Any, ...]
     history: Any
     counter: list[int]
     backend: str
     reenters: bool
+    entered: Entered | None
+    outer_look: Any = None
 
 
 class _Active(threading.local):
@@ -104,6 +119,28 @@ def _exponent(operand: Tensor) -> int:
     return 0
 
 
+def entered(block: Any) -> Entered:
+    """What says that ``block`` is opened here."""
+    return Entered(block, _task())
+
+
+def _task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None
+
+
+def index_of(block: Any) -> int:
+    """Which of the open blocks of this thread ``block`` has opened, the last of them. Raises
+    RuntimeError where there is none."""
+    for index in reversed(range(len(ACTIVE.blocks))):
+        opened = ACTIVE.blocks[index].entered
+        if opened is None or opened.block is block:
+            return index
+    raise RuntimeError("fp8.autocast: a block is closed in the thread that has opened it")
+
+
 def active_recipe() -> Recipe | None:
     """The recipe of the innermost `fp8.autocast` block of this thread; None outside of all, and
     where it is not enabled."""
@@ -112,8 +149,11 @@ def active_recipe() -> Recipe | None:
 
 def product_recipe(unit: bool = False) -> Recipe | None:
     """`active_recipe` for a product. unit: whether it is one of unit-scaled tensors. Raises
-    RuntimeError where it would be computed again outside of the block, without casts."""
+    RuntimeError where it would be computed again outside of the block, without casts, and where a
+    task of asyncio that awaits has left a block open."""
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
+    if block is not None and not torch.compiler.is_dynamo_compiling():
+        _check_task(block)
     if block is None or block.recipe is None:
         return None
     if not block.reenters and in_reentrant():
@@ -133,6 +173,15 @@ class unit_products:
     def __exit__(self, *error: Any) -> None:
         if ACTIVE.blocks:
             ACTIVE.blocks.pop()
+
+
+def _check_task(block: Block) -> None:
+    task = None if block.entered is None else block.entered.task
+    if task is not None and not task.done() and _task() is not task:
+        raise RuntimeError(
+            f"fp8.autocast is open in {task.get_name()}, another task of this thread: a block "
+            "belongs to its thread, as torch.no_grad does; close it before await"
+        )
 
 
 _REENTRANT = (

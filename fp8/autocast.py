@@ -9,25 +9,33 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from .activations import ACTIVATIONS
-from .active import ACTIVE, Block, active_recipe, checked_backend, product_recipe
+from .active import (
+    ACTIVE,
+    Block,
+    active_recipe,
+    checked_backend,
+    entered,
+    index_of,
+    product_recipe,
+)
 from .checkpoint import checkpointed, in_reentrant
 from .function import FIRST_LOOK, called
 from .history import AmaxHistory
 from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
 from .recipe import AUTO, RECIPES, Recipe, given_recipe
-from .tally import OPEN, Look, look_here
+from .tally import OPEN, look_here
+from .threads import Setting
 
 __all__ = [
     "EXPANDED",
@@ -43,8 +51,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _force_eager() -> AbstractContextManager[Any] | None:
+    if "torch._dynamo" not in sys.modules:
+        return None
+    try:
+        stance: Any = torch.compiler.set_stance("force_eager")
+    except RuntimeError as error:
+        raise RuntimeError(
+            "fp8.autocast was entered by a function that torch.compile could not compile in one "
+            "piece (a graph break): compile it with fullgraph=True to see where"
+        ) from error
+    return cast("AbstractContextManager[Any]", stance)
+
+
+STANCE = Setting(_force_eager)
+"""torch.compile held at its stance "force_eager", which belongs to the process: what other threads
+call meanwhile runs in eager mode too."""
+
+
 def _forced_eager(call: Callable[[], Any]) -> Any:
-    with torch.compiler.set_stance("force_eager"):
+    with STANCE:
         return call()
 
 
@@ -57,41 +83,6 @@ def outside_compiler(call: Callable[[], Any]) -> Any:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it is slow
         return call()
     return torch.compiler.disable(_forced_eager)(call)
-
-
-class _EagerStance:
-    """torch.compile held at its stance "force_eager" while a block is open in eager code.
-
-    The stance belongs to the process, so blocks of several threads share one change of it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._blocks = 0
-        self._stance: Any = None
-
-    def hold(self) -> None:
-        with self._lock:
-            if self._stance is None and "torch._dynamo" in sys.modules:
-                try:
-                    self._stance = torch.compiler.set_stance("force_eager")
-                except RuntimeError as error:
-                    raise RuntimeError(
-                        "fp8.autocast was entered by a function that torch.compile could not "
-                        "compile in one piece (a graph break): compile it with fullgraph=True to "
-                        "see where"
-                    ) from error
-            self._blocks += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._blocks -= 1
-            if self._blocks == 0 and self._stance is not None:
-                self._stance.__exit__(None, None, None)
-                self._stance = None
-
-
-STANCE = _EagerStance()
 
 
 class _Mode(TorchFunctionMode):
@@ -112,6 +103,8 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         recipe = active_recipe()
         if recipe is None:
+            if function in PRODUCTS:
+                product_recipe()  # the block may be that of another task
             return called(function, args, kwargs)
         handler = PRODUCTS.get(function)
         if handler is not None:
@@ -200,16 +193,15 @@ class autocast:
         self.history = history
         #: Whether what is recomputed in the backward pass opens the block again by itself.
         self.reenters = False
-        self._open: list[_Mode] = []
-        self._looks: list[Look | None] = []
 
     def __enter__(self) -> autocast:
-        if not torch.compiler.is_compiling():
+        eager = not torch.compiler.is_dynamo_compiling()
+        if eager:
             STANCE.hold()
-            if not self.reenters:
-                self._looks.append(OPEN.look)
-                OPEN.look = look_here(self.recipe)
-        above = tuple(FIRST_LOOK)
+        outer_look = OPEN.look if eager else None
+        if eager and not self.reenters:
+            OPEN.look = look_here(self.recipe)
+        modes = (_Mode(self), *FIRST_LOOK.items)
         # A block within one of the same history goes on counting its products.
         outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
         counter = outer.counter if outer is not None and outer.history is self.history else [0]
@@ -219,26 +211,32 @@ class autocast:
                 recipe=self.recipe,
                 unit_recipe=self.unit_recipe,
                 opaque=self.opaque,
-                above=above,
+                modes=modes,
                 history=self.history,
                 counter=counter,
                 backend=self.backend,
                 reenters=again,
+                entered=entered(self) if eager else None,
+                outer_look=outer_look,
             )
         )
-        self._open.append(_Mode(self))
-        for mode in (self._open[-1], *above):
+        for mode in modes:
             TorchFunctionMode.__enter__(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        above = ACTIVE.blocks.pop().above
-        for mode in (*reversed(above), self._open.pop()):
+        index = -1 if torch.compiler.is_dynamo_compiling() else index_of(self)
+        block = ACTIVE.blocks.pop(index)
+        for mode in reversed(block.modes):
             TorchFunctionMode.__exit__(mode, *error)
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if block.entered is not None:
             if not self.reenters:
-                OPEN.look = self._looks.pop()
+                OPEN.look = block.outer_look
             STANCE.release()
+        if index < len(ACTIVE.blocks):
+            raise RuntimeError(_NOT_NESTED)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """``function``, each call of it in the block. Raises TypeError for one that goes on after
@@ -252,6 +250,12 @@ class autocast:
                 return function(*args, **kwargs)
 
         return inside
+
+
+_NOT_NESTED = (
+    "fp8.autocast: another block was opened inside of this one and is still open; blocks are "
+    "closed innermost first: close those of a generator or a coroutine before it yields or awaits"
+)
 
 
 def _check_recomputes(recipe: Recipe) -> None:

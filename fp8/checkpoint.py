@@ -38,7 +38,7 @@ def in_reentrant() -> bool:
 
     That kind runs without gradients inside an autograd function, and tells nobody.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return False
     code = CheckpointFunction.forward.__code__
     return any(frame.f_code is code for frame in _frames())
@@ -46,7 +46,7 @@ def in_reentrant() -> bool:
 
 def in_recomputation() -> bool:
     """Whether this is what a checkpoint without reentry computes again in the backward pass."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
     here = ("recompute_fn", CheckpointFunction.forward.__code__.co_filename)
     return any((frame.f_code.co_name, frame.f_code.co_filename) == here for frame in _frames())

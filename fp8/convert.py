@@ -114,7 +114,7 @@ class _Converted(Gained):
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
         # it may be compiled inside of a checkpoint.
-        alone = history is None and self._active == (_Converted,) and not FIRST_LOOK
+        alone = history is None and self._active == (_Converted,) and not FIRST_LOOK.items
         if alone and _is_a_tensor(*args, **kwargs):
             if self._original is nn.Linear:
                 return _linear(self, self.weight, *args)

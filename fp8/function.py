@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
+
+from .threads import Stack
 
 __all__ = [
     "FIRST_LOOK",
@@ -30,8 +31,8 @@ __all__ = [
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 # Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
-# order they were entered. An autocast that starts inside them puts them back on top.
-FIRST_LOOK: list[TorchFunctionMode] = []
+# order they were entered in this thread. An autocast that starts inside them puts them back on top.
+FIRST_LOOK = Stack()
 
 
 #: The functions of `in_graph` by module and name, which cross into a graph where a class cannot.

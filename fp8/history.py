@@ -53,7 +53,7 @@ class AmaxHistory:
         new one.
         """
         if name not in self.tensors:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
                 raise RuntimeError(
                     f"there is no history of {name} yet: run the first pass in eager mode"
                 )

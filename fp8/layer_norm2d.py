@@ -46,12 +46,14 @@ def layer_norm2d(
     tensors = tuple(t for t in (input, weight, bias) if t is not None)
     if has_torch_function(tensors):  # a mode sees the call, as it does those of torch.nn.functional
         return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
-    if torch.compiler.is_compiling() and FIRST_LOOK:  # it shows modes the calls of torch alone
-        mode = FIRST_LOOK.pop()
+    if (
+        torch.compiler.is_compiling() and FIRST_LOOK.items
+    ):  # it shows modes the calls of torch alone
+        mode = FIRST_LOOK.items.pop()
         try:
             return mode.__torch_function__(layer_norm2d, (), (input, weight, bias, eps))
         finally:
-            FIRST_LOOK.append(mode)
+            FIRST_LOOK.items.append(mode)
     _check(input, weight, bias)
     # True in every graph of torch 2.11 too: its compiler loses the gradients of what comes after.
     if torch.compiler.is_exporting():

@@ -95,7 +95,7 @@ class _LowPrecision(Gained):
         if x.dtype == torch.float64 or not changed:
             return forward(*args, **kwargs)
         how = {"dtype": self.norm_dtype, "output": self.norm_output}
-        if FIRST_LOOK:
+        if FIRST_LOOK.items:
             mode = _Beneath(how, autocast)
             mode.__enter__()
             try:
@@ -117,10 +117,10 @@ class _Beneath(TorchFunctionMode):
     def __init__(self, how: dict[str, Any], autocast: bool) -> None:
         super().__init__()
         self._how, self._autocast = how, autocast
-        self._above = tuple(FIRST_LOOK)
+        self._above = tuple(FIRST_LOOK.items)
 
     def __enter__(self) -> _Beneath:
-        FIRST_LOOK.insert(0, self)
+        FIRST_LOOK.items.insert(0, self)
         for mode in (self, *self._above):
             TorchFunctionMode.__enter__(mode)
         return self
@@ -128,7 +128,7 @@ class _Beneath(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         for mode in (*reversed(self._above), self):
             TorchFunctionMode.__exit__(mode, *error)
-        del FIRST_LOOK[0]
+        del FIRST_LOOK.items[0]
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -12,6 +13,7 @@ from .autocast import STANCE
 from .report import as_table
 from .subclass import check_module
 from .tally import COUNTS, OPEN, Recorder
+from .threads import Stack
 
 __all__ = ["Stats", "StatsRow", "stats"]
 
@@ -48,21 +50,22 @@ class Stats:
         self.every = every
         self.passes = 0
         self._recorder = Recorder(model, sample)
-        self._open: list[bool] = []
+        self._open = Stack()  # whether each pass of this thread is sampled
 
     def __enter__(self) -> Stats:
-        sampled = self.passes % self.every == 0
-        self.passes += 1
-        self._open.append(sampled)
+        with self._recorder.lock:
+            sampled = self.passes % self.every == 0
+            self.passes += 1
         if sampled:
             STANCE.hold()
-            self._recorder.unnamed.clear()
-            OPEN.recorders.append(self._recorder)
+            OPEN.recorders.append((self._recorder, Counter()))
+        self._open.items.append(sampled)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._open.pop():
-            OPEN.recorders.remove(self._recorder)
+        if self._open.items.pop():
+            mine = [r is self._recorder for r, _ in OPEN.recorders]
+            del OPEN.recorders[len(mine) - 1 - mine[::-1].index(True)]
             STANCE.release()
 
     def reset(self) -> None:
@@ -74,7 +77,7 @@ class Stats:
         """One row for each operand, in the order of their first cast."""
         return [
             _row(*key, dict(zip(COUNTS, sums.tolist(), strict=True)))
-            for key, sums in self._recorder.sums.items()
+            for key, sums in list(self._recorder.sums.items())
         ]
 
     def __str__(self) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -50,8 +49,7 @@ class Gained:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the original class, which can be imported, and made into this class on arrival."""
         if self._original.__reduce__ is not object.__reduce__:
-            with _bare(self):
-                make, args, *rest = self.__reduce_ex__(protocol)
+            make, args, *rest = _bare(self).__reduce_ex__(protocol)
             return (_regain, (make, args, self._gained, self._kept(())), *rest)
         reduced = super().__reduce_ex__(protocol)
         kept = self._kept(reduced[2])
@@ -85,22 +83,18 @@ def _regain(
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """For a class that copies itself: so it does, and the copy gains what this one has."""
-    with _bare(self):
-        result = self.__deepcopy__(memo)
+    result = _bare(self).__deepcopy__(memo)
     vars(result).update(copy.deepcopy(self._kept(()), memo))
     _become(result, self._gained)
     return result
 
 
-@contextmanager
-def _bare(module: Any) -> Iterator[None]:
-    """The module has its original class meanwhile."""
-    cls = type(module)
-    module.__class__ = module._original
-    try:
-        yield
-    finally:
-        module.__class__ = cls
+def _bare(module: Any) -> Any:
+    """An object of its original class with the attributes of the module: that itself may be running
+    in another thread."""
+    bare = object.__new__(module._original)
+    object.__setattr__(bare, "__dict__", vars(module))
+    return bare
 
 
 _SUBCLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
@@ -111,8 +105,8 @@ def _subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> ty
     if not gained:
         return original
     key = (original, gained)
-    if key not in _SUBCLASSES:
-        _SUBCLASSES[key] = _make_subclass(original, gained)
+    if key not in _SUBCLASSES:  # two threads may both make one: the first that is there counts
+        _SUBCLASSES.setdefault(key, _make_subclass(original, gained))
     return _SUBCLASSES[key]
 
 

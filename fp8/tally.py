@@ -46,11 +46,11 @@ COUNTS = ("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", 
 
 
 class _Open(threading.local):
-    """The recorders whose pass runs in this thread, innermost last, and what looks at products
-    without a weight."""
+    """The recorders whose pass runs in this thread, innermost last, each with how many products of
+    a kind without a name the pass has made; and what looks at products without a weight."""
 
     def __init__(self) -> None:
-        self.recorders: list[Recorder] = []
+        self.recorders: list[tuple[Recorder, Counter[str]]] = []
         self.look: Look | None = None
 
 
@@ -67,7 +67,7 @@ class Recorder:
     def __init__(self, model: nn.Module, sample: int) -> None:
         self.sample = sample
         self.sums: dict[tuple[str, str, str], Tensor] = {}
-        self.unnamed: Counter[str] = Counter()
+        self.lock = threading.Lock()  # of the sums
         self.token = str(next(_TOKENS))
         _RECORDERS[self.token] = self
         self._model = model
@@ -104,7 +104,8 @@ class Recorder:
         )
         key = (layer, operand, str(format))
         total = torch.stack([count.double() for count in counts])
-        self.sums[key] = self.sums[key] + total if key in self.sums else total
+        with self.lock:
+            self.sums[key] = self.sums[key] + total if key in self.sums else total
 
 
 LOST = 0.1
@@ -229,11 +230,11 @@ def is_sampled(name: str) -> bool:
 def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None = None) -> str:
     """A name for the casts of a product: "" where nobody counts what they do."""
     if OPEN.recorders:
-        recorder = OPEN.recorders[-1]
+        recorder, unnamed = OPEN.recorders[-1]
         layer = None if weight is None else recorder.layers().get(id(weight))
         if layer is None:
-            recorder.unnamed[kind] += 1
-            layer = f"{kind} {recorder.unnamed[kind]}"
+            unnamed[kind] += 1
+            layer = f"{kind} {unnamed[kind]}"
         return f"{recorder.token}|{layer}"
     if torch.compiler.is_compiling() or recipe is None or not recipe.unscaled:
         return ""

@@ -6,6 +6,7 @@
 LAYERS = """
 fp8.pitfalls <- fp8.recipe, fp8.swap, fp8.files
 fp8.names <- fp8.formats, fp8.where, fp8.adapters
+fp8.threads <- fp8.function, fp8.tally, fp8.active, fp8.stats
 fp8.formats, fp8.function, fp8.random_bits, fp8.rounding <- fp8.quantize <- fp8.scaling
 fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor

@@ -7,19 +7,27 @@ outside the model, where no rule sees it: `batch_multiplier` tells them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 __all__ = ["batch_multiplier", "row_scale"]
 
 
-@dataclass
-class _Batch:
-    """multiplier, averaged_over: see `batch_multiplier`."""
+_OPEN: list[tuple[int, int]] = []
+"""The open blocks of the process, the one opened last at the end."""
 
-    multiplier: int = 1
-    averaged_over: int = 1
+
+class _Batch(threading.local):
+    """(multiplier, averaged_over) of the open blocks of a thread, innermost last.
+
+    Threads that Python has not started are those of autograd, one for each GPU, which compute
+    checkpointed layers again: they see the block that was opened last in the process.
+    """
+
+    def __init__(self) -> None:
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        self.blocks: list[tuple[int, int]] = _OPEN if foreign else []
 
 
 _BATCH = _Batch()
@@ -44,6 +52,7 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
 
     With a loss of torch's that *is* a mean, averages are right: ``n=w * k``, no averaged_over, and
     a division of the loss by k.
+    The block belongs to the thread that opens it.
     Raises ValueError for a number below 1 and TypeError for what is not a whole number.
 
     >>> with batch_multiplier(4):
@@ -55,12 +64,17 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
             raise TypeError(f"batch_multiplier: {name} must be an int, got {value!r}")
         if value < 1:
             raise ValueError(f"batch_multiplier: {name} must be 1 or more, got {value}")
-    before = (_BATCH.multiplier, _BATCH.averaged_over)
-    _BATCH.multiplier, _BATCH.averaged_over = n, averaged_over
+    blocks, block = _BATCH.blocks, (n, averaged_over)
+    opened = [blocks] if blocks is _OPEN else [blocks, _OPEN]
+    for each in opened:
+        each.append(block)
     try:
         yield
     finally:
-        _BATCH.multiplier, _BATCH.averaged_over = before
+        for each in opened:
+            each.reverse()
+            each.remove(block)
+            each.reverse()
 
 
 def row_scale(rows: float, power: float = 0.5) -> float:
@@ -71,5 +85,7 @@ def row_scale(rows: float, power: float = 0.5) -> float:
     """
     # No float() and no truth value: the number may be one that a compiled graph works out.
     seen = 1 if rows == 0 else rows
-    scale: float = _BATCH.averaged_over * (seen * _BATCH.multiplier) ** -power
+    blocks = _BATCH.blocks
+    multiplier, averaged_over = blocks[-1] if blocks else (1, 1)
+    scale: float = averaged_over * (seen * multiplier) ** -power
     return scale

@@ -24,7 +24,7 @@ from .transforms.copies import deep_copy
 from .transforms.install import install, unwrapped
 from .transforms.metrics import Metrics
 from .transforms.observe import mapped
-from .transforms.track_scales import Tap, differentiable
+from .transforms.track_scales import Tap, Taps, differentiable
 
 __all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_module"]
 
@@ -115,12 +115,11 @@ def analyse_module(
     """
     check_module("analyse_module", module)
     twin = deep_copy(unwrapped(module))
-    tap = Tap((), recurse_modules)
-    install(twin, tap)
-    tap.active = True
+    taps = Taps()
+    tap = Tap(taps.path, (), recurse_modules)
+    install(twin, taps)
     arguments = mapped(differentiable, inputs if isinstance(inputs, tuple) else (inputs,))
-    output = outside_compiler(lambda: twin(*arguments))
-    tap.active = False
+    output = outside_compiler(lambda: taps.measured(tap, lambda: twin(*arguments)))
     if not isinstance(output, Tensor):
         raise TypeError(f"the module's output must be a tensor, not {type(output).__name__}")
     if backward is None and output.numel() != 1:

@@ -14,7 +14,8 @@ Watcher = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dic
 
 #: Functions (the watched function, its body, args, kwargs) -> result that make the call in the
 #: body's place, the last of them alone: how `unit_scaling.verify`, `track_scales` and
-#: `analyse_module` see what a model calls of `unit_scaling` by name.
+#: `analyse_module` see what a model calls of `unit_scaling` by name. All threads share this list,
+#: which every compiled op compares: a watcher makes the call as it is where it is not its thread's.
 WATCHERS: list[Watcher] = []
 
 

@@ -336,4 +336,4 @@ def test_a_call_that_is_recorded_and_expanded_is_watched() -> None:
     tracked = track_scales(unit_scale(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)))
     tracked(torch.randn(2, 3, 8)).sum().backward()
     assert len(tracked.scales_graph().nodes) > 10
-    assert not FIRST_LOOK
+    assert not FIRST_LOOK.items

@@ -1,6 +1,8 @@
 """Gradients of accumulated calls are those of the one large batch."""
 
+import _thread
 import copy
+import threading
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
+from tests.threads import TIMEOUT, together
 from unit_scaling import functional as U
 from unit_scaling.batch import row_scale
 
@@ -119,3 +122,39 @@ def test_bad_numbers(argument: str):
         uu.batch_multiplier(**{"n": 1, argument: 1.5}),
     ):
         pass
+
+
+def test_a_block_belongs_to_its_thread():
+    """Blocks of two threads overlap, and a third has none."""
+    opened, closed = threading.Event(), threading.Event()
+
+    def first() -> float:
+        with uu.batch_multiplier(4):
+            assert opened.wait(TIMEOUT)
+            inside = row_scale(16)
+        closed.set()
+        return inside
+
+    def second() -> float:
+        with uu.batch_multiplier(16):
+            opened.set()
+            assert closed.wait(TIMEOUT)
+            return row_scale(16)
+
+    assert together(first, second, lambda: row_scale(16)) == [1 / 8, 1 / 16, 1 / 4]
+    assert row_scale(16) == 1 / 4
+
+
+def test_autograd_threads_see_the_block():
+    """What is checkpointed is computed again in a thread that Python has not started, on a GPU."""
+    found: list[float] = []
+    done = threading.Event()
+
+    def foreign() -> None:
+        found.append(row_scale(16))
+        done.set()
+
+    with uu.batch_multiplier(4):
+        _thread.start_new_thread(foreign, ())
+        assert done.wait(TIMEOUT)
+    assert found == [1 / 8]

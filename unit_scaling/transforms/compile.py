@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fp8.subclass import check_module
+from fp8.threads import Stack
 
 from ..optimizer_checks import remember_copy
 from .copies import deep_copy
@@ -35,7 +36,7 @@ class Compile:
     order = 2
 
     def __init__(self, backends: tuple[Backend, ...] = (), inductor: bool = True) -> None:
-        self.path: list[str] = []
+        self.path = Stack()
         self.backends = backends
         self.inductor = inductor
 

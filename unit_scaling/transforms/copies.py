@@ -54,10 +54,11 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     return result
 
 
-def twin_of(module: M, scope: object) -> M:
-    """A copy that shares parameters and ``scope``, with buffers and no hooks but its own."""
+def twin_of(module: M, scope: object, its_scope: object) -> M:
+    """A copy that shares parameters, with ``its_scope`` in place of ``scope``, with buffers and no
+    hooks but its own."""
     shared: dict[int, Any] = {id(p): p for p in module.parameters()}
-    shared[id(scope)] = scope
+    shared[id(scope)] = its_scope
     for child in module.modules():
         hooks = {name: getattr(child, name) for name in _HOOKS}
         shared.update({id(dictionary): type(dictionary)() for dictionary in hooks.values()})

@@ -30,11 +30,15 @@ _TRACKED = (
 
 
 @torch.compiler.disable(recursive=False, reason=_TRACKED)
-def partly_compiled(choose: Callable[[], bool], first: Call, second: Call) -> Any:
-    """``first()``, which sees to itself, or ``second()``, compiled in a graph of its own."""
-    return first() if _chosen(choose) else second()
+def partly_compiled(
+    choose: Callable[[], int | None], first: Callable[[int], Any], second: Call
+) -> Any:
+    """``first`` of the number chosen, which sees to itself; without one ``second()``, compiled in a
+    graph of its own."""
+    number = _chosen(choose)
+    return second() if number is None else first(number)
 
 
 @torch.compiler.disable
-def _chosen(choose: Callable[[], bool]) -> bool:
+def _chosen(choose: Callable[[], int | None]) -> int | None:
     return choose()

@@ -8,6 +8,7 @@ submodule, one of its own methods, a copy, an unpickled copy, a compiled one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from fp8.subclass import Gained, bare_class, check_not_scripted, gain, lose
+from fp8.threads import Stack
 
 from ..parameter import TaggedModule, forget_tags
 from . import marker
@@ -27,6 +29,7 @@ __all__ = [
     "install",
     "is_exported",
     "is_sharded",
+    "is_traced",
     "uninstall",
     "unwrapped",
 ]
@@ -46,11 +49,12 @@ class Scope(Protocol):
     """One transform of one model.
 
     order: which scope is entered first, lowest first. path: the names of the modules that are
-    running, outermost first; empty while the model is not, or where the transform needs no names.
+    running in this thread, outermost first; empty while the model is not, or where the transform
+    needs no names.
     """
 
     order: int
-    path: list[str]
+    path: Stack
 
     def inside(self, path: str) -> Places | None:
         """Where the name of a module goes while it runs, if the transform is active already.
@@ -82,14 +86,14 @@ class _Transformed(Gained, TaggedModule):
         A hook may do anything; none of it belongs to the model.
         """
         for scope, path in self._scopes:
-            if scope.path:
-                scope.path.append(path + HOOKS)
+            if scope.path.items:
+                scope.path.items.append(path + HOOKS)
         try:
             return super().__call__(*args, **kwargs)
         finally:
             for scope, _ in self._scopes:
-                if scope.path:
-                    scope.path.pop()
+                if scope.path.items:
+                    scope.path.items.pop()
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Of a part, few calls deep: a compiler follows each by dozens of its own, and Python
@@ -208,8 +212,15 @@ def find_scope(model: nn.Module, kind: type) -> Any:
 def install(model: nn.Module, scope: Scope) -> None:
     """Gives every module of ``model`` the scope, in place of any other of the same kind.
 
-    Raises TypeError for a TorchScript module, which has no Python forward to run.
+    Raises TypeError for a TorchScript module, which has no Python forward to run, and for a model
+    whose forward goes on after its call: a generator or a coroutine.
     """
+    forward = inspect.unwrap(unwrapped(model).forward)
+    if any(goes_on(forward) for goes_on in _GO_ON):
+        raise TypeError(
+            f"the forward of {type(unwrapped(model)).__name__} goes on after its call, where no "
+            "transform is in force: let it return a value, and yield or await around the model"
+        )
     for path, module in unwrapped(model).named_modules():
         if unwrapped(module) is not module:
             continue  # what torch.compile wrapped is a module of its own, further down
@@ -232,6 +243,17 @@ def uninstall(model: nn.Module, kind: type) -> None:
             lose(module, _Transformed)
             del module._scopes
             forget_tags(module)
+
+
+_GO_ON = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def is_traced() -> bool:
+    """Whether this code is traced, by torch.compile or torch.export, in this thread.
+
+    `torch.compiler.is_compiling` is also true in all other threads while one compiles (torch 2.13).
+    """
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def is_exported() -> bool:

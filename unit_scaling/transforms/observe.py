@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8.autocast import EXPANDED
 from fp8.function import FIRST_LOOK
+from fp8.threads import Stack
 
 from ..watched import WATCHERS
 from .install import HOOKS, Call, Places
@@ -55,6 +56,25 @@ def find_loss(output: Any) -> Tensor | None:
     return found[0] if found else None
 
 
+_OBSERVERS = Stack()
+"""The observers that see the module that is running in this thread, innermost last."""
+
+
+def _watch(
+    function: Callable[..., Any],
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The one watcher, of whatever observer is innermost in the thread that calls it."""
+    observers = _OBSERVERS.items
+    return (observers[-1].see_watched if observers else _called)(function, body, args, kwargs)
+
+
+def _called(_: Any, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return body(*args, **kwargs)
+
+
 class Observer(TorchFunctionMode):
     """A scope that is entered last, so that its mode is on top of those of the transforms.
 
@@ -66,7 +86,7 @@ class Observer(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.path: list[str] = []
+        self.path = Stack()
         self.active = False
         self._busy = False
 
@@ -91,21 +111,23 @@ class Observer(TorchFunctionMode):
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """``call()``, with the mode on top of whatever modes its module has."""
-        if not self.active:
+        outermost = not self.path.items
+        if not self.active or (outermost and path):  # a part, in another thread than the model
             return call()
-        outermost = not self.path
         if outermost:
             self.begin(module, args, kwargs)
-        self.path.append(path)
-        FIRST_LOOK.append(self)
-        WATCHERS.append(self._see_watched)
+        self.path.items.append(path)
+        FIRST_LOOK.items.append(self)
+        _OBSERVERS.items.append(self)
+        WATCHERS.append(_watch)
         try:
             with self:
                 output = call()
         finally:
             WATCHERS.pop()
-            FIRST_LOOK.pop()
-            self.path.pop()
+            _OBSERVERS.items.pop()
+            FIRST_LOOK.items.pop()
+            self.path.items.pop()
         if outermost:
             self.end(output)
         return output
@@ -134,17 +156,19 @@ class Observer(TorchFunctionMode):
         finally:
             self._busy = False
 
-    def _see_watched(
+    def see_watched(
         self,
         function: Callable[..., Any],
         body: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """As in `WATCHERS`."""
         return self._see(function, args, kwargs) if self._sees() else body(*args, **kwargs)
 
     def _sees(self) -> bool:
         """Whether the call is the model's: not one of ours, of its hooks, or of a recording."""
-        if self._busy or not self.path or self.path[-1].endswith(HOOKS):
+        names = self.path.items
+        if self._busy or not names or names[-1].endswith(HOOKS):
             return False
-        return not any(isinstance(mode, Recorder) for mode in FIRST_LOOK)
+        return not any(isinstance(mode, Recorder) for mode in FIRST_LOOK.items)

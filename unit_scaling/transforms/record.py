@@ -189,12 +189,12 @@ class Recorder(TorchFunctionMode):
         self._busy = False
 
     def __enter__(self) -> Recorder:
-        FIRST_LOOK.append(self)
+        FIRST_LOOK.items.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        FIRST_LOOK.pop()
+        FIRST_LOOK.items.pop()
         super().__exit__(*error)
 
     def __torch_function__(

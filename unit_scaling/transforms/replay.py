@@ -140,12 +140,12 @@ class Replay(TorchFunctionMode):
         self.latest: Step | None = None  # the step of the call before, for who measures it
 
     def __enter__(self) -> Replay:
-        FIRST_LOOK.append(self)
+        FIRST_LOOK.items.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        FIRST_LOOK.pop()
+        FIRST_LOOK.items.pop()
         super().__exit__(*error)
 
     def __torch_function__(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from fp8.autocast import autocast, outside_compiler
 from fp8.recipe import Cast, Recipe
 from fp8.subclass import check_module
 from fp8.tally import forget_looks
+from fp8.threads import Stack
 
 from ..formats import FPFormat
 from .compile import copied
-from .install import Call, Places, install, unwrapped
+from .install import Call, Places, install, is_traced, unwrapped
 
 __all__ = ["Simulate", "simulate_format", "simulate_fp8"]
 
@@ -28,32 +28,32 @@ class Simulate:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.path: list[str] = []
-        self._active = False
+        self.path = Stack()
+        self._active = Stack()  # one item while it is
 
     def inside(self, path: str) -> Places | None:
         """Nowhere, while the recipe is in force."""
-        return () if self._active else None
+        return () if self._active.items else None
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """``call()`` under the recipe."""
-        return call() if self._active else self._simulated(call)
+        return call() if self._active.items else self._simulated(call)
 
     def _simulated(self, call: Call, eager: bool = False) -> Any:
-        if not (eager or torch.compiler.is_compiling()):
+        if not (eager or is_traced()):
             return outside_compiler(lambda: self._simulated(call, eager=True))
         # Not a with statement, for the reason given in UnitScale._replay.
         mode = autocast(self.recipe, opaque="warn")
         mode.reenters = True  # every module does, when it is called
-        self._active = True
+        self._active.items.append(True)
         mode.__enter__()
         try:
             return call()
         finally:
             mode.__exit__(None, None, None)
-            self._active = False
+            self._active.items.pop()
 
 
 def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:

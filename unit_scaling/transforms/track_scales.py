@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from torch.fx import Graph, Node
 from fp8.autocast import outside_compiler
 from fp8.formats import Format, get_format
 from fp8.subclass import check_module
+from fp8.threads import Stack
 
 from .compile import copied
 from .history import History, Pass
@@ -24,7 +26,7 @@ from .metrics import Metrics
 from .observe import Observer, mapped, plain, unseen
 from .record import Slot, tensors_in
 
-__all__ = ["Tap", "Track", "track_scales"]
+__all__ = ["Tap", "Taps", "Track", "track_scales"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -52,13 +54,14 @@ _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 class Tap(Observer):
     """Writes the graph of one call of a model, with a `Metrics` for each floating-point tensor.
 
-    recurse: False for one node per module that the model calls, whatever it does inside.
+    path: as in `Scope`. recurse: False for one node per module that the model calls, whatever it
+    does inside.
     """
 
-    order = 8
-
-    def __init__(self, formats: tuple[Format, ...], recurse: bool = True) -> None:
+    def __init__(self, path: Stack, formats: tuple[Format, ...], recurse: bool = True) -> None:
         super().__init__()
+        self.path = path
+        self.active = True
         self.formats = formats
         self.recurse = recurse
         self.graph = Graph()
@@ -67,12 +70,6 @@ class Tap(Observer):
         self._targets: dict[Callable[..., Any], str] = {}
         self._kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
         self._handles: list[Any] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"formats": self.formats, "recurse": self.recurse}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
 
     def release(self) -> None:
         """Removes the hooks on tensors that outlive a call: parameters and the caller's inputs."""
@@ -110,18 +107,18 @@ class Tap(Observer):
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        if self.recurse or not (self.active and self.path):
+        if self.recurse or not (self.active and self.path.items):
             return super().run(call, module, path, args, kwargs)
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             return call((args, kwargs))
 
         self._targets[whole] = path
-        self.path.append(path)  # in place of the name it has for its hooks
+        self.path.items.append(path)  # in place of the name it has for its hooks
         try:
             return self._see(whole, args, kwargs)
         finally:
-            self.path.pop()
+            self.path.items.pop()
 
     def end(self, output: Any) -> None:
         node = self.graph.output(self._written(plain(output)))
@@ -174,7 +171,7 @@ class Tap(Observer):
             clean_name=node.name,
             outputs_float_tensor=floating,
             requires_grad=node.op == "placeholder" and isinstance(value, nn.Parameter),
-            path=self.path[-1] if self.path else "",
+            path=self.path.items[-1] if self.path.items else "",
         )
         if isinstance(value, Tensor):
             self._nodes[id(value)] = node
@@ -201,60 +198,105 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+class Taps:
+    """The scope of `Tap`: that of the call that is measured in this thread, if one is."""
+
+    order = 8
+
+    def __init__(self) -> None:
+        self.path = Stack()
+        self.running = Stack()
+
+    def inside(self, path: str) -> Places | None:
+        """Each module has a mode of its own while it is measured."""
+        return None if self.running.items else ()
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """``call()``, measured where a tap is running."""
+        taps = self.running.items
+        return taps[-1].run(call, module, path, args, kwargs) if taps else call()
+
+    def measured(self, tap: Tap, call: Callable[[], Any]) -> Any:
+        """``call()``, a call of the model in eager mode, measured by ``tap``."""
+        self.running.items.append(tap)
+        try:
+            return call()
+        finally:
+            self.running.items.pop()
+            tap.active = False
+            tap.forget()
+
+
 class Track:
     """The scope that chooses the calls to measure, entered first: the others run compiled."""
 
     order = -1
 
-    def __init__(self, tap: Tap, every: int, history: int) -> None:
-        self.path: list[str] = []
-        self.tap = tap
+    def __init__(self, formats: tuple[Format, ...], every: int, history: int) -> None:
+        self.path = Stack()
+        self.taps = Taps()
+        self.formats = formats
         self.every = every
         self.calls = 0
         self.passes: deque[Pass] = deque(maxlen=history)
+        self._lock = threading.Lock()  # of calls
+        self._latest = Stack()  # the tap of the latest measured call of this thread
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"tap": self.tap, "every": self.every, "history": self.passes.maxlen}
+        state = {"formats": self.formats, "every": self.every, "history": self.passes.maxlen}
+        return {"taps": self.taps, **state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        taps = state.pop("taps")
         self.__init__(**state)  # type: ignore[misc]
+        self.taps = taps
 
     def inside(self, path: str) -> Places | None:
         """Nowhere, for a part: only calls of the whole model count."""
-        return () if path or self.tap.active else None
+        return () if path or self.taps.running.items else None
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """``call()``, measured if its turn has come. Only calls of the whole model count."""
-        if path or self.tap.active or is_exported():
+        if path or self.taps.running.items or is_exported():
             return call()
-        if torch.compiler.is_compiling():
+
+        def measured(number: int) -> Any:
+            return outside_compiler(lambda: self._measured(number, call, args, kwargs))
+
+        if torch.compiler.is_dynamo_compiling():
             from .first_call import partly_compiled
 
-            measured = lambda: self._measured(call, args, kwargs)  # noqa: E731
             return partly_compiled(self._turn, measured, call)
-        return self._measured(call, args, kwargs) if self._turn() else call()
+        number = self._turn()
+        return call() if number is None else measured(number)
 
-    def _turn(self) -> bool:
-        self.tap.release()
-        self.calls += 1
-        return (self.calls - 1) % self.every == 0
+    def _turn(self) -> int | None:
+        """How many calls came before this one, where it is to be measured."""
+        while self._latest.items:
+            self._latest.items.pop().release()
+        with self._lock:
+            number = self.calls
+            self.calls += 1
+        return None if number % self.every else number
 
-    def _measured(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.tap.active = True
-        try:
-            given = mapped(differentiable, args), mapped(differentiable, kwargs)
-            output = outside_compiler(lambda: call(given))
-        finally:
-            self.tap.active = False
-            self.tap.forget()
-        self.passes.append((self.calls - 1, self.tap.graph))
+    def _measured(
+        self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tap = Tap(self.taps.path, self.formats)
+        self._latest.items.append(tap)
+        given = mapped(differentiable, args), mapped(differentiable, kwargs)
+        output = self.taps.measured(tap, lambda: call(given))
+        self.passes.append((number, tap.graph))
         return output
 
     def scales_graph(self) -> Graph:
         """The graph of the latest measured call; without nodes before the first."""
-        return self.passes[-1][1] if self.passes else Graph()
+        passes = list(self.passes)
+        return passes[-1][1] if passes else Graph()
 
     def scales_history(self) -> History:
         """The numbers of the measured calls, as many of the latest as are kept."""
@@ -308,8 +350,8 @@ def track_scales(
     Metrics.from_tensor(torch.zeros(0), rows)  # refuses what is not a format for values
     result = copied(module, "track_scales")
     inner: Any = unwrapped(result)
-    track = Track(Tap(rows), every, history)
+    track = Track(rows, every, history)
     install(inner, track)
-    install(inner, track.tap)
+    install(inner, track.taps)
     inner.scales_graph, inner.scales_history = track.scales_graph, track.scales_history
     return result

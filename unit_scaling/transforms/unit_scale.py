@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,12 +20,22 @@ from fp8.autocast import outside_compiler
 from fp8.convert import choose_recipes
 from fp8.names import check_name
 from fp8.subclass import check_module
+from fp8.threads import Setting, Stack
 
 from ..parameter import has_parameter_data, remember_tags, tag
 from .calls import KINDS
 from .compile import copied
 from .copies import Example, detached, example_of, remade, twin_of
-from .install import Call, Places, find_scope, install, is_exported, is_sharded, unwrapped
+from .install import (
+    Call,
+    Places,
+    find_scope,
+    install,
+    is_exported,
+    is_sharded,
+    is_traced,
+    unwrapped,
+)
 from .model_plan import ModelPlan, check_fits, retag, tags_in
 from .plan import make_plan
 from .pretrained import keep_transform, register
@@ -43,8 +55,19 @@ Replacements = dict[Callable[..., Any], Callable[..., Any]]
 INITS = ("unit", "preserve")
 # How the configurations of models name the longest sequence, the most common first.
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "n_ctx")
-# The scopes that are running, innermost last: at most one, in practice.
-_RUNNING: list[UnitScale] = []
+# The scopes that are running in this thread, innermost last: at most one, in practice.
+_RUNNING = Stack()
+
+
+def _without_warnings() -> AbstractContextManager[Any]:
+    quiet = warnings.catch_warnings()
+    quiet.__enter__()
+    warnings.simplefilter("ignore")
+    return quiet
+
+
+# While a model is recorded: its warnings come when it runs. Filters belong to the process.
+_SILENT = Setting(_without_warnings)
 
 _UNSEEN = "unit_scale has not seen this form of call yet"
 
@@ -73,7 +96,8 @@ class UnitScale:
         self.context_length = context_length
         self._settled = Settled()
         self.plans: dict[Any, Plan] = {}
-        self.path: list[str] = []
+        self.path = Stack()
+        self._recording = threading.RLock()
         self._latest: dict[bool, Plan] = {}
         self._example: Example | None = None
 
@@ -84,11 +108,12 @@ class UnitScale:
         return self.init == "unit"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kinds": None, "path": [], "_example": None}
+        return {**self.__dict__, "kinds": None, "_recording": None, "_example": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
+        self._recording = threading.RLock()
 
     @property
     def scales_weights(self) -> bool:
@@ -99,20 +124,21 @@ class UnitScale:
         """Its name in the scope that is running: a part with a transform of its own is in the plan
         of the whole.
         """
-        if not _RUNNING:
+        if not _RUNNING.items:
             return None
-        outer = _RUNNING[-1]
-        return ((outer.path, path if outer is self else f"{outer.path[-1]} > {path}"),)
+        outer = _RUNNING.items[-1]
+        names = outer.path.items
+        return ((names, path if outer is self else f"{names[-1]} > {path}"),)
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """``call()`` under the plan for this form of call, made at its first time."""
         for _, name in self.inside(path) or ():
-            return _RUNNING[-1].within(name, call)
+            return _RUNNING.items[-1].within(name, call)
         form = (path, module.training, _form(args), _form(kwargs))
         plan = self._known(form, path, module.training)
-        if torch.compiler.is_compiling():
+        if is_traced():
             if plan is not None:
                 return self._replay(plan, call, path)
             if is_exported():
@@ -141,52 +167,54 @@ class UnitScale:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        plan = self._known(form, path, module.training)
-        if plan is not None:
-            try:
-                return self._replay(plan, call, path)
-            except PlanMissError:
-                pass  # it has taken another branch: see it again
-        return self._first(form, call, module, path, args, kwargs)
+        missed = None
+        while True:
+            plan = self._known(form, path, module.training)
+            if plan is not None and plan is not missed:
+                try:
+                    return self._replay(plan, call, path)
+                except PlanMissError:
+                    missed = plan  # it has taken another branch: see it again
+            else:
+                with self._recording:
+                    if self._known(form, path, module.training) is plan:
+                        plan = self._first(form, module, path, args, kwargs)
+                        break
+                # another thread has made a plan meanwhile
+        return self._replay(plan, call, path)
 
     def within(self, path: str, call: Call) -> Any:
         """``call()``, the forward of the module named ``path``."""
-        self.path.append(path)
+        self.path.items.append(path)
         try:
             return call()
         finally:
-            self.path.pop()
+            self.path.items.pop()
 
     def _replay(self, plan: Plan, call: Call, path: str, eager: bool = False) -> Any:
-        if not (eager or torch.compiler.is_compiling()):
+        if not (eager or is_traced()):
             return outside_compiler(lambda: self._replay(plan, call, path, eager=True))
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
         # the mode is active. Inside try, it leaves this frame, from its start, to eager mode.
-        mode = Replay(plan, self.kinds, self.replacements, self.path)
-        _RUNNING.append(self)
+        mode = Replay(plan, self.kinds, self.replacements, self.path.items)
+        _RUNNING.items.append(self)
         mode.__enter__()
         try:
             return self.within(path, call)
         finally:
             mode.__exit__(None, None, None)
-            _RUNNING.pop()
+            _RUNNING.items.pop()
 
     def _first(
-        self,
-        form: Any,
-        call: Call,
-        module: nn.Module,
-        path: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Records the model, makes the plan, then runs it."""
+        self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Plan:
+        """Records the model and makes the plan for this form of call."""
         try:
             plan = self.record(module, path, args, kwargs)
         except RuntimeError as error:
             if not str(error).startswith("vmap:"):
                 raise
-            return self._mapped(form, call, path, args, kwargs, error)
+            return self._mapped(form, args, kwargs, error)
         if not path:
             with contextlib.suppress(TypeError):
                 self._example = example_of((args, kwargs))
@@ -204,27 +232,16 @@ class UnitScale:
         self.plans[form] = plan
         if not path:
             self._latest[module.training] = plan
-        return self._replay(plan, call, path)
+        return plan
 
-    def _mapped(
-        self,
-        form: Any,
-        call: Call,
-        path: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        error: Exception,
-    ) -> Any:
+    def _mapped(self, form: Any, args: Any, kwargs: Any, error: Exception) -> Plan:
         """Under vmap, whose values cannot be looked at: the plan of a call that differs from this
         one in dimensions alone, as that of a batch does from that of its examples.
         """
-        shapeless = _without_shapes(form)
-        similar = [plan for seen, plan in self.plans.items() if _without_shapes(seen) == shapeless]
-        try:
-            if similar:
-                return self._replay(similar[-1], call, path)
-        except PlanMissError:
-            pass  # the model takes another branch for these dimensions
+        shapeless, plans = _without_shapes(form), list(self.plans.items())
+        similar = [plan for seen, plan in plans if _without_shapes(seen) == shapeless]
+        if similar:
+            return similar[-1]
         given = ", ".join(_described(t) for _, t in tensors_in((args, kwargs))) or "no tensor"
         mode = "training" if form[1] else "evaluation"
         raise RuntimeError(
@@ -287,7 +304,7 @@ class UnitScale:
                 raise ValueError("functions that unit_scale was given in replace are in no weight")
             return Folded({}, {})
         self._check_seen(model)
-        seen = [plan for form, plan in self.plans.items() if form[0] == "" and not form[1]]
+        seen = [plan for form, plan in list(self.plans.items()) if form[0] == "" and not form[1]]
         if not seen:
             seen = [self._evaluated(model)]
         return folded([tie for plan in seen for tie in plan.ties])
@@ -307,7 +324,7 @@ class UnitScale:
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
-        calls = [row for plan in self.plans.values() for row in plan.rows]
+        calls = [row for plan in list(self.plans.values()) for row in plan.rows]
         return list(dict.fromkeys([*self.rows, *calls]))
 
     def record(
@@ -329,7 +346,7 @@ class UnitScale:
                 f"{_UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
                 "once before fully_shard, with arguments of the same form"
             )
-        twin = twin_of(module, self)
+        twin = twin_of(module, self, _Recorded(self))
         if evaluate:
             twin.eval()
         wanted = [t.requires_grad for _, t in tensors_in((args, kwargs))]
@@ -339,17 +356,16 @@ class UnitScale:
         copies = [id(t) for _, t in tensors_in((args, kwargs))]
         given = dict(zip(copies, wanted, strict=True))
         weights = tagged_weights((prefix + n, p) for n, p in twin.named_parameters())
-        computing = parametrizations(twin, prefix)
-        path_now = lambda: self.path[-1]  # noqa: E731
+        running, computing = self.path.items, parametrizations(twin, prefix)
+        path_now = lambda: running[-1]  # noqa: E731
         recorder = Recorder(self.kinds, names, weights.factors, given, path_now, computing)
         devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
-        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings(), recorder:
-            warnings.simplefilter("ignore")  # they come when the model runs
-            _RUNNING.append(self)
+        with torch.random.fork_rng(devices), torch.no_grad(), _SILENT, recorder:
+            _RUNNING.items.append(self)
             try:
                 result = self.within(path, lambda: twin(*args, **kwargs))
             finally:
-                _RUNNING.pop()
+                _RUNNING.items.pop()
         plan = make_plan(recorder.graph, self._settings(weights, whole=not path))
         if not path and self.init == "unit":
             buffers = {id(b): name for name, b in twin.named_buffers()}
@@ -376,6 +392,33 @@ def _names(model: nn.Module, path: str) -> dict[int, str]:
         masked = {id(getattr(part, n)): p for p, n in pruned(part).items()}
         names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}
     return names
+
+
+class _Recorded:
+    """The scope of the copy that is recorded, in place of that of the model."""
+
+    order = UnitScale.order
+
+    def __init__(self, scope: UnitScale) -> None:
+        self.scope = scope
+        self.path = scope.path
+
+    def inside(self, path: str) -> Places | None:
+        """As of the scope. Raises RuntimeError in a thread that the forward pass has started: it
+        has no part in the plan, and would wait for the recording, which waits for it."""
+        if not _RUNNING.items:
+            raise RuntimeError(
+                f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
+                "part of; a plan belongs to one thread: transform the parts, each by itself"
+            )
+        return self.scope.inside(path)
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """As of the scope; raises as `inside`."""
+        self.inside(path)
+        return self.scope.run(call, module, path, args, kwargs)
 
 
 def _covers(plan: Plan, path: str) -> bool:

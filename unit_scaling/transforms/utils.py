@@ -95,5 +95,5 @@ def torch_nn_modules_to_user_modules(mod: nn.Module) -> None:
             if cls not in _USER_CLASSES:
                 name = cls.__module__.removeprefix("torch.nn.").replace(".", "_")
                 name = f"trivial_subclass_{name}_{cls.__name__}"
-                _USER_CLASSES[cls] = type(name, (cls,), {"__module__": __name__})
+                _USER_CLASSES.setdefault(cls, type(name, (cls,), {"__module__": __name__}))
             child.__class__ = _USER_CLASSES[cls]

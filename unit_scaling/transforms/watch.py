@@ -126,8 +126,8 @@ class Watch(Observer):
     ) -> Any:
         kind = KINDS.get(function, getattr(function, "__name__", ""))
         product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | _EMBEDDINGS | _UNCAST
-        product = product and self.path[-1] not in self._computing
-        place = self.path[-1] or "the model itself"
+        product = product and self.path.items[-1] not in self._computing
+        place = self.path.items[-1] or "the model itself"
         if kind in RECURRENT:
             self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
         elif function in OPAQUE and not product:
@@ -173,11 +173,11 @@ class Watch(Observer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        path = self.path[-1]
+        path = self.path.items[-1]
         product = _Product(path, kind, self._counts[path, kind])
         self._counts[path, kind] += 1
         args, kwargs, slots = self._hooked(product, args, kwargs)
-        replay = next((mode for mode in FIRST_LOOK[::-1] if isinstance(mode, Replay)), None)
+        replay = next((mode for mode in FIRST_LOOK.items[::-1] if isinstance(mode, Replay)), None)
         if replay is not None:
             replay.latest = None
         output = function(*args, **kwargs)

@@ -1,0 +1,283 @@
+"""`fp8` in several threads, generators and tasks: each computes what it computes alone."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+from tests.threads import TIMEOUT, Meet, meeting, switching, together
+
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+W = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+RECIPES = ("unit", "tensor", "row")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(32, 32), Meet(), nn.GELU(), Meet(), nn.Linear(32, 8))
+
+
+def step(model: nn.Module, x: Tensor = X) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+def assert_same(got: list, expected: list) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def within(block: fp8.autocast, call, *args):
+    with block:
+        return call(*args)
+
+
+def is_plain() -> bool:
+    """Whether nothing is cast here."""
+    return torch.equal(F.linear(X, W), torch.ops.aten.linear(X, W))
+
+
+def test_a_recipe_for_each_thread():
+    plain, net = model(), model()
+    alone = [within(fp8.autocast(recipe), step, net) for recipe in RECIPES]
+    calls = [lambda r=recipe: within(fp8.autocast(r), step, net) for recipe in RECIPES]
+    with meeting(4):
+        *got, outside = together(*calls, lambda: step(plain))
+    assert_same(got, alone)
+    assert_same([outside], [step(plain)])
+
+
+def test_one_block_in_several_threads():
+    block, net = fp8.autocast("unit"), model()
+    alone = within(block, step, net)
+    with meeting(3):
+        assert_same(together(*[lambda: within(block, step, net)] * 3), [alone] * 3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_converted(recipe: str):
+    net = fp8.convert(model(), recipe)
+    alone = [step(net, X * i) for i in (1, 2, 3)]
+    with meeting(3):
+        assert_same(together(*[lambda i=i: step(net, X * i) for i in (1, 2, 3)]), alone)
+
+
+def test_backward_in_another_thread():
+    net = model()
+    expected = within(fp8.autocast("unit"), step, net)[2:]
+    with fp8.autocast("unit"):
+        y = net(X.clone().requires_grad_()).square().sum()
+    (got,) = together(lambda: torch.autograd.grad(y, list(net.parameters())))
+    assert_same(list(got), expected)
+
+
+def test_delayed_scaling_with_a_history_for_each_thread():
+    net = model()
+
+    def passes(scale: float) -> list[list[Tensor]]:
+        history = fp8.AmaxHistory()
+        block = fp8.autocast("delayed", history=history)
+        return [within(block, step, net, X * scale * i) for i in (1, 2, 3)]
+
+    alone = [passes(1.0), passes(8.0)]
+    with meeting(2):
+        assert_same(together(lambda: passes(1.0), lambda: passes(8.0)), alone)
+
+
+def test_delayed_scaling_is_only_read_without_gradients():
+    net = fp8.convert(model(), "delayed")
+    step(net)
+    with torch.no_grad():
+        alone = [net(X * i) for i in (1, 2, 3)]
+
+    def infer(i: int) -> Tensor:
+        with torch.no_grad():
+            return net(X * i)
+
+    with meeting(3):
+        assert_same(together(*[lambda i=i: infer(i) for i in (1, 2, 3)]), alone)
+
+
+def test_stats_of_several_threads():
+    """All passes are in the sums, each with products numbered from one."""
+
+    def run(seen) -> None:
+        with seen, fp8.autocast("unit"):
+            (net(X) @ W[:8]).sum().backward()
+
+    net = model()
+    alone, seen = fp8.stats(net, every=1), fp8.stats(net, every=1)
+    for _ in range(3):
+        run(alone)
+    with meeting(3):
+        together(*[lambda: run(seen)] * 3)
+    assert seen.passes == alone.passes
+    assert sorted(map(str, seen.rows())) == sorted(map(str, alone.rows()))
+
+
+def test_classes_made_at_once():
+    """Equal modules that are converted in several threads have equal classes."""
+
+    class Own(nn.Linear):
+        pass
+
+    with switching():
+        made = together(*[lambda: fp8.convert(nn.Sequential(Own(32, 32)), "unit")] * 4)
+    assert len({type(net[0]) for net in made}) == 1
+
+
+# What holds a block open
+
+
+def held(recipe: str):
+    with fp8.autocast(recipe):
+        yield F.linear(X, W)
+        yield F.linear(X, W)
+
+
+def test_generators_close_blocks_innermost_first():
+    first, second = held("unit"), held("tensor")
+    next(first), next(second)
+    with pytest.raises(RuntimeError, match="closed innermost first: close those of a generator"):
+        first.close()
+    second.close()
+    assert is_plain()
+
+
+def test_generators_that_nest():
+    expected = within(fp8.autocast("unit"), F.linear, X, W)
+    first = held("unit")
+    next(first)
+    list(held("tensor"))
+    assert torch.equal(next(first), expected)
+    first.close()
+    assert is_plain()
+
+
+def test_a_block_is_closed_in_its_thread():
+    block = fp8.autocast("unit")
+    block.__enter__()
+    with pytest.raises(RuntimeError, match="closed in the thread that has opened it"):
+        together(lambda: block.__exit__(None, None, None))
+    block.__exit__(None, None, None)
+    assert is_plain()
+
+
+def test_a_block_in_each_task():
+    expected = [within(fp8.autocast(r), F.linear, X, W) for r in RECIPES]
+
+    async def calls(recipe: str) -> list[Tensor]:
+        outputs = []
+        for _ in range(3):
+            await asyncio.sleep(0)
+            outputs.append(within(fp8.autocast(recipe), F.linear, X, W))
+            await asyncio.sleep(0)
+            assert is_plain()
+        return outputs
+
+    async def main() -> list[list[Tensor]]:
+        return await asyncio.gather(*map(calls, RECIPES))
+
+    assert_same(asyncio.run(main()), [[y] * 3 for y in expected])
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["nothing", "enabled=False"])
+def test_a_block_of_another_task_is_refused(enabled: bool):
+    """Whichever of the two is innermost, neither computes under the recipe of the other."""
+
+    async def main() -> None:
+        opened, close = asyncio.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            with fp8.autocast("unit", enabled=enabled):
+                opened.set()
+                await close.wait()
+
+        task = asyncio.create_task(hold(), name="holder")
+        await opened.wait()
+        with pytest.raises(RuntimeError, match=r"open in holder, another task.*before await"):
+            F.linear(X, W)
+        assert torch.equal(within(fp8.autocast("tensor"), F.linear, X, W), expected)
+        close.set()
+        await task
+        assert is_plain()
+
+    expected = within(fp8.autocast("tensor"), F.linear, X, W)
+    asyncio.run(main())
+
+
+def test_a_block_around_the_loop():
+    expected = within(fp8.autocast("unit"), F.linear, X, W)
+
+    async def main() -> list[Tensor]:
+        async def call() -> Tensor:
+            await asyncio.sleep(0)
+            return F.linear(X, W)
+
+        return await asyncio.gather(call(), call())
+
+    with fp8.autocast("unit"):
+        assert_same(asyncio.run(main()), [expected] * 2)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_errors_leave_nothing(error: type[BaseException]):
+    def fail() -> None:
+        with fp8.autocast("unit"), fp8.autocast("tensor"):
+            F.linear(X, W)
+            raise error
+
+    with pytest.raises(error):
+        together(fail)
+    with pytest.raises(error):
+        fail()
+    assert is_plain()
+
+
+# The compiler
+
+
+def test_the_stance_is_put_back_by_the_last():
+    """Two blocks that overlap: the one that was opened first closes first."""
+    torch._dynamo.reset()
+    graphs: list[int] = []
+    fn = torch.compile(lambda x: x + 1, backend=lambda graph, _: graphs.append(1) or graph)
+    opened, closed = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with fp8.autocast("unit"):
+            assert opened.wait(TIMEOUT)
+        fn(X)
+        assert not graphs  # the other block is open
+        closed.set()
+
+    def second() -> None:
+        with fp8.autocast("unit"):
+            opened.set()
+            assert closed.wait(TIMEOUT)
+
+    together(first, second)
+    fn(X)
+    assert graphs == [1]
+
+
+def test_blocks_that_are_compiled():
+    """One graph for all threads, with blocks open in others or not."""
+    torch._dynamo.reset()
+    graphs: list[int] = []
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        with fp8.autocast("unit"):
+            return F.linear(x, w)
+
+    compiled = torch.compile(
+        call, backend=lambda graph, _: graphs.append(1) or graph, fullgraph=True
+    )
+    expected = call(X, W)
+    got = [compiled(X, W), *together(*[lambda: compiled(X, W)] * 3)]
+    torch.testing.assert_close(got, [expected] * 4)
+    assert graphs == [1]
