@@ -3,8 +3,9 @@
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean, var: over the channels
 
 Compiled code is made from the formulas below. Eager code on a CPU has torch's kernel for channels
-that lie together (and a copy where they do not), on a CUDA device with Triton the kernels in
-`fp8.layer_norm2d_kernels`: one pass forward and one backward.
+that lie together, and for contiguous images the formulas, a few images at a time in the cache. On a
+CUDA device with Triton it has the kernels in `fp8.layer_norm2d_kernels`: one pass forward and one
+backward.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ aten = torch.ops.aten
 
 BLOCK = 16
 """Channels of which compiled code sums at once, each on a line of its own in memory."""
+
+
+CHUNK = 1 << 17
+"""Elements, in whole images, that eager code on a CPU goes through at once, within its cache."""
+
+
+LARGE = 1 << 16
+"""Elements of contiguous images from which on a few passes in the cache are quicker than two copies
+that change places."""
 
 
 def layer_norm2d(
@@ -55,6 +65,9 @@ def layer_norm2d(
         finally:
             FIRST_LOOK.items.append(mode)
     _check(input, weight, bias)
+    plain = input.is_cpu and input.element_size() > 2 and not torch.compiler.is_compiling()
+    if plain and not _large(input):
+        return _by_torch(input, weight, bias, eps)
     # True in every graph of torch 2.11 too: its compiler loses the gradients of what comes after.
     if torch.compiler.is_exporting():
         return _normalized(input, weight, bias, eps)[0]
@@ -72,6 +85,12 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
             raise ValueError(
                 f"{name} must have shape ({input.shape[1]},), got {tuple(value.shape)}"
             )
+
+
+def _large(x: Tensor) -> bool:
+    """Whether ``x``, on a CPU, is of contiguous images of some size, of which torch's kernel would
+    copy all to other places and back."""
+    return x.dim() > 2 and x.numel() >= LARGE and x.is_contiguous() and kernels.fits(x)
 
 
 def scripted(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -98,7 +117,9 @@ class _LayerNorm2d(Function):
             return _normalized(x, weight, bias, eps)
         if kernels.take(x):
             return kernels.forward(x, weight, bias, eps)
-        return (_native if x.device.type == "cpu" else _normalized)(x, weight, bias, eps)
+        if x.is_cpu:
+            return (_by_images if _large(x) else _native)(x, weight, bias, eps)
+        return _normalized(x, weight, bias, eps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -121,9 +142,11 @@ class _LayerNorm2d(Function):
             result = _gradients(grad, x, mean + rest, rstd, weight)
         elif kernels.take(x):
             result = kernels.backward(grad, x, mean, rstd, weight)
-        else:
-            chosen = _native_gradients if x.device.type == "cpu" else _gradients
+        elif x.is_cpu:
+            chosen = _gradients_by_images if _large(x) else _native_gradients
             result = chosen(grad, x, mean, rstd, weight)
+        else:
+            result = _gradients(grad, x, mean, rstd, weight)
         like = zip(result, (x, weight, bias), strict=True)
         return *(None if t is None else g.to(t.dtype) for g, t in like), None
 
@@ -251,6 +274,66 @@ def _gradients(
     return dx, dweight, dbias
 
 
+def _by_images(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_normalized` of dense ``x``, a few images at a time, which stay in the cache."""
+    y = torch.empty_like(x)
+    mean, rstd = (wide(x, x.new_empty(len(x), 1, *x.shape[2:])) for _ in range(2))
+    share = 1.0 / x.shape[1]
+    of_w, of_b = (None if t is None else _across(x, t) for t in (weight, bias))
+    for part, out, m, r in zip(*(_images(t, x) for t in (x, y, mean, rstd)), strict=True):
+        value = wide(x, part)
+        torch.sum(value, 1, keepdim=True, out=m).mul_(share)
+        c = torch.sub(value, m, out=out if out.dtype == m.dtype else value)
+        rest = c.sum(1, keepdim=True).mul_(share)
+        c.sub_(rest)
+        torch.sum(c.square(), 1, keepdim=True, out=r).mul_(share).add_(eps).rsqrt_()
+        m.add_(rest)
+        c.mul_(r)
+        if of_w is not None:
+            c.mul_(of_w)
+        if of_b is not None:
+            c.add_(of_b)
+        if c is not out:
+            out.copy_(c)
+    return y, mean, rstd
+
+
+def _gradients_by_images(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_gradients` of dense ``x``, a few images at a time; that of the input in its dtype."""
+    dx = torch.empty_like(x)
+    dweight, dbias = (wide(x, x.new_zeros(x.shape[1])) for _ in range(2))
+    share, others = 1.0 / x.shape[1], [d for d in range(x.dim()) if d != 1]
+    of_w = None if weight is None else _across(x, weight)
+    for g, part, m, r, out in zip(*(_images(t, x) for t in (grad, x, mean, rstd, dx)), strict=True):
+        g, normal = wide(x, g), (wide(x, part) - m).mul_(r)
+        both = g * normal
+        dweight += both.sum(others)
+        dbias += g.sum(others)
+        if of_w is not None:
+            g = g * of_w
+            both.mul_(of_w)
+        normal.mul_(both.sum(1, keepdim=True).mul_(share)).add_(g.sum(1, keepdim=True).mul_(share))
+        torch.sub(g, normal, out=both).mul_(r)
+        out.copy_(both)
+    return dx, dweight, dbias
+
+
+def _images(t: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """``t`` in parts of as many images as are CHUNK elements of ``x``, at least one."""
+    return t.split(max(1, CHUNK * len(x) // max(1, x.numel())))
+
+
+def _by_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """By torch's kernel, forward and backward, of 32 or 64 bits."""
+    last = x.movedim(1, -1)
+    y = F.layer_norm(last, last.shape[-1:], wide(x, weight), wide(x, bias), eps).movedim(-1, 1)
+    return _laid_out_as(x, y)
+
+
 def _native(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,13 +351,18 @@ def _native(
 def _native_gradients(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_gradients` by torch's kernel, which sums in the dtype that it is given."""
+    """`_gradients` by torch's kernel, which sums in the dtype that it is given, a few images at a
+    time; that of the input in its dtype."""
     weight = wide(x, x.new_ones(x.shape[1:2]) if weight is None else weight)
-    g, last, *statistics = (wide(x, t).movedim(1, -1) for t in (grad, x, mean, rstd))
-    dx, dweight, dbias = aten.native_layer_norm_backward.default(
-        g, last, last.shape[-1:], *statistics, weight, weight, [True, True, True]
-    )
-    return _laid_out_as(x, dx.movedim(-1, 1)), dweight, dbias
+    parts, dweight, dbias = [], torch.zeros_like(weight), torch.zeros_like(weight)
+    for part in zip(*(_images(t, x) for t in (grad, x, mean, rstd)), strict=True):
+        g, last, *statistics = (wide(x, t).movedim(1, -1) for t in part)
+        dx, dw, db = aten.native_layer_norm_backward.default(
+            g, last, last.shape[-1:], *statistics, weight, weight, [True, True, True]
+        )
+        parts.append(dx.movedim(-1, 1).to(x.dtype))
+        dweight, dbias = dweight + dw, dbias + db
+    return _laid_out_as(x, parts[0] if len(parts) == 1 else torch.cat(parts)), dweight, dbias
 
 
 def _laid_out_as(x: Tensor, y: Tensor) -> Tensor:

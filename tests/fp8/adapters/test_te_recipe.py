@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,3 +168,19 @@ def test_recipes_that_it_does_not_have(library):
     )
     with pytest.raises(ValueError, match="no recipe for 'odd'"):
         te_recipe.te_recipe(saving)
+
+
+def test_the_migration_guide_says_where_defaults_differ():
+    """Scales of powers of two, the length of the amax history, the signs of NVFP4."""
+    guide = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
+    rows = {row.split("|")[1].strip(): row for row in guide.splitlines() if row.startswith("| `")}
+    delayed, tensor = (RECIPES[name].input for name in ("delayed", "tensor"))
+    assert (delayed.rule, tensor.rule) == ("up", "up")
+    row = rows["`DelayedScaling()`"]
+    default = inspect.signature(te_recipe.delayed_scaling).parameters["amax_history_len"].default
+    assert f"history of {delayed.history} passes, there {default}" in row
+    assert "powers of two" in row
+    assert "powers of two" in rows["`Float8CurrentScaling()`"]
+    assert "signs" in rows["`NVFP4BlockScaling()`"]
+    exact = dataclasses.replace(delayed, rule="exact", history=default)
+    assert (exact.rule, exact.history) == ("exact", 1024)
