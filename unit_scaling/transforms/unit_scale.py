@@ -27,6 +27,7 @@ from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
 from .steps import Plan, Row, Settings, Settled
+from .structure import Structure, has_changed, part, structure_of, warn_of_new_weights
 from .weights import parametrizations, prepare, pruned, refuse_weights, tagged_weights
 
 __all__ = ["UnitScale", "unit_scale"]
@@ -67,6 +68,9 @@ class UnitScale:
         self.context_length = context_length
         self._settled = Settled()
         self.plans: dict[Any, Plan] = {}
+        self.structure: Structure = {}
+        #: A name for the structure, which compiled code compares.
+        self.edition = "0"
         self.path: list[str] = []
         self._latest: dict[bool, Plan] = {}
 
@@ -76,6 +80,12 @@ class UnitScale:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
+
+    def anew(self) -> UnitScale:
+        """The same transform of another model, without plans."""
+        settings: dict[str, Any] = {"init": self.init, "residual": self.residual}
+        settings |= {"strict": self.strict, "context_length": self.context_length}
+        return UnitScale([], self.replacements, **settings)
 
     def inside(self, path: str) -> Places | None:
         """Its name in the scope that is running: a part with a transform of its own is in the plan
@@ -92,10 +102,14 @@ class UnitScale:
         """``call()`` under the plan for this form of call, made at its first time."""
         for _, name in self.inside(path) or ():
             return _RUNNING[-1].within(name, call)
+        compiling = torch.compiler.is_compiling()
+        changed = bool(self.edition) and has_changed(module, self, path)
+        if changed and not compiling:
+            self.follow(module, path)
         form = (path, module.training, _form(args), _form(kwargs))
         plan = self._known(form, path, module.training)
-        if torch.compiler.is_compiling():
-            if plan is not None:
+        if compiling:
+            if plan is not None and not changed:
                 return self._replay(plan, call, path)
             if is_exported():
                 raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
@@ -103,6 +117,28 @@ class UnitScale:
 
             return outside_graph(lambda: self.run(call, module, path, args, kwargs))
         return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
+
+    def follow(self, module: nn.Module, path: str = "") -> None:
+        """Takes the structure of ``module``, which is at ``path``, for that of the model: new parts
+        get the scope, and plans are made anew.
+
+        Raises ValueError for a part that has the factors of init="unit" in a model without.
+        """
+        for name, child in module.named_modules(prefix=path):
+            other = find_scope(child, UnitScale)
+            if other is not None and other.init == "unit" and self.init == "preserve":
+                raise ValueError(
+                    f"{name or 'the model'} was unit-scaled with init='unit', and the model around "
+                    "it with init='preserve', which has no factors: use one init for both"
+                )
+        if self.structure and self.init == "unit":
+            warn_of_new_weights(module, self)
+        install(module, self, path)
+        gone = part(self.structure, path)
+        kept = {name: entry for name, entry in self.structure.items() if name not in gone}
+        self.structure = kept | structure_of(module, self, path)
+        self.plans, self._latest, self._settled = {}, {}, Settled()
+        self.edition = str(int(self.edition) + 1)
 
     def _known(self, form: Any, path: str, training: bool) -> Plan | None:
         """The plan for a form of call; for a part, that of the whole if it has run."""
@@ -243,12 +279,12 @@ class UnitScale:
         args, kwargs = detached((args, kwargs))
         prefix = f"{path}." if path else ""
         names = {id(p): prefix + n for n, p in twin.named_parameters(remove_duplicate=True)}
-        for name, part in twin.named_modules(prefix=path):
-            masked = {id(getattr(part, n)): p for p, n in pruned(part).items()}
+        for name, child in twin.named_modules(prefix=path):
+            masked = {id(getattr(child, n)): p for p, n in pruned(child).items()}
             names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}
         copies = [id(t) for _, t in tensors_in((args, kwargs))]
         given = dict(zip(copies, wanted, strict=True))
-        weights = tagged_weights((prefix + n, p) for n, p in twin.named_parameters())
+        weights = tagged_weights(twin, path)
         computing = parametrizations(twin, prefix)
         path_now = lambda: self.path[-1]  # noqa: E731
         recorder = Recorder(self.kinds, names, weights.factors, given, path_now, computing)
@@ -353,7 +389,7 @@ def unit_scale(
         strict=strict,
         context_length=context_length,
     )
-    install(inner, scope)
+    scope.follow(inner)
     return result
 
 
