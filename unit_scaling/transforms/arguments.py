@@ -16,6 +16,9 @@ __all__ = ["Arguments"]
 _MULTIPLY = PRODUCTS - ATTENTION - {"addmm", "baddbmm"}
 """Kinds that multiply all that they are given, but for biases."""
 
+_SAME = 0.05
+"""A computed weight whose RMS differs from that of a parameter by less is an update of it."""
+
 _NEAR_ONE = 0.1
 """A factor of a constant that is nearer to 1 than this costs more than it gives."""
 
@@ -26,6 +29,7 @@ class Arguments:
     def __init__(self, flow: Flow, settings: Settings) -> None:
         self.flow = flow
         self._factors = settings.weights.factors
+        self._split = settings.weights.split
         self._exponents = settings.weights.exponents
         self._uses = Counter(
             (node.path, flow.parameters[i.node])
@@ -69,13 +73,27 @@ class Arguments:
     def _computed(self, node: Node) -> list[Scaling]:
         """Weights that are computed (by a parametrization, say) come at a scale of their own."""
         found = [
-            (i.slot, 1 / self.flow.nodes[i.node].rms)
+            (i.slot, 1 / self._scale(i.node))
             for i in node.inputs
             if self.flow.nodes[i.node].computed
             and self.flow.parameters[i.node] is None
             and len(self.flow.nodes[i.node].shape) > 1
         ]
         return [(slot, factor, factor) for slot, factor in found]
+
+    def _scale(self, index: int) -> float:
+        """The scale of a computed weight: its RMS; that of a parameter that it differs little from
+        (a low-rank update, a mask), or 1 where a weight was split after it was divided (weight
+        norm), whatever the RMS has become in training.
+        """
+        nodes, weight = self.flow.nodes, self.flow.nodes[index]
+        for name in sorted(self.flow.weights(index) & self._factors.keys()):
+            parameter = next(node for node in nodes if node.parameter == name)
+            ratio = weight.rms / (self._factors[name] * parameter.rms)
+            if parameter.shape == weight.shape and abs(ratio - 1) < _SAME:
+                return self._factors[name]
+        split = weight.path.rpartition(".")[0] in self._split
+        return 1.0 if split and 0.5 <= weight.rms <= 2 else weight.rms
 
     def _constant(self, node: Node) -> list[Scaling]:
         """Constants come at a scale of their own: a cosine transform, a blur, the edges of a graph.

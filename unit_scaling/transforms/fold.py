@@ -47,7 +47,7 @@ def fold(module: M) -> M:
     if scope is None:
         raise ValueError(f"fold needs a model with unit_scale, got a {type(module).__name__}")
     factors = scope.outside(unwrapped(module)).factors
-    result = copied(module)
+    result = copied(module, "fold")
     inner = unwrapped(result)
     tensors = dict((*inner.named_parameters(), *inner.named_buffers()))
     for name, factor in factors.items():

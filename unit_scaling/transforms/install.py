@@ -83,11 +83,13 @@ class _Transformed(Gained, TaggedModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call, hooks included, told apart from its forward.
 
-        A hook may do anything; none of it belongs to the model.
+        A hook may do anything; none of it belongs to the model. A forward that was set on the
+        instance is not told apart.
         """
+        inside = "" if "forward" in vars(self) else HOOKS
         for scope, path in self._scopes:
             if scope.path.items:
-                scope.path.items.append(path + HOOKS)
+                scope.path.items.append(path + inside)
         try:
             return super().__call__(*args, **kwargs)
         finally:
@@ -99,6 +101,8 @@ class _Transformed(Gained, TaggedModule):
         """Of a part, few calls deep: a compiler follows each by dozens of its own, and Python
         allows 1000.
         """
+        if not self._scopes:
+            _take_scopes(self)
         places = _inside(self._scopes)
         if places is None:
             return _run(self, forward, self._scopes, args, kwargs)
@@ -163,6 +167,22 @@ class _Transformed(Gained, TaggedModule):
 setattr(_Transformed, marker.MARKER, marker.VERSION)  # who asks for what a key names finds it
 
 
+def _take_scopes(module: Any) -> None:
+    """Gives a module that one of a transformed class has made (a slice of an `nn.Sequential`) the
+    transforms of its parts, where they are not part of a model that runs.
+    """
+    parts = [scopes for child in module.children() if (scopes := getattr(child, "_scopes", ()))]
+    if not parts or any(scope.path.items for scope, _ in parts[0]):
+        return
+    if is_traced():
+        from .first_call import outside_graph
+
+        outside_graph(lambda: _take_scopes(module))
+        return
+    for scope, _ in parts[0]:
+        install(module, scope.anew() if hasattr(scope, "anew") else scope)
+
+
 def _inside(scopes: tuple[tuple[Any, str], ...]) -> Places | None:
     """Where names go in all scopes; None where one of them is not active yet."""
     places: Places = ()
@@ -209,9 +229,10 @@ def find_scope(model: nn.Module, kind: type) -> Any:
     return next((scope for scope, _ in scopes if isinstance(scope, kind)), None)
 
 
-def install(model: nn.Module, scope: Scope) -> None:
+def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
     """Gives every module of ``model`` the scope, in place of any other of the same kind.
 
+    prefix: the name that ``model`` has in the scope.
     Raises TypeError for a TorchScript module, which has no Python forward to run, and for a model
     whose forward goes on after its call: a generator or a coroutine.
     """
@@ -221,7 +242,7 @@ def install(model: nn.Module, scope: Scope) -> None:
             f"the forward of {type(unwrapped(model)).__name__} goes on after its call, where no "
             "transform is in force: let it return a value, and yield or await around the model"
         )
-    for path, module in unwrapped(model).named_modules():
+    for path, module in unwrapped(model).named_modules(prefix=prefix):
         if unwrapped(module) is not module:
             continue  # what torch.compile wrapped is a module of its own, further down
         check_not_scripted(path, module)

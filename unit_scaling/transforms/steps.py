@@ -122,12 +122,14 @@ class Weights:
     """What the tags of parameters say, by name.
 
     factors: what the values were divided by. exponents: of the static scale, where it is not 1.
-    readouts: the readout weights.
+    readouts: the readout weights. split: the lists of parametrizations of weights that were divided
+    before they had those.
     """
 
     factors: dict[str, float]
     exponents: dict[str, int]
     readouts: frozenset[str]
+    split: frozenset[str]
 
 
 @dataclass(frozen=True)

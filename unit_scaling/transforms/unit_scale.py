@@ -45,6 +45,7 @@ from .replay import PlanMissError, Replay, is_torch_function
 from .residuals import RESIDUALS
 from .solve import Folded, folded
 from .steps import Plan, Row, Settings, Settled, Weights
+from .structure import Structure, has_changed, part, structure_of, warn_of_new_weights
 from .weights import parametrizations, prepare, pruned, refuse_weights, tagged_weights
 
 __all__ = ["UnitScale", "register_transformers", "restore", "unit_scale"]
@@ -96,6 +97,9 @@ class UnitScale:
         self.context_length = context_length
         self._settled = Settled()
         self.plans: dict[Any, Plan] = {}
+        self.structure: Structure = {}
+        #: A name for the structure, which compiled code compares.
+        self.edition = "0"
         self.path = Stack()
         self._recording = threading.RLock()
         self._latest: dict[bool, Plan] = {}
@@ -120,6 +124,12 @@ class UnitScale:
         """Whether the weights of the model are not those of the plain one."""
         return self.init == "unit"
 
+    def anew(self) -> UnitScale:
+        """The same transform of another model, without plans."""
+        settings: dict[str, Any] = {"init": self.init, "residual": self.residual}
+        settings |= {"strict": self.strict, "context_length": self.context_length}
+        return UnitScale([], self.replacements, **settings)
+
     def inside(self, path: str) -> Places | None:
         """Its name in the scope that is running: a part with a transform of its own is in the plan
         of the whole.
@@ -136,10 +146,15 @@ class UnitScale:
         """``call()`` under the plan for this form of call, made at its first time."""
         for _, name in self.inside(path) or ():
             return _RUNNING.items[-1].within(name, call)
+        compiling = is_traced()
+        changed = bool(self.edition) and has_changed(module, self, path)
+        if changed and not compiling:
+            with self._recording:
+                self.follow(module, path)
         form = (path, module.training, _form(args), _form(kwargs))
         plan = self._known(form, path, module.training)
-        if is_traced():
-            if plan is not None:
+        if compiling:
+            if plan is not None and not changed:
                 return self._replay(plan, call, path)
             if is_exported():
                 raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
@@ -147,6 +162,28 @@ class UnitScale:
 
             return outside_graph(lambda: self.run(call, module, path, args, kwargs))
         return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
+
+    def follow(self, module: nn.Module, path: str = "") -> None:
+        """Takes the structure of ``module``, which is at ``path``, for that of the model: new parts
+        get the scope, and plans are made anew.
+
+        Raises ValueError for a part that has the factors of init="unit" in a model without.
+        """
+        for name, child in module.named_modules(prefix=path):
+            other = find_scope(child, UnitScale)
+            if other is not None and other.init == "unit" and self.init == "preserve":
+                raise ValueError(
+                    f"{name or 'the model'} was unit-scaled with init='unit', and the model around "
+                    "it with init='preserve', which has no factors: use one init for both"
+                )
+        if self.structure and self.init == "unit":
+            warn_of_new_weights(module, self)
+        install(module, self, path)
+        gone = part(self.structure, path)
+        kept = {name: entry for name, entry in self.structure.items() if name not in gone}
+        self.structure = kept | structure_of(module, self, path)
+        self.plans, self._latest, self._settled = {}, {}, Settled()
+        self.edition = str(int(self.edition) + 1)
 
     def _known(self, form: Any, path: str, training: bool) -> Plan | None:
         """The plan for a form of call; for a part, that of the whole if it has run."""
@@ -280,7 +317,7 @@ class UnitScale:
         given = (self.init, self.residual, self.context_length, tags_in(model), tuple(self.rows))
         return ModelPlan(*given, *copy.deepcopy((self.plans, self._settled)))
 
-    def follow(self, plan: ModelPlan) -> None:
+    def adopt(self, plan: ModelPlan) -> None:
         """Takes a plan over, in place of a first look at the model."""
         self.rows = list(plan.rows)
         self.plans, self._settled = copy.deepcopy((plan.plans, plan.settled))
@@ -355,7 +392,7 @@ class UnitScale:
         names = _names(twin, path)
         copies = [id(t) for _, t in tensors_in((args, kwargs))]
         given = dict(zip(copies, wanted, strict=True))
-        weights = tagged_weights((prefix + n, p) for n, p in twin.named_parameters())
+        weights = tagged_weights(twin, path)
         running, computing = self.path.items, parametrizations(twin, prefix)
         path_now = lambda: running[-1]  # noqa: E731
         recorder = Recorder(self.kinds, names, weights.factors, given, path_now, computing)
@@ -522,10 +559,10 @@ def unit_scale(
         strict=strict,
         context_length=context_length,
     )
+    scope.follow(inner)
     if plan is not None:
         retag(inner, plan, rescale=True)
-        scope.follow(plan)
-    install(inner, scope)
+        scope.adopt(plan)
     if scope.scales_weights:
         keep_transform(inner, restore)
     choose_recipes(inner)
@@ -540,9 +577,10 @@ def restore(model: nn.Module, plan: ModelPlan) -> None:
     check_fits(model, plan)
     settings: dict[str, Any] = {"init": plan.init, "residual": plan.residual, "strict": False}
     scope = UnitScale([], {}, **settings, context_length=plan.context_length)
+    scope.follow(model)
     retag(model, plan, rescale=False)
-    scope.follow(plan)
-    install(model, scope)
+    scope.adopt(plan)
+    choose_recipes(model)
     if scope.scales_weights:
         keep_transform(model, restore)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from types import FunctionType
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 
 from fp8.operands import static_exponent
@@ -28,13 +27,21 @@ __all__ = [
 ]
 
 
-def tagged_weights(parameters: Iterable[tuple[str, nn.Parameter]]) -> Weights:
-    """The weights among named parameters, as they are tagged now."""
-    found = {name: (p, tags_of(p)) for name, p in parameters if has_parameter_data(p)}
+def tagged_weights(model: nn.Module, path: str = "") -> Weights:
+    """The weights of ``model``, whose own path is ``path``, as they are tagged now."""
+    prefix = f"{path}." if path else ""
+    found = {prefix + n: p for n, p in model.named_parameters() if has_parameter_data(p)}
+    tags = {name: tags_of(p) for name, p in found.items()}
+    split = []
+    for name, module in model.named_modules(prefix=path):
+        for tensor, known in getattr(module, "mup_tags", {}).items():
+            if is_parametrized(module, tensor) and known.mup_divisor:
+                split.append(f"{name}.parametrizations.{tensor}".lstrip("."))
     return Weights(
-        factors={n: tags.mup_divisor for n, (_, tags) in found.items() if tags.mup_divisor},
-        exponents={n: e for n, (p, _) in found.items() if (e := static_exponent(p))},
-        readouts=frozenset(n for n, (_, tags) in found.items() if tags.mup_type == "output"),
+        factors={n: divisor for n, t in tags.items() if (divisor := t.mup_divisor)},
+        exponents={n: exponent for n, p in found.items() if (exponent := static_exponent(p))},
+        readouts=frozenset(n for n, t in tags.items() if t.mup_type == "output"),
+        split=frozenset(split),
     )
 
 

@@ -1,0 +1,424 @@
+"""Models that are edited after `unit_scale` compute what they should, or say why not."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
+
+import fp8
+import unit_scaling as uu
+from unit_scaling.transforms import unit_scale
+
+SIZE = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE), nn.GELU()
+        self.down = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Inner(nn.Module):
+    """A wrapper as users write them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Identity(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Other(nn.Module):
+    """A layer that takes the place of a linear one, with its parameters, as libraries have."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class LowRank(nn.Module):
+    """As the adapters of PEFT, at the start."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = uu.Linear(SIZE, 2, constraint=None)
+        self.b = uu.Linear(2, SIZE, constraint=None)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def plain() -> nn.Sequential:
+    """Of weights that are not of RMS 1, so that a lost factor shows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), Block(), Block(), nn.Linear(SIZE, SIZE))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            if p.dim() > 1:
+                p.mul_((0.3, 2.0, 3.0)[i % 3])
+    return model
+
+
+X = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(1))
+
+Edit = Callable[[Any], Any]
+"""Changes a model in place, or returns another."""
+
+EDITS: dict[str, Edit] = {}
+"""Every edit, once on a plain model and once on a transformed one."""
+
+
+def edit(function: Edit) -> Edit:
+    EDITS[function.__name__] = function
+    return function
+
+
+@edit
+def wrap_in_sequential(m):
+    m[1].up = nn.Sequential(m[1].up)
+
+
+@edit
+def wrap_in_a_module(m):
+    m[1].down = Inner(m[1].down)
+
+
+@edit
+def wrap_a_block(m):
+    m[2] = Inner(m[2])
+
+
+@edit
+def wrap_the_model(m):
+    return Inner(m)
+
+
+@edit
+def mask_the_smallest(m):
+    prune.l1_unstructured(m[1].up, "weight", amount=0.3)
+
+
+@edit
+def mask_at_random(m):
+    torch.manual_seed(3)
+    prune.random_unstructured(m[1].down, "weight", amount=0.3)
+
+
+@edit
+def mask_for_good(m):
+    prune.l1_unstructured(m[0], "weight", amount=0.3)
+    prune.remove(m[0], "weight")
+
+
+@edit
+def parametrize_by_the_identity(m):
+    register_parametrization(m[1].up, "weight", Identity())
+
+
+@edit
+def parametrize_and_remove(m):
+    register_parametrization(m[1].up, "weight", Identity())
+    remove_parametrizations(m[1].up, "weight")
+
+
+@edit
+def weight_norm(m):
+    parametrizations.weight_norm(m[1].up)
+
+
+@edit
+def weight_norm_and_back(m):
+    parametrizations.weight_norm(m[1].up)
+    remove_parametrizations(m[1].up, "weight")
+
+
+@edit
+def insert_at_the_front(m):
+    m.insert(0, nn.Identity())
+
+
+@edit
+def append_an_activation(m):
+    m.append(nn.Identity())
+
+
+@edit
+def extend(m):
+    m.extend([nn.Identity(), nn.Identity()])
+
+
+@edit
+def delete_a_block(m):
+    del m[1]
+
+
+@edit
+def delete_the_first_layer(m):
+    del m[0]
+
+
+@edit
+def take_a_slice(m):
+    return m[1:]
+
+
+@edit
+def pop_the_readout(m):
+    m.pop(3)
+
+
+@edit
+def swap_blocks(m):
+    m[1], m[2] = m[2], m[1]
+
+
+@edit
+def rename(m):
+    m.add_module("last", m[3])
+    del m[3]
+
+
+@edit
+def share_a_block(m):
+    m[2] = m[1]
+
+
+@edit
+def share_a_layer(m):
+    m[2].up = m[1].up
+
+
+@edit
+def tie_weights(m):
+    m[2].up.weight = m[1].up.weight
+
+
+@edit
+def tie_the_readout(m):
+    m[3].weight = m[0].weight
+
+
+@edit
+def replace_by_identity(m):
+    m[1] = nn.Identity()
+
+
+@edit
+def replace_by_a_copy(m):
+    m[1] = copy.deepcopy(m[1])
+
+
+@edit
+def replace_a_layer_by_a_copy(m):
+    m[1].up = copy.deepcopy(m[1].up)
+
+
+@edit
+def replace_the_activation(m):
+    m[1].act = nn.ReLU()
+
+
+@edit
+def drop_the_activation(m):
+    m[2].act = nn.Identity()
+
+
+@edit
+def replace_by_another_class(m):
+    m[1].up = Other(m[1].up)
+
+
+@edit
+def replace_all_by_another_class(m):
+    for block in m[1:3]:
+        block.up, block.down = Other(block.up), Other(block.down)
+
+
+@edit
+def patch_a_forward(m):
+    layer = m[1].up
+    layer.forward = lambda x: F.linear(x, layer.weight, layer.bias)
+
+
+@edit
+def patch_the_forward_of_a_block(m):
+    block = m[1]
+    block.forward = lambda x: block.down(block.act(block.up(block.norm(x)))) + x
+
+
+@edit
+def add_hooks(m):
+    m[1].register_forward_hook(lambda *_: None)
+    m[2].register_forward_pre_hook(lambda *_: None)
+
+
+@edit
+def freeze(m):
+    m[1].requires_grad_(False)
+
+
+@edit
+def set_a_parameter(m):
+    m[1].extra = nn.Parameter(torch.ones(3))
+
+
+@edit
+def assign_a_state_dict(m):
+    m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True)
+
+
+@edit
+def replace_parameters(m):
+    m[1].up.weight = nn.Parameter(m[1].up.weight.detach().clone())
+
+
+@edit
+def to_empty(m):
+    state = {k: v.clone() for k, v in m.state_dict().items()}
+    m.to_empty(device="cpu").load_state_dict(state)
+
+
+@edit
+def double(m):
+    return m.double().float()
+
+
+@edit
+def bfloat16_and_back(m):
+    return m.bfloat16().float()
+
+
+@edit
+def deep_copy(m):
+    return copy.deepcopy(m)
+
+
+@edit
+def pickled(m):
+    return pickle.loads(pickle.dumps(m))
+
+
+@edit
+def saved(m):
+    file = io.BytesIO()
+    torch.save(m, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@edit
+def convert_and_revert(m):
+    return fp8.revert(fp8.convert(m, "unit"))
+
+
+SAME = {
+    *("wrap_in_sequential", "wrap_in_a_module", "wrap_a_block", "wrap_the_model"),
+    *("parametrize_by_the_identity", "parametrize_and_remove", "weight_norm"),
+    *("weight_norm_and_back", "insert_at_the_front", "append_an_activation", "extend", "rename"),
+    *("replace_by_a_copy", "replace_a_layer_by_a_copy", "replace_by_another_class"),
+    *("replace_all_by_another_class", "patch_a_forward", "patch_the_forward_of_a_block"),
+    *("add_hooks", "freeze", "set_a_parameter", "assign_a_state_dict", "replace_parameters"),
+    *("to_empty", "double", "deep_copy", "pickled", "saved", "convert_and_revert"),
+}
+"""Edits that leave the function as it is."""
+
+VALUES = {"mask_the_smallest", "mask_at_random", "mask_for_good", "bfloat16_and_back"}
+"""Edits of the values of weights, not of the structure."""
+
+
+def transformed(model: nn.Module, init: str, drift: bool = True) -> Any:
+    """With weights that training has moved: no longer of RMS 1."""
+    ours = unit_scale(model, init=init)
+    with torch.no_grad():
+        for p in ours.parameters() if drift else ():
+            p.mul_(1.25)
+    return ours
+
+
+def edited(model: Any, change: Edit) -> Any:
+    result = change(model)
+    return model if result is None else result
+
+
+def run(model: Any, compiled: bool) -> Tensor:
+    call = torch.compile(model, backend="eager") if compiled else model
+    with torch.no_grad():
+        return call(X)
+
+
+cases = pytest.mark.parametrize("name", EDITS)
+whens = pytest.mark.parametrize(
+    ("called", "compiled"), [(False, False), (True, False), (True, True)]
+)
+
+
+@cases
+@whens
+def test_preserved_models(name, called, compiled):
+    """As the same edit of the plain model."""
+    torch.compiler.reset()
+    expected = edited(plain(), EDITS[name])(X)
+    model = transformed(plain(), "preserve", drift=False)
+    if called:
+        run(model, compiled)
+    model = edited(model, EDITS[name])
+    for _ in range(2):
+        torch.testing.assert_close(run(model, compiled), expected, rtol=1e-4, atol=1e-5)
+
+
+@cases
+@whens
+def test_unit_scaled_models(name, called, compiled):
+    """As before the edit where that changes nothing; else as a model that was edited before it was
+    transformed."""
+    torch.compiler.reset()
+    model = transformed(plain(), "unit", drift=name in SAME)
+    if name in SAME:
+        expected = model(X)
+        if not called:
+            model = transformed(plain(), "unit")
+    else:
+        expected = fresh(name)
+    if called:
+        run(model, compiled)
+    model = edited(model, EDITS[name])
+    for _ in range(2):
+        torch.testing.assert_close(run(model, compiled), expected, rtol=1e-4, atol=1e-5)
+
+
+def fresh(name: str) -> Tensor:
+    """Of a model that was edited before; of edits of values, which would change what weights are
+    divided by, the result of the edited values."""
+    if name not in VALUES:
+        return unit_scale(edited(plain(), EDITS[name]))(X)
+    ours, model = unit_scale(plain()), plain()
+    model.load_state_dict(ours.state_dict())
+    model = edited(model, EDITS[name])
+    with torch.no_grad():
+        for path, layer in model.named_modules():
+            if isinstance(layer, nn.Linear):
+                ours.get_submodule(path).weight.copy_(layer.weight)
+    return ours(X)
