@@ -324,6 +324,7 @@ def _quantize(
     key: Key | None,
     inverse: Tensor | None = None,
 ) -> Tensor:
+    x = x.resolve_neg()  # the bits of a view such as x.conj().imag are those of -x
     if torch.compiler.is_compiling() or not _is_plain(x) or (scale is not None and scale.dim()):
         return _whole(x, grid, rounding, scale, key, inverse)
     size = CHUNK * torch.get_num_threads()

@@ -291,11 +291,14 @@ def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, .
     """``x`` with its tiles as dimensions, and these dimensions; None where all of x is one tile.
 
     x: (..., rows, columns), not empty. axis: -1 or -2, the one that the product sums over.
-    A size that the tile does not divide is filled up with zeros, so that the last tile is shorter.
+    A size that the tile does not divide is filled up with zeros, so that the last tile is shorter;
+    not so a smaller one, which is one tile.
     """
     if tile == (0, 0):
         return x, None
-    rows, columns = tile if axis == -1 else tile[::-1]
+    turned = tile if axis == -1 else tile[::-1]
+    # At least 2 where a tile is more than an element: which dimensions there are follows from it.
+    rows, columns = [min(by, max(size, 2)) for size, by in zip(x.shape[-2:], turned, strict=True)]
     # Written as counts times sizes, which a compiler sees to be divisible where sizes are dynamic.
     down, across = [
         -(-size // by) if by else 0 for size, by in zip(x.shape[-2:], (rows, columns), strict=True)
