@@ -18,11 +18,11 @@ from torch.autograd import Function
 
 from .formats import Format, get_format
 from .function import apply, own
-from .quantize import check_dtype, quantize
+from .quantize import check_dtype, quantize_operand
 from .random_bits import KEY_START
 from .recipe import Cast, Recipe
 from .scaled_tensor import plain
-from .scaling import delayed_scale, scale_of, scaled_tiles
+from .scaling import E8M0, delayed_scale, inverse_of, scale_of, scaled_tiles, with_margin
 from .tally import labelled, observe
 
 __all__ = [
@@ -48,8 +48,9 @@ Spec = tuple[Any, ...]
 
 
 def spec_of(cast: Cast | None) -> Spec:
-    """``cast`` as plain values: format (a name or a `Format.text`), rule, tile, margin, rounding,
-    overflow, random bits, size of the rotation, and a label for `fp8.stats`, "" for none.
+    """``cast`` as plain values: format (a name or a `Format.text`), rule (followed by `E8M0` where
+    the scale is stored so), tile, margin, rounding, overflow, random bits, size of the rotation,
+    and a label for `fp8.stats`, "" for none.
 
     Without a rule the scale is ``2**margin``: 1, or static, as `shifted` sets it."""
     if cast is None:
@@ -58,7 +59,8 @@ def spec_of(cast: Cast | None) -> Spec:
 
 
 def _spec(text: str) -> Spec:
-    format, _, rule, rounding, overflow, *numbers = text.rsplit(";", 10)
+    format, scaling, rule, rounding, overflow, *numbers = text.rsplit(";", 10)
+    rule += E8M0 if scaling == "mx" else ""
     across, along, margin, _, random_bits, hadamard = [int(number) for number in numbers]
     tile = (across, along)
     return (format, rule or None, tile, margin, rounding, overflow, random_bits, hadamard, "")
@@ -169,7 +171,7 @@ def _whole_scale(
         scale = scale_of(x, None, format_of(spec), rule)
     else:
         return None
-    return scale * 2.0**margin if margin else scale
+    return with_margin(scale, margin, rule)
 
 
 def static_scale(exponent: int, x: Tensor) -> Tensor:
@@ -190,12 +192,13 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     format = format_of(spec)
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     if rule is None or x.numel() == 0:
-        y, whole = quantize(x, format, scale=scale, **how), scale
+        y, whole = quantize_operand(x, format, scale=scale, **how), scale
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
         if scale is None:
-            scale = scale_of(tiles, dims, format, rule) * 2.0**margin
-        y = untiled(quantize(tiles, format, scale=scale, **how), x, tile, axis)
+            scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
+        how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
+        y = untiled(quantize_operand(tiles, format, **how), x, tile, axis)
         whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
     if label:
         observe(label, x, y, whole, format)

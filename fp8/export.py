@@ -19,7 +19,7 @@ from .adapters import need
 from .formats import get_format
 from .history import histories
 from .operands import static_exponent
-from .quantize import quantize
+from .quantize import quantize_operand
 from .recipe import Cast, Recipe
 from .report import LEFT_ALONE, Report, Row
 from .scaling import delayed_scale, scale_of
@@ -169,7 +169,8 @@ def _stored(
     scale = _scale(name, weight, recipe.weight, known.get("fp8_amax_weight"))
     if recipe.weight.rule is None:
         scale = scale * 2.0 ** static_exponent(layer.weight)
-    units = quantize(weight, E4M3, scale=scale) / scale
+    how: Any = {"rounding": "nearest", "overflow": "saturate", "random_bits": 31}
+    units = quantize_operand(weight, E4M3, scale=scale, **how) / scale
     stored = {
         f"{name}.weight": units.to(E4M3.dtype).contiguous(),
         f"{name}.weight_scale": torch.atleast_1d(scale * factor),

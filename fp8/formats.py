@@ -37,6 +37,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+FORMATS: dict[str, Format] = {}
+"""The named formats. A new row is tested, documented and usable in recipes by existing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """A binary floating-point format: a set of values and what stands for those outside it.
@@ -59,8 +63,10 @@ class Format:
         signed: False for a format of positive scales.
         dtype: a torch dtype with these values that tensors can be cast to, if there is one.
 
-    Raises ValueError where the fields contradict each other, where a value would not be a float32
-    and for a dtype without these values; TypeError for a name, number or dtype that is none.
+    Raises ValueError where the fields contradict each other, where a value would not be a float32,
+    for a dtype without these values and for the name of a row of `FORMATS` that has others (names
+    stand for formats in reports, files and graphs); TypeError for a name, number or dtype that is
+    none.
     """
 
     name: str
@@ -111,6 +117,8 @@ class Format:
         )
         require(self.signed or not self.negative_zero, "an unsigned format has no -0")
         require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} has not its values")
+        row = FORMATS.get(self.name, self)
+        require(row == self, f"fp8.FORMATS has other values of that name: {row!r}; choose another")
         flags = [getattr(self, flag) for flag in _FLAGS]
         numbers = (self.exponent_bits, self.mantissa_bits, self.bias, self.max, *map(int, flags))
         dtype = "" if self.dtype is None else dtype_name(self.dtype)
@@ -187,8 +195,8 @@ class Format:
         return math.inf if self.infinity else math.nan if self.nan else None
 
 
-FORMATS: dict[str, Format] = {
-    row.name: row
+FORMATS.update(
+    (row.name, row)
     for row in (
         # OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 gives all but
         # one code of its top exponent to finite values: no Inf, one NaN.
@@ -273,8 +281,7 @@ FORMATS: dict[str, Format] = {
             dtype=torch.float16,
         ),
     )
-}
-"""The named formats. A new row is tested, documented and usable in recipes by existing."""
+)
 
 
 def get_format(format: str | Format) -> Format:

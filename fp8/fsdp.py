@@ -24,10 +24,10 @@ from .formats import get_format
 from .moments import decode
 from .operands import static_exponent
 from .optim_state import PARTS, parameters_of, read
-from .quantize import quantize
+from .quantize import quantize_operand
 from .recipe import AUTO, Cast, Recipe, given_recipe
 from .report import LEFT_ALONE, Report, Row
-from .scaling import scale_of
+from .scaling import largest_finite, scale_of
 from .subclass import bare_class, check_module
 from .where import checked_function
 
@@ -308,10 +308,10 @@ class _Weight(Tensor):
         return f"_Weight({self.plain!r}, {self.cast})"
 
     def largest(self) -> Tensor:
-        """The largest magnitude of this shard: float32, 0-dim; Inf where there is a NaN."""
+        """The largest finite magnitude of this shard: float32, 0-dim."""
         if not self.plain.numel():
             return self.plain.new_zeros((), dtype=torch.float32)
-        return self.plain.abs().amax().float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        return largest_finite(self.plain, None).float()
 
     def remember(self, amax: Tensor) -> Tensor:
         """The scale of the weight whose largest magnitude is ``amax``, until it is written to."""
@@ -340,7 +340,10 @@ class _Weight(Tensor):
         x = x if scale is None else x.float() / scale
         format = get_format(self.cast.format)
         assert format.dtype is not None
-        sent = quantize(x, format, overflow=self.cast.overflow, rounding=self.cast.rounding)
+        how: Any = {
+            name: getattr(self.cast, name) for name in ("rounding", "overflow", "random_bits")
+        }
+        sent = quantize_operand(x, format, **how)
         bits = sent.to(format.dtype).view(torch.uint8)
         missing = -(-outer_size[0] // mesh.size()) - len(bits)  # of the last rows, if cut by rows
         if missing > 0:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .casting import Spec, format_of, rotated, static_scale, untiled
-from .quantize import quantize
+from .quantize import quantize_operand
 from .scaled_tensor import plain
-from .scaling import delayed_scale, scale_of, scaled_tiles, unit_of
+from .scaling import delayed_scale, inverse_of, scale_of, scaled_tiles, unit_of, with_margin
 from .tally import observe
 
 __all__ = [
@@ -173,19 +173,23 @@ def store(
         scale = static_scale(margin, x)
         x = x / scale if margin else x
     elif history is not None:
-        scale = delayed_scale(x, history, format, rule, record) * 2.0**margin
+        scale = with_margin(delayed_scale(x, history, format, rule, record), margin, rule)
         x = x / scale
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
-        scale = scale_of(tiles, dims, format, rule) * 2.0**margin
+        scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
         if tile[1]:
             assert dims is not None
-            y = untiled(quantize(tiles / scale, format, **how), x, tile, axis)
-            unit = unit_of(x, format) * 2.0**margin if rule == "e4m3" else None
+            inverse = inverse_of(scale, rule)
+            units = tiles / scale if inverse is None else tiles * inverse
+            y = untiled(quantize_operand(units, format, **how), x, tile, axis)
             scale = scale.squeeze(dims)
+            unit = None
+            if rule == "e4m3":
+                unit = with_margin(unit_of(tiles, dims, format), margin, rule)
             return _tiled(*((y, scale) if axis == -1 else (y.mT, scale.mT)), unit, spec)
         x = x / scale
-    numbers = quantize(x, format, **how)
+    numbers = quantize_operand(x, format, **how)
     if label and rule is None:
         observe(label, x, numbers, None, format)
     y = numbers.to(format.dtype)
@@ -211,9 +215,7 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Stored:
     if unit is None:
         return Stored(y.to(format_of(spec).dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
     # The e4m3 numbers that the rule found; more than they reach only where all of a tile is 0.
-    scale = (scale / unit).clamp(max=448.0)
-    lost = torch.unflatten(y.isnan(), 1, (-1, along)).any(-1)  # e2m1 has no NaN, the scales have
-    scale = torch.where(lost, torch.nan, scale).to(torch.float8_e4m3fn)
+    scale = (scale / unit).clamp(max=448.0).to(torch.float8_e4m3fn)
     return Stored(_in_pairs(y), swizzled(scale), unit)
 
 

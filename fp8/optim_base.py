@@ -125,7 +125,8 @@ class LowPrecision(Optimizer):
         It is converted to the encodings that this one has: exactly where they are the same, else
         rounded to nearest. A master that is not kept here is written to its parameter.
         Raises ValueError, and changes nothing, for amsgrad's state, that of another kind of
-        optimizer, shapes that are not those of the parameters and settings out of range.
+        optimizer, shapes that are not those of the parameters, settings out of range, what is
+        missing, moments that are not finite, negative second ones and a step that is no count.
         """
         groups, state = self.param_groups, self.state
         hold = self.register_load_state_dict_pre_hook(_hold)
@@ -180,9 +181,13 @@ def _place(before: list[dict[str, Any]], optimizer: Any) -> None:
     for group, old in zip(optimizer.param_groups, before, strict=True):
         if group.get("amsgrad"):
             raise ValueError("this is the state of amsgrad=True, which is not had here")
+        optional = {"skipped_steps", "seed", "maximize", "differentiable", *optimizer.options}
+        missing = sorted(optimizer.defaults.keys() - group.keys() - optional)
         group.update({**old, **group, **{name: old[name] for name in optimizer.options}})
         for parameter in group["params"]:
             if parameter in optimizer.state:
                 held = optimizer.state[parameter].state
                 optimizer.state[parameter] = optimizer.converted(parameter, held, group)
+        if missing:
+            raise ValueError(f"a group of the state has no {', '.join(missing)}")
         optimizer.check(group)

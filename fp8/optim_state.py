@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -19,6 +20,7 @@ __all__ = [
     "MASTER",
     "SECOND",
     "carried",
+    "check_numbers",
     "convert",
     "everywhere",
     "has",
@@ -177,16 +179,15 @@ def read(state: State, name: str) -> Stored:
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
     """``saved``, the state of an Adam of torch or of `fp8.optim`, as ``group`` keeps it.
 
-    A master that is not kept is written to the parameter. Raises ValueError for anything else.
+    A master that is not kept is written to the parameter. Raises ValueError for anything else, for
+    parts that are missing, a step that is no count and moments that no optimizer can have made.
     """
     kept = names(parameter, group)
     known = {"step", *(n + part for n in (FIRST, SECOND, MASTER) for part in ("", *PARTS))}
     if unknown := sorted(saved.keys() - known):
         advice = "; amsgrad is not had here" if "max_exp_avg_sq" in unknown else ""
         raise ValueError(f"{', '.join(unknown)} is not part of the state of Adam{advice}")
-    if "step" not in saved:
-        raise ValueError("the state of a parameter has no step: it is not that of Adam")
-    state: State = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()}
+    state: State = {"step": _step_of(saved)}
     for name in (FIRST, SECOND):
         _convert(state, name, parameter, kept[name], saved)
     if MASTER in kept:
@@ -200,6 +201,27 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
     return state
 
 
+def _step_of(saved: State) -> Tensor:
+    """The number of steps that a saved state has taken: float32, 0-dim. Raises ValueError."""
+    if "step" not in saved:
+        raise ValueError("the state of a parameter has no step: it is not that of Adam")
+    step = torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()
+    if step.numel() != 1 or not float(step) >= 0 or float(step) % 1 != 0:
+        raise ValueError(f"step must be a whole number from 0 on, got {step.tolist()}")
+    return step.reshape(())
+
+
+def check_numbers(name: str, numbers: Tensor, *, low: float = -math.inf) -> None:
+    """Raises ValueError where ``numbers`` of a saved state are not finite or below ``low``."""
+    bad = numbers[~((numbers >= low) & (numbers.abs() < math.inf))]
+    if bad.numel():
+        allowed = "finite" if low < 0 else "finite and not negative"
+        raise ValueError(
+            f"{name} must be {allowed}, got {float(bad[0])} in {bad.numel()} of {numbers.numel()} "
+            "elements: the state is damaged, or that of another optimizer"
+        )
+
+
 def has(saved: State, name: str) -> bool:
     """Whether something is kept under a name, in any encoding."""
     return name in saved or name + PARTS[0] in saved
@@ -207,8 +229,7 @@ def has(saved: State, name: str) -> bool:
 
 def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State) -> None:
     """One tensor of ``saved``: a copy where it is kept alike, else its numbers, encoded anew."""
-    if not has(saved, name):
-        raise ValueError(f"the state of a parameter has no {name}: it is not that of Adam")
+    _check_parts(saved, name)
     here = local(parameter)
     shape = local(saved[name] if name in saved else saved[name + PARTS[0]]).shape
     if shape != here.shape:
@@ -217,10 +238,27 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
             "state of another model"
         )
     given = _copy(read(saved, name), here.device)
+    if given.scale is not None:
+        check_numbers(name + PARTS[1], given.scale)
+    if name != MASTER:
+        check_numbers(name, decode(given), low=0.0 if name == SECOND else -math.inf)
     if _alike(given, zeros(0, encoding, here.device)):
         _put(state, name, given, here.shape)
     else:
         keep(state, name, parameter, encoding, decode(given))
+
+
+def _check_parts(saved: State, name: str) -> None:
+    """Raises ValueError where a tensor, or a part that its encoding has, is not in ``saved``."""
+    missing = [] if has(saved, name) else [name]
+    if not missing and name not in saved:
+        scale = saved.get(name + PARTS[1])
+        parts = PARTS[1:] if scale is None or not scale.dim() else ()
+        missing = [name + part for part in parts if name + part not in saved]
+    if missing:
+        raise ValueError(
+            f"the state of a parameter has no {', '.join(missing)}: it is not that of Adam"
+        )
 
 
 def _copy(stored: Stored, device: torch.device) -> Stored:

@@ -49,7 +49,8 @@ def quantize(
     decides is the rounded value, so that toward zero only Inf is beyond.
     scale: the size of one unit of the format: a positive float or a tensor of positive values that
     broadcasts to `x`. Division and product are in float32 (float64 for float64); exact for powers
-    of two.
+    of two. In a tensor that is not on a CPU, and in compiled code, what is not positive and finite
+    makes the result NaN instead of raising an error.
     seed: for "stochastic", an int, a 0-dim int64 tensor or a sequence of these such as (seed, step,
     stream). The same seed gives the same result in eager and compiled code and on every device;
     element i in row-major order has the same random bits whatever the strides. None draws a seed
@@ -74,6 +75,29 @@ def quantize(
     """
     grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
     return _quantize(x.detach(), grid, rounding, scale, _key(rounding, seed, x.device))
+
+
+def quantize_operand(
+    x: Tensor,
+    format: Format,
+    *,
+    rounding: str,
+    overflow: str,
+    random_bits: int,
+    scale: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> Tensor:
+    """`quantize` as the casts of products use it: what is not finite stays so, whatever the format.
+
+    Under overflow="saturate" finite values saturate, and +-Inf becomes +-Inf where the format has
+    it and NaN elsewhere. So a check of the results, such as GradScaler's, finds what was not finite
+    in an operand. scale: one that a rule has found, which is not checked; where it is NaN, so is
+    the result. inverse: what x is multiplied by instead of being divided by the scale.
+    """
+    grid, _ = _check(x, format, rounding, overflow, None, random_bits, scaled=scale is not None)
+    if overflow == "saturate":
+        grid = grid._replace(infinity=format.nonfinite or math.nan)
+    return _quantize(x.detach(), grid, rounding, scale, _key(rounding, None, x.device), inverse)
 
 
 def quantize_forward(
@@ -195,22 +219,26 @@ def _check(
     overflow: str,
     scale: float | Tensor | None,
     random_bits: int,
+    scaled: bool = False,
 ) -> tuple[Grid, Tensor | None]:
-    """The arguments of `quantize`, validated, as the numbers that the arithmetic needs."""
+    """The arguments of `quantize`, validated, as the numbers that the arithmetic needs.
+
+    scaled: whether there is a scale that is not to be validated.
+    """
     check_dtype(x)
     check_name("rounding", rounding, ROUNDINGS)
     check_name("overflow", overflow, OVERFLOWS)
     if not 1 <= random_bits <= 31:
         raise ValueError(f"random_bits must be 1 to 31, got {random_bits}")
-    grid = _grid(get_format(format), overflow, x.dtype, scale)
+    grid = _grid(get_format(format), overflow, x.dtype, scaled or scale is not None)
     return grid._replace(random_bits=random_bits), _scale(x, scale)
 
 
-def _grid(format: Format, overflow: str, dtype: torch.dtype, scale: object) -> Grid:
+def _grid(format: Format, overflow: str, dtype: torch.dtype, scaled: bool) -> Grid:
     """The values of `format` that `dtype` can hold (all of them under a scale), and where overflow
     goes."""
     largest, smallest = format.max, 0.0 if format.signed else format.min_subnormal
-    if scale is None and dtype in (torch.bfloat16, torch.float16):
+    if not scaled and dtype in (torch.bfloat16, torch.float16):
         limits = torch.finfo(dtype)
         if largest > limits.max or format.mantissa_bits > -math.log2(limits.eps):
             largest = _largest_of_both(format, limits)
@@ -256,7 +284,21 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not broadcast to x of shape {tuple(x.shape)}"
         )
-    return scale.detach().to(x.device, dtype)
+    return _positive(scale.detach().to(x.device, dtype))
+
+
+def _positive(scale: Tensor) -> Tensor:
+    """``scale``; raises ValueError where it is not positive and finite. NaN takes the place of what
+    is not where that cannot be known now: in a graph, under vmap, on a device to be waited for."""
+    valid = (scale > 0) & (scale < torch.inf)
+    if not torch.compiler.is_compiling() and scale.device.type == "cpu":
+        try:
+            if bool(valid.all()):
+                return scale
+        except RuntimeError:  # under vmap
+            return torch.where(valid, scale, torch.nan)
+        raise ValueError(f"scale has {float(scale[~valid][0])}, not positive and finite")
+    return torch.where(valid, scale, torch.nan)
 
 
 def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
@@ -275,10 +317,16 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
 
 
 def _quantize(
-    x: Tensor, grid: Grid, rounding: str, scale: Tensor | None, key: Key | None
+    x: Tensor,
+    grid: Grid,
+    rounding: str,
+    scale: Tensor | None,
+    key: Key | None,
+    inverse: Tensor | None = None,
 ) -> Tensor:
+    x = x.resolve_neg()  # the bits of a view such as x.conj().imag are those of -x
     if torch.compiler.is_compiling() or not _is_plain(x) or (scale is not None and scale.dim()):
-        return _whole(x, grid, rounding, scale, key)
+        return _whole(x, grid, rounding, scale, key, inverse)
     size = CHUNK * torch.get_num_threads()
     if x.numel() <= size:
         return _whole(x, grid, rounding, scale, key)
@@ -297,6 +345,7 @@ def _whole(
     rounding: str,
     scale: Tensor | None,
     key: Key | None,
+    inverse: Tensor | None = None,
     *,
     start: int = 0,
     out: Tensor | None = None,
@@ -305,7 +354,7 @@ def _whole(
     """All of `x` at once: what a compiler fuses, and what a chunk is put through."""
     y = x if x.dtype in LAYOUTS else x.float()
     if scale is not None:
-        y = y / scale
+        y = y / scale if inverse is None else y * inverse
     bits = None if key is None else bits_from_key(x.shape, key, device=x.device, start=start)
     if bits is not None:
         bits = fewer_bits(bits, grid.random_bits)

@@ -62,6 +62,8 @@ class Grid(NamedTuple):
     goes."""
     random_bits: int = 31
     """How many of the bits of stochastic rounding are random; see `random_bits.fewer_bits`."""
+    infinity: float | None = None
+    """What +-Inf becomes where finite values saturate: inf or nan; None: `largest`, as they do."""
 
 
 def round_to_grid(
@@ -83,8 +85,8 @@ def round_to_grid(
     size).
 
     NaN stays NaN. +-Inf and whatever rounds beyond `grid.largest` becomes +-`grid.beyond`; toward
-    zero, finite values stop at `grid.largest` (IEEE 754-2019, section 7.4). Exact under
-    torch.set_flush_denormal(True).
+    zero, finite values stop at `grid.largest` (IEEE 754-2019, section 7.4). Where they saturate
+    `grid.infinity` says what Inf becomes. Exact under torch.set_flush_denormal(True).
     """
     layout = LAYOUTS[x.dtype]
     if not _fits_floats(grid, layout):
@@ -131,7 +133,7 @@ def _round_by_magic(
     magic = 1.5 * 2.0 ** (layout.mantissa_bits - grid.mantissa_bits)
     power = _power(x, grid, layout, scratch).view(x.dtype)
     y = torch.add(x, power, alpha=magic, out=out).sub_(power, alpha=magic)
-    y = _overflow(y, x, grid, "nearest")
+    y = _overflow(y, x, grid, "nearest", None if scratch is None else power)
     return y.copysign_(x) if grid.negative_zero else y
 
 
@@ -149,15 +151,23 @@ def _round_by_steps(
         up = fraction > (bits & 0x7FFFFFFF)
         whole = whole.add_(up.to(x.dtype).copysign_(steps))
     y = torch.mul(whole, power.sub_(shift).view(x.dtype), out=out)
-    y = _overflow(y, x, grid, rounding)
-    return y if grid.negative_zero else y.add_(0.0)
+    y = _overflow(y, x, grid, rounding, None)
+    if not grid.negative_zero:
+        return y.add_(0.0)
+    return y if grid.infinity is None else y.copysign_(x)  # -0 plus what Inf adds to it
 
 
-def _overflow(y: Tensor, x: Tensor, grid: Grid, rounding: str) -> Tensor:
+def _overflow(y: Tensor, x: Tensor, grid: Grid, rounding: str, scratch: Tensor | None) -> Tensor:
     """The overflow policy of `round_to_grid` applied to `y`, which is `x` rounded without a limit,
-    in place."""
+    in place. scratch: like `y`, written to."""
     if grid.beyond == grid.largest:
-        return y.clamp_(-grid.largest, grid.largest)
+        y.clamp_(-grid.largest, grid.largest)
+        if grid.infinity is None:
+            return y
+        if math.isnan(grid.infinity):
+            return y.add_(x, alpha=0.0)  # Inf * 0 is NaN
+        # Inf stays, all that is finite becomes zero: one pass, where a mask takes three.
+        return y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max, out=scratch))
     if rounding == "toward_zero":
         y.clamp_(-grid.largest, grid.largest)
         over = x.isinf()
@@ -227,7 +237,10 @@ def _finish_bits(
         if rounding == "toward_zero":
             rounded = torch.where(magnitude < layout.infinity, rounded.clamp(max=largest), rounded)
         rounded = torch.where(rounded > largest, layout.encode(grid.beyond), rounded)
-    rounded = torch.where(magnitude > layout.infinity, magnitude, rounded)
+    kept = layout.infinity + (grid.infinity is None)  # Inf and NaN, or NaN alone
+    quiet = grid.infinity is not None and math.isnan(grid.infinity)
+    other = magnitude | layout.encode(math.nan) if quiet else magnitude
+    rounded = torch.where(magnitude >= kept, other, rounded)
     sign = raw ^ magnitude
     if grid.smallest:
         return torch.where((sign != 0) & (magnitude != 0), layout.encode(math.nan), rounded)

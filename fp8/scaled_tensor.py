@@ -10,6 +10,7 @@ shortcut for is computed from its numbers in its dtype, and what changes in plac
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -167,11 +168,11 @@ class ScaledTensor(Parts):
 
 def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) -> ScaledTensor:
     """``x`` in ``format``, with the smallest power of two as its scale under which nothing
-    overflows (that of its largest magnitude now; 1 where that is zero, Inf or NaN).
+    overflows (that of its largest finite magnitude now; 1 where that is zero).
 
     x: float32, bfloat16 or float16, any shape; rounded once, to the nearest, ties to even. Inf and
-    NaN: see `ScaledTensor`; beside them, what exceeds the format becomes what Inf does. format: one
-    of `STORED`. dtype: what the result stands for, by default the dtype of x.
+    NaN: see `ScaledTensor`. format: one of `STORED`. dtype: what the result stands for, by default
+    the dtype of x.
     Raises ValueError for another format, TypeError for another dtype. No gradient flows.
 
     >>> scaled(torch.tensor([1.0, 250.0, 251.0]), "e4m3")
@@ -340,18 +341,44 @@ def _by_one_number(x: Any, y: Any) -> bool:
     return not isinstance(y, complex)
 
 
+def _overflows(scale: Tensor) -> bool:
+    """Whether a scale is not finite, where that can be seen without waiting for a device."""
+    if torch.compiler.is_compiling() or scale.device.type != "cpu":
+        return False
+    try:
+        return not math.isfinite(scale)
+    except RuntimeError:  # under vmap, or while a graph is traced
+        return False
+
+
+def _anew(func: Any, x: ScaledTensor, y: Any) -> Tensor:
+    """``func(x, y)`` number by number: where the scale leaves float32, zero and small ones do not.
+
+    (Below float32 it needs nothing: of a scale rounded to a multiple of 2**-149 the numbers are off
+    by less than by a new rounding to the format.)
+    """
+    y = y.double() if isinstance(y, Tensor) else y
+    return func(x.stored.to(torch.float64) * x.scale.double(), y).to(torch.float32)
+
+
 def _times(func: Any, x: Any, y: Any) -> Any:
     """mul and div."""
     if not _by_one_number(x, y):
         return NotImplemented
-    return ScaledTensor(x.stored.clone(), func(x.scale, y).to(torch.float32), x.dtype)
+    scale = func(x.scale, y).to(torch.float32)
+    if _overflows(scale):
+        return scaled(_anew(func, x, y), x.format, x.dtype)
+    return ScaledTensor(x.stored.clone(), scale, x.dtype)
 
 
 def _times_(func: Any, x: Any, y: Any) -> Any:
     """mul_ and div_."""
     if not _by_one_number(x, y) or not x.whole:
         return NotImplemented
-    func(x.scale, y)
+    outcome = func(x.scale.clone(), y)
+    if _overflows(outcome):
+        return x._write(_anew(func, x, y))
+    x.scale.copy_(outcome)
     x.writes[0] += 1
     return x
 

@@ -18,14 +18,18 @@ from .quantize import quantize
 from .rounding import LAYOUTS
 
 __all__ = [
+    "E8M0",
     "RULES",
     "SCALINGS",
     "Scaling",
     "delayed_scale",
     "in_format",
+    "inverse_of",
+    "largest_finite",
     "scale_of",
     "scaled_tiles",
     "unit_of",
+    "with_margin",
 ]
 
 aten = torch.ops.aten
@@ -34,8 +38,10 @@ Tile = tuple[int, int]
 """Elements that share a scale: (across, along) the axis that a product sums over; 0 is all."""
 
 SMALLEST, LARGEST = -126, 127
-"""The limits of a scale as exponents of two: float32's normal powers. (E8M0 begins at 2**-127,
-which torchao too leaves out.)"""
+"""The limits of a scale as exponents of two: float32's normal powers. E8M0 begins at 2**-127."""
+
+E8M0 = " e8m0"
+"""What follows the name of a rule in a spec where scales are stored in E8M0: see `scale_of`."""
 
 
 def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
@@ -86,18 +92,25 @@ def _exact(amax: Tensor, format: Format) -> Tensor:
 
 def _e4m3(amax: Tensor, format: Format) -> Tensor:
     """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
-    (NVFP4, arXiv:2509.25149, section 2). The e4m3 number is at least 2**-6, as in torchao."""
+    (NVFP4, arXiv:2509.25149, section 2). The e4m3 number is at least its smallest subnormal, 2**-9:
+    TransformerEngine keeps subnormals, torchao goes down to 2**-6."""
     scale_format = get_format("e4m3")
-    unit = unit_of(amax, format)
+    unit = _unit(amax, format)
     scale = quantize(amax / format.max / unit, scale_format)
-    return scale.clamp(min=scale_format.min_normal) * unit
+    return scale.clamp(min=scale_format.min_subnormal) * unit
 
 
-def unit_of(x: Tensor, format: Format) -> Tensor:
-    """What the scales of ``x``, or of the largest magnitudes of its tiles, are multiples of by the
-    rule "e4m3": 0-dim, in float32 (float64 for float64). x must not be empty."""
-    whole = _largest(x, None).to(torch.promote_types(x.dtype, torch.float32))
+def _unit(amax: Tensor, format: Format) -> Tensor:
+    """What the scales of tiles with these largest magnitudes, all finite, are multiples of."""
+    whole = amax.amax()
     return _defined(whole / (get_format("e4m3").max * format.max), whole)
+
+
+def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format) -> Tensor:
+    """What the scales of `scale_of` are multiples of by the rule "e4m3": 0-dim, in float32 (float64
+    for float64). x must not be empty."""
+    amax = _largest(x.detach(), dims).to(torch.promote_types(x.dtype, torch.float32))
+    return _unit(torch.where(amax < torch.inf, amax, 0.0), format)
 
 
 RULES: dict[str, Callable[[Tensor, Format], Tensor]] = {
@@ -163,6 +176,24 @@ def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     return torch.maximum(-low, high)
 
 
+def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
+    """The largest magnitude over ``dims`` (kept) of what is finite; 0 where nothing is.
+
+    Where that can be seen without waiting for a device, the pass that leaves Inf and NaN out is
+    made only if there are any.
+    """
+    if not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) is Tensor:
+        amax = _largest(x, dims)
+        try:
+            if bool(amax.amax() < torch.inf):
+                return amax
+        except RuntimeError:  # under vmap, or while a graph is traced
+            pass
+    size = x.abs()
+    size = torch.where(size < torch.inf, size, 0.0)
+    return size.amax() if dims is None else size.amax(dims, keepdim=True)
+
+
 def _defined(scale: Tensor, amax: Tensor) -> Tensor:
     """``scale`` within its limits, and 1 where amax is zero, Inf or NaN."""
     usable = (amax > 0) & (amax < torch.inf)
@@ -172,16 +203,47 @@ def _defined(scale: Tensor, amax: Tensor) -> Tensor:
 def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
     """The scales of ``x``, one for all that lies along ``dims`` (None: all of it).
 
-    Returns float32 (float64 for float64), with ``dims`` kept as 1, or 0-dim. It is 1 where the
-    largest magnitude is zero, Inf or NaN, so that these reach the cast unscaled: NaN stays NaN,
-    Inf becomes what the cast's overflow says, and finite neighbours in the tile are cast with
-    scale 1. It is not less than 2**-126, the smallest normal float32 (a tile below that times half
-    the format's smallest value becomes zero), and not more than 2**127, past which only float64
-    reaches. x must not be empty.
+    Returns float32 (float64 for float64), with ``dims`` kept as 1, or 0-dim. It is that of the
+    finite values: Inf and NaN go into the cast beside them and stay what they are. It is 1 where
+    the largest of these is zero, not less than 2**-126, the smallest normal float32 (a tile below
+    that times half the format's smallest value becomes zero), and not more than 2**127, past which
+    only float64 reaches. x must not be empty.
+
+    A scale that is itself stored in eight bits, by the rule "e4m3" or one followed by `E8M0`, is
+    NaN where its tile has Inf or NaN, and with it all of the tile, as formats of four and six bits
+    have neither. So it is in microxcaling; torchao and the OCP specification agree for NaN (MX
+    1.0, section 5.1), and torchao takes Inf for a large number. E8M0 goes down to 2**-127.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    name, stored, _ = rule.partition(E8M0)
+    if not stored and rule != "e4m3":
+        amax = largest_finite(x.detach(), dims).to(dtype)
+        return _defined(RULES[name](amax, format), amax)
     amax = _largest(x.detach(), dims).to(dtype)
-    return _defined(RULES[rule](amax, format), amax)
+    finite = amax < torch.inf
+    amax = torch.where(finite, amax, 0.0)
+    small = amax < 1.0 if stored else torch.zeros_like(finite)  # twice as large, the limit is half
+    amax = torch.where(small, 2 * amax, amax)
+    scale = _defined(RULES[name](amax, format), amax)
+    scale = torch.where(small & (amax > 0), scale / 2, scale)
+    return torch.where(finite, scale, torch.nan)
+
+
+def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
+    """``scale * 2**margin``, within the limits of the scales of a rule; NaN stays NaN."""
+    low = SMALLEST - rule.endswith(E8M0)
+    return (scale * 2.0**margin).clamp(2.0**low, 2.0**LARGEST) if margin else scale
+
+
+def inverse_of(scale: Tensor, rule: str) -> Tensor | None:
+    """What to multiply by instead of dividing by ``scale``, which `scale_of` found; None: divide.
+
+    2**-127 is a subnormal float32, which some devices and modes take for zero. The largest scale of
+    a float32 is 2**126, as the formats reach beyond 2: the inverse is a normal number.
+    """
+    if not rule.endswith(E8M0):
+        return None
+    return torch.where(scale < 2.0**SMALLEST, 2.0 ** -(SMALLEST - 1), 1 / scale)
 
 
 def scale_of_number(amax: float, format: Format) -> float:
@@ -197,15 +259,12 @@ def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """``x`` in units of its scale, in the format's torch dtype; and the scale, by the rule "up".
 
     x: float32, any shape; rounded once, to the nearest, ties to even. Inf becomes NaN where the
-    format has none. Beside Inf or NaN, where the scale is 1, what exceeds the format becomes what
-    Inf does.
+    format has none.
     """
     assert format.dtype is not None
     scale = scale_of(x, None, format, "up") if x.numel() else x.new_ones(())
     units = x / scale
-    # torch's own casts do not agree on what overflows.
-    units = torch.where(units.abs() <= format.max, units, units * torch.inf)
-    if not format.infinity:
+    if not format.infinity:  # torch's own casts do not agree on what Inf becomes
         units = torch.where(units.isinf(), torch.nan, units)
     return units.to(format.dtype), scale
 
@@ -213,12 +272,12 @@ def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
     """The scale of the largest entry of ``history``; of ``x`` itself while there is none.
 
-    record: put the largest magnitude of x in front, for the passes to come, and let the oldest
-    entry go; 0 where it is Inf or NaN. Limits as in `scale_of`; what is beyond the scale's range
+    record: put the largest finite magnitude of x in front, for the passes to come, and let the
+    oldest entry go. Limits as in `scale_of`; what is beyond the scale's range
     overflows as the cast says. history: (length,), float32 or, if a model was cast, rounded to
     what it was cast to; changed in place.
     """
-    now = _largest(x.detach(), None).float() if x.numel() else history.new_zeros(()).float()
+    now = largest_finite(x.detach(), None).float() if x.numel() else history.new_zeros(()).float()
     known = history.amax().float()
     used = torch.where(known > 0, known, now)
     scale = _defined(RULES[rule](used, format), used)
@@ -232,11 +291,14 @@ def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, .
     """``x`` with its tiles as dimensions, and these dimensions; None where all of x is one tile.
 
     x: (..., rows, columns), not empty. axis: -1 or -2, the one that the product sums over.
-    A size that the tile does not divide is filled up with zeros, so that the last tile is shorter.
+    A size that the tile does not divide is filled up with zeros, so that the last tile is shorter;
+    not so a smaller one, which is one tile.
     """
     if tile == (0, 0):
         return x, None
-    rows, columns = tile if axis == -1 else tile[::-1]
+    turned = tile if axis == -1 else tile[::-1]
+    # At least 2 where a tile is more than an element: which dimensions there are follows from it.
+    rows, columns = [min(by, max(size, 2)) for size, by in zip(x.shape[-2:], turned, strict=True)]
     # Written as counts times sizes, which a compiler sees to be divisible where sizes are dynamic.
     down, across = [
         -(-size // by) if by else 0 for size, by in zip(x.shape[-2:], (rows, columns), strict=True)

@@ -17,6 +17,7 @@ from .optim_state import (
     MASTER,
     Group,
     State,
+    check_numbers,
     everywhere,
     has,
     is_plain,
@@ -58,6 +59,7 @@ def _converted(parameter: Tensor, saved: State, group: Group) -> State:
                 f"{MOMENTUM} has shape {tuple(buffer.shape)}, its parameter "
                 f"{tuple(parameter.shape)}: this is the state of another model"
             )
+        check_numbers(MOMENTUM, buffer)
         state[MOMENTUM] = buffer.to(parameter.device, torch.float32, copy=True)
     kept = has(saved, MASTER)
     master = decode(read(saved, MASTER)) if kept else numbers_of(parameter)

@@ -19,25 +19,32 @@ NONE = Recipe(name="none")
 
 
 def rounded(x: Tensor, format: Format, scale: float = 1.0) -> Tensor:
-    """x to the nearest value of the format, ties to even, saturating: in float64, by definition."""
+    """x to the nearest value of the format, ties to even, in float64, by definition: what is finite
+    saturates, Inf stays Inf where the format has it, and is NaN elsewhere."""
     magnitude = (x.double() / scale).abs()
     exponent = torch.where(magnitude > 0, magnitude, 1.0).log2().floor()
     exponent = exponent.clamp(min=format.min_exponent)
     step = 2.0 ** (exponent - format.mantissa_bits)
     value = (torch.round(magnitude / step) * step).clamp(max=format.max)  # rounds half to even
+    value = torch.where(magnitude.isinf(), format.nonfinite or math.nan, value)
     return torch.copysign(value, x.double()) * scale
 
 
 def scale_of(
-    amax: float, format: Format, rule: str, whole: float = 0.0, real: type = np.float32
+    amax: float,
+    format: Format,
+    rule: str,
+    whole: float = 0.0,
+    real: type = np.float32,
+    least: int = -126,
 ) -> float:
     """The scale of a tile by its definition. whole: the largest magnitude of the tensor; real: the
-    type that is calculated in."""
+    type that is calculated in; least: the exponent of the smallest power of two."""
     if not 0 < amax < math.inf:
         return 1.0
     exponent, top = math.frexp(amax)[1] - 1, math.frexp(format.max)[1] - 1
     if rule == "up":
-        fitting = (2.0**e for e in range(-126, 128) if amax <= format.max * 2.0**e)
+        fitting = (2.0**e for e in range(least, 128) if amax <= format.max * 2.0**e)
         return next(fitting, 2.0**127)
     if rule == "exact":
         return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**127)
@@ -47,13 +54,13 @@ def scale_of(
             unit = min(max(real(whole) / real(448 * format.max), 2.0**-126), 2.0**127)
         steps = real(amax) / real(format.max) / real(unit)
         e4m3 = float(rounded(torch.tensor(float(steps), dtype=torch.float64), get_format("e4m3")))
-        return min(max(float(real(max(e4m3, 2.0**-6)) * real(unit)), 2.0**-126), 2.0**127)
+        return min(max(float(real(max(e4m3, 2.0**-9)) * real(unit)), 2.0**-126), 2.0**127)
     if rule == "ceil":
         exponent = math.ceil(math.log2(amax)) if math.frexp(amax)[0] != 0.5 else exponent
     if rule == "even":
         mantissa = math.floor(amax / 2.0**exponent * 2.0**format.mantissa_bits + 0.5)
         exponent += mantissa >= 2.0 ** (format.mantissa_bits + 1)
-    return 2.0 ** min(max(exponent - top, -126), 127)
+    return 2.0 ** min(max(exponent - top, least), 127)
 
 
 def rotation(size: int) -> Tensor:
@@ -69,6 +76,8 @@ def rotation(size: int) -> Tensor:
 def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
     """What a cast (nearest, saturating) makes of an operand (..., rows, columns), in float64.
 
+    Scales are those of what is finite; one that is stored in eight bits (MX, NV) is NaN where its
+    tile has anything else, and such a tile does not count in the scale of the tensor.
     axis: the one that is summed over. A rotated operand stays so, filled up with zeros.
     """
     x = x.detach()
@@ -87,20 +96,35 @@ def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
         return x.double()
     if how.scaling == "unit":
         return rounded(x, format)
-    whole = x.double().abs().max().item()
     real = np.float64 if x.dtype == torch.float64 else np.float32
     if how.scaling == "tensor":
-        return _tile(x, format, scale_of(whole, format, how.rule, real=real))
+        return _tile(x, format, scale_of(_largest(x), format, how.rule, real=real))
+    invalid = how.scaling in ("mx", "nv")
     result = torch.empty(x.shape, dtype=torch.float64)
     across, along = how.tile
     along = along or x.shape[-1]
-    for batch in itertools.product(*map(range, x.shape[:-2])):
-        for i in range(0, x.shape[-2], across):
-            for j in range(0, x.shape[-1], along):
-                at = (*batch, slice(i, i + across), slice(j, j + along))
-                amax = x[at].double().abs().max().item()
-                result[at] = _tile(x[at], format, scale_of(amax, format, how.rule, whole, real))
+    tiles = [
+        (*batch, slice(i, i + across), slice(j, j + along))
+        for batch in itertools.product(*map(range, x.shape[:-2]))
+        for i in range(0, x.shape[-2], across)
+        for j in range(0, x.shape[-1], along)
+    ]
+    lost = [at for at in tiles if invalid and not bool(x[at].isfinite().all())]
+    kept = [at for at in tiles if at not in lost]
+    whole = max((_largest(x[at]) for at in kept), default=0.0)
+    least = -127 if how.scaling == "mx" else -126
+    for at in lost:
+        result[at] = math.nan
+    for at in kept:
+        scale = scale_of(_largest(x[at]), format, how.rule, whole, real, least)
+        result[at] = _tile(x[at], format, scale)
     return result
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude of what is finite."""
+    size = x.double().abs()
+    return torch.where(size < math.inf, size, 0.0).max().item()
 
 
 def _tile(x: Tensor, format: Format, scale: float) -> Tensor:

@@ -1,12 +1,19 @@
 """What no recipe can do: the error says so, the same for all of them."""
 
+import dataclasses
+import math
+import warnings
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fp8
 from fp8 import RECIPES, AmaxHistory, Cast
-from fp8.casting import is_whole
+from fp8.casting import cast_forward, is_whole
+from fp8.scaling import scaled_tiles
+from tests import reference
 from tests.fp8.test_matmul import randn
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
@@ -175,3 +182,74 @@ def test_a_model_without_values_gets_no_level():
     with pytest.raises(ValueError, match="weight is on the meta device: give the model memory"):
         fp8.initialize(model, torch.optim.AdamW(model.parameters()))
     assert type(model) is nn.Linear
+
+
+# --- scales, tiles, formats and views that were accepted and gave a wrong result
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("shape", [(), (1, 3)], ids=str)
+def test_scale_tensors_are_refused_where_numbers_are(shape, bad):
+    x, scale = torch.ones(2, 3), torch.full(shape, bad)
+    with pytest.raises(ValueError, match=f"scale (has|is) {bad}, not positive and finite"):
+        fp8.quantize(x, "e4m3", scale=scale)
+    with pytest.raises(ValueError, match=f"scale is {bad}, not positive and finite"):
+        fp8.quantize(x, "e4m3", scale=bad)
+
+
+def test_scale_tensors_that_cannot_be_looked_at_make_nan():
+    """In a graph and under vmap, where nothing can be raised."""
+    x, scale = torch.ones(3, 2), torch.tensor([1.0, 0.0, -2.0])
+
+    def cast(x, scale):
+        return fp8.quantize(x, "e4m3", scale=scale)
+
+    compiled = torch.compile(cast, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        mapped = torch.func.vmap(cast)(x, scale)
+    for y in (compiled(x, scale[:, None]), mapped):
+        assert torch.equal(y.isnan().all(1), torch.tensor([False, True, True]))
+
+
+@pytest.mark.parametrize("tile", [(1 << 16, 1 << 16), (1, 1 << 16), (1 << 16, 1)], ids=str)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_tile_larger_than_its_operand_takes_no_more_memory(tile, axis):
+    cast = Cast(format="e4m3", scaling="block", tile=tile)
+    for shape in ((3, 5), (1, 7), (6, 1)):
+        x = randn(*shape)
+        tiles, _ = scaled_tiles(x, tile, axis)
+        assert tiles.numel() <= 2 * x.numel()
+        assert torch.equal(cast_forward(x, cast, axis), reference.cast(x, cast, axis).float())
+
+
+def test_a_name_in_the_table_stands_for_one_format():
+    values = {"exponent_bits": 3, "mantissa_bits": 1, "bias": 3, "max": 12.0}
+    with pytest.raises(ValueError, match=r"'e4m3': fp8.FORMATS has other values of that name"):
+        fp8.Format(name="e4m3", **values)
+    row = fp8.FORMATS["e4m3"]
+    assert dataclasses.replace(row) == row
+    assert fp8.Format(name="mine", **values).max == 12
+
+
+@pytest.mark.parametrize("recipe", fp8.RECIPES)
+def test_views_with_the_negative_bit(recipe):
+    """The imaginary part of a conjugate: -x where memory has x."""
+    x = torch.complex(randn(64, 32), randn(64, 32)).conj().imag
+    assert x.is_neg()
+    plain = x.resolve_neg().clone()
+    torch.manual_seed(0)
+    got = cast_forward(x, fp8.RECIPES[recipe].input)
+    torch.manual_seed(0)
+    assert torch.equal(got, cast_forward(plain, fp8.RECIPES[recipe].input))
+    assert torch.equal(fp8.quantize(x, "e5m2"), fp8.quantize(plain, "e5m2"))
+    with fp8.autocast(recipe, history=fp8.AmaxHistory()):
+        y = F.linear(x, randn(16, 32))
+    with fp8.autocast(recipe, history=fp8.AmaxHistory()):
+        assert torch.equal(y, F.linear(plain, randn(16, 32)))
+
+
+def test_a_compiled_cast_of_a_view_with_the_negative_bit():
+    x = torch.complex(randn(8, 8), randn(8, 8)).detach().conj().imag
+    cast = torch.compile(lambda x: fp8.quantize(x, "e4m3"), backend="aot_eager", fullgraph=True)
+    assert torch.equal(cast(x), fp8.quantize(x.clone(), "e4m3"))

@@ -113,7 +113,8 @@ def test_inf_and_nan_are_not_remembered(bad):
     x[0, 0] = bad
     step(layer, x, history)
     assert all(t.isfinite().all() for t in history.tensors.values())
-    assert history.tensors["001.linear.0"][0] == 0
+    x[0, 0] = 0
+    assert history.tensors["001.linear.0"][0] == x.abs().max()  # of what is finite
     assert torch.equal(step(layer, randn(5, 8), history), expected)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -211,9 +212,41 @@ def _of_another_model(params):
     return state
 
 
+def _with(**changes):
+    """A state in which something is replaced; None: taken out."""
+
+    def saved(params):
+        state = run(AdamW)[1].state_dict()
+        one = state["state"][0]
+        for name, value in changes.items():
+            if value is None:
+                del one[name]
+            else:
+                one[name] = torch.as_tensor(value).expand_as(one[name]).clone().to(one[name].dtype)
+        return state
+
+    return saved
+
+
+def _without_betas(params):
+    state = run(AdamW)[1].state_dict()
+    del state["param_groups"][0]["betas"]
+    return state
+
+
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
+        (_with(step=-3.0), "step must be a whole number from 0 on, got -3.0"),
+        (_with(step=math.nan), "step must be a whole number from 0 on, got nan"),
+        (_with(exp_avg_values=math.nan), "exp_avg must be finite, got nan in 6144 of 6144"),
+        (_with(exp_avg_sq_values=math.nan), "exp_avg_sq must be finite and not negative, got nan"),
+        (_with(exp_avg_sq_values=-1.0), "exp_avg_sq must be finite and not negative, got -"),
+        (_with(exp_avg_scale=math.inf), "exp_avg_scale must be finite, got inf"),
+        (_with(exp_avg_scale=None), "has no exp_avg_scale"),
+        (_with(exp_avg_amax=None), "has no exp_avg_amax"),
+        (_with(exp_avg_sq_values=None), "has no exp_avg_sq: "),
+        (_without_betas, "a group of the state has no betas"),
         (_of_sgd, "momentum_buffer is not part of the state of Adam"),
         (_of_amsgrad, "amsgrad"),
         (_of_a_negative_rate, "lr must be finite and not negative, got -1.0"),

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -42,7 +43,7 @@ def test_numbers_that_are_not_finite(format):
     infinity = torch.nan if format == "e4m3" else torch.inf
     expected = torch.tensor([1.0, infinity, -infinity, torch.nan])
     torch.testing.assert_close(y.dequantize(), expected, rtol=0, atol=0, equal_nan=True)
-    assert y.scale == 1
+    assert y.scale == scaled(torch.ones(1), format).scale
 
 
 @each_format
@@ -348,3 +349,23 @@ def test_plain_pickle(format):
     y = pickle.loads(pickle.dumps(x))
     assert (y.format, y.dtype) == (x.format, x.dtype)
     assert torch.equal(y.dequantize(), x.dequantize())
+
+
+@each_format
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_scale_beyond_float32_is_found_anew(format, in_place):
+    """Zero stays zero, what fits float32 is finite, and what is too large is not."""
+    values = torch.tensor([0.0, 1.0, 100.0])
+    for numbers in (values, torch.zeros(3)):
+        x = scaled(numbers, format)
+        for factor in (1e38, 1e38, torch.tensor(1e-30)):
+            before = x.dequantize()
+            x = x.mul_(factor) if in_place else x * factor
+            got, expected = x.dequantize(), before * factor
+            assert torch.equal(got.isfinite(), expected.isfinite())
+            finite = expected.isfinite()
+            torch.testing.assert_close(got[finite], expected[finite], rtol=2**-3, atol=0)
+        assert x.dequantize()[0] == 0
+    assert (scaled(values, format) * 0.0).dequantize().eq(0).all()
+    assert (scaled(values, format) * math.nan).dequantize().isnan().all()
+    assert not (scaled(values, format) / 0.0).dequantize().isfinite().any()

@@ -425,8 +425,8 @@ def _names(model: nn.Module, path: str) -> dict[int, str]:
     """The names of parameters, and of what they are once they are pruned, by id."""
     prefix = f"{path}." if path else ""
     names = {id(p): prefix + n for n, p in model.named_parameters(remove_duplicate=True)}
-    for name, part in model.named_modules(prefix=path):
-        masked = {id(getattr(part, n)): p for p, n in pruned(part).items()}
+    for name, child in model.named_modules(prefix=path):
+        masked = {id(getattr(child, n)): p for p, n in pruned(child).items()}
         names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}
     return names
 
