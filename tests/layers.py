@@ -48,11 +48,12 @@ fp8.convert, fp8.adapters <- fp8.adapters.lightning
 fp8.levels, fp8.adapters <- fp8.adapters.msamp <- fp8.adapters.accelerate
 fp8.adapters, fp8.history, fp8.recipe, fp8.swap <- fp8.export
 fp8.adapters, fp8.native, fp8.report <- fp8.doctor
-fp8.doctor, fp8.levels <- fp8.__main__
+fp8.doctor, fp8.levels, fp8.version <- fp8.__main__
 
 fp8.subclass, fp8.report <- unit_scaling.transforms
 fp8.function, unit_scaling.watched <- unit_scaling.scale
 unit_scaling.watched <- unit_scaling.ops
+unit_scaling.version
 unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
 unit_scaling.one_call <- unit_scaling._functional
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
@@ -60,6 +61,7 @@ unit_scaling.quadrature, unit_scaling.constant, unit_scaling.ops <- unit_scaling
 unit_scaling.elementwise <- unit_scaling._functional
 unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
 unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules
+unit_scaling.constant <- unit_scaling.first_call_checks <- unit_scaling.parameter
 unit_scaling.optimizer_checks <- unit_scaling.parameter <- unit_scaling.optim
 unit_scaling.functional, unit_scaling.parameter, unit_scaling.formats <- unit_scaling.transforms
 unit_scaling.transforms <- unit_scaling.analysis, unit_scaling.utils

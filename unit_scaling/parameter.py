@@ -23,6 +23,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8.names import check_name
 
+from .first_call_checks import check_weights_at_first_call, skip_weight_check
 from .optimizer_checks import check_optimizers
 
 __all__ = [
@@ -127,6 +128,7 @@ class TaggedModule(nn.Module):
         """Tags the parameters of these names, as far as the module has them."""
         self.mup_tags = {name: (mup_type, None) for name, mup_type in types.items()}
         self.restore_tags()
+        check_weights_at_first_call(self)
 
     def restore_tags(self) -> None:
         """Tags every parameter of its own that has lost its tags."""
@@ -149,6 +151,7 @@ class TaggedModule(nn.Module):
             return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        skip_weight_check(self)
         with _keeping_tags(self):
             super()._load_from_state_dict(*args, **kwargs)
 

@@ -107,5 +107,8 @@ def test_the_comparison_sees_differences():
 
 
 def test_version():
+    """One number, in one place, of both packages and of what is installed."""
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.findall(r'^version = "(.*)"$', project, re.MULTILINE) == [unit_scaling.__version__]
+    assert 'version = { attr = "fp8.version.__version__" }' in project
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fp8.__version__)
+    assert unit_scaling.__version__ == fp8.__version__

@@ -16,12 +16,14 @@ from fp8.autocast import outside_compiler
 from fp8.names import check_name
 from fp8.subclass import check_module
 
+from ..first_call_checks import check_gradient
 from ..parameter import has_parameter_data, remember_tags, tag
 from .calls import KINDS
 from .compile import copied
 from .copies import detached, twin_of
 from .fold import Folded, folded
 from .install import Call, Places, find_scope, install, is_exported, is_sharded, unwrapped
+from .observe import plain
 from .plan import make_plan
 from .record import Recorder, tensors_in
 from .replay import PlanMissError, Replay, is_torch_function
@@ -47,6 +49,8 @@ class UnitScale:
     """The scope of unit scaling: the plans of a model, one for each form of call."""
 
     order = 0
+    #: Whether a gradient of the model's output was checked.
+    gradient_seen = False
 
     def __init__(
         self,
@@ -102,7 +106,17 @@ class UnitScale:
             from .first_call import outside_graph
 
             return outside_graph(lambda: self.run(call, module, path, args, kwargs))
-        return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
+        output = outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
+        if not (path or self.gradient_seen):
+            self._check_gradient(output)
+        return output
+
+    def _check_gradient(self, output: Any) -> None:
+        """Has the first gradient of the model's result checked, unless its loss is inside."""
+        tensors = [t for _, t in tensors_in(plain(output))]
+        if all(t.dim() for t in tensors if t.requires_grad):
+            for tensor in tensors:
+                check_gradient(self, tensor)
 
     def _known(self, form: Any, path: str, training: bool) -> Plan | None:
         """The plan for a form of call; for a part, that of the whole if it has run."""

@@ -36,7 +36,8 @@ def prepare(model: nn.Module, init: str) -> Weights:
     A matrix (two or more dimensions) is divided by its RMS: init="unit" keeps the values, in
     exact unit scale; init="preserve" divides by the nearest power of two, which rounds nothing, so
     that the factor taken out can be put back in the op exactly. With "unit", biases become zero.
-    The last `nn.Linear` of the model is its readout, unless its weight is tied.
+    The last `nn.Linear` of the model is its readout, unless its weight is tied, or it is the only
+    layer with weights besides embeddings. The first call takes that back where it is not the end.
     """
     weights = Weights()
     readout = _readout(model)
@@ -130,9 +131,19 @@ def _readout(model: nn.Module) -> str | None:
     leaf = "weight_orig" if "weight_orig" in pruned(last) else "weight"
     weight = getattr(last, leaf)
     uses = sum(p is weight for m in model.modules() for p in m.parameters(recurse=False))
-    if uses > 1 or len(linears) == 1:
+    if uses > 1 or not _has_other_layers(model, weight):
         return None
     return f"{name}.{leaf}" if name else leaf
+
+
+def _has_other_layers(model: nn.Module, weight: Tensor) -> bool:
+    """Whether the model has a matrix besides this one that is no embedding."""
+    return any(
+        parameter.dim() > 1 and parameter is not weight
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 @torch.no_grad()
