@@ -4,8 +4,9 @@
 #: A name stands for everything below it. `unit_scaling` may import all of `fp8`, `fp8` nothing of
 #: `unit_scaling`; the modules of one name may import each other where that makes no circle.
 LAYERS = """
-fp8.pitfalls <- fp8.recipe, fp8.swap, fp8.files
+fp8.names <- fp8.pitfalls <- fp8.recipe, fp8.swap, fp8.files
 fp8.names <- fp8.formats, fp8.where, fp8.adapters
+fp8.subclass <- fp8.history
 fp8.formats, fp8.function, fp8.random_bits, fp8.rounding <- fp8.quantize <- fp8.scaling
 fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor

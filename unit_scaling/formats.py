@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fp8.formats import Format
-from fp8.names import check_name
+from fp8.names import check_name, check_whole
 from fp8.quantize import quantize, quantize_backward, quantize_forward
 
 __all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
@@ -43,6 +43,15 @@ class FPFormat:
 
     def __post_init__(self) -> None:
         check_name("rounding", self.rounding, _SHORT)
+        for name, lowest, most in (
+            ("exponent_bits", 1, 8),
+            ("mantissa_bits", 0, _MANTISSA_BITS),
+            ("srbits", 0, _MANTISSA_BITS),
+        ):
+            got = getattr(self, name)
+            check_whole(name, got, lowest)
+            if got > most:
+                raise ValueError(f"{name} must be at most {most}, got {got}")
         _ = self.format  # refuses impossible numbers of bits
         dropped = _MANTISSA_BITS - self.mantissa_bits
         if self.srbits and self.rounding == "nearest":

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import fp8
 import unit_scaling
 from tests.unit_scaling.signatures import _plain, describe, parameters
 

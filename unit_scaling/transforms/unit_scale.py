@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
-from fp8.names import check_name
+from fp8.names import check_flag, check_name
 from fp8.subclass import check_module
 
 from ..first_call_checks import check_gradient
@@ -380,14 +380,9 @@ def unit_scale(
     check_module("unit_scale", module)
     check_name("init", init, INITS)
     check_name("residual", residual, RESIDUALS)
-    if not all(map(callable, dict(replace or {}).values())):
-        raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
-    for function in replace or {}:
-        if not (function in KINDS or is_torch_function(function)):
-            raise ValueError(
-                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
-                "to take its place in the model itself"
-            )
+    check_flag("strict", strict)
+    _check_replacements(replace)
+    _check_length(context_length)
     refuse_weights(module)
     result = copied(module, "unit_scale")
     inner = unwrapped(result)
@@ -395,8 +390,6 @@ def unit_scale(
         return result
     if context_length is None:
         context_length = _configured_length(inner)
-    elif not isinstance(context_length, int) or context_length < 1:
-        raise ValueError(f"context_length is a positive number of keys, got {context_length!r}")
     scope = UnitScale(
         prepare(inner, init),
         {function: _out_of_place(other) for function, other in (replace or {}).items()},
@@ -407,6 +400,27 @@ def unit_scale(
     )
     install(inner, scope)
     return result
+
+
+def _check_replacements(replace: Any) -> None:
+    if not isinstance(replace, Mapping | None):
+        raise TypeError(f"replace: a dict of torch function -> function, got {replace!r}")
+    if not all(map(callable, dict(replace or {}).values())):
+        raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
+    for function in replace or {}:
+        if not (function in KINDS or is_torch_function(function)):
+            raise ValueError(
+                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
+                "to take its place in the model itself"
+            )
+
+
+def _check_length(length: Any) -> None:
+    what = f"context_length is a positive number of keys, got {length!r}"
+    if isinstance(length, bool) or not isinstance(length, int | None):
+        raise TypeError(what)
+    if length is not None and length < 1:
+        raise ValueError(what)
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8.autocast import outside_compiler
-from fp8.names import check_name
+from fp8.names import check_name, check_whole
 from fp8.report import Rows, as_table
 from fp8.subclass import check_module
 
@@ -156,6 +156,9 @@ def verify(
     1.0
     """
     check_module("verify", model)
+    check_whole("seed", seed, 0)
+    if not (loss is None or callable(loss)):
+        raise TypeError(f"loss must be a function of the model's output, got {loss!r}")
     model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         model = unwrapped(model.module)
