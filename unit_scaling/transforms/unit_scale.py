@@ -416,11 +416,9 @@ def _check_replacements(replace: Any) -> None:
 
 
 def _check_length(length: Any) -> None:
-    what = f"context_length is a positive number of keys, got {length!r}"
-    if isinstance(length, bool) or not isinstance(length, int | None):
-        raise TypeError(what)
-    if length is not None and length < 1:
-        raise ValueError(what)
+    whole = isinstance(length, int) and not isinstance(length, bool) and length > 0
+    if not (length is None or whole):
+        raise ValueError(f"context_length is a positive number of keys, got {length!r}")
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
