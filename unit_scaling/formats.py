@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fp8.formats import Format
-from fp8.names import check_name, check_whole
+from fp8.names import check_name
 from fp8.quantize import quantize, quantize_backward, quantize_forward
 
 __all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
@@ -46,12 +46,13 @@ class FPFormat:
         for name, lowest, most in (
             ("exponent_bits", 1, 8),
             ("mantissa_bits", 0, _MANTISSA_BITS),
-            ("srbits", 0, _MANTISSA_BITS),
+            ("srbits", 0, None),
         ):
             got = getattr(self, name)
-            check_whole(name, got, lowest)
-            if got > most:
-                raise ValueError(f"{name} must be at most {most}, got {got}")
+            if isinstance(got, bool) or not isinstance(got, int):
+                raise TypeError(f"{name} must be a whole number from {lowest}, got {got!r}")
+            if most is not None and not lowest <= got <= most:
+                raise ValueError(f"{name} is {got}, allowed are {lowest} to {most}")
         _ = self.format  # refuses impossible numbers of bits
         dropped = _MANTISSA_BITS - self.mantissa_bits
         if self.srbits and self.rounding == "nearest":
