@@ -30,6 +30,7 @@ from .recipe import RECIPES, Cast, Recipe, get_recipe
 from .scaled_tensor import ScaledTensor, scaled
 from .scaled_weights import export_weights
 from .stats import stats
+from .version import __version__
 
 __all__ = [
     "FORMATS",
@@ -49,6 +50,7 @@ __all__ = [
     "RecipeWarning",
     "ScaleWarning",
     "ScaledTensor",
+    "__version__",
     "apply_low_precision_layernorm",
     "autocast",
     "checkpoint_contexts",

@@ -14,6 +14,7 @@ from .formats import FORMATS, Format
 from .levels import LEVELS, Level
 from .recipe import RECIPES, Cast, Recipe
 from .report import as_table
+from .version import __version__
 
 __all__ = ["main"]
 
@@ -82,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="The tables of the fp8 package, and what this machine can run (doctor).",
         epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("what", choices=[*TABLES, "doctor"], help="what to print")
     parser.add_argument("--json", action="store_true", help="as JSON")
     given = parser.parse_args(arguments)

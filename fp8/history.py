@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .subclass import check_module
+
 __all__ = [
     "AmaxHistory",
     "LayerHistory",
@@ -169,4 +171,5 @@ def reduce_amax(model: nn.Module, group: Group = None) -> None:
     the first before each pass; for gradient accumulation, make it not to
     (``forward_sync_buffers=False``, before torch 2.13 ``broadcast_buffers=False``).
     """
+    check_module("reduce_amax", model)
     _reduce([history for _, history in sorted(histories(model).items())], group)

@@ -1,14 +1,20 @@
-"""The names that arguments may have: one error for those that they may not."""
+"""What arguments may be: one error each for a name, a number, a count and a flag that is none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
 
-__all__ = ["check_name"]
+import torch
+
+__all__ = ["check_flag", "check_name", "check_number", "check_whole"]
 
 
 def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
     """Raises ValueError unless ``got`` is one of those ``allowed``. what: the argument.
+
+    The error names the one that is nearest in spelling, if there is one.
 
     >>> check_name("rounding", "up", ("nearest", "stochastic"))
     Traceback (most recent call last):
@@ -16,4 +22,54 @@ def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
     """
     names = tuple(allowed)
     if got not in names:
-        raise ValueError(f"unknown {what} {got!r}; choose one of {', '.join(map(repr, names))}")
+        near = _nearest(got, names)
+        hint = "" if near is None else f"; did you mean {near!r}?"
+        listed = ", ".join(map(repr, names))
+        raise ValueError(f"unknown {what} {got!r}; choose one of {listed}{hint}")
+
+
+def _nearest(got: object, names: tuple[object, ...]) -> str | None:
+    """The name that differs in case alone, begins so, or is spelled alike."""
+    if not isinstance(got, str) or not got:
+        return None
+    lower = {name.lower(): name for name in names if isinstance(name, str)}
+    begun = [name for name in lower if name.startswith(got.lower())]
+    found = [got.lower()] if got.lower() in lower else begun[:1] if len(begun) == 1 else []
+    found = found or get_close_matches(got.lower(), lower, n=1)
+    return lower[found[0]] if found else None
+
+
+def check_number(what: str, got: Any) -> None:
+    """Raises TypeError unless ``got`` is a number or a tensor of one. what: the argument.
+
+    >>> check_number("lr", "0.1")
+    Traceback (most recent call last):
+    TypeError: lr must be a number, got '0.1'
+    """
+    one = isinstance(got, torch.Tensor) and got.numel() == 1
+    if isinstance(got, bool) or not (one or isinstance(got, int | float)):
+        raise TypeError(f"{what} must be a number, got {got!r}")
+
+
+def check_whole(what: str, got: Any, lowest: int = 1) -> None:
+    """Raises TypeError unless ``got`` is an int (no bool), ValueError if it is below ``lowest``.
+
+    >>> check_whole("every", True)
+    Traceback (most recent call last):
+    TypeError: every must be a whole number from 1, got True
+    """
+    if isinstance(got, bool) or not isinstance(got, int):
+        raise TypeError(f"{what} must be a whole number from {lowest}, got {got!r}")
+    if got < lowest:
+        raise ValueError(f"{what} must be a whole number from {lowest}, got {got!r}")
+
+
+def check_flag(what: str, got: object) -> None:
+    """Raises TypeError unless ``got`` is True or False.
+
+    >>> check_flag("strict", "yes")
+    Traceback (most recent call last):
+    TypeError: strict must be True or False, got 'yes'
+    """
+    if not isinstance(got, bool):
+        raise TypeError(f"{what} must be True or False, got {got!r}")

@@ -23,6 +23,7 @@ from .kernels import store
 from .layer_norm2d import layer_norm2d as over_channels
 from .layer_norm2d import scripted, wide
 from .matmul import to_autocast_dtype
+from .names import check_flag
 from .quantize import quantize_forward
 from .recipe import Cast
 from .scaled_tensor import ScaledTensor
@@ -53,7 +54,8 @@ def set_fast_norm(enable: bool = True) -> None:
     Those made before stay as they are; `fp8.low_precision_norms` is for the norms of a model that
     exists. Off at first.
     """
-    _Fast.enabled = bool(enable)
+    check_flag("enable", enable)
+    _Fast.enabled = enable
 
 
 def is_fast_norm() -> bool:

@@ -30,7 +30,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from .adam import PLAIN, step_units, units_of
 from .formats import dtype_name
 from .moments import MASTERS, MOMENTS
-from .names import check_name
+from .names import check_flag, check_name, check_number
 from .optim_base import LowPrecision, refuse
 from .optim_state import FIRST, MASTER, SECOND, convert, local, parameters_of
 from .sgd import MOMENTUM, SGD
@@ -43,12 +43,16 @@ def _check(group: dict[str, Any]) -> None:
     choices: dict[str, tuple[str | None, ...]] = {**MOMENTS, "master_weights": (None, *MASTERS)}
     for name, allowed in choices.items():
         check_name(name, group[name], allowed)
+    check_flag("stochastic_weights", group["stochastic_weights"])
     for field in ("lr", "eps", "weight_decay", "min_size"):
+        check_number(field, group[field])
         if not 0 <= group[field] < math.inf:
             raise ValueError(f"{field} must be finite and not negative, got {group[field]}")
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas are two numbers, got {betas!r}")
+    for i, beta in enumerate(betas):
+        check_number(f"betas[{i}]", beta)
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
     if not isinstance(group["seed"], int):

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .names import check_flag
+
 __all__ = [
     "CheckpointWarning",
     "ConvertWarning",
@@ -75,6 +77,7 @@ class strict:
     """
 
     def __init__(self, enabled: bool = True) -> None:
+        check_flag("enabled", enabled)
         self._before = _STRICT[0]
         _STRICT[0] = enabled
 

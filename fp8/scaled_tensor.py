@@ -178,6 +178,8 @@ def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) ->
     >>> scaled(torch.tensor([1.0, 250.0, 251.0]), "e4m3")
     ScaledTensor(tensor([  1., 256., 256.]), format='e4m3')
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"scaled: x must be a Tensor, got {type(x).__name__}")
     spec = get_format(format)
     if spec.name not in STORED:
         raise ValueError(f"a ScaledTensor has format {', '.join(STORED)}, not {spec.name!r}")

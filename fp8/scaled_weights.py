@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .moments import decode
 from .optim_state import MASTER, carried, has, read, rounds_to
 from .scaled_tensor import OWN, ScaledTensor, keep_gradients_in, plain, scaled
-from .subclass import Gained, gain
+from .subclass import Gained, check_module, gain
 
 __all__ = ["SHARDED", "export_weights", "scale_weights"]
 
@@ -130,6 +130,9 @@ def export_weights(
     Loads into the model as it was before `initialize`, and into any level of it.
     Raises TypeError for a dtype that is not floating point.
     """
+    check_module("export_weights", model)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"weights are exported in a torch.dtype or None, got {dtype!r}")
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"weights are exported in a floating-point dtype, not {dtype}")
     state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from .moments import ENCODINGS, MASTERS, decode
-from .names import check_name
+from .names import check_name, check_number
 from .optim_base import LowPrecision, refuse
 from .optim_state import (
     MASTER,
@@ -37,6 +37,8 @@ MOMENTUM = "momentum_buffer"
 def _check(group: Group) -> None:
     """Raises ValueError and TypeError for what a group cannot have."""
     check_name("master_weights", group["master_weights"], (None, *MASTERS))
+    for field in ("lr", "momentum", "dampening", "weight_decay"):
+        check_number(field, group[field])
     for field in ("lr", "momentum", "weight_decay"):
         if not 0 <= group[field] < math.inf:
             raise ValueError(f"{field} must be finite and not negative, got {group[field]}")

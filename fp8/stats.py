@@ -111,7 +111,7 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
     """
     check_module("stats", model)
     for name, value in (("every", every), ("sample", sample)):
-        if not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
     return Stats(model, every, sample)
 

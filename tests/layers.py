@@ -4,9 +4,10 @@
 #: A name stands for everything below it. `unit_scaling` may import all of `fp8`, `fp8` nothing of
 #: `unit_scaling`; the modules of one name may import each other where that makes no circle.
 LAYERS = """
-fp8.pitfalls <- fp8.recipe, fp8.swap, fp8.files
+fp8.names <- fp8.pitfalls <- fp8.recipe, fp8.swap, fp8.files
 fp8.names <- fp8.formats, fp8.where, fp8.adapters
 fp8.threads <- fp8.function, fp8.tally, fp8.active, fp8.stats
+fp8.subclass <- fp8.history
 fp8.formats, fp8.function, fp8.random_bits, fp8.rounding <- fp8.quantize <- fp8.scaling
 fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor
@@ -50,11 +51,12 @@ fp8.convert, fp8.adapters <- fp8.adapters.lightning
 fp8.levels, fp8.adapters <- fp8.adapters.msamp <- fp8.adapters.accelerate
 fp8.adapters, fp8.history, fp8.operands, fp8.recipe, fp8.swap <- fp8.export
 fp8.adapters, fp8.native, fp8.report <- fp8.doctor
-fp8.doctor, fp8.levels <- fp8.__main__
+fp8.doctor, fp8.levels, fp8.version <- fp8.__main__
 
 fp8.subclass, fp8.report <- unit_scaling.transforms
 fp8.function, unit_scaling.watched <- unit_scaling.scale
 unit_scaling.watched <- unit_scaling.ops
+unit_scaling.version
 unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
 unit_scaling.one_call <- unit_scaling._functional
 unit_scaling.scale, unit_scaling.constraints <- unit_scaling.ops <- unit_scaling.core
@@ -62,6 +64,7 @@ unit_scaling.quadrature, unit_scaling.constant, unit_scaling.ops <- unit_scaling
 unit_scaling.elementwise <- unit_scaling._functional
 unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
 unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules
+unit_scaling.constant <- unit_scaling.first_call_checks <- unit_scaling.parameter
 unit_scaling.optimizer_checks <- unit_scaling.parameter <- unit_scaling.optim
 unit_scaling.functional, unit_scaling.parameter, unit_scaling.formats <- unit_scaling.transforms
 unit_scaling.transforms <- unit_scaling.analysis, unit_scaling.utils

@@ -117,8 +117,7 @@ from .modules import (
 )
 from .parameter import MupType, Parameter
 from .transforms import fold, plan, register_transformers, report, verify
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "CELU",
@@ -217,6 +216,7 @@ __all__ = [
     "TransformerLayer",
     "TransformerStack",
     "Upsample",
+    "__version__",
     "analysis",
     "batch",
     "batch_multiplier",

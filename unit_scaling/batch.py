@@ -60,7 +60,7 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
     0.125
     """
     for name, value in (("n", n), ("averaged_over", averaged_over)):
-        if not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"batch_multiplier: {name} must be an int, got {value!r}")
         if value < 1:
             raise ValueError(f"batch_multiplier: {name} must be 1 or more, got {value}")

@@ -43,6 +43,16 @@ class FPFormat:
 
     def __post_init__(self) -> None:
         check_name("rounding", self.rounding, _SHORT)
+        for name, lowest, most in (
+            ("exponent_bits", 1, 8),
+            ("mantissa_bits", 0, _MANTISSA_BITS),
+            ("srbits", 0, None),
+        ):
+            got = getattr(self, name)
+            if isinstance(got, bool) or not isinstance(got, int):
+                raise TypeError(f"{name} must be a whole number from {lowest}, got {got!r}")
+            if most is not None and not lowest <= got <= most:
+                raise ValueError(f"{name} is {got}, allowed are {lowest} to {most}")
         _ = self.format  # refuses impossible numbers of bits
         dropped = _MANTISSA_BITS - self.mantissa_bits
         if self.srbits and self.rounding == "nearest":

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fp8.names import check_name
+from fp8.names import check_name, check_number
 
 from .parameter import ParameterData, has_parameter_data
 
@@ -122,6 +122,8 @@ def _lr_scale(rule: str, param: ParameterData) -> float:
 
 
 def _as_function(rule: LrScale | str) -> LrScale:
+    if not (callable(rule) or isinstance(rule, str)):
+        raise TypeError(f"a learning-rate rule must be a name or a function, got {rule!r}")
     if callable(rule):
         return rule
     check_name("learning-rate rule", rule, LR_RULES)
@@ -188,6 +190,8 @@ def scaled_parameters(
         if base is None:
             raise ValueError("scaled_parameters needs lr=, or an 'lr' in every parameter group")
         decay = group.get("weight_decay", weight_decay)
+        check_number("lr", base)
+        check_number("weight_decay", decay)
         rest = {k: v for k, v in group.items() if k not in _OWN_KEYS}
         for scale, entries in _by_scale(group, lr_scale_func, allow_non_unit_scaling_params):
             rate = base if scale == 1.0 else base * scale
@@ -205,6 +209,8 @@ def scaled_parameters(
 
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params must be parameters or groups of them, got {params!r}")
     entries: list[Any] = [params] if isinstance(params, (Tensor, dict)) else list(params)
     if all(isinstance(entry, dict) for entry in entries):
         return entries
@@ -237,7 +243,11 @@ def _by_scale(
 class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, those of the constructor included."""
 
-    def _configure(self, rule: str, independent: bool, allow_untagged: bool) -> None:
+    def _configure(
+        self, rule: str, independent: bool, allow_untagged: bool, **numbers: object
+    ) -> None:
+        for name, number in numbers.items():
+            check_number(name, number)
         self._scaling = (rule, independent, allow_untagged)
         self._rates: set[float] = set()
         self._given: list[Tensor] = []
@@ -366,7 +376,8 @@ class SGD(_UnitScaled, torch.optim.SGD):
         **kwargs: Any,
     ) -> None:
         rule = _sgd_rule(readout_constraint)
-        self._configure(rule, independent_weight_decay, allow_non_unit_scaling_params)
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        self._configure(rule, independent_weight_decay, allow_non_unit_scaling_params, **numbers)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
         self.register_step_pre_hook(_refuse_flat_rates)
 
@@ -387,7 +398,8 @@ class Adam(_UnitScaled, torch.optim.Adam):
         allow_non_unit_scaling_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._configure("adam", independent_weight_decay, allow_non_unit_scaling_params)
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        self._configure("adam", independent_weight_decay, allow_non_unit_scaling_params, **numbers)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
         self.register_step_pre_hook(_refuse_flat_rates)
 
@@ -414,6 +426,7 @@ class AdamW(_UnitScaled, torch.optim.AdamW):
         allow_non_unit_scaling_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._configure("adam", independent_weight_decay, allow_non_unit_scaling_params)
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        self._configure("adam", independent_weight_decay, allow_non_unit_scaling_params, **numbers)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
         self.register_step_pre_hook(_refuse_flat_rates)

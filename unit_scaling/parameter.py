@@ -28,7 +28,9 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import TensorWeakRef
 
 from fp8.names import check_name
+from fp8.subclass import check_module
 
+from .first_call_checks import check_weights_at_first_call, skip_weight_check
 from .optimizer_checks import check_optimizers
 
 __all__ = [
@@ -107,6 +109,10 @@ def tag(
     """
     check_name("mup_type", mup_type, get_args(MupType))
     check_optimizers()
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"tag: a parameter must be a Tensor, got {type(parameter).__name__}")
+    if isinstance(mup_scaling_depth, bool) or not isinstance(mup_scaling_depth, int | None):
+        raise TypeError(f"mup_scaling_depth must be an int or None, got {mup_scaling_depth!r}")
     if mup_scaling_depth is not None and mup_scaling_depth < 1:
         raise ValueError(f"mup_scaling_depth must be 1 or more, or None: got {mup_scaling_depth}")
     before = tags_of(parameter)
@@ -164,6 +170,7 @@ class TaggedModule(nn.Module):
         """Tags the parameters of these names, as far as the module has them."""
         self.mup_tags = {name: Tags(mup_type) for name, mup_type in types.items()}
         self.restore_tags()
+        check_weights_at_first_call(self)
 
     def restore_tags(self) -> None:
         """Tags every parameter of its own that has lost its tags."""
@@ -186,6 +193,7 @@ class TaggedModule(nn.Module):
             return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        skip_weight_check(self)
         with _keeping_tags(self):
             super()._load_from_state_dict(*args, **kwargs)
 
@@ -218,6 +226,7 @@ def set_depth(stack: nn.Module, depth: int) -> None:
     depth: the number of layers, 1 or more. Raises ValueError for another one, and for a parameter
     without a mup_type, before anything is changed.
     """
+    check_module("set_depth", stack)
     for name, parameter in stack.named_parameters():
         if not has_parameter_data(parameter):
             raise ValueError(f"set_depth: parameter {name!r} has no mup_type; tag it first")

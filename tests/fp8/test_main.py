@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import fp8
 from fp8 import FORMATS, LEVELS, RECIPES
 from fp8.__main__ import TABLES, main
 
@@ -74,3 +75,10 @@ def test_numbers_are_numbers_in_json(capsys):
     main(["formats", "--json"])
     row = next(r for r in json.loads(capsys.readouterr().out) if r["format"] == "e5m2")
     assert (row["max"], row["bias"], row["Inf"]) == (57344.0, 15, True)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"fp8 {fp8.__version__}\n"

@@ -297,7 +297,7 @@ def test_a_cache_computes_what_the_whole_sequence_does(written: bool, length: in
     assert all(f" {length or 12} keys" in why for why in said)
 
 
-@pytest.mark.parametrize("length", [0, 2.5, "long"])
+@pytest.mark.parametrize("length", [0, 2.5, "long", True])
 def test_bad_context_length(length: object) -> None:
     with pytest.raises(ValueError, match="context_length is a positive number of keys"):
         unit_scale(linear(), context_length=length)

@@ -390,3 +390,13 @@ def test_script_modules_are_refused_by_name() -> None:
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(TypeError, match="'0' is a TorchScript module"):
         unit_scale(nn.Sequential(scripted))
+
+
+def test_simulate_format_takes_names() -> None:
+    """The named formats of fp8, rounded to nearest: the same as simulate_fp8."""
+    by_name = step(simulate_format(tiny(), "e4m3", "e5m2"))
+    torch.testing.assert_close(by_name, step(simulate_fp8(tiny())), rtol=0, atol=0)
+    formats = fp8.FORMATS["e4m3"], fp8.FORMATS["e5m2"]
+    torch.testing.assert_close(by_name, step(simulate_format(tiny(), *formats)), rtol=0, atol=0)
+    coarse = step(simulate_format(tiny(), "e2m1", "e5m2"))
+    assert not torch.allclose(by_name[0], coarse[0])

@@ -270,6 +270,49 @@ def test_a_last_layer_inside_a_residual_branch_is_no_readout() -> None:
     assert y.isfinite().all()
 
 
+class Last(nn.Module):
+    """A model with one linear layer, the last, after other layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.body: nn.Module = {
+            "lstm": lambda: nn.LSTM(32, 32, batch_first=True),
+            "cnn": lambda: nn.Conv1d(32, 32, 3, padding=1),
+            "embedding": lambda: nn.Embedding(16, 32),
+        }[kind]()
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return self.head(y[0] if self.kind == "lstm" else y.mT if self.kind == "cnn" else y)
+
+
+@pytest.mark.parametrize(("kind", "readout"), [("lstm", True), ("cnn", True), ("embedding", False)])
+def test_the_only_linear_layer_is_the_readout_after_layers_with_weights(
+    kind: str, readout: bool
+) -> None:
+    """A linear layer on an embedding alone is a table of logits, none of which is a hidden one."""
+    torch.manual_seed(0)
+    model = unit_scale(Last(kind))
+    x = torch.randint(16, (64, 32)) if kind == "embedding" else torch.randn(64, 32, 32)
+    y = model(x)
+    assert model.head.weight.mup_type == ("output" if readout else "weight")
+    said = [row.why for row in uu.report(model) if (row.path, row.call) == ("head", "linear")]
+    assert [why.startswith("readout: 1/fan_in") for why in said] == [readout]
+    expected = 32**-0.5 if readout else 1.0  # of inputs of RMS 1
+    assert expected / 2 < y.square().mean().sqrt() < 2 * expected
+
+
+def test_a_linear_layer_before_the_others_is_no_readout() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Unflatten(1, (8, 4)), nn.Conv1d(8, 8, 3))
+    model = unit_scale(model)
+    y = model(torch.randn(64, 16))
+    assert model[0].weight.mup_type == "weight"
+    assert 1 / 2 < y.square().mean().sqrt() < 2
+
+
 def test_tied_readout_is_a_weight() -> None:
     assert unit_scale(gpt()).head.weight.mup_type == "weight"
 

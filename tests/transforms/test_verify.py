@@ -386,3 +386,54 @@ def test_what_is_refused():
 def test_a_loss_of_many_numbers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one number, got torch\.Size"):
         uu.verify(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda output: output)
+
+
+def overwritten(layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(uu.Linear(64, 64) for _ in range(layers)))
+    for layer in model:
+        nn.init.normal_(layer.weight, std=0.02)
+    return model
+
+
+def test_a_diagnosis_begins_with_the_cause():
+    """Weights before activations, which are small for that, and before gradients."""
+    found = uu.verify(overwritten(), torch.randn(64, 64))  # it warns of nothing by itself
+    weights, activations, gradients = found.diagnosis
+    assert weights.startswith("4 of 4 weights have RMS 0.02 instead of 1, the first in 0 (linear)")
+    assert "reset_parameters" in weights
+    assert activations.startswith("activations shrink from the output of 0 (linear) on, RMS 0.0")
+    assert gradients.startswith("gradients shrink from the gradient of input of 3 (linear) on")
+    assert str(found).endswith("\n".join(found.diagnosis))
+
+
+@pytest.mark.parametrize("of", ["transform", "modules"])
+def test_a_diagnosis_of_the_loss_and_of_a_model_that_is_well(of: str):
+    torch.manual_seed(0)
+    modules = nn.Sequential(uu.Linear(64, 64), uu.GELU(), uu.LinearReadout(64, 64))
+    plain = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model = modules if of == "modules" else unit_scale(plain)
+    x, labels = torch.randn(512, 64), torch.randint(64, (512,))
+    (found,) = uu.verify(model, x, loss=lambda y: F.cross_entropy(y, labels)).diagnosis
+    assert found.startswith("the loss's gradient at the model's output has RMS 0.000")
+    assert "U.cross_entropy" in found
+    well = ["every tensor is in the range of its kind"]
+    assert uu.verify(model, x, loss=lambda y: U.cross_entropy(y, labels)).diagnosis == well
+    assert uu.verify(model, x).diagnosis == well
+
+
+def test_a_diagnosis_says_where_gradients_begin_to_shrink():
+    torch.manual_seed(0)
+
+    class Shrinks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(uu.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i, layer in enumerate(self.layers):
+                x = layer(uu.scale.scale_bwd(x, 2.0**-8) if i == 2 else x)
+            return x
+
+    (found,) = uu.verify(Shrinks(), torch.randn(64, 64)).diagnosis
+    assert found.startswith("gradients shrink from the gradient of output of layers.1 (linear) on")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import fp8
 import unit_scaling
 from tests.unit_scaling.signatures import _plain, describe, parameters
 
@@ -107,5 +108,8 @@ def test_the_comparison_sees_differences():
 
 
 def test_version():
+    """One number, in one place, of both packages and of what is installed."""
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.findall(r'^version = "(.*)"$', project, re.MULTILINE) == [unit_scaling.__version__]
+    assert 'version = { attr = "fp8.version.__version__" }' in project
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fp8.__version__)
+    assert unit_scaling.__version__ == fp8.__version__

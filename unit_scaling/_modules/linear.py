@@ -10,6 +10,7 @@ from torch.types import Device
 
 from .. import functional as U
 from ..constraints import checked_constraint
+from ..first_call_checks import check_gradient
 from ..parameter import MupType, TaggedModule
 
 __all__ = ["Bilinear", "Linear", "LinearReadout"]
@@ -66,6 +67,9 @@ class Linear(TaggedModule, nn.Linear):
 class LinearReadout(Linear):
     """`unit_scaling.functional.linear_readout` as a module: the last layer of a model."""
 
+    #: Whether a gradient of its output was checked, see `first_call_checks.check_gradient`.
+    gradient_seen = False
+
     def __init__(
         self,
         in_features: int,
@@ -81,7 +85,9 @@ class LinearReadout(Linear):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        return U.linear_readout(input, self.weight, self.bias, self.constraint)
+        output = U.linear_readout(input, self.weight, self.bias, self.constraint)
+        check_gradient(self, output)
+        return output
 
 
 class Bilinear(TaggedModule, nn.Bilinear):

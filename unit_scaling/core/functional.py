@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fp8.names import check_number
+
 from ..ops import tie
 from ..scale import scale_bwd, scale_fwd
 
@@ -91,6 +93,7 @@ def transformer_residual_scaling_rule(
     """
     given = {"residual_mult": residual_mult, "residual_attn_ratio": residual_attn_ratio}
     for name, value in given.items():
+        check_number(name, value)
         if not value >= 0:
             raise ValueError(f"{name} is at least 0, got {value!r}")
     mlp = residual_mult * math.sqrt(2 / (1 + residual_attn_ratio**2))

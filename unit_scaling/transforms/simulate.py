@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fp8.autocast import autocast, outside_compiler
+from fp8.formats import Format, get_format
 from fp8.recipe import Cast, Recipe
 from fp8.subclass import check_module
 from fp8.tally import forget_looks
@@ -56,22 +57,31 @@ class Simulate:
             self._active.items.pop()
 
 
-def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
+def simulate_format(
+    module: M, fwd_format: FPFormat | Format | str, bwd_format: FPFormat | Format | str
+) -> M:
     """A copy of ``module`` whose products have operands in one format and gradients in another.
 
-    Both are honoured in full: exponent and mantissa bits, rounding, random bits.
-    Raises TypeError for what is not a module or not an FPFormat.
+    Each is an `FPFormat`, honoured in full (exponent and mantissa bits, rounding, random bits), or
+    an `fp8.Format` or the name of one of `fp8.FORMATS`, rounded to nearest.
+    Raises TypeError for what is not a module or not a format, ValueError for an unknown name.
+
+    >>> model = simulate_format(nn.Linear(4, 8), "e4m3", "e5m2")
     """
-    for got in (fwd_format, bwd_format):
-        if not isinstance(got, FPFormat):
-            raise TypeError(f"simulate_format needs an FPFormat, got {type(got).__name__}")
-    forward, backward = _cast(fwd_format), _cast(bwd_format)
+    forward, backward = _cast("fwd_format", fwd_format), _cast("bwd_format", bwd_format)
     name = f"simulate({fwd_format}, {bwd_format})"
     recipe = Recipe(name=name, input=forward, weight=forward, grad=backward)
     return _simulate(module, recipe, "simulate_format")
 
 
-def _cast(format: FPFormat) -> Cast:
+def _cast(what: str, format: object) -> Cast:
+    if isinstance(format, Format | str):
+        return Cast(format=get_format(format))
+    if not isinstance(format, FPFormat):
+        raise TypeError(
+            f"simulate_format: {what} is an FPFormat, an fp8.Format or the name of one, got "
+            f"{type(format).__name__}"
+        )
     return Cast(format=format.format, rounding=format.rounding, random_bits=format.random_bits)
 
 

@@ -344,8 +344,10 @@ def track_scales(
     """
     check_module("track_scales", module)
     for name, value in (("every", every), ("history", history)):
-        if not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
+    if not isinstance(formats, list | tuple):
+        raise TypeError(f"formats must be a list or tuple of formats, got {formats!r}")
     rows = tuple(map(get_format, formats))
     Metrics.from_tensor(torch.zeros(0), rows)  # refuses what is not a format for values
     result = copied(module, "track_scales")

@@ -8,7 +8,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
 from fp8.convert import choose_recipes
-from fp8.names import check_name
+from fp8.names import check_flag, check_name
 from fp8.subclass import check_module
 from fp8.threads import Setting, Stack
 
+from ..first_call_checks import check_gradient
 from ..parameter import has_parameter_data, remember_tags, tag
 from .calls import KINDS
 from .compile import copied
@@ -37,6 +38,7 @@ from .install import (
     unwrapped,
 )
 from .model_plan import ModelPlan, check_fits, retag, tags_in
+from .observe import plain
 from .plan import make_plan
 from .pretrained import keep_transform, register
 from .ratios import find_ties
@@ -77,6 +79,8 @@ class UnitScale:
     """The scope of unit scaling: the plans of a model, one for each form of call."""
 
     order = 0
+    #: Whether a gradient of the model's output was checked.
+    gradient_seen = False
 
     def __init__(
         self,
@@ -161,7 +165,17 @@ class UnitScale:
             from .first_call import outside_graph
 
             return outside_graph(lambda: self.run(call, module, path, args, kwargs))
-        return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
+        output = outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
+        if self.init == "unit" and not (path or self.gradient_seen):
+            self._check_gradient(output)
+        return output
+
+    def _check_gradient(self, output: Any) -> None:
+        """Has the first gradient of the model's result checked, unless its loss is inside."""
+        tensors = [t for _, t in tensors_in(plain(output))]
+        if all(t.dim() for t in tensors if t.requires_grad):
+            for tensor in tensors:
+                check_gradient(self, tensor)
 
     def follow(self, module: nn.Module, path: str = "") -> None:
         """Takes the structure of ``module``, which is at ``path``, for that of the model: new parts
@@ -506,7 +520,8 @@ def unit_scale(
     {F.relu: U.relu_squared}. One that has no argument ``inplace`` is called without it: its result
     is a new tensor.
     init: "unit" brings every weight to RMS 1 and every bias to 0; "preserve" keeps the function
-    that the model computes, to rounding: the scale of each weight moves into the op's factor.
+    that the model computes and all its parameters: only casts without a scale, as of recipe "unit",
+    divide a weight by its size, a power of two, and multiply it in again.
     residual: the weights of residual branches: "fixed", 0.5 for feed-forward and 0.01 for
     attention branches, or "umup", the rule by depth of `uu.transformer_residual_scaling_rule`;
     the first call then tags the parameters of the branches with the depth of their stack.
@@ -530,14 +545,9 @@ def unit_scale(
     check_module("unit_scale", module)
     check_name("init", init, INITS)
     check_name("residual", residual, RESIDUALS)
-    if not all(map(callable, dict(replace or {}).values())):
-        raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
-    for function in replace or {}:
-        if not (function in KINDS or is_torch_function(function)):
-            raise ValueError(
-                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
-                "to take its place in the model itself"
-            )
+    check_flag("strict", strict)
+    _check_replacements(replace)
+    _check_length(context_length)
     refuse_weights(module)
     result = copied(module, "unit_scale")
     inner = unwrapped(result)
@@ -549,8 +559,6 @@ def unit_scale(
         init, residual, context_length = _of_plan(plan, given, replace)
     elif context_length is None:
         context_length = _configured_length(inner)
-    elif not isinstance(context_length, int) or context_length < 1:
-        raise ValueError(f"context_length is a positive number of keys, got {context_length!r}")
     scope = UnitScale(
         prepare(inner, init),
         {function: _out_of_place(other) for function, other in (replace or {}).items()},
@@ -605,6 +613,25 @@ def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | Non
         if value not in (defaults[name], planned):
             raise ValueError(f"plan: it was made with {name}={planned!r}, got {name}={value!r}")
     return plan.init, plan.residual, plan.context_length
+
+
+def _check_replacements(replace: Any) -> None:
+    if not isinstance(replace, Mapping | None):
+        raise TypeError(f"replace: a dict of torch function -> function, got {replace!r}")
+    if not all(map(callable, dict(replace or {}).values())):
+        raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
+    for function in replace or {}:
+        if not (function in KINDS or is_torch_function(function)):
+            raise ValueError(
+                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
+                "to take its place in the model itself"
+            )
+
+
+def _check_length(length: Any) -> None:
+    whole = isinstance(length, int) and not isinstance(length, bool) and length > 0
+    if not (length is None or whole):
+        raise ValueError(f"context_length is a positive number of keys, got {length!r}")
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8.autocast import outside_compiler
-from fp8.names import check_name
+from fp8.names import check_name, check_whole
 from fp8.report import Rows, as_table
 from fp8.subclass import check_module
 
+from ..first_call_checks import skip_checks
 from .copies import deep_copy
+from .diagnosis import diagnosis
 from .install import install, is_sharded, unwrapped
 from .observe import find_loss, plain
-from .record import tensors_in
+from .record import rms_of, tensors_in
 from .rows import as_csv, as_json
 from .watch import Watch
 from .weights import parametrizations
@@ -74,8 +76,21 @@ class Measurement:
 class Verification(Rows[Measurement]):
     """The rows of `verify`; printed, a table of them.
 
-    notes: what could not be measured, and why.
+    notes: what could not be measured, and why. diagnosis: what the rows say in words, the cause of
+    the others first.
     """
+
+    def __init__(
+        self,
+        rows: Iterable[Measurement],
+        notes: Iterable[str] = (),
+        loss: float | None = None,
+        readouts: frozenset[str] = frozenset(),
+    ) -> None:
+        """loss: the RMS of its gradient at the output, None where it is inside of the model.
+        readouts: the paths of the modules whose output is small by design."""
+        super().__init__(rows, notes)
+        self.diagnosis = diagnosis(self.rows, loss, readouts)
 
     @property
     def outside(self) -> list[Measurement]:
@@ -107,7 +122,7 @@ class Verification(Rows[Measurement]):
             cells.append(
                 (row.path or "(model)", call, row.tensor, row.kind, f"{row.rms:.3g}", mark)
             )
-        return "\n".join([as_table(cells), "", *self.notes, *self._summary()])
+        return "\n".join([as_table(cells), "", *self.notes, *self._summary(), "", *self.diagnosis])
 
     __repr__ = __str__
 
@@ -156,6 +171,9 @@ def verify(
     1.0
     """
     check_module("verify", model)
+    check_whole("seed", seed, 0)
+    if not (loss is None or callable(loss)):
+        raise TypeError(f"loss must be a function of the model's output, got {loss!r}")
     model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         model = unwrapped(model.module)
@@ -165,14 +183,33 @@ def verify(
         )
     twin = deep_copy(model)
     twin.zero_grad()
+    skip_checks(twin)
     watch = Watch({id(p): name for name, p in twin.named_parameters()}, parametrizations(twin))
     install(twin, watch)
     devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), torch.enable_grad():
         output = outside_compiler(lambda: _call(twin, _detached(batch)))
         watch.active = False  # checkpoints compute parts of the model again
+        at_output = _measured(output)
         outside_compiler(lambda: _backward(output, loss, seed))
-    return Verification([_measurement(*found) for found in watch.results()], watch.notes)
+    rows = [_measurement(*found) for found in watch.results()]
+    return Verification(rows, watch.notes, max(at_output, default=None), _readouts(twin))
+
+
+def _readouts(model: nn.Module) -> frozenset[str]:
+    named = model.named_parameters()
+    tagged = [name for name, p in named if getattr(p, "mup_type", None) == "output"]
+    return frozenset(name.rpartition(".")[0] for name in tagged)
+
+
+def _measured(output: Any) -> list[float]:
+    """The RMS of each gradient that reaches the output, once it has; none of a loss inside."""
+    found: list[float] = []
+    tensors = [t for _, t in tensors_in(plain(output)) if t.requires_grad]
+    if all(t.dim() for t in tensors):
+        for tensor in tensors:
+            tensor.register_hook(lambda grad: found.append(rms_of(grad)) if grad.any() else None)
+    return found
 
 
 def _measurement(

@@ -51,7 +51,8 @@ def prepare(model: nn.Module, init: str) -> list[Row]:
     A matrix (two or more dimensions) is then divided by its RMS in place, its tag ``mup_divisor``,
     and biases become zero. With init="preserve" no value is changed: a matrix gets the nearest
     power of two of its RMS as its tag ``mup_scale``.
-    The last `nn.Linear` of the model is its readout, unless its weight is tied.
+    The last `nn.Linear` of the model is its readout, unless its weight is tied, or it is the only
+    layer with weights besides embeddings. The first call takes that back where it is not the end.
     """
     rows: list[Row] = []
     readout = _readout(model)
@@ -140,9 +141,19 @@ def _readout(model: nn.Module) -> str | None:
     leaf = "weight_orig" if "weight_orig" in pruned(last) else "weight"
     weight = getattr(last, leaf)
     uses = sum(p is weight for m in model.modules() for p in m.parameters(recurse=False))
-    if uses > 1 or len(linears) == 1:
+    if uses > 1 or not _has_other_layers(model, weight):
         return None
     return f"{name}.{leaf}" if name else leaf
+
+
+def _has_other_layers(model: nn.Module, weight: Tensor) -> bool:
+    """Whether the model has a matrix besides this one that is no embedding."""
+    return any(
+        parameter.dim() > 1 and parameter is not weight
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 @torch.no_grad()

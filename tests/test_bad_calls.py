@@ -1,0 +1,153 @@
+"""Arguments of a wrong type are refused where they come in: the error is ours, and names them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+import unit_scaling as uu
+import unit_scaling.functional as U
+from fp8.names import check_name
+from unit_scaling.formats import FPFormat
+from unit_scaling.parameter import set_depth, tag
+from unit_scaling.transforms import simulate_format, simulate_fp8, track_scales, unit_scale
+
+OURS = tuple(str(Path(__file__).parents[1] / name) for name in ("fp8", "unit_scaling"))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+
+
+def parameters() -> list[nn.Parameter]:
+    return list(uu.Linear(4, 4).parameters())
+
+
+X = torch.ones(4, 8)
+
+#: What is called -> what its error says.
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "scaled of a list": (lambda: fp8.scaled([1.0], "e4m3"), "x must be a Tensor, got list"),
+    "scaled to no format": (lambda: fp8.scaled(X, 5), "format is a int"),
+    "FPFormat of 99 bits": (lambda: FPFormat(99, 99), "exponent_bits is 99, allowed are 1 to 8"),
+    "FPFormat of text": (lambda: FPFormat("a", 3), "exponent_bits must be a whole number .*'a'"),
+    "FPFormat of 4.5": (lambda: FPFormat(4.5, 3), "exponent_bits must be a whole number .*4.5"),
+    "srbits of text": (lambda: FPFormat(4, 3, srbits="a"), "srbits must be a whole number .*'a'"),
+    "lr of text": (lambda: fp8.optim.AdamW(parameters(), lr="a"), "lr must be a number, got 'a'"),
+    "eps of text": (lambda: fp8.optim.Adam(parameters(), eps="a"), "eps must be a number"),
+    "decay of text": (
+        lambda: fp8.optim.AdamW(parameters(), weight_decay="a"),
+        "weight_decay must be a number",
+    ),
+    "betas of text": (
+        lambda: fp8.optim.AdamW(parameters(), betas=("a", 0.9)),
+        r"betas\[0\] must be a number, got 'a'",
+    ),
+    "stochastic_weights": (
+        lambda: fp8.optim.AdamW(parameters(), stochastic_weights="yes"),
+        "stochastic_weights must be True or False, got 'yes'",
+    ),
+    "lr of SGD": (lambda: fp8.optim.SGD(parameters(), lr="a"), "lr must be a number"),
+    "momentum": (lambda: fp8.optim.SGD(parameters(), 0.1, "a"), "momentum must be a number"),
+    "lr of uu": (lambda: uu.optim.AdamW(parameters(), lr="a"), "lr must be a number, got 'a'"),
+    "lr of uu.SGD": (lambda: uu.optim.SGD(parameters(), lr="a"), "lr must be a number, got 'a'"),
+    "decay of uu": (
+        lambda: uu.optim.AdamW(parameters(), weight_decay="a"),
+        "weight_decay must be a number, got 'a'",
+    ),
+    "parameters": (
+        lambda: uu.optim.scaled_parameters(5, "adam", lr=1.0),
+        "params must be parameters or groups of them, got 5",
+    ),
+    "rule": (
+        lambda: uu.optim.scaled_parameters(parameters(), 5, lr=1.0),
+        "rule must be a name or a function, got 5",
+    ),
+    "replace": (lambda: unit_scale(model(), replace=5), "replace: a dict .*, got 5"),
+    "replace by a list": (lambda: unit_scale(model(), replace=[1]), r"replace: a dict .*\[1\]"),
+    "strict": (lambda: unit_scale(model(), strict="yes"), "strict must be True or False"),
+    "context_length": (
+        lambda: unit_scale(model(), context_length=True),
+        "context_length is a positive number of keys, got True",
+    ),
+    "init": (lambda: unit_scale(model(), init=5), "unknown init 5; choose one of 'unit'"),
+    "layer_norm": (lambda: U.layer_norm(X, "8"), "normalized_shape must be a list of ints"),
+    "rms_norm": (lambda: U.rms_norm(X, 8), "normalized_shape must be a list of ints, got 8"),
+    "export_weights": (lambda: fp8.export_weights(5), "export_weights needs an nn.Module, got int"),
+    "their dtype": (
+        lambda: fp8.export_weights(model(), "float32"),
+        "in a torch.dtype or None, got 'float32'",
+    ),
+    "reduce_amax": (lambda: fp8.reduce_amax(5), "reduce_amax needs an nn.Module, got int"),
+    "batch_multiplier": (
+        lambda: uu.batch_multiplier("a").__enter__(),
+        "batch_multiplier: n must be an int, got 'a'",
+    ),
+    "a flag as batch_multiplier": (
+        lambda: uu.batch_multiplier(True).__enter__(),
+        "batch_multiplier: n must be an int, got True",
+    ),
+    "set_fast_norm": (lambda: fp8.set_fast_norm("a"), "enable must be True or False, got 'a'"),
+    "every": (lambda: fp8.stats(model(), every=True), "every must be a whole number from 1"),
+    "every of track_scales": (lambda: track_scales(model(), every=True), "every must be a whole"),
+    "formats": (lambda: track_scales(model(), formats=5), "formats must be a list or tuple"),
+    "one format": (lambda: track_scales(model(), formats="e4m3"), "formats must be a list"),
+    "loss": (lambda: uu.verify(model(), X, loss=5), "loss must be a function .*, got 5"),
+    "seed": (lambda: uu.verify(model(), X, seed="a"), "seed must be a whole number"),
+    "tag": (lambda: tag(5, "weight"), "a parameter must be a Tensor, got int"),
+    "depth": (lambda: tag(parameters()[0], "weight", "a"), "mup_scaling_depth must be an int"),
+    "a flag as depth": (lambda: tag(parameters()[0], "weight", True), "must be an int or None"),
+    "set_depth": (lambda: set_depth(5, 2), "set_depth needs an nn.Module, got int"),
+    "residual rule": (
+        lambda: uu.transformer_residual_scaling_rule("a"),
+        "residual_mult must be a number, got 'a'",
+    ),
+    "simulate_fp8": (lambda: simulate_fp8(5), "needs an nn.Module, got int"),
+    "simulate_format": (
+        lambda: simulate_format(model(), 5, "e5m2"),
+        "fwd_format is an FPFormat, an fp8.Format or the name of one, got int",
+    ),
+    "its second format": (
+        lambda: simulate_format(model(), "e4m3", "e5m3"),
+        "unknown format 'e5m3'.*did you mean 'e5m2'",
+    ),
+    "strict of fp8": (lambda: fp8.strict("a"), "enabled must be True or False, got 'a'"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_bad_call_is_refused_by_name(name: str):
+    call, message = CALLS[name]
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        call()
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert last.filename.startswith(OURS)
+    assert last.line.startswith("raise ")
+
+
+@pytest.mark.parametrize(
+    ("use", "near"),
+    [
+        (lambda: fp8.get_recipe("MXFP8"), "mxfp8"),
+        (lambda: fp8.get_recipe("te"), "tensor"),
+        (lambda: fp8.get_recipe("tensr"), "tensor"),
+        (lambda: fp8.get_format("E4M3"), "e4m3"),
+        (lambda: check_name("level", "o2", fp8.LEVELS), "O2"),
+    ],
+)
+def test_an_unknown_name_comes_with_the_nearest(use: Callable[[], Any], near: str):
+    with pytest.raises(ValueError, match=f"did you mean '{near}'"):
+        use()
+
+
+def test_a_name_like_none_comes_without():
+    with pytest.raises(ValueError, match="choose one of") as caught:
+        fp8.get_recipe("qqq")
+    assert "did you mean" not in str(caught.value)
