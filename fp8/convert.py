@@ -28,7 +28,7 @@ from .subclass import Gained, bare_class, check_module, check_not_scripted, gain
 from .swap import Where, adapted, inside_attention, is_replacement, why_quantized
 from .where import checked_where, choose
 
-__all__ = ["LAYERS", "check_ready", "convert", "report", "revert"]
+__all__ = ["LAYERS", "check_ready", "convert", "is_transposed", "report", "revert"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -246,7 +246,7 @@ def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, re
 
 def _begin(module: nn.Module, recipe: Recipe, backends: tuple[str, str], why: str) -> None:
     gain(module, _Converted)
-    values = (recipe, *backends, why, _is_transposed(module), alignment(recipe), 0)
+    values = (recipe, *backends, why, is_transposed(module), alignment(recipe), 0)
     vars(module).update(zip(_SET, values, strict=True))
     if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
         remember(module, recipe)
@@ -364,7 +364,7 @@ def _unfit(module: nn.Module, recipe: Recipe) -> str:
     return _NO_BUFFERS if many and recipe.keeps_history else ""
 
 
-def _is_transposed(module: nn.Module) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Whether it is GPT-2's linear layer, `transformers.pytorch_utils.Conv1D`: weight (in, out)."""
     known = sys.modules.get("transformers.pytorch_utils")
     return known is not None and isinstance(module, known.Conv1D)
@@ -381,7 +381,7 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
     for parameter in module.parameters(recurse=False):
         if not is_dense(parameter):
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
-    if isinstance(module, (*LAYERS, *ACTIVATIONS)) or _is_transposed(module):
+    if isinstance(module, (*LAYERS, *ACTIVATIONS)) or is_transposed(module):
         return _PATCHED if "forward" in vars(module) else None
     known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
     return next(known, "its products are its own: run the model under fp8.autocast")
