@@ -37,7 +37,16 @@ from .swap import (
 from .tally import forget_looks
 from .where import checked_where, choose
 
-__all__ = ["LAYERS", "auto_recipe", "check_ready", "choose_recipes", "convert", "report", "revert"]
+__all__ = [
+    "LAYERS",
+    "auto_recipe",
+    "check_ready",
+    "choose_recipes",
+    "convert",
+    "is_transposed",
+    "report",
+    "revert",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -270,7 +279,7 @@ def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, re
 def _begin(module: nn.Module, given: Recipe | None, backends: tuple[str, str], why: str) -> None:
     recipe = given or auto_recipe(module)
     gain(module, _Converted)
-    values = (recipe, given, *backends, why, _is_transposed(module), alignment(recipe), 0)
+    values = (recipe, given, *backends, why, is_transposed(module), alignment(recipe), 0)
     vars(module).update(zip(_SET, values, strict=True))
     if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
         remember(module, recipe)
@@ -435,7 +444,7 @@ def _unfit(module: nn.Module, recipe: Recipe) -> str:
     return _NO_BUFFERS if many and recipe.keeps_history else ""
 
 
-def _is_transposed(module: nn.Module) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Whether it is GPT-2's linear layer, `transformers.pytorch_utils.Conv1D`: weight (in, out)."""
     known = sys.modules.get("transformers.pytorch_utils")
     return known is not None and isinstance(module, known.Conv1D)
@@ -452,7 +461,7 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
     for parameter in module.parameters(recurse=False):
         if not is_dense(parameter):
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
-    if isinstance(module, (*LAYERS, *ACTIVATIONS)) or _is_transposed(module):
+    if isinstance(module, (*LAYERS, *ACTIVATIONS)) or is_transposed(module):
         return _PATCHED if "forward" in vars(module) else None
     known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
     return next(known, "its products are its own: run the model under fp8.autocast")

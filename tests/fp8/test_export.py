@@ -170,6 +170,117 @@ def test_factors_of_unit_scaling_fold_into_scales(recipe, tmp_path):
     assert (want - logits(fp8.revert(model))).norm() > 1e-2 * want.norm()
 
 
+def gpt2(**options: Any) -> nn.Module:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 64}
+    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, **ends, **options))
+
+
+def in_high_precision(name: str) -> Recipe:
+    """The weights of a recipe, with inputs as they are: what a file without FP8 products has."""
+    recipe = fp8.RECIPES[name]
+    return Recipe(name=f"weights of {name}", input=None, weight=recipe.weight)
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+@pytest.mark.parametrize("scaled", ["plain", "preserve", "unit"])
+def test_blocks(recipe, scaled, tmp_path):
+    """Transformers multiplies weights by their scales where no GPU is: the logits are those of the
+    recipe's weights and of inputs in high precision."""
+    model = fp8.convert(llama(), recipe, where="hidden")
+    if scaled != "plain":
+        model = unit_scale(model, init=scaled)
+    model = trained(model)
+    report = fp8.export(model, tmp_path)
+    assert {row.done for row in report} == {"FP8"}
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == {"block": "fp8", "mxfp8": "mxfp8"}[recipe]
+    assert config["modules_to_not_convert"] == ["lm_head"]
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    scale = stored["model.layers.0.mlp.down_proj.weight_scale_inv"]
+    assert (scale.dtype, tuple(scale.shape)) == {
+        "block": (torch.float32, (1, 1)),
+        "mxfp8": (torch.uint8, (32, 2)),
+    }[recipe]
+    got = logits(served(tmp_path))
+    if scaled == "unit" and recipe == "mxfp8":  # factors are no powers of two: cast afterwards
+        model = fp8.convert(uu.fold(fp8.revert(model)), in_high_precision(recipe), where="hidden")
+    want = logits(fp8.convert(model, in_high_precision(recipe), where="hidden"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=10 * tolerance(want))
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+def test_blocks_that_are_not_whole(recipe, tmp_path):
+    """Readers take the size of a block from the number of scales."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.odd = nn.Linear(256, 256), nn.Linear(200, 256)
+
+    report = {row.path: row for row in fp8.export(fp8.convert(Odd(), recipe), tmp_path)}
+    assert report["wide"].done == "FP8"
+    assert report["odd"].why.endswith("blocks: take recipe 'row'")
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    shapes = {"block": (2, 2), "mxfp8": (256, 8)}
+    assert tuple(stored["wide.weight_scale_inv"].shape) == shapes[recipe]
+
+
+def test_one_layout_in_a_file(tmp_path):
+    parts = [nn.Sequential(nn.Linear(32, 32)) for _ in range(2)]
+    model = nn.Sequential(fp8.convert(parts[0], "tensor"), fp8.convert(parts[1], "mxfp8"))
+    report = fp8.export(model, tmp_path)
+    assert [row.done for row in report] == ["FP8", "left alone"]
+    assert "layout 'compressed-tensors' and no other" in report[1].why
+
+
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "mxfp8"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_transposed_weights(recipe, scaled, tmp_path):
+    """GPT-2's: they have the values of FP8, and the plain class reads them."""
+    model = fp8.convert(gpt2(), recipe, where="hidden")
+    model = trained(unit_scale(model) if scaled else model)
+    report = fp8.export(model, tmp_path)
+    assert {row.done for row in report} == {"rounded"}
+    assert "no layout has transposed weights" in report[0].why
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    got = logits(served(tmp_path))
+    want = logits(fp8.convert(model, in_high_precision(recipe), where="hidden"))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=3e-5 * want.abs().max().item())
+    assert (got - logits(fp8.revert(model))).abs().max() > 1e-3 * want.abs().max()
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_after_a_trainer(make, tmp_path):
+    """It leaves the model in training, where it has run alone."""
+    pytest.importorskip("accelerate")
+    model = unit_scale(fp8.convert(make(), "unit", where="hidden"))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "run"), max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True
+    )
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    optimizer = uu.optim.AdamW(model.parameters(), lr=2**-6)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=rows, optimizers=(optimizer, constant)
+    )
+    trainer.train()
+    assert model.training
+    fp8.export(model, tmp_path / "served")
+    got, want = logits(served(tmp_path / "served")), logits(model.eval())
+    error = 2**-4 if make is gpt2 else 1e-3  # GPT-2's inputs are served in high precision
+    assert (got - want).norm() < error * want.norm()
+
+
+def test_tied_heads(tmp_path):
+    model = fp8.convert(llama(tie_word_embeddings=True), "unit", where="hidden")
+    model = trained(unit_scale(model))
+    fp8.export(model, tmp_path)
+    got, want = logits(served(tmp_path)), logits(model)
+    assert (got - want).norm() < 1e-3 * want.norm()
+
+
 def test_files(tmp_path):
     model = trained(fp8.convert(llama(), "unit", where="hidden"))
     weight = model.model.layers[0].mlp.up_proj.weight.detach()
@@ -216,8 +327,10 @@ def test_refused_by_name(tmp_path):
         fp8.export("model", tmp_path)
     with pytest.raises(ValueError, match=r"fp8\.convert was not called"):
         fp8.export(llama(), tmp_path)
-    with pytest.raises(ValueError, match="no layout for recipe 'mxfp8'"):
-        fp8.export(fp8.convert(llama(), "mxfp8"), tmp_path)
+    with pytest.raises(ValueError, match="no layout for recipe 'nvfp4': convert the model"):
+        fp8.export(fp8.convert(llama(), "nvfp4"), tmp_path)
+    with pytest.raises(ValueError, match=r"it stays in high precision"):
+        fp8.export(fp8.convert(nn.Sequential(nn.Conv2d(16, 16, 3)), "tensor"), tmp_path)
     with pytest.raises(ValueError, match="no history yet: train the model first"):
         fp8.export(fp8.convert(llama(), "delayed"), tmp_path)
     with pytest.raises(ValueError, match=r"has not run: .* call it once"):
