@@ -1,23 +1,34 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUN := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench docs clean
+.PHONY: help setup demo record test test-all lint format bench notebooks docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## create .venv and install everything the other targets need
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUN): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[demo]'
 	touch $@
 
-demo: $(STAMP)  ## train a small GPT in fp32, FP8, unit-scaled and unit-scaled FP8, with a table and a plot
+$(STAMP): $(RUN)
+	$(INSTALL) -e '.[dev]'
+	touch $@
+
+demo: $(RUN)  ## train a small GPT in FP32, FP8, unit-scaled and unit-scaled FP8, with a table and a plot
 	$(BIN)/python -m notebooks.nanogpt --preset small
+
+record: $(RUN)  ## the demo, with its table, figures and plot written into the README
+	rm -rf out/record
+	$(BIN)/python -m notebooks.nanogpt --preset small --out out/record
+	$(BIN)/python -m docs.demo out/record
 
 test: $(STAMP)  ## the tests (minutes, no GPU)
 	$(BIN)/python -m pytest -n auto --dist worksteal
@@ -36,6 +47,9 @@ format: $(STAMP)  ## format the code
 
 bench: $(STAMP)  ## every benchmark, results in benchmarks/results
 	$(BIN)/python -m benchmarks
+
+notebooks: $(STAMP)  ## run the notebooks and keep their outputs
+	$(BIN)/python -m notebooks.execute
 
 docs: $(STAMP)  ## write the pages that are made from the code, and the site to out/site
 	$(BIN)/python -m docs.build

@@ -17,6 +17,8 @@ BENCHMARKS = (
     "half_precision",
     "transforms",
     "training",
+    "demo_rates",
+    "unit_adamw",
     "levels",
     "transfer",
     "transfer_depth",

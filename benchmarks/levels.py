@@ -23,6 +23,7 @@ from notebooks.nanogpt.train import Training, deterministic, train
 from notebooks.nanogpt.variants import VARIANTS, build_model
 
 ITERS = 600  # as benchmarks.training
+ONE_RATE: dict[str, Any] = {"umup": False, "unit_lr": 0.1}  # torch's AdamW: levels replace it
 VARIANT, RECIPE = "unit_scaled", "unit"
 TARGETS = {"O1": 0.02, "O2": 0.02, "O3": 0.03}
 """What the mean paired difference of held-out losses may be."""
@@ -51,7 +52,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iters", type=int, default=ITERS)
     args = parser.parse_args()
-    settings = dataclasses.replace(PRESETS["small"], iters=args.iters)
+    settings = dataclasses.replace(PRESETS["small"], iters=args.iters, **ONE_RATE)
     corpus = load_corpus(args.data, context=settings.context)
     with deterministic(threads=1):
         results = {

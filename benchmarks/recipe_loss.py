@@ -28,6 +28,7 @@ from notebooks.nanogpt.train import Training, deterministic
 from unit_scaling.transforms import unit_scale
 
 SIZE = {"layers": 2, "heads": 2, "width": 64, "context": 64}
+ONE_RATE: dict[str, Any] = {"umup": False, "unit_lr": 0.1}  # torch's AdamW for both models
 ITERS = 600  # twice the demo's: early in training, seeds differ by more than what is measured
 SEEDS = "0,1,2"
 MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -139,7 +140,7 @@ def asked(name: str, description: str | None, iters: int) -> Setting:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=out)
     args = parser.parse_args()
-    settings = dataclasses.replace(PRESETS["small"], iters=args.iters, **SIZE)
+    settings = dataclasses.replace(PRESETS["small"], iters=args.iters, **SIZE, **ONE_RATE)
     corpus = load_corpus(args.data, context=settings.context)
     seeds = [int(seed) for seed in args.seeds.split(",")]
     return Setting(corpus, settings, Finished(args.out), seeds, args.threads)

@@ -37,6 +37,7 @@ def main() -> int:
         VARIANTS[rule] = Variant(label=f"residual={rule!r}", build=build, unit_scaled=True)
     command = ["--preset=small", f"--variants={','.join(RULES)}", f"--seeds={args.seeds}"]
     command += [f"--iters={ITERS}", f"--threads={THREADS}", "--device=cpu"]
+    command += ["--no-umup", "--lr=0.1"]  # torch's AdamW: one rate under both rules
     command += [f"--out={args.out}", "--resume", *rest]
     cli.main([*command, f"--data={args.data}"] if args.data else command)
     results = json.loads((args.out / RESULTS).read_text())

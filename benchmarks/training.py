@@ -1,6 +1,6 @@
 """Does unit scaling make FP8 training as good as FP32 training, and how bad is FP8 without it?
 
-``python -m benchmarks.training --data FILE`` trains the preset `small` of the nanoGPT demo: four
+``python -m benchmarks.training --data FILE`` trains the preset `small` of the nanoGPT demo: five
 variants, each at its own learning rate, with three seeds. Run again, it continues in --out.
 """
 
@@ -18,14 +18,15 @@ from benchmarks.common import THREADS, report
 from notebooks.nanogpt import cli
 from notebooks.nanogpt.session import RESULTS
 
-VARIANTS = ("fp32", "fp8", "unit_scaled", "unit_scaled_fp8")
+VARIANTS = ("fp32", "fp8", "fp8_tensor", "unit_scaled", "unit_scaled_fp8")
 SEEDS = "0,1,2"
 ITERS = 600  # twice the demo's: early in training, seeds differ by more than what is measured
 PAIRS = {  # what is compared: variant, reference, what the mean difference may be at most
     "cost of FP8 under unit scaling": ("unit_scaled_fp8", "unit_scaled", 0.02),
     "unit-scaled FP8 against FP32": ("unit_scaled_fp8", "fp32", 0.02),
     "unit-scaled FP32 against FP32": ("unit_scaled", "fp32", None),
-    "naive FP8 against FP32": ("fp8", "fp32", None),
+    "FP8 with a scale per tensor against FP32": ("fp8_tensor", "fp32", 0.02),
+    "FP8 without scales against FP32": ("fp8", "fp32", None),
 }
 
 

@@ -1,4 +1,5 @@
-"""`python -m docs.build`: writes docs/tables.md, docs/benchmarks.md and docs/parity.md.
+"""`python -m docs.build`: writes docs/tables.md, docs/benchmarks.md, docs/parity.md, and the parts
+of the README that are results (docs/demo.py).
 
 The first from the tables in the code, one section for each, one line for each row; the second from
 benchmarks/results; the third (docs/parity.py) from marks of tests. tests/test_tables.py fails while
@@ -292,9 +293,10 @@ def render_benchmarks() -> str:
 
 
 if __name__ == "__main__":
-    from docs import parity  # which imports this module
+    from docs import demo, parity  # which import this module
 
     texts = {TABLES: render(), BENCHMARKS: render_benchmarks(), parity.PARITY: parity.render()}
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
+    demo.update()

@@ -186,15 +186,15 @@ def _examples(tokens: Tensor, count: int, experiment: Experiment, seed: int) -> 
     return (tokens[rows + torch.arange(experiment.context + 1)] for rows in starts)
 
 
-def search(loss: Callable[[int], float], start: int) -> dict[int, float]:
-    """Losses by the logarithm of the rate, to base 2, with two on either side of the best.
+def search(loss: Callable[[int], float], start: int, sides: int = 2) -> dict[int, float]:
+    """Losses by the logarithm of the rate, to base 2, with `sides` on either side of the best.
 
     Begins at `start` and goes downhill; steps of one, a factor of two.
     """
     losses = {k: loss(k) for k in (start - 1, start, start + 1)}
     while True:
         best = min(losses, key=lambda k: losses[k])
-        missing = [k for k in range(best - 2, best + 3) if k not in losses]
+        missing = [k for k in range(best - sides, best + sides + 1) if k not in losses]
         if not missing:
             return losses
         nearest = min(missing, key=lambda k: abs(k - best))

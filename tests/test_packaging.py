@@ -3,6 +3,7 @@ dependencies alone."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -84,10 +85,14 @@ def test_sdist_holds_no_part_of_the_tests(wheel: Path):
     assert not tops & {"tests", "benchmarks", "notebooks", "docs"}
 
 
-def test_wheel_says_what_it_is(wheel: Path):
+def _about(wheel: Path) -> metadata.Distribution:
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
-    about = metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA")))
+    return metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA")))
+
+
+def test_wheel_says_what_it_is(wheel: Path):
+    about = _about(wheel)
     fields = about.metadata
     assert (fields["Name"], fields["License-Expression"]) == ("unit-scaling-fp8", "Apache-2.0")
     needed = {_name(r) for r in about.requires or [] if "extra ==" not in r}
@@ -160,6 +165,54 @@ def test_wheel_works_with_core_dependencies_alone(wheel: Path, tmp_path: Path):
     site = str(Path(torch.__file__).parent.parent)
     argument = json.dumps([str(tmp_path), site, blocked])
     files = python(IMPORT_ALONE, argument, flags=("-I", "-S"))
+    assert all(Path(file).is_relative_to(tmp_path) for file in files)
+
+
+IMPORTS_OF_DOCUMENTS = """
+import json, sys
+unpacked, source = json.loads(sys.argv[1])
+sys.path[:0] = [unpacked]
+exec(source)
+print(json.dumps([sys.modules[name].__file__ for name in ("fp8", "unit_scaling")]))
+"""
+
+#: For whom the documents are that a checkout comes with.
+FOR_USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements of a document's Python blocks."""
+    code = re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.M | re.S)
+    nodes = [node for block in code for node in ast.walk(ast.parse(block))]
+    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
+def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names]
+
+
+@pytest.mark.parametrize("path", FOR_USERS, ids=lambda path: path.name)
+def test_documents_import_what_an_installation_has(wheel: Path, path: Path):
+    """The standard library, the wheel, its dependencies, those of its extras."""
+    declared = {_name(line).replace("-", "_") for line in _about(wheel).requires or []}
+    allowed = PACKAGES | declared | set(sys.stdlib_module_names)
+    used = {name.partition(".")[0] for node in _imports(path) for name in _modules(node)}
+    assert used <= allowed
+
+
+def test_the_wheel_has_what_documents_import_of_it(wheel: Path, tmp_path: Path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    ours = [
+        ast.unparse(node)
+        for path in FOR_USERS
+        for node in _imports(path)
+        if any(name.partition(".")[0] in PACKAGES for name in _modules(node))
+    ]
+    assert len(set(ours)) > 10
+    argument = json.dumps([str(tmp_path), "\n".join(dict.fromkeys(ours))])
+    files = python(IMPORTS_OF_DOCUMENTS, argument)
     assert all(Path(file).is_relative_to(tmp_path) for file in files)
 
 

@@ -186,7 +186,6 @@ DATA = {data!r}
 def test_notebook(text: Path, monkeypatch: pytest.MonkeyPatch):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     cells = [c for c in notebook.cells if c.cell_type == "code"]
-    assert not any(c.outputs or c.execution_count for c in cells)
     parameters = [c for c in cells if "parameters" in c.metadata.get("tags", [])]
     assert len(parameters) == 1
     parameters[0].source = REDUCED.format(data=str(text))

@@ -21,9 +21,9 @@ ValueError. CosineAnnealingLR's eta_min, if not 0, is one rate for all that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torch.optim.optimizer import ParamsT
 
 from fp8.names import check_name, check_number
 
-from .parameter import ParameterData, has_parameter_data
+from .parameter import MupType, ParameterData, has_parameter_data
 
 __all__ = [
     "LR_RULES",
@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 LrScale = Callable[[ParameterData], float]
+LrMult = Mapping[MupType, float]
 
 
 def _fan_in(shape: torch.Size) -> int:
@@ -162,6 +163,8 @@ def scaled_parameters(
     weight_decay: float = 0,
     independent_weight_decay: bool = True,
     allow_non_unit_scaling_params: bool = False,
+    *,
+    lr_mult: LrMult | None = None,
 ) -> list[dict[str, Any]]:
     """Parameter groups for any torch optimizer: one for each learning rate.
 
@@ -173,17 +176,20 @@ def scaled_parameters(
     still follows the schedule. At a learning rate of 0 it is left as it is.
     allow_non_unit_scaling_params: give parameters without tags the plain lr, instead of raising
     ValueError.
+    lr_mult: mup_type -> a factor of the learning rate beside the rule's; 1 for a type that it does
+    not name. ``{"norm": 1 / 32}`` suits gains, which the rule gives the whole of ``lr``.
     Returns groups with "params", "lr", "weight_decay", "mup_lr_scale" (the factor that is in lr),
     and whatever the given ones had.
     Raises ValueError for a group without a learning rate, a parameter without tags, an unknown
-    rule, and a parameter of a kind that the rule is not for.
+    rule, a parameter of a kind that the rule is not for, and an lr_mult of an unknown type, or one
+    that is negative or not finite.
 
     >>> from unit_scaling import Linear
     >>> groups = scaled_parameters(Linear(16, 64).parameters(), "muon", lr=0.5)
     >>> torch.optim.Muon(groups).param_groups[0]["lr"]
     2.0
     """
-    lr_scale_func = _as_function(lr_scale_func)
+    lr_scale_func = _multiplied(_as_function(lr_scale_func), lr_mult)
     result = []
     for group in _as_groups(params):
         base = group.get("lr", lr)
@@ -206,6 +212,19 @@ def scaled_parameters(
                 }
             )
     return result
+
+
+def _multiplied(lr_scale_func: LrScale, lr_mult: LrMult | None) -> LrScale:
+    """The function times the factor of the parameter's mup_type."""
+    if not lr_mult:
+        return lr_scale_func
+    for kind, factor in lr_mult.items():
+        check_name("mup_type in lr_mult", kind, get_args(MupType))
+        if not 0 <= factor < math.inf:
+            raise ValueError(
+                f"lr_mult must be finite and not negative, got {factor!r} for {kind!r}"
+            )
+    return lambda param: lr_scale_func(param) * lr_mult.get(param.mup_type, 1.0)
 
 
 def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
@@ -244,11 +263,17 @@ class _UnitScaled(torch.optim.Optimizer):
     """Scales every group that is added, those of the constructor included."""
 
     def _configure(
-        self, rule: str, independent: bool, allow_untagged: bool, **numbers: object
+        self,
+        rule: str,
+        independent: bool,
+        allow_untagged: bool,
+        lr_mult: LrMult | None,
+        **numbers: object,
     ) -> None:
         for name, number in numbers.items():
             check_number(name, number)
         self._scaling = (rule, independent, allow_untagged)
+        self._lr_mult = None if lr_mult is None else dict(lr_mult)
         self._rates: set[float] = set()
         self._given: list[Tensor] = []
 
@@ -264,6 +289,7 @@ class _UnitScaled(torch.optim.Optimizer):
             self.defaults["weight_decay"],
             independent,
             allow_untagged,
+            lr_mult=self._lr_mult,
         )
         for group in groups:
             super().add_param_group(group)
@@ -284,7 +310,7 @@ class _UnitScaled(torch.optim.Optimizer):
         super().load_state_dict(_grouped_as(self, state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_scaling": self._scaling, "_rates": self._rates, "_given": self._given}
+        own = {name: getattr(self, name) for name in ("_scaling", "_lr_mult", "_rates", "_given")}
         return {**super().__getstate__(), **own}
 
 
@@ -357,8 +383,9 @@ def _refuse_flat_rates(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 class SGD(_UnitScaled, torch.optim.SGD):
     """`torch.optim.SGD` with u-muP learning rates.
 
-    Positional arguments are torch's. independent_weight_decay and allow_non_unit_scaling_params:
-    see `scaled_parameters`. readout_constraint: see `lr_scale_func_sgd`. kwargs: torch's others.
+    Positional arguments are torch's. independent_weight_decay, allow_non_unit_scaling_params and
+    lr_mult: see `scaled_parameters`. readout_constraint: see `lr_scale_func_sgd`. kwargs: torch's
+    others.
     """
 
     def __init__(
@@ -372,12 +399,14 @@ class SGD(_UnitScaled, torch.optim.SGD):
         *,
         independent_weight_decay: bool = True,
         allow_non_unit_scaling_params: bool = False,
+        lr_mult: LrMult | None = None,
         readout_constraint: str | None = None,
         **kwargs: Any,
     ) -> None:
         rule = _sgd_rule(readout_constraint)
         numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        self._configure(rule, independent_weight_decay, allow_non_unit_scaling_params, **numbers)
+        choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
+        self._configure(rule, *choices, **numbers)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
         self.register_step_pre_hook(_refuse_flat_rates)
 
@@ -396,10 +425,12 @@ class Adam(_UnitScaled, torch.optim.Adam):
         *,
         independent_weight_decay: bool = True,
         allow_non_unit_scaling_params: bool = False,
+        lr_mult: LrMult | None = None,
         **kwargs: Any,
     ) -> None:
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        self._configure("adam", independent_weight_decay, allow_non_unit_scaling_params, **numbers)
+        choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
+        self._configure("adam", *choices, **numbers)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
         self.register_step_pre_hook(_refuse_flat_rates)
 
@@ -424,9 +455,11 @@ class AdamW(_UnitScaled, torch.optim.AdamW):
         *,
         independent_weight_decay: bool = True,
         allow_non_unit_scaling_params: bool = False,
+        lr_mult: LrMult | None = None,
         **kwargs: Any,
     ) -> None:
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        self._configure("adam", independent_weight_decay, allow_non_unit_scaling_params, **numbers)
+        choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
+        self._configure("adam", *choices, **numbers)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
         self.register_step_pre_hook(_refuse_flat_rates)

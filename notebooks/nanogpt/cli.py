@@ -107,8 +107,8 @@ PRESET_GIVES = {"lr", "unit_lr", "betas"}  # settings without an option of their
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="nanogpt",
-        description="Train a small GPT on any text in FP32, BF16, simulated FP8, unit-scaled, and "
-        "unit-scaled simulated FP8, and compare the losses.",
+        description="Train a small GPT on any text in FP32, BF16, simulated FP8 without scales and "
+        "with one per tensor, unit-scaled, and unit-scaled simulated FP8; compare the losses.",
         allow_abbrev=False,
     )
     for option, how in OPTIONS.items():

@@ -1,4 +1,4 @@
-"""The optimizers that a run may use instead of torch's AdamW, where they are installed."""
+"""AdamW, and the optimizers that a run may use instead, where they are installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import fp8
+import unit_scaling as uu
 from fp8.adapters import need
+from unit_scaling.parameter import has_parameter_data
 
 if TYPE_CHECKING:
     from .settings import Settings
@@ -57,10 +59,22 @@ def check_installed(optimizer: str) -> None:
 
 
 def make_optimizer(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW as in nanoGPT: matrices decay; biases and the gains of norms do not."""
+    """AdamW as in nanoGPT: matrices decay; biases and the gains of norms do not.
+
+    Of a unit-scaled model the parameters have u-muP's learning rates, unless settings.umup is
+    False: with optimizer "adamw" that is `uu.optim.AdamW`, whose weight decay is that of a step. A
+    step then takes as much off a weight as one at the peak of settings.lr takes off the plain one.
+    """
     parameters = list(model.parameters())
+    umup = settings.umup and all(has_parameter_data(p) for p in parameters)
+    decay = settings.weight_decay * (settings.lr if umup else 1.0)
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+    lr_mult = {"norm": settings.vector_lr, "bias": settings.vector_lr}
+    if umup and settings.optimizer == "adamw":
+        return uu.optim.AdamW(groups, lr, settings.betas, fused=True, lr_mult=lr_mult)
+    if umup:
+        groups = uu.optim.scaled_parameters(groups, "adam", lr, lr_mult=lr_mult)
     return OPTIMIZERS[settings.optimizer](groups, lr=lr, betas=settings.betas)

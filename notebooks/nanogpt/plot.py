@@ -19,9 +19,10 @@ STYLES: dict[str, dict[str, Any]] = {
     "fp32": {"color": "#000000"},
     "bf16": {"color": "#E69F00", "linestyle": (0, (1, 1.2))},
     "fp8": {"color": "#D55E00"},
+    "fp8_tensor": {"color": "#CC79A7", "linestyle": (0, (3, 1, 1, 1))},
     "unit_scaled": {"color": "#009E73", "linestyle": (0, (5, 2))},
     "unit_scaled_fp8": {"color": "#0072B2"},
-    "fp16": {"color": "#CC79A7"},
+    "fp16": {"color": "#999999"},
     "fp16_mixed": {"color": "#56B4E9", "linestyle": (0, (1, 1.2))},
     "unit_scaled_fp16": {"color": "#F0E442", "linestyle": (0, (5, 2))},
 }

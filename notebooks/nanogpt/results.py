@@ -16,6 +16,7 @@ import torch
 from fp8.files import write_atomically
 
 from .train import Training
+from .variants import VARIANTS
 
 BASELINE = "fp32"  # the variant that gaps and ratios refer to
 
@@ -103,9 +104,9 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 COLUMNS = (  # heading, key, format
     ("train loss", "train_loss", "{:.4f}"),
     ("val loss", "val_loss", "{:.4f}"),
-    (f"gap to {BASELINE}", "gap", "{:+.4f}"),
+    ("gap to FP32", "gap", "{:+.4f}"),
     ("ms/step", "ms_per_step", "{:.1f}"),
-    (f"ratio to {BASELINE}", "ratio", "{:.2f}x"),
+    ("ratio to FP32", "ratio", "{:.2f}x"),
     ("gradients lost to e5m2", "flushed_gradients", "{:.1%}"),
 )
 
@@ -115,7 +116,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     cells = [["variant", *(heading for heading, _, _ in COLUMNS)]]
     for row in rows:
         values = ("-" if row[key] is None else form.format(row[key]) for _, key, form in COLUMNS)
-        cells.append([row["variant"], *values])
+        cells.append([VARIANTS[row["variant"]].label, *values])
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     cells.insert(1, ["-" * width for width in widths])
     return "\n".join(

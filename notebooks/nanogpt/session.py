@@ -132,7 +132,7 @@ def _train_one(session: Session, variant: str, seed: int, path: Path) -> dict[st
     if "result" in state:
         return json.loads(state["result"])
     training = _start(session, variant, seed)
-    flushed = _restore(training, state, path) if state else {"start": flushed_share(training)}
+    flushed = _restore(training, state, path) if state else {"start": _flushed(training, variant)}
     name = variant if len(session.seeds) == 1 else f"{variant} seed {seed}"
     quiet = not session.ranks.first
     total = session.settings.iters
@@ -142,7 +142,7 @@ def _train_one(session: Session, variant: str, seed: int, path: Path) -> dict[st
             progress,
             save=lambda: _save(session, path, {**training.state_dict(), "flushed": flushed}),
         )
-    flushed["end"] = flushed_share(training)
+    flushed["end"] = _flushed(training, variant)
     result = run_result(
         training,
         variant,
@@ -152,6 +152,10 @@ def _train_one(session: Session, variant: str, seed: int, path: Path) -> dict[st
     )
     _save(session, path, {**training.state_dict(), "result": json.dumps(result)})
     return result
+
+
+def _flushed(training: Training, variant: str) -> float:
+    return flushed_share(training, scaled=VARIANTS[variant].scaled)
 
 
 def _save(session: Session, path: Path, state: dict[str, Any]) -> None:

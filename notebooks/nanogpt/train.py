@@ -75,10 +75,12 @@ class Training:
         scale_loss: bool = False,
         compile: bool = False,
         ranks: Ranks = ALONE,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """`model` is trained where it is; `autocast` is the dtype of torch.autocast, if any.
 
         `scale_loss`: multiply the loss by what torch's GradScaler finds to be large enough.
+        `optimizer`: that of `make_optimizer` at the peak `lr`, unless another is given.
         """
         self.model, self.settings, self.seed, self.autocast = model, settings, seed, autocast
         self.device = next(model.parameters()).device
@@ -87,7 +89,7 @@ class Training:
         self._starts = self._draw(self._train, settings.iters, seed)
         call, self._hook = distribute(model, ranks, self._rehearse)
         self._call = torch.compile(call) if compile else call
-        self.optimizer = make_optimizer(model, lr, settings)
+        self.optimizer = optimizer or make_optimizer(model, lr, settings)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=scale_loss)
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0

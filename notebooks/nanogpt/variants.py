@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+import fp8
 
 from .model import GPT
 from .settings import Settings
@@ -20,6 +22,21 @@ def _fp8(model: nn.Module) -> nn.Module:
     from unit_scaling.transforms import simulate_fp8
 
     return simulate_fp8(model)
+
+
+class TensorScaledGPT(GPT):
+    """A GPT whose products run in FP8 with a power-of-two scale for each tensor."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """As that of a GPT."""
+        with fp8.autocast("tensor"):
+            return super().forward(idx, targets)
+
+
+def _fp8_tensor(model: GPT) -> nn.Module:
+    scaled = TensorScaledGPT(model.config)
+    scaled.load_state_dict(model.state_dict())
+    return scaled
 
 
 def _unit_scaled(model: nn.Module) -> nn.Module:
@@ -38,14 +55,16 @@ class Variant:
 
     `autocast` is the dtype of torch.autocast around the forward pass, None for none.
     `unit_scaled` picks the learning rate: weights of variance 1 need a larger one than weights
-    of variance 0.02**2. `scale_loss` is whether torch's GradScaler scales the loss.
+    of variance 0.02**2. `scale_loss` is whether torch's GradScaler scales the loss. `scaled` is
+    whether its casts have a scale for each tensor.
     """
 
     label: str
-    build: Callable[[nn.Module], nn.Module] = _plain
+    build: Callable[[GPT], nn.Module] = _plain
     autocast: torch.dtype | None = None
     scale_loss: bool = False
     unit_scaled: bool = False
+    scaled: bool = False
 
     def default_lr(self, settings: Settings) -> float:
         return settings.unit_lr if self.unit_scaled else settings.lr
@@ -54,7 +73,8 @@ class Variant:
 VARIANTS: dict[str, Variant] = {
     "fp32": Variant(label="FP32"),
     "bf16": Variant(label="BF16", autocast=torch.bfloat16),
-    "fp8": Variant(label="FP8", build=_fp8),
+    "fp8": Variant(label="FP8 without scales", build=_fp8),
+    "fp8_tensor": Variant(label="FP8, scale per tensor", build=_fp8_tensor, scaled=True),
     "unit_scaled": Variant(label="unit-scaled FP32", build=_unit_scaled, unit_scaled=True),
     "unit_scaled_fp8": Variant(label="unit-scaled FP8", build=_unit_scaled_fp8, unit_scaled=True),
     "fp16": Variant(label="FP16, loss not scaled", autocast=torch.float16),
@@ -64,7 +84,7 @@ VARIANTS: dict[str, Variant] = {
     ),
 }
 
-DEMO = ("fp32", "bf16", "fp8", "unit_scaled", "unit_scaled_fp8")
+DEMO = ("fp32", "bf16", "fp8", "fp8_tensor", "unit_scaled", "unit_scaled_fp8")
 """What a run compares where nothing else is asked for."""
 
 

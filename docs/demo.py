@@ -1,0 +1,138 @@
+"""`python -m docs.demo FOLDER`: the results of ``make demo`` in FOLDER become the README's.
+
+Writes benchmarks/results/demo.json and docs/demo.png, and then what is made from all results: pages
+and the parts of the README between ``<!-- NAME -->`` and ``<!-- /NAME -->``. ``--without-times`` is
+for runs on a machine that did other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import machine, write
+from docs.build import BENCHMARKS, RESULTS, render_benchmarks, table
+from notebooks.nanogpt.session import PLOT
+from notebooks.nanogpt.session import RESULTS as RUN
+from notebooks.nanogpt.variants import VARIANTS
+
+README = Path(__file__).parents[1] / "README.md"
+PICTURE = Path(__file__).with_name("demo.png")
+
+TIMES = ("ms_per_step", "time_ratio")
+COLUMNS = {  # heading: key of a row of results/demo.json, format
+    "variant": ("label", "{}"),
+    "learning rate": ("lr", "{:g}"),
+    "held-out loss": ("val_loss", "{:.3f}"),
+    "gap to FP32": ("gap", "{:+.3f}"),
+    "ms/step": (TIMES[0], "{:.0f}"),
+    "ratio to FP32": (TIMES[1], "{:.2f}"),
+    "gradients lost to e5m2": ("gradients_lost", "{:.1%}"),
+}
+
+
+def rows(results: dict[str, Any], *, times: bool) -> list[dict[str, Any]]:
+    """A row for each variant of a run's results.json; times: with what the machine took."""
+    found = []
+    for row in results["summary"]:
+        timed = dict(zip(TIMES, (row["ms_per_step"], row["ratio"]), strict=True)) if times else {}
+        about = {
+            "name": row["variant"],
+            "label": VARIANTS[row["variant"]].label,
+            "lr": results["lr"][row["variant"]],
+            "val_loss": row["val_loss"],
+            "gap": row["gap"],
+            "gradients_lost": row["flushed_gradients"],
+            **timed,
+        }
+        found.append({k: round(v, 4) if isinstance(v, float) else v for k, v in about.items()})
+    return found
+
+
+def record(folder: Path, *, times: bool) -> None:
+    """Writes results/demo.json and the picture from a finished run."""
+    results = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    settings, seeds = results["settings"], len(results["seeds"])
+    question = (
+        f"make demo: {settings['iters']} steps from the same weights on {results['data']['name']}, "
+        f"{seeds} seed{'s' if seeds > 1 else ''}, {'compiled' if results['compile'] else 'eager'}"
+    )
+    path = write("demo", question, rows(results, times=times))
+    content = json.loads(path.read_text(encoding="utf-8"))
+    about = {**machine(), **{k: results["machine"][k] for k in ("cpu", "cores", "threads")}}
+    content |= {"machine": about, "iters": settings["iters"]}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    shutil.copyfile(folder / PLOT, PICTURE)
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def demo() -> str:
+    """The table of the demo, and what it was measured on."""
+    found = _read("demo")
+    lines = [
+        ["-" if row.get(key) is None else form.format(row[key]) for key, form in COLUMNS.values()]
+        for row in found["rows"]
+    ]
+    where = found["machine"]
+    milliseconds = sum(row.get(TIMES[0]) or math.nan for row in found["rows"])
+    minutes = found["iters"] * milliseconds / 60_000
+    time = "" if math.isnan(minutes) else f", {minutes:.1f} minutes of training steps"
+    torch = where["torch"].partition("+")[0]
+    about = (
+        f"{found['iters']} steps from the same weights, one seed, eager{time}; {where['threads']} "
+        f"threads of an {where['cpu']}, torch {torch}, commit {where['commit'][:7]}."
+    )
+    return f"{table(' | '.join(COLUMNS), lines)}\n\n{about}"
+
+
+def training() -> str:
+    """The differences of the longer runs of benchmarks.training."""
+    found = _read("training")
+    pairs = [row for row in found["rows"] if "gap" in row]
+    lines = [[row["name"], f"{row['gap']:+.3f}", f"{row['gap_std']:.3f}"] for row in pairs]
+    heads = "held-out loss, mean of three seeds | difference | standard deviation"
+    return table(heads, lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {"demo": demo, "training": training}
+"""Name of a part of the README -> its text."""
+
+
+def readme(text: str) -> str:
+    """The README with its parts made anew. ValueError if one is not there."""
+    for name, made in PARTS.items():
+        part = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if len(part.findall(text)) != 1:
+            raise ValueError(f"README.md must have one part <!-- {name} --> ... <!-- /{name} -->")
+        body = made()
+        text = part.sub(lambda found, body=body: f"{found[1]}{body}\n{found[2]}", text)
+    return text
+
+
+def update() -> None:
+    """Writes the README and docs/benchmarks.md."""
+    README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")
+    BENCHMARKS.write_text(render_benchmarks(), encoding="utf-8")
+
+
+def main() -> None:
+    """Records a run and updates what is made from it."""
+    parser = argparse.ArgumentParser(prog="docs.demo", description=__doc__)
+    parser.add_argument("folder", type=Path, help="what make demo has written, such as out/small")
+    parser.add_argument("--without-times", action="store_true", help="leave the times out")
+    args = parser.parse_args()
+    record(args.folder, times=not args.without_times)
+    update()
+
+
+if __name__ == "__main__":
+    main()
