@@ -36,7 +36,7 @@ class AmaxHistory:
     pass in which gradients are recorded adds one entry for each operand (a backward pass for the
     gradient), so under gradient accumulation every micro-batch counts as a pass; other passes only
     read. Until there is an entry an operand is scaled by its own largest magnitude; zero, Inf and
-    NaN are not remembered, the largest finite magnitude is. The first pass creates the entries and cannot be compiled; afterwards a
+    NaN are not remembered. The first pass creates the entries and cannot be compiled; afterwards a
     function that contains the block can be.
     Each process of a data-parallel run has its own: `reduce` makes them equal.
 
