@@ -59,8 +59,9 @@ class Cast:
     the scalings that leave it open. None becomes the scaling's usual one.
     margin: the scale is multiplied by 2**margin, which leaves room for that many doublings.
     history: for scaling "delayed" how many passes count, 1 is the last alone; None becomes 16.
-    rounding, overflow, random_bits: as in `fp8.quantize`. Stochastic rounding draws a new seed at
-    each use.
+    rounding, overflow, random_bits: as in `fp8.quantize`, but Inf does not saturate: it stays Inf
+    where the format has it and becomes NaN elsewhere. Stochastic rounding draws a new seed at each
+    use.
     hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix of
     that size along the axis that the product sums over; 0: it is not. Both operands of a product
     need the same; only those of the gradients may have it.
