@@ -27,7 +27,7 @@ def plain() -> nn.Sequential:
 def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad()
-    model(torch.randn(4, 16)).square().mean().backward()
+    model(torch.randn(4, 16)).square().sum().backward()
     for optimizer in optimizers:
         optimizer.step()
 
@@ -96,7 +96,7 @@ def test_the_original_may_be_trained_on():
     student = sgd(scaled)
     x = torch.randn(4, 16)
     for _ in range(2):
-        (scaled(x) - model(x)).square().mean().backward()
+        (scaled(x) - model(x)).square().sum().backward()
         optimizer.step()
         student.step()
     average = copy.deepcopy(model)
