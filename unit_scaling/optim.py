@@ -404,7 +404,7 @@ class SGD(_UnitScaled, torch.optim.SGD):
         **kwargs: Any,
     ) -> None:
         rule = _sgd_rule(readout_constraint)
-        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        numbers: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
         self._configure(rule, *choices, **numbers)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **kwargs)
@@ -428,7 +428,7 @@ class Adam(_UnitScaled, torch.optim.Adam):
         lr_mult: LrMult | None = None,
         **kwargs: Any,
     ) -> None:
-        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        numbers: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
         self._configure("adam", *choices, **numbers)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
@@ -458,7 +458,7 @@ class AdamW(_UnitScaled, torch.optim.AdamW):
         lr_mult: LrMult | None = None,
         **kwargs: Any,
     ) -> None:
-        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        numbers: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
         self._configure("adam", *choices, **numbers)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from .install import Call
-
 __all__ = ["outside_graph", "partly_compiled"]
 
 _REASON = (
@@ -31,7 +29,7 @@ _TRACKED = (
 
 @torch.compiler.disable(recursive=False, reason=_TRACKED)
 def partly_compiled(
-    choose: Callable[[], int | None], first: Callable[[int], Any], second: Call
+    choose: Callable[[], int | None], first: Callable[[int], Any], second: Callable[..., Any]
 ) -> Any:
     """``first`` of the number chosen, which sees to itself; without one ``second()``, compiled in a
     graph of its own."""
