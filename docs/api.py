@@ -77,7 +77,8 @@ def entries() -> dict[str, list[Entry]]:
     found: dict[str, list[Entry]] = {}
     for name in MODULES:
         module = importlib.import_module(name)
-        made = [Entry(f"{name}.{n}", getattr(module, n)) for n in module.__all__]
+        names = [n for n in module.__all__ if n != "__version__"]
+        made = [Entry(f"{name}.{n}", getattr(module, n)) for n in names]
         found[name] = [entry for entry in made if not isinstance(entry.value, ModuleType)]
     return found
 
