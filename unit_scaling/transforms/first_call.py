@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from .install import Call
 
 __all__ = ["outside_graph", "partly_compiled"]
 
@@ -30,7 +29,9 @@ _TRACKED = (
 
 
 @torch.compiler.disable(recursive=False, reason=_TRACKED)
-def partly_compiled(choose: Callable[[], bool], first: Call, second: Call) -> Any:
+def partly_compiled(
+    choose: Callable[[], bool], first: Callable[[], Any], second: Callable[[], Any]
+) -> Any:
     """``first()``, which sees to itself, or ``second()``, compiled in a graph of its own."""
     return first() if _chosen(choose) else second()
 
