@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-
 __all__ = ["outside_graph", "partly_compiled"]
 
 _REASON = (
