@@ -488,6 +488,20 @@ def test_a_layer_fused_with_its_batch_norm(called):
     torch.testing.assert_close(kept(X), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_forward_that_is_replaced_in_the_class(called, init, monkeypatch):
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)))
+
+    model = transformed(plain(), init, drift=False)
+    if called:
+        model(X)
+    monkeypatch.setattr(Block, "forward", forward)
+    expected = unit_scale(plain())(X) if init == "unit" else plain()(X)
+    torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_compiled_models_say_that_they_have_to_be_called_again():
     """In a graph that may not break, an edit is an error by name, not another model's plan."""
     torch.compiler.reset()
