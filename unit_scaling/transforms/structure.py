@@ -21,8 +21,8 @@ from .record import rms_of
 __all__ = ["Structure", "has_changed", "part", "structure_of", "warn_of_new_weights"]
 
 Structure = dict[str, tuple[Any, ...]]
-"""Path -> names of the class and of its forward, name in the scope, parameters, children. Parameters
-have numbers, which are equal where one is shared."""
+"""Path -> names of the class and of its forward, name in the scope, parameters, children.
+Parameters have numbers, which are equal where one is shared."""
 
 
 def structure_of(model: nn.Module, scope: object, path: str = "") -> Structure:
