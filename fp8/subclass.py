@@ -112,10 +112,10 @@ def _subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> ty
 
 def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> type[nn.Module]:
     base, behaviour = _subclass(original, gained[:-1]), gained[-1]
-    inner = base.forward
 
-    @functools.wraps(inner)
+    @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = base.forward  # now: it may have been replaced since
         if not isinstance(self, behaviour):  # lost, and this was kept by what replaced the forward
             return inner(self, *args, **kwargs)
         return behaviour.around(self, functools.partial(inner, self), args, kwargs)

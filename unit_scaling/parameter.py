@@ -250,13 +250,13 @@ def restore_tags(model: nn.Module) -> None:
     for module in model.modules():
         tags: dict[str, Tags] = getattr(module, "mup_tags", {})
         _restore(module, tags)
-        for name, (mup_type, depth, *_) in tags.items():
+        for name, (mup_type, depth, scale, _) in tags.items():
             if parametrize.is_parametrized(module, name):
                 shape = getattr(module, name).shape
                 parts = module.get_submodule(f"parametrizations.{name}")
                 for part in parts.parameters(recurse=False):
                     if not has_parameter_data(part):
-                        tag(part, mup_type if part.shape == shape else "norm", depth)
+                        tag(part, mup_type if part.shape == shape else "norm", depth, scale)
 
 
 def _tags(module: nn.Module) -> dict[str, Tags]:

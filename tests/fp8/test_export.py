@@ -137,9 +137,8 @@ def test_scales_that_are_powers_of_two(name, tmp_path):
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("recipe", ["unit", "tensor", "row"])
-def test_factors_of_unit_scaling_are_put_back(recipe, tie, tmp_path):
-    """Weights divided by powers of two are multiplied by them again, in their scales or in the
-    weights themselves."""
+def test_static_scales_of_preserved_weights(recipe, tie, tmp_path):
+    """The static scale of a weight is its scale; weights that are not in FP8 are the plain ones."""
     model = llama(tie_word_embeddings=tie)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(8)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.fusion import fuse_linear_bn_eval
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 import fp8
@@ -55,20 +56,6 @@ class Other(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
-
-
-class LowRank(nn.Module):
-    """As the adapters of PEFT, at the start."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.a = uu.Linear(SIZE, 2, constraint=None)
-        self.b = uu.Linear(2, SIZE, constraint=None)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
 
 
 def plain() -> nn.Sequential:
@@ -369,13 +356,28 @@ def run(model: Any, compiled: bool) -> Tensor:
         return call(X)
 
 
-cases = pytest.mark.parametrize("name", EDITS)
+QUICK = {
+    *("wrap_in_a_module", "mask_the_smallest", "parametrize_by_the_identity", "weight_norm"),
+    *("insert_at_the_front", "swap_blocks", "share_a_block", "patch_a_forward"),
+    *("replace_the_activation", "replace_by_another_class"),
+}
+"""Edits that are tried with compiled models each time; the others in the exhaustive tests."""
+
 whens = pytest.mark.parametrize(
-    ("called", "compiled"), [(False, False), (True, False), (True, True)]
+    ("name", "called", "compiled"),
+    [
+        pytest.param(
+            name,
+            called,
+            compiled,
+            marks=[pytest.mark.exhaustive] * (compiled and name not in QUICK),
+        )
+        for name in EDITS
+        for called, compiled in ((False, False), (True, False), (True, True))
+    ],
 )
 
 
-@cases
 @whens
 def test_preserved_models(name, called, compiled):
     """As the same edit of the plain model."""
@@ -389,7 +391,6 @@ def test_preserved_models(name, called, compiled):
         torch.testing.assert_close(run(model, compiled), expected, rtol=1e-4, atol=1e-5)
 
 
-@cases
 @whens
 def test_unit_scaled_models(name, called, compiled):
     """As before the edit where that changes nothing; else as a model that was edited before it was
@@ -422,3 +423,142 @@ def fresh(name: str) -> Tensor:
             if isinstance(layer, nn.Linear):
                 ours.get_submodule(path).weight.copy_(layer.weight)
     return ours(X)
+
+
+# Edits that are told
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_new_layer_in_a_unit_scaled_model(called):
+    """Its weights are used as they are, and a warning names them once."""
+    model = transformed(plain(), "unit", drift=False)
+    if called:
+        model(X)
+    model[1].up = nn.Linear(SIZE, SIZE)
+    with pytest.warns(fp8.ScaleWarning, match=r"1\.up\.weight came into the model after"):
+        model(X)
+    model(X)
+    model[1].up = unit_scale(nn.Linear(SIZE, SIZE))  # what the warning says
+    assert 0.3 < model(X).square().mean().sqrt() * SIZE**0.5 < 3
+    model[1].extra, model[2].up = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+    with fp8.strict(), pytest.raises(fp8.ScaleWarning, match=r"1\.extra\.weight \(and 1 more\)"):
+        model(X)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_new_layer_in_a_preserved_model(called):
+    model, expected = transformed(plain(), "preserve", drift=False), plain()
+    if called:
+        model(X)
+    model[1].up = expected[1].up = nn.Linear(SIZE, SIZE)
+    torch.testing.assert_close(model(X), expected(X))
+    with pytest.raises(ValueError, match="has no mup_type"):
+        uu.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def test_parts_of_another_kind():
+    """A part with factors has no place in a model without; the other way round is scaled anew."""
+    model = plain()
+    model[1] = unit_scale(model[1])
+    with pytest.raises(ValueError, match="1 was unit-scaled with init='unit'"):
+        unit_scale(model, init="preserve")
+    whole = unit_scale(model)
+    torch.testing.assert_close(whole(X), unit_scale(plain())(X), rtol=1e-4, atol=1e-5)
+    kept = transformed(plain(), "preserve", drift=False)
+    kept(X)
+    kept[2] = unit_scale(Block())
+    with pytest.raises(ValueError, match="2 was unit-scaled with init='unit'"):
+        kept(X)
+    other = plain()
+    other[1] = unit_scale(other[1], init="preserve")
+    torch.testing.assert_close(unit_scale(other)(X), unit_scale(plain())(X), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_layer_fused_with_its_batch_norm(called):
+    """The weights of the norm go into those of the layer before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), nn.GELU())
+    model(X)
+    kept = unit_scale(model, init="preserve").eval()
+    expected = model.eval()(X)
+    if called:
+        kept(X)
+    kept[0], kept[1] = fuse_linear_bn_eval(kept[0], kept[1]), nn.Identity()
+    torch.testing.assert_close(kept(X), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_forward_that_is_replaced_in_the_class(called, init, monkeypatch):
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)))
+
+    model = transformed(plain(), init, drift=False)
+    if called:
+        model(X)
+    monkeypatch.setattr(Block, "forward", forward)
+    expected = unit_scale(plain())(X) if init == "unit" else plain()(X)
+    torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_models_say_that_they_have_to_be_called_again():
+    """In a graph that may not break, an edit is an error by name, not another model's plan."""
+    torch.compiler.reset()
+    model = transformed(plain(), "unit")
+    model(X)
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    call(X)
+    model[1].up = Inner(model[1].up)
+    with pytest.raises(Exception, match="call the model once before compiling"):
+        call(X)
+    expected = model(X)
+    torch.testing.assert_close(call(X), expected)
+
+
+# PEFT
+
+
+def adapted(model: nn.Module, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["up", "down"], **settings)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("converted", [False, True])
+def test_adapters_on_a_preserved_model(called, dora, converted):
+    """Their outputs, gradients and merged weights are those on the plain model."""
+    results = []
+    for transform in (lambda m: m, lambda m: unit_scale(m, init="preserve")):
+        model = transform(plain())
+        if converted:
+            model = fp8.convert(model, "bf16", where=lambda name, _: name.endswith("up"))
+        if called:
+            model(X)
+        torch.manual_seed(4)
+        model = adapted(model, use_dora=dora)
+        outputs = [model(X)]
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            optimizer.step()
+        outputs.append(model(X))
+        merged = model.merge_and_unload()
+        outputs += [merged(X), *merged.state_dict().values()]
+        results.append([t.detach() for t in outputs])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::fp8.ScaleWarning")
+@pytest.mark.parametrize("called", [False, True])
+def test_adapters_on_a_unit_scaled_model(called):
+    """As of a model that had them before."""
+    model, before = unit_scale(plain()), plain()
+    if called:
+        model(X)
+    expected = unit_scale(adapted(before))(X)
+    torch.testing.assert_close(adapted(model)(X), expected, rtol=1e-4, atol=1e-5)

@@ -19,6 +19,11 @@ def test_tags():
     assert not has_parameter_data(nn.Parameter(torch.ones(2)))
     plain = nn.Parameter(torch.ones(2))
     assert tag(plain, "norm") is plain
+    assert tag(plain, "norm", mup_scale=0.25, mup_divisor=3.0) is plain
+    assert tag(plain, "norm", 2).mup_scale == 0.25
+    assert plain.mup_divisor == 3.0
+    with pytest.raises(ValueError, match=r"mup_scale must be a power of two: got 0\.3"):
+        tag(plain, "norm", mup_scale=0.3)
     assert plain.mup_type == "norm"
 
 

@@ -12,10 +12,12 @@ from torch.nn.utils import parametrizations, parametrize
 import unit_scaling as uu
 from unit_scaling.parameter import (
     Parameter,
+    Tags,
     has_parameter_data,
     remember_tags,
     restore_tags,
     set_depth,
+    tags_of,
 )
 from unit_scaling.transforms import unit_scale
 
@@ -38,6 +40,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "uu": lambda: uu.TransformerDecoder(8, 5, layers=2, heads=2),
     "norm": lambda: uu.DepthSequential(uu.LayerNorm(4, elementwise_affine=True)),
     "unit_scale": lambda: unit_scale(plain()),
+    "preserved": lambda: unit_scale(plain(), init="preserve"),
     "unit_scale of uu": lambda: unit_scale(uu.DepthSequential(uu.Linear(4, 4), uu.Linear(4, 4))),
     "own": Own,
 }
@@ -45,9 +48,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
-def tags(model: nn.Module) -> dict[str, tuple[str, int | None]]:
+def tags(model: nn.Module) -> dict[str, Tags]:
     """Fails for a parameter without tags."""
-    return {n: (p.mup_type, p.mup_scaling_depth) for n, p in model.named_parameters()}
+    assert all(map(has_parameter_data, model.parameters()))
+    return {n: tags_of(p) for n, p in model.named_parameters()}
 
 
 def load_assigned(model: nn.Module) -> None:
@@ -122,29 +126,26 @@ def test_what_was_tagged_by_hand_stays():
     layer = uu.Linear(4, 4)
     uu.parameter.tag(layer.weight, "output", 7)
     layer.to("meta").to_empty(device="cpu")
-    assert tags(layer) == {"weight": ("output", 7)}
+    assert tags(layer) == {"weight": Tags("output", 7)}
 
 
-@pytest.mark.parametrize("name", ["uu", "unit_scale"])
+@pytest.mark.parametrize("name", ["uu", "unit_scale", "preserved"])
 def test_weight_norm(name: str):
     """The direction is the weight, the length a gain; a parametrization without parts is itself."""
     model = MODELS[name]()
-    depths = {n.rpartition(".")[0]: depth for n, (_, depth) in tags(model).items()}
     linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    types = {n: model.get_submodule(n).weight.mup_type for n in linears}
+    known = {n: tags_of(model.get_submodule(n).weight) for n in linears}
     for path in linears:
         parametrizations.weight_norm(model.get_submodule(path))
     restore_tags(model)
     for path in linears:
         parts = model.get_submodule(path).parametrizations.weight
-        assert tags(parts) == {
-            "original0": ("norm", depths[path]),
-            "original1": (types[path], depths[path]),
-        }
+        split = known[path]._replace(mup_divisor=None)
+        assert tags(parts) == {"original0": split._replace(mup_type="norm"), "original1": split}
         parametrize.remove_parametrizations(model.get_submodule(path), "weight")
-        assert model.get_submodule(path).weight.mup_type == types[path]
+        assert tags_of(model.get_submodule(path).weight) == known[path]
     layer = parametrizations.spectral_norm(uu.Linear(4, 3))
-    assert tags(layer) == {"parametrizations.weight.original": ("weight", None)}
+    assert tags(layer) == {"parametrizations.weight.original": Tags("weight")}
     uu.optim.AdamW(model.parameters())
 
 

@@ -21,8 +21,8 @@ from .record import rms_of
 __all__ = ["Structure", "has_changed", "part", "structure_of", "warn_of_new_weights"]
 
 Structure = dict[str, tuple[Any, ...]]
-"""Path -> class, forward of the instance, name in the scope, parameters, children; of a parameter
-that was seen before, its number."""
+"""Path -> names of the class and of its forward, name in the scope, parameters, children.
+Parameters have numbers, which are equal where one is shared."""
 
 
 def structure_of(model: nn.Module, scope: object, path: str = "") -> Structure:
@@ -47,10 +47,10 @@ def structure_of(model: nn.Module, scope: object, path: str = "") -> Structure:
                 place = name
         children = [(name, child) for name, child in own["_modules"].items() if child is not None]
         kind = type(module)
-        forward = getattr(own["forward"], "__qualname__", "other") if "forward" in own else ""
-        names = tuple([name for name, _ in children])
         kind = getattr(kind, "_original", kind)
-        found[path] = (kind, forward, place, tuple(parameters), names)
+        forward = getattr(own.get("forward", kind.forward), "__qualname__", "other")
+        names = tuple([name for name, _ in children])
+        found[path] = (kind.__qualname__, forward, place, tuple(parameters), names)
         prefix = f"{path}." if path else ""
         todo += [(prefix + name, child) for name, child in children]
     return found

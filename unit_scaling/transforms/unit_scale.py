@@ -514,14 +514,15 @@ def unit_scale(
     """A unit-scaled copy of ``module``.
 
     What each call needs is worked out at the first call, from the model's data flow, and shown by
-    `unit_scaling.report`. The copy is the same model in every other way.
+    `unit_scaling.report`. The copy is the same model in every other way. It may be edited: the next
+    call works out anew what a model of another structure needs.
 
     replace: torch function -> function to call in its place, with the same arguments, e.g.
     {F.relu: U.relu_squared}. One that has no argument ``inplace`` is called without it: its result
     is a new tensor.
-    init: "unit" brings every weight to RMS 1 and every bias to 0; "preserve" keeps the function
-    that the model computes and all its parameters: only casts without a scale, as of recipe "unit",
-    divide a weight by its size, a power of two, and multiply it in again.
+    init: "unit" brings every weight to RMS 1 and every bias to 0; "preserve" changes no parameter
+    and no value: casts without scales divide each weight by the nearest power of two of its RMS
+    and multiply by it, and a loss inside of the model has its factor.
     residual: the weights of residual branches: "fixed", 0.5 for feed-forward and 0.01 for
     attention branches, or "umup", the rule by depth of `uu.transformer_residual_scaling_rule`;
     the first call then tags the parameters of the branches with the depth of their stack.
@@ -537,7 +538,8 @@ def unit_scale(
 
     Raises TypeError for what is not a module or is TorchScript, and for a replacement that is no
     function; ValueError for an unknown option, a replacement for what is not a torch function, and
-    a weight that a hook computes (`torch.nn.utils.weight_norm`). The first call raises ValueError
+    a weight that a hook computes (`torch.nn.utils.weight_norm`), and init="preserve" of a model
+    with a part that has the factors of init="unit". The first call raises ValueError
     for a function, not a module, under `torch.utils.checkpoint`: it would be computed again without
     its scales; RuntimeError inside `torch.export` or `torch.vmap`, which take a model that has run
     once.
