@@ -45,7 +45,7 @@ _INPUTS = {
 """Scaling of an input -> strategy, and whether its scale is found when it is served."""
 
 
-class Blocks(NamedTuple):
+class _Blocks(NamedTuple):
     """A layout of Transformers' quantizer "fp8": tiles of a weight share a ``weight_scale_inv``."""
 
     method: str
@@ -63,8 +63,8 @@ class Blocks(NamedTuple):
 
 
 BLOCKS = {
-    "block": Blocks("fp8", (128, 128), (1, 128), {"fmt": "e4m3"}),
-    "mx": Blocks("mxfp8", (1, 32), (1, 32), {"scale_fmt": "ue8m0"}),
+    "block": _Blocks("fp8", (128, 128), (1, 128), {"fmt": "e4m3"}),
+    "mx": _Blocks("mxfp8", (1, 32), (1, 32), {"scale_fmt": "ue8m0"}),
 }
 """Scaling of weight and input -> the layout in blocks: DeepSeek's, and MXFP8 with E8M0 bytes."""
 

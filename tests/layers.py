@@ -46,7 +46,7 @@ fp8.adapters, fp8.low_precision <- fp8.adapters.composer
 fp8.adapters <- fp8.adapters.bitsandbytes
 fp8.convert, fp8.adapters <- fp8.adapters.lightning
 fp8.levels, fp8.adapters <- fp8.adapters.msamp <- fp8.adapters.accelerate
-fp8.adapters, fp8.history, fp8.operands, fp8.recipe, fp8.swap <- fp8.export
+fp8.adapters, fp8.convert, fp8.history, fp8.operands <- fp8.export
 fp8.adapters, fp8.native, fp8.report <- fp8.doctor
 fp8.doctor, fp8.levels <- fp8.__main__
 

@@ -327,9 +327,7 @@ def test_refused_by_name(tmp_path):
         fp8.export("model", tmp_path)
     with pytest.raises(ValueError, match=r"fp8\.convert was not called"):
         fp8.export(llama(), tmp_path)
-    with pytest.raises(
-        ValueError, match="no layout for recipe 'nvfp4': convert the model"
-    ):
+    with pytest.raises(ValueError, match="no layout for recipe 'nvfp4': convert the model"):
         fp8.export(fp8.convert(llama(), "nvfp4"), tmp_path)
     with pytest.raises(ValueError, match=r"it stays in high precision"):
         fp8.export(fp8.convert(nn.Sequential(nn.Conv2d(16, 16, 3)), "tensor"), tmp_path)

@@ -406,14 +406,7 @@ def unit_scale(
     check_module("unit_scale", module)
     check_name("init", init, INITS)
     check_name("residual", residual, RESIDUALS)
-    if not all(map(callable, dict(replace or {}).values())):
-        raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
-    for function in replace or {}:
-        if not (function in KINDS or is_torch_function(function)):
-            raise ValueError(
-                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
-                "to take its place in the model itself"
-            )
+    _check_replacements(replace or {})
     refuse_weights(module)
     result = copied(module)
     inner = unwrapped(result)
@@ -438,9 +431,7 @@ def unit_scale(
     if plan is not None:
         retag(inner, plan, rescale=True)
         scope.follow(plan)
-    install(inner, scope)
-    if scope.scales_weights:
-        keep_transform(inner, restore)
+    _give(inner, scope)
     return result
 
 
@@ -454,6 +445,10 @@ def restore(model: nn.Module, plan: ModelPlan) -> None:
     scope = UnitScale([], {}, **settings, context_length=plan.context_length)
     retag(model, plan, rescale=False)
     scope.follow(plan)
+    _give(model, scope)
+
+
+def _give(model: nn.Module, scope: UnitScale) -> None:
     install(model, scope)
     if scope.scales_weights:
         keep_transform(model, restore)
@@ -467,6 +462,17 @@ def register_transformers() -> None:
     it once. Raises ImportError without transformers.
     """
     register(restore)
+
+
+def _check_replacements(replace: Replacements) -> None:
+    if not all(map(callable, dict(replace).values())):
+        raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
+    for function in replace:
+        if not (function in KINDS or is_torch_function(function)):
+            raise ValueError(
+                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
+                "to take its place in the model itself"
+            )
 
 
 def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | None) -> Any:
