@@ -289,7 +289,9 @@ def test_other_transforms_stay():
 
 @pytest.mark.parametrize("normed", ["weight_norm", "orthogonal", "pruned"])
 def test_computed_weights(normed):
-    """The factor goes to what the weight is computed from."""
+    """The factor goes to what the weight is computed from. An orthogonal one has none: its RMS is
+    measured in float32, and so known to 2**-24.
+    """
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).double()
     if normed == "pruned":
@@ -297,8 +299,8 @@ def test_computed_weights(normed):
     else:
         getattr(parametrizations, normed)(plain[0])
     model, given = unit_scale(plain), {"input": torch.randn(4, 8).double()}
-    want = logits(model, given)
-    torch.testing.assert_close(logits(uu.fold(model), given), want, rtol=1e-12, atol=1e-12)
+    want, error = logits(model, given), 1e-6 if normed == "orthogonal" else 1e-12
+    torch.testing.assert_close(logits(uu.fold(model), given), want, rtol=error, atol=error)
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, uu.transforms.compile])
