@@ -116,7 +116,8 @@ from .modules import (
     Upsample,
 )
 from .parameter import MupType, Parameter
-from .transforms import fold, plan, register_transformers, report, verify
+from .transforms import fold, register_transformers, report, verify
+from .transforms.report import plan
 from .version import __version__
 
 __all__ = [

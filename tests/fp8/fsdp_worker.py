@@ -145,9 +145,10 @@ def check_checkpoint(folder: Path) -> None:
     step(model, opt)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
     dcp.save(state, checkpoint_id=folder / "of_two")
-    full: dict[str, Tensor] = {n: p.full_tensor() for n, p in model.state_dict().items()}
+    sharded = {n: p for n, p in model.state_dict().items() if isinstance(p, DTensor)}
+    full: dict[str, Tensor] = {n: p.full_tensor() for n, p in sharded.items()}
     assert {type(t) for t in full.values()} == {Tensor}
-    shards = {n: p.to_local() for n, p in model.state_dict().items()}
+    shards = {n: p.to_local() for n, p in sharded.items()}
     assert {type(t) for t in shards.values()} == {Tensor}
     pickled = {n: p.to_local() for n, p in model.named_parameters()}  # with FSDP2's own view
     torch.save(pickled, folder / f"{dist.get_rank()}")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
 
 import unit_scaling as uu
 from notebooks.nanogpt.model import GPT, GPTConfig
@@ -284,6 +285,43 @@ def test_other_transforms_stay():
     model(torch.randn(2, 8))
     result = uu.fold(model)
     assert "Products are simulated" in str(uu.report(result))
+
+
+@pytest.mark.parametrize("normed", ["weight_norm", "orthogonal", "pruned"])
+def test_computed_weights(normed):
+    """The factor goes to what the weight is computed from. An orthogonal one has none: its RMS is
+    measured in float32, and so known to 2**-24.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).double()
+    if normed == "pruned":
+        prune.l1_unstructured(plain[0], "weight", amount=0.5)
+    else:
+        getattr(parametrizations, normed)(plain[0])
+    model, given = unit_scale(plain), {"input": torch.randn(4, 8).double()}
+    want, error = logits(model, given), 1e-6 if normed == "orthogonal" else 1e-12
+    torch.testing.assert_close(logits(uu.fold(model), given), want, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, uu.transforms.compile])
+def test_compiled(wrap):
+    """What `torch.compile` wraps comes back without it; what is compiled in place stays so."""
+    torch._dynamo.reset()
+    model = wrap(unit_scale(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))))
+    given = {"input": torch.randn(4, 8)}
+    want = logits(model, given)
+    result = uu.fold(model)
+    assert isinstance(result, nn.Sequential)
+    torch.testing.assert_close(logits(result, given), want)
+
+
+def test_a_call_that_no_rule_reads_disturbs_nothing_but_fold():
+    """Spectral norm writes by ``out=``: the model runs, and the error names what is in the way."""
+    layer = parametrizations.spectral_norm(nn.Linear(8, 8))
+    model = unit_scale(nn.Sequential(layer, nn.GELU(), nn.Linear(8, 4)))
+    model(torch.randn(4, 8)).sum().backward()
+    with pytest.raises(ValueError, match="cannot hold the factors of unit_scale at: gelu in 1"):
+        uu.fold(model)
 
 
 def test_preserve_has_no_factors():

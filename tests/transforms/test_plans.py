@@ -12,7 +12,7 @@ from torch import nn
 import unit_scaling as uu
 from tests.transforms.models import GPT
 from unit_scaling.transforms import ModelPlan, unit_scale
-from unit_scaling.transforms.unit_scale import UnitScale
+from unit_scaling.transforms.scope import UnitScale
 
 IDS = torch.arange(32).view(2, 16) % 65
 

@@ -15,7 +15,7 @@ import unit_scaling as uu
 from tests.threads import TIMEOUT, Meet, meeting, switching, together
 from unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
 from unit_scaling.transforms.install import find_scope
-from unit_scaling.transforms.unit_scale import UnitScale
+from unit_scaling.transforms.scope import UnitScale
 
 TRANSFORMS = {
     "unit_scale": unit_scale,

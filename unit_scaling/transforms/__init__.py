@@ -7,7 +7,7 @@ from .history import History
 from .metrics import InFormat, Metrics
 from .model_plan import ModelPlan
 from .prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
-from .report import Report, plan, report
+from .report import Report, report
 from .simulate import simulate_format, simulate_fp8
 from .track_scales import track_scales
 from .unit_scale import register_transformers, unit_scale
@@ -22,7 +22,6 @@ __all__ = [
     "Verification",
     "compile",
     "fold",
-    "plan",
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",

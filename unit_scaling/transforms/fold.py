@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from fp8.subclass import check_module, lose
 from .compile import copied
 from .install import find_scope, uninstall, unwrapped
 from .pretrained import Pretrained
-from .unit_scale import UnitScale
+from .scope import UnitScale
 
 __all__ = ["fold"]
 
@@ -24,7 +24,8 @@ def fold(module: M) -> M:
     """The plain model of the same class, with the factors of `unit_scale` in its weights.
 
     A copy without the transform: it keeps hooks, dtypes, devices, requires_grad and other
-    transforms, and in evaluation it computes what ``module`` does. Its state_dict is that of the
+    transforms, and in evaluation it computes what ``module`` does; of a model that `torch.compile`
+    wraps it is one of the model itself. Its state_dict is that of the
     plain class. In training other factors hold (those of dropout), and so do other learning rates.
 
     Exact but for two roundings: factors are no powers of two, so each weight is rounded once in its
@@ -46,13 +47,13 @@ def fold(module: M) -> M:
     scope = find_scope(module, UnitScale)
     if scope is None:
         raise ValueError(f"fold needs a model with unit_scale, got a {type(module).__name__}")
-    factors = scope.outside(unwrapped(module)).factors
-    result = copied(module, "fold")
-    inner = unwrapped(result)
-    tensors = dict((*inner.named_parameters(), *inner.named_buffers()))
+    inner: Any = unwrapped(module)
+    factors = scope.outside(inner).factors
+    result: M = copied(inner, "fold")
+    tensors = dict((*result.named_parameters(), *result.named_buffers()))
     for name, factor in factors.items():
         tensors[name].mul_(factor)
-    uninstall(inner, UnitScale)
-    for part in inner.modules():
+    uninstall(result, UnitScale)
+    for part in result.modules():
         lose(part, Pretrained)
     return result

@@ -9,9 +9,9 @@ from fp8.subclass import check_module
 
 from .install import find_scope, unwrapped
 from .model_plan import ModelPlan
+from .scope import UnitScale
 from .simulate import Simulate
 from .steps import Row
-from .unit_scale import UnitScale
 
 __all__ = ["Report", "plan", "report"]
 
@@ -46,7 +46,8 @@ def plan(model: nn.Module) -> ModelPlan:
     its first call, and for functions in ``replace``, which are no data.
 
     >>> import torch
-    >>> from unit_scaling.transforms import ModelPlan, plan, unit_scale
+    >>> from unit_scaling import plan
+    >>> from unit_scaling.transforms import ModelPlan, unit_scale
     >>> model = unit_scale(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
     >>> _ = model(torch.randn(2, 4))
     >>> print(plan(model))

@@ -15,6 +15,7 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 from unit_scaling.transforms import unit_scale
+from unit_scaling.transforms.marker import MARKER
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -151,10 +152,12 @@ def test_checkpointed_activations(name, way, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("way", ["fp8", "both"])
 def test_saved_and_loaded(name, way, tmp_path):
-    """Names, ties and values are those of the plain model, before and after."""
+    """Names, ties and values are those of the plain model, before and after; and a unit-scaled one
+    comes back unit-scaled, with the key that says so."""
     model = MODELS[name]()
     names = set(model.state_dict())
     model = WAYS[way](model)
+    names |= {MARKER} if way in ("unit", "both") else set()
     trainer(model, tmp_path).save_model(tmp_path / "saved")
     loaded, said = type(MODELS[name]()).from_pretrained(
         tmp_path / "saved", output_loading_info=True
