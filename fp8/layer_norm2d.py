@@ -1,11 +1,10 @@
-"""Layer norm over the channels of each pixel, in the memory format that it is given.
+"""Layer norm over the channels of each pixel.
 
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean, var: over the channels
 
-Compiled code is made from the formulas below. Eager code on a CPU has torch's kernel for channels
-that lie together, and for contiguous images the formulas, a few images at a time in the cache. On a
-CUDA device with Triton it has the kernels in `fp8.layer_norm2d_kernels`: one pass forward and one
-backward.
+Compiled code is made from the formulas below. Eager code on a CPU is a permutation,
+`torch.nn.functional.layer_norm` and the inverse permutation; on a CUDA device with Triton it is the
+kernels in `fp8.layer_norm2d_kernels`: one pass forward and one backward.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import layer_norm2d_kernels as kernels
@@ -23,19 +21,8 @@ from .function import FIRST_LOOK, apply
 
 __all__ = ["layer_norm2d"]
 
-aten = torch.ops.aten
-
 BLOCK = 16
 """Channels of which compiled code sums at once, each on a line of its own in memory."""
-
-
-CHUNK = 1 << 17
-"""Elements, in whole images, that eager code on a CPU goes through at once, within its cache."""
-
-
-LARGE = 1 << 16
-"""Elements of contiguous images from which on a few passes in the cache are quicker than two copies
-that change places."""
 
 
 def layer_norm2d(
@@ -43,31 +30,34 @@ def layer_norm2d(
 ) -> Tensor:
     """`torch.nn.functional.layer_norm` over dimension 1, as in ConvNeXt.
 
-    input: (batch, channels, ...), floating point, any strides, which the result has too where they
-    are dense: contiguous stays contiguous and channels-last stays channels-last. weight, bias:
-    (channels,) or None, of any floating-point dtype. eps: added to the variance.
-    Computed in float32 (float64 for float64), the variance from the differences to the mean
-    (compiled on CPUs, of channels-last bfloat16 to the first channel), and rounded once to the
-    dtype of input, which the result has; so are the gradients, each to the dtype of its tensor.
-    `torch.autocast` changes nothing. NaN and Inf make their pixel NaN.
+    input: (batch, channels, ...), floating point, any strides. weight, bias: (channels,) or None,
+    of any floating-point dtype. eps: added to the variance.
+    In eager mode on a CPU this is permute, layer_norm, permute, as in timm, with torch's autograd:
+    the channels of the output and of the gradient of input lie together, and 16-bit statistics of
+    the backward pass are torch's. Compiled and on CUDA devices the strides are those of input where
+    it is dense, and the statistics are in float32 (float64 for float64; compiled on CPUs, of
+    channels-last bfloat16, from the differences to the first channel). Each result is rounded once
+    to the dtype of its tensor. `torch.autocast` changes nothing. NaN and Inf make their pixel NaN.
     Raises ValueError for an input of fewer than two dimensions and for a weight or bias of another
     shape, TypeError for an input that is not floating point.
     """
-    tensors = tuple(t for t in (input, weight, bias) if t is not None)
+    tensors = (input, weight, bias)
     if has_torch_function(tensors):  # a mode sees the call, as it does those of torch.nn.functional
         return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
-    if (
-        torch.compiler.is_compiling() and FIRST_LOOK.items
-    ):  # it shows modes the calls of torch alone
+    compiling = torch.compiler.is_compiling()
+    if input.is_cpu and not compiling:
+        try:
+            return permuted(input, weight, bias, eps)
+        except (IndexError, RuntimeError):
+            _check(input, weight, bias)
+            raise
+    if compiling and FIRST_LOOK.items:  # the compiler shows modes the calls of torch alone
         mode = FIRST_LOOK.items.pop()
         try:
             return mode.__torch_function__(layer_norm2d, (), (input, weight, bias, eps))
         finally:
             FIRST_LOOK.items.append(mode)
     _check(input, weight, bias)
-    plain = input.is_cpu and input.element_size() > 2 and not torch.compiler.is_compiling()
-    if plain and not _large(input):
-        return _by_torch(input, weight, bias, eps)
     # True in every graph of torch 2.11 too: its compiler loses the gradients of what comes after.
     if torch.compiler.is_exporting():
         return _normalized(input, weight, bias, eps)[0]
@@ -87,20 +77,23 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
             )
 
 
-def _large(x: Tensor) -> bool:
-    """Whether ``x``, on a CPU, is of contiguous images of some size, of which torch's kernel would
-    copy all to other places and back."""
-    return x.dim() > 2 and x.numel() >= LARGE and x.is_contiguous() and kernels.fits(x)
+def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm2d` by torch's kernel, in TorchScript too.
 
-
-def scripted(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm2d` for TorchScript, which has no autograd functions: torch's kernel, and a copy
-    where the channels did not lie together."""
-    last = input.movedim(1, -1)
-    weight = None if weight is None else weight.to(input.dtype)
-    bias = None if bias is None else bias.to(input.dtype)
-    output = F.layer_norm(last, [last.size(-1)], weight, bias, eps).movedim(-1, 1)
-    return output.contiguous() if input.is_contiguous() else output
+    It takes parameters of the dtype of x, and for 16 bits of float32. permute costs less than
+    movedim.
+    """
+    other = (weight is not None and weight.dtype != x.dtype) or (
+        bias is not None and bias.dtype != x.dtype
+    )
+    if other:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        weight = None if weight is None else weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    image = x.dim() == 4
+    last = x.permute(0, 2, 3, 1) if image else x.movedim(1, -1)
+    y = torch.layer_norm(last, [last.size(-1)], weight, bias, eps)
+    return y.permute(0, 3, 1, 2) if image else y.movedim(-1, 1)
 
 
 class _LayerNorm2d(Function):
@@ -113,12 +106,8 @@ class _LayerNorm2d(Function):
     def forward(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if torch.compiler.is_compiling():
-            return _normalized(x, weight, bias, eps)
-        if kernels.take(x):
+        if not torch.compiler.is_compiling() and kernels.take(x):
             return kernels.forward(x, weight, bias, eps)
-        if x.is_cpu:
-            return (_by_images if _large(x) else _native)(x, weight, bias, eps)
         return _normalized(x, weight, bias, eps)
 
     @staticmethod
@@ -142,9 +131,6 @@ class _LayerNorm2d(Function):
             result = _gradients(grad, x, mean + rest, rstd, weight)
         elif kernels.take(x):
             result = kernels.backward(grad, x, mean, rstd, weight)
-        elif x.is_cpu:
-            chosen = _gradients_by_images if _large(x) else _native_gradients
-            result = chosen(grad, x, mean, rstd, weight)
         else:
             result = _gradients(grad, x, mean, rstd, weight)
         like = zip(result, (x, weight, bias), strict=True)
@@ -272,99 +258,3 @@ def _gradients(
     along = normal * ((g * normal).sum(1, keepdim=True) * share)
     dx = (g - g.sum(1, keepdim=True) * share - along) * rstd
     return dx, dweight, dbias
-
-
-def _by_images(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`_normalized` of dense ``x``, a few images at a time, which stay in the cache."""
-    y = torch.empty_like(x)
-    mean, rstd = (wide(x, x.new_empty(len(x), 1, *x.shape[2:])) for _ in range(2))
-    share = 1.0 / x.shape[1]
-    of_w, of_b = (None if t is None else _across(x, t) for t in (weight, bias))
-    for part, out, m, r in zip(*(_images(t, x) for t in (x, y, mean, rstd)), strict=True):
-        value = wide(x, part)
-        torch.sum(value, 1, keepdim=True, out=m).mul_(share)
-        c = torch.sub(value, m, out=out if out.dtype == m.dtype else value)
-        rest = c.sum(1, keepdim=True).mul_(share)
-        c.sub_(rest)
-        torch.sum(c.square(), 1, keepdim=True, out=r).mul_(share).add_(eps).rsqrt_()
-        m.add_(rest)
-        c.mul_(r)
-        if of_w is not None:
-            c.mul_(of_w)
-        if of_b is not None:
-            c.add_(of_b)
-        if c is not out:
-            out.copy_(c)
-    return y, mean, rstd
-
-
-def _gradients_by_images(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`_gradients` of dense ``x``, a few images at a time; that of the input in its dtype."""
-    dx = torch.empty_like(x)
-    dweight, dbias = (wide(x, x.new_zeros(x.shape[1])) for _ in range(2))
-    share, others = 1.0 / x.shape[1], [d for d in range(x.dim()) if d != 1]
-    of_w = None if weight is None else _across(x, weight)
-    for g, part, m, r, out in zip(*(_images(t, x) for t in (grad, x, mean, rstd, dx)), strict=True):
-        g, normal = wide(x, g), (wide(x, part) - m).mul_(r)
-        both = g * normal
-        dweight += both.sum(others)
-        dbias += g.sum(others)
-        if of_w is not None:
-            g = g * of_w
-            both.mul_(of_w)
-        normal.mul_(both.sum(1, keepdim=True).mul_(share)).add_(g.sum(1, keepdim=True).mul_(share))
-        torch.sub(g, normal, out=both).mul_(r)
-        out.copy_(both)
-    return dx, dweight, dbias
-
-
-def _images(t: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """``t`` in parts of as many images as are CHUNK elements of ``x``, at least one."""
-    return t.split(max(1, CHUNK * len(x) // max(1, x.numel())))
-
-
-def _by_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """By torch's kernel, forward and backward, of 32 or 64 bits."""
-    last = x.movedim(1, -1)
-    y = F.layer_norm(last, last.shape[-1:], wide(x, weight), wide(x, bias), eps).movedim(-1, 1)
-    return _laid_out_as(x, y)
-
-
-def _native(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`_normalized` by torch's kernel. With 16-bit parameters it would keep 16-bit statistics."""
-    last = x.movedim(1, -1)
-    weight = x.new_ones(x.shape[1:2]) if weight is None else weight
-    bias = x.new_zeros(x.shape[1:2]) if bias is None else bias
-    result = aten.native_layer_norm.default(
-        last, last.shape[-1:], wide(x, weight), wide(x, bias), eps
-    )
-    y, mean, rstd = (t.movedim(-1, 1) for t in result)
-    return _laid_out_as(x, y), mean, rstd
-
-
-def _native_gradients(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`_gradients` by torch's kernel, which sums in the dtype that it is given, a few images at a
-    time; that of the input in its dtype."""
-    weight = wide(x, x.new_ones(x.shape[1:2]) if weight is None else weight)
-    parts, dweight, dbias = [], torch.zeros_like(weight), torch.zeros_like(weight)
-    for part in zip(*(_images(t, x) for t in (grad, x, mean, rstd)), strict=True):
-        g, last, *statistics = (wide(x, t).movedim(1, -1) for t in part)
-        dx, dw, db = aten.native_layer_norm_backward.default(
-            g, last, last.shape[-1:], *statistics, weight, weight, [True, True, True]
-        )
-        parts.append(dx.movedim(-1, 1).to(x.dtype))
-        dweight, dbias = dweight + dw, dbias + db
-    return _laid_out_as(x, parts[0] if len(parts) == 1 else torch.cat(parts)), dweight, dbias
-
-
-def _laid_out_as(x: Tensor, y: Tensor) -> Tensor:
-    like = torch.empty_like(x)
-    return y if y.stride() == like.stride() else like.copy_(y)

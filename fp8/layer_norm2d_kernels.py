@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["backward", "backward_kernel", "fits", "forward", "forward_kernel", "take"]
+__all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "take"]
 
 TILE = 4096
 """Elements of a tile, where its channels are few. Not tuned: nothing here has run on a GPU."""
@@ -36,10 +36,10 @@ MAX_CHANNELS = 2048
 
 def take(x: Tensor) -> bool:
     """Whether the kernels compute for ``x``: on CUDA, with Triton, dense, and real memory."""
-    return x.is_cuda and x.dtype != torch.float64 and fits(x) and _available()
+    return x.is_cuda and x.dtype != torch.float64 and _fits(x) and _available()
 
 
-def fits(x: Tensor) -> bool:
+def _fits(x: Tensor) -> bool:
     """Whether ``x`` is (batch, channels, ...), contiguous or channels-last, not empty, and has
     memory: what torch.func passes has none."""
     plain = type(x) in (Tensor, torch.nn.Parameter)
@@ -84,7 +84,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(x: Tensor) -> _Tiles:
-    """The tiles of a tensor that `fits`."""
+    """The tiles of a tensor that `_fits`."""
     batch, channels = x.shape[:2]
     pixels = math.prod(x.shape[2:])
     padded = 1 << (channels - 1).bit_length()

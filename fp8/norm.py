@@ -21,7 +21,7 @@ from .formats import Format, get_format
 from .function import apply
 from .kernels import store
 from .layer_norm2d import layer_norm2d as over_channels
-from .layer_norm2d import scripted, wide
+from .layer_norm2d import permuted, wide
 from .matmul import to_autocast_dtype
 from .names import check_flag
 from .quantize import quantize_forward
@@ -153,12 +153,14 @@ def layer_norm2d(
 ) -> Tensor:
     """Layer norm over the channels of each pixel, in low precision.
 
-    input: (batch, channels, ...), contiguous or channels-last, as the output is then. weight, bias:
-    (channels,) or None. The rest as in `layer_norm`.
-    Raises ValueError also for an input of fewer than two dimensions and for a weight or bias of
-    another shape, TypeError for an input that is not floating point.
+    input: (batch, channels, ...). weight, bias: (channels,) or None. The rest as in `layer_norm`.
+    Strides and errors also as of `fp8.layer_norm2d.layer_norm2d`.
     """
-    return _norm(lambda x, w, b: over_channels(x, w, b, eps), (input, weight, bias), dtype, output)
+
+    def norm(x: Tensor, *wb: Tensor | None) -> Tensor:
+        return over_channels(x, *_with_wide_statistics(x, x.shape[1:2], *wb), eps)
+
+    return _norm(norm, (input, weight, bias), dtype, output)
 
 
 def _norm(
@@ -227,13 +229,11 @@ class LayerNorm2d(nn.LayerNorm):
     """`layer_norm2d` as a module, with timm's arguments, parameters and defaults; as there an
     `nn.LayerNorm`.
 
-    Input and output: (batch, num_channels, ...), contiguous or channels-last, the output as the
-    input. affine: with weight and, unless bias is False, bias (num_channels,), which start at 1 and
-    0. device, dtype: of these. Computed in float32 and rounded once to the dtype of the input,
-    under `torch.autocast` too; made while `is_fast_norm`, to autocast's dtype.
-    `torch.jit.script` and `torch.export` take it; scripted, it is torch's kernel, and a copy for
-    contiguous input, without autocast's dtype. Errors as of `layer_norm2d`, and ValueError for
-    another number of channels.
+    Input and output: (batch, num_channels, ...), strides as of `fp8.layer_norm2d.layer_norm2d`.
+    affine: with weight and, unless bias is False, bias (num_channels,), which start at 1 and 0.
+    device, dtype: of these. The output has the dtype of the input, under `torch.autocast` too; in a
+    module made while `is_fast_norm`, autocast's dtype, but not scripted. `torch.export` takes it.
+    Errors as of `layer_norm2d`, and ValueError for another number of channels.
 
     >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
     >>> LayerNorm2d(8)(x).is_contiguous(memory_format=torch.channels_last)
@@ -262,7 +262,7 @@ class LayerNorm2d(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         self.check_channels(input)
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return scripted(input, self.weight, self.bias, self.eps)
+            return permuted(input, self.weight, self.bias, self.eps)
         if self.fast_norm:
             return layer_norm2d(input, self.weight, self.bias, self.eps)
         return over_channels(input, self.weight, self.bias, self.eps)

@@ -179,10 +179,10 @@ def test_the_next_product_takes_it_as_it_is(recipe: str, backend: str, monkeypat
         assert torch.equal(a, c)
     if backend == "native":
         casts: list[tuple[int, ...]] = []
-        real = fp8.kernels.quantize
+        real = fp8.kernels.quantize_operand
         monkeypatch.setattr(
             fp8.kernels,
-            "quantize",
+            "quantize_operand",
             lambda x, *a, **k: casts.append(tuple(x.shape)) or real(x, *a, **k),
         )
         model("e4m3")(*tensors)
@@ -262,7 +262,6 @@ def test_unit_scaling_sees_layer_norm_2d():
     assert "layer_norm2d  scaled" in str(uu.report(model))
     y.backward(torch.randn(y.shape))
     assert 0.5 < float(model[1].bias.grad.square().mean().sqrt()) < 2
-    assert y.is_contiguous()
 
 
 @pytest.mark.proves("timm", "one operation over the channels", how="own")

@@ -175,8 +175,8 @@ def layer_norm2d(
 ) -> Tensor:
     """`layer_norm` over the channels of each pixel, as in ConvNeXt.
 
-    input: (batch, channels, ...), whose memory format the output keeps. weight, bias: (channels,)
-    or None. Raises ValueError for an input of fewer than two dimensions.
+    input: (batch, channels, ...). weight, bias: (channels,) or None. Strides as of
+    `fp8.layer_norm2d.layer_norm2d`. Raises ValueError for an input of fewer than two dimensions.
     """
     weight, bias = _scaled(input, weight, bias)
     return over_channels(input, weight, bias, eps)
