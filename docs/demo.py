@@ -88,9 +88,10 @@ def demo() -> str:
     minutes = found["iters"] * milliseconds / 60_000
     time = "" if math.isnan(minutes) else f", {minutes:.1f} minutes of training steps"
     torch = where["torch"].partition("+")[0]
+    threads = f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}"
     about = (
-        f"{found['iters']} steps from the same weights, one seed, eager{time}; {where['threads']} "
-        f"threads of an {where['cpu']}, torch {torch}, commit {where['commit'][:7]}."
+        f"{found['iters']} steps from the same weights, one seed, eager{time}; {threads} of an "
+        f"{where['cpu']}, torch {torch}, commit {where['commit'][:7]}."
     )
     return f"{table(' | '.join(COLUMNS), lines)}\n\n{about}"
 

@@ -90,7 +90,7 @@ def test_unit_scaled_models_have_the_optimizer_that_the_readme_recommends(traini
 
 def test_a_scale_per_tensor_keeps_what_fp8_without_scales_loses(training) -> None:
     """Every product is cast, with scales: the gradients are near those of the plain model."""
-    settings = dataclasses.replace(SETTINGS, dropout=0.0)
+    settings = dataclasses.replace(SETTINGS, layers=2, width=32, batch_size=64, dropout=0.0)
     runs = {variant: training(variant, settings) for variant in ("fp32", "fp8_tensor", "fp8")}
     for run in runs.values():
         run.example_loss().backward()
@@ -99,7 +99,7 @@ def test_a_scale_per_tensor_keeps_what_fp8_without_scales_loses(training) -> Non
         variant: ((run.model.blocks[0].mlp.up.weight.grad - exact).norm() / exact.norm()).item()
         for variant, run in runs.items()
     }
-    assert 0 < errors["fp8_tensor"] < 0.2 < errors["fp8"]
+    assert 0 < errors["fp8_tensor"] < 0.1 < errors["fp8"]
     assert flushed_share(runs["fp8_tensor"], scaled=True) < 0.01 < flushed_share(runs["fp8"])
 
 
