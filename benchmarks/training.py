@@ -44,7 +44,10 @@ def main() -> int:
     results = json.loads((args.out / RESULTS).read_text())
     rows = [*_variant_rows(results), *_pair_rows(results["runs"])]
     iters = results["settings"]["iters"]
-    question = f"held-out loss on {results['data']['name']} after {iters} steps of preset small"
+    question = (
+        f"held-out loss on {results['data']['name']} after {iters} steps of preset small, "
+        f"{len(results['seeds'])} seeds"
+    )
     report("training", question, rows)
     return 0
 

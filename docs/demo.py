@@ -37,15 +37,15 @@ COLUMNS = {  # heading: key of a row of results/demo.json, format
 }
 
 
-def rows(results: dict[str, Any], *, times: bool) -> list[dict[str, Any]]:
+def rows(run: dict[str, Any], *, times: bool) -> list[dict[str, Any]]:
     """A row for each variant of a run's results.json; times: with what the machine took."""
     found = []
-    for row in results["summary"]:
+    for row in run["summary"]:
         timed = dict(zip(TIMES, (row["ms_per_step"], row["ratio"]), strict=True)) if times else {}
         about = {
             "name": row["variant"],
             "label": VARIANTS[row["variant"]].label,
-            "lr": results["lr"][row["variant"]],
+            "lr": run["lr"][row["variant"]],
             "val_loss": row["val_loss"],
             "gap": row["gap"],
             "gradients_lost": row["flushed_gradients"],
@@ -57,27 +57,28 @@ def rows(results: dict[str, Any], *, times: bool) -> list[dict[str, Any]]:
 
 def record(folder: Path, *, times: bool) -> None:
     """Writes results/demo.json and the picture from a finished run."""
-    results = json.loads((folder / RUN).read_text(encoding="utf-8"))
-    settings, seeds = results["settings"], len(results["seeds"])
+    run = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    settings, seeds = run["settings"], len(run["seeds"])
     question = (
-        f"make demo: {settings['iters']} steps from the same weights on {results['data']['name']}, "
-        f"{seeds} seed{'s' if seeds > 1 else ''}, {'compiled' if results['compile'] else 'eager'}"
+        f"make demo: {settings['iters']} steps from the same weights on {run['data']['name']}, "
+        f"{seeds} seed{'s' if seeds > 1 else ''}, {'compiled' if run['compile'] else 'eager'}"
     )
-    path = write("demo", question, rows(results, times=times))
+    path = write("demo", question, rows(run, times=times))
     content = json.loads(path.read_text(encoding="utf-8"))
-    about = {**machine(), **{k: results["machine"][k] for k in ("cpu", "cores", "threads")}}
+    about = {**machine(), **{k: run["machine"][k] for k in ("cpu", "cores", "threads")}}
     content |= {"machine": about, "iters": settings["iters"]}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     shutil.copyfile(folder / PLOT, PICTURE)
 
 
-def _read(name: str) -> dict[str, Any]:
+def results(name: str) -> dict[str, Any]:
+    """A file of benchmarks/results."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def demo() -> str:
     """The table of the demo, and what it was measured on."""
-    found = _read("demo")
+    found = results("demo")
     lines = [
         ["-" if row.get(key) is None else form.format(row[key]) for key, form in COLUMNS.values()]
         for row in found["rows"]
@@ -87,20 +88,22 @@ def demo() -> str:
     minutes = found["iters"] * milliseconds / 60_000
     time = "" if math.isnan(minutes) else f", {minutes:.1f} minutes of training steps"
     torch = where["torch"].partition("+")[0]
+    threads = f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}"
     about = (
-        f"{found['iters']} steps from the same weights, one seed, eager{time}; {where['threads']} "
-        f"threads of an {where['cpu']}, torch {torch}, commit {where['commit'][:7]}."
+        f"{found['iters']} steps from the same weights, one seed, eager{time}; {threads} of an "
+        f"{where['cpu']}, torch {torch}, commit {where['commit'][:7]}."
     )
     return f"{table(' | '.join(COLUMNS), lines)}\n\n{about}"
 
 
 def training() -> str:
     """The differences of the longer runs of benchmarks.training."""
-    found = _read("training")
+    found = results("training")
     pairs = [row for row in found["rows"] if "gap" in row]
     lines = [[row["name"], f"{row['gap']:+.3f}", f"{row['gap_std']:.3f}"] for row in pairs]
-    heads = "held-out loss, mean of three seeds | difference | standard deviation"
-    return table(heads, lines)
+    made = table("difference of held-out losses | mean | standard deviation over seeds", lines)
+    question = found["question"]
+    return f"{made}\n\n{question[:1].upper()}{question[1:]}."
 
 
 PARTS: dict[str, Callable[[], str]] = {"demo": demo, "training": training}

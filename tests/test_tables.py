@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from docs import build, parity
+from docs import build, demo, parity
 from docs.features import DOCUMENTS, FEATURES, HOW
+from notebooks.nanogpt.settings import PRESETS
+from notebooks.nanogpt.variants import VARIANTS
 
 
 def test_tables_are_up_to_date():
@@ -17,6 +19,39 @@ def test_benchmarks_are_up_to_date():
     assert build.BENCHMARKS.read_text(encoding="utf-8") == build.render_benchmarks(), (
         "run `make docs`"
     )
+
+
+def test_the_results_of_the_readme_are_up_to_date():
+    text = demo.README.read_text(encoding="utf-8")
+    assert demo.readme(text) == text, "run `make docs`"
+
+
+def test_the_readme_says_what_the_demo_has_found():
+    """Without scales FP8 hardly learns; with one per tensor, or unit-scaled, it does."""
+    for row in demo.results("demo")["rows"]:
+        variant = VARIANTS[row["name"]]
+        assert (row["label"], row["lr"]) == (variant.label, variant.default_lr(PRESETS["small"]))
+        assert row["gap"] > 0.3 if row["name"] == "fp8" else row["gap"] < 0.05
+
+
+def test_the_demo_takes_the_best_rates_of_its_sweep():
+    """For every variant, and the best one lies between two that were tried."""
+    found = {row["name"]: row for row in demo.results("demo_rates")["rows"]}
+    assert list(found) == [row["name"] for row in demo.results("demo")["rows"]]
+    for name, row in found.items():
+        rates = sorted(float(key.removeprefix("at ")) for key in row if key.startswith("at "))
+        assert row["best"] == row["demo"] == VARIANTS[name].default_lr(PRESETS["small"])
+        assert rates[0] < row["best"] < rates[-1]
+
+
+def test_parts_of_the_readme_are_made_anew():
+    text = "a\n<!-- demo -->\nold\n<!-- /demo -->\nb\n<!-- training -->\n<!-- /training -->\n"
+    made = demo.readme(text)
+    assert "old" not in made
+    assert demo.readme(made) == made
+    assert "| FP32 | 0.004 |" in made
+    with pytest.raises(ValueError, match=r"one part <!-- training -->"):
+        demo.readme("<!-- demo -->\n<!-- /demo -->")
 
 
 def test_every_row_is_there():

@@ -55,8 +55,8 @@ class Variant:
 
     `autocast` is the dtype of torch.autocast around the forward pass, None for none.
     `unit_scaled` picks the learning rate: weights of variance 1 need a larger one than weights
-    of variance 0.02**2. `scale_loss` is whether torch's GradScaler scales the loss. `scaled` is
-    whether its casts have a scale for each tensor.
+    of variance 0.02**2; `lr_mult` is a factor of that rate. `scale_loss` is whether torch's
+    GradScaler scales the loss, `scaled` whether the casts have a scale for each tensor.
     """
 
     label: str
@@ -65,9 +65,11 @@ class Variant:
     scale_loss: bool = False
     unit_scaled: bool = False
     scaled: bool = False
+    lr_mult: float = 1.0
 
     def default_lr(self, settings: Settings) -> float:
-        return settings.unit_lr if self.unit_scaled else settings.lr
+        """The peak learning rate."""
+        return self.lr_mult * (settings.unit_lr if self.unit_scaled else settings.lr)
 
 
 VARIANTS: dict[str, Variant] = {

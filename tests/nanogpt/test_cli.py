@@ -27,8 +27,8 @@ def test_a_run_writes_results_a_plot_and_a_table(tmp_path: Path, argv, capsys) -
     assert results["lr"] == {"fp32": PRESETS["small"].lr, "bf16": 0.003}
     assert results["machine"].keys() >= {"cpu", "threads", "device", "python", "torch"}
     out, err = capsys.readouterr()
-    rows = [line.split()[0] for line in out.splitlines() if line.startswith(("FP32 ", "BF16 "))]
-    assert rows == ["FP32", "BF16"]
+    rows = [line.split() for line in out.splitlines() if line.startswith(("FP32  ", "BF16  "))]
+    assert [row[0] for row in rows if len(row) == 7] == ["FP32", "BF16"]
     assert out.rstrip().endswith("loss.png")
     assert err.count("\n") == 4 * 5  # not a terminal: one line an evaluation
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import unit_scaling as uu
 from notebooks.nanogpt.data import load_corpus
+from notebooks.nanogpt.gradients import flushed_share
 from notebooks.nanogpt.progress import Progress
 from notebooks.nanogpt.settings import PRESETS, Settings
 from notebooks.nanogpt.train import Training, deterministic, learning_rate, make_optimizer, train
@@ -57,6 +59,7 @@ def test_the_published_preset_is_the_published_one() -> None:
     assert (preset.batch_size, preset.iters, preset.warmup, preset.dropout) == (64, 5000, 100, 0.2)
     assert (preset.lr, preset.lr * preset.final_lr) == (1e-3, pytest.approx(1e-4))
     assert (preset.unit_lr, preset.unit_lr * preset.final_lr) == (0.02, pytest.approx(0.002))
+    assert not preset.umup
     assert (preset.betas, preset.weight_decay, preset.clip) == ((0.9, 0.99), 0.1, 1.0)
 
 
@@ -66,6 +69,38 @@ def test_only_matrices_decay(training) -> None:
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in rest["params"]} == {1}
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+
+
+def test_unit_scaled_models_have_the_optimizer_that_the_readme_recommends(training) -> None:
+    """With the smaller rate for gains, and the decay of a step that the plain model has."""
+    run = training("unit_scaled")
+    optimizer = make_optimizer(run.model, 1.0, SETTINGS)
+    assert type(optimizer) is uu.optim.AdamW
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[run.model.norm.weight] == SETTINGS.vector_lr
+    assert rates[run.model.blocks[0].mlp.down.weight] == 64**-0.5
+    decays = {round(g["lr"] * g["weight_decay"], 9) for g in optimizer.param_groups}
+    assert decays == {0.0, round(SETTINGS.weight_decay * SETTINGS.lr, 9)}
+    other = make_optimizer(run.model, 1.0, dataclasses.replace(SETTINGS, optimizer="fp8"))
+    assert {g["lr"] for g in other.param_groups} == set(rates.values())
+    plain = make_optimizer(run.model, 1.0, dataclasses.replace(SETTINGS, umup=False))
+    assert type(plain) is type(training().optimizer) is torch.optim.AdamW
+    assert {g["lr"] for g in plain.param_groups} == {1.0}
+
+
+def test_a_scale_per_tensor_keeps_what_fp8_without_scales_loses(training) -> None:
+    """Every product is cast, with scales: the gradients are near those of the plain model."""
+    settings = dataclasses.replace(SETTINGS, layers=2, width=32, batch_size=64, dropout=0.0)
+    runs = {variant: training(variant, settings) for variant in ("fp32", "fp8_tensor", "fp8")}
+    for run in runs.values():
+        run.example_loss().backward()
+    exact = runs["fp32"].model.blocks[0].mlp.up.weight.grad
+    errors = {
+        variant: ((run.model.blocks[0].mlp.up.weight.grad - exact).norm() / exact.norm()).item()
+        for variant, run in runs.items()
+    }
+    assert 0 < errors["fp8_tensor"] < 0.1 < errors["fp8"]
+    assert flushed_share(runs["fp8_tensor"], scaled=True) < 0.01 < flushed_share(runs["fp8"])
 
 
 def test_the_loss_falls_on_text_it_has_not_seen(training) -> None:

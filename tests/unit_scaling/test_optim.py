@@ -93,6 +93,29 @@ def test_positional_arguments_arrive():
 
 
 @each_optimizer
+def test_lr_mult(cls):
+    """A factor for a mup_type beside the rule's, also in groups added later; the decay stays."""
+    mult = {"norm": 1 / 32, "bias": 0.5}
+    for parameter in parameters():
+        (alone,) = lrs(cls([parameter], lr=1.0))
+        opt = cls([parameter], lr=1.0, weight_decay=0.01, lr_mult=mult)
+        again = pickle.loads(pickle.dumps(opt))
+        again.add_param_group({"params": [copy.deepcopy(parameter)]})
+        for group in (*opt.param_groups, *again.param_groups):
+            expected = alone * mult.get(parameter.mup_type, 1.0)
+            assert group["lr"] == group["mup_lr_scale"] == pytest.approx(expected)
+            assert group["lr"] * group["weight_decay"] == pytest.approx(0.01)
+
+
+def test_lr_mult_that_cannot_be():
+    with pytest.raises(ValueError, match=r"mup_type in lr_mult.*'gain'"):
+        AdamW(parameters(), lr_mult={"gain": 0.1})
+    for factor in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="lr_mult must be finite and not negative"):
+            scaled_parameters(parameters(), "adam", lr=1.0, lr_mult={"norm": factor})
+
+
+@each_optimizer
 def test_one_group_for_each_learning_rate(cls):
     opt = cls(parameters(), lr=0.5)
     rates = [g["lr"] for g in opt.param_groups]
