@@ -270,9 +270,9 @@ def test_checkpointed_layers_are_cast_in_the_recomputation_too(
     want = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
     if compiled:
         checkpointed = torch.compile(checkpointed, fullgraph=True, backend="aot_eager")
-    casts = Mock(wraps=quantize)
+    casts = Mock(wraps=quantize_operand)
     if not compiled:
-        monkeypatch.setattr(casting, "quantize", casts)
+        monkeypatch.setattr(casting, "quantize_operand", casts)
     y = checkpointed(x)
     forward = casts.call_count
     y.square().sum().backward()

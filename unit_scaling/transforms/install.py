@@ -29,7 +29,6 @@ __all__ = [
     "install",
     "is_exported",
     "is_sharded",
-    "is_traced",
     "uninstall",
     "unwrapped",
 ]
@@ -174,7 +173,7 @@ def _take_scopes(module: Any) -> None:
     parts = [scopes for child in module.children() if (scopes := getattr(child, "_scopes", ()))]
     if not parts or any(scope.path.items for scope, _ in parts[0]):
         return
-    if is_traced():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         from .first_call import outside_graph
 
         outside_graph(lambda: _take_scopes(module))
@@ -267,14 +266,6 @@ def uninstall(model: nn.Module, kind: type) -> None:
 
 
 _GO_ON = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-
-
-def is_traced() -> bool:
-    """Whether this code is traced, by torch.compile or torch.export, in this thread.
-
-    `torch.compiler.is_compiling` is also true in all other threads while one compiles (torch 2.13).
-    """
-    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def is_exported() -> bool:

@@ -28,7 +28,6 @@ from .install import (
     install,
     is_exported,
     is_sharded,
-    is_traced,
 )
 from .model_plan import ModelPlan, tags_in
 from .observe import plain
@@ -137,7 +136,9 @@ class UnitScale:
         """``call()`` under the plan for this form of call, made at its first time."""
         for _, name in self.inside(path) or ():
             return _RUNNING.items[-1].within(name, call)
-        compiling = is_traced()
+        # Of this thread: `is_compiling` is true in all threads while one compiles (torch
+        # 2.13). Written out at each place: a function of it would be compiled itself, to True.
+        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         changed = bool(self.edition) and has_changed(module, self, path)
         if changed and not compiling:
             with self._recording:
@@ -230,7 +231,8 @@ class UnitScale:
             self.path.items.pop()
 
     def _replay(self, plan: Plan, call: Call, path: str, eager: bool = False) -> Any:
-        if not (eager or is_traced()):
+        traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        if not (eager or traced):
             return outside_compiler(lambda: self._replay(plan, call, path, eager=True))
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
         # the mode is active. Inside try, it leaves this frame, from its start, to eager mode.

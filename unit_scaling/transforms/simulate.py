@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from fp8.autocast import autocast, outside_compiler
@@ -15,7 +16,7 @@ from fp8.threads import Stack
 
 from ..formats import FPFormat
 from .compile import copied
-from .install import Call, Places, install, is_traced, unwrapped
+from .install import Call, Places, install, unwrapped
 
 __all__ = ["Simulate", "simulate_format", "simulate_fp8"]
 
@@ -43,7 +44,8 @@ class Simulate:
         return call() if self._active.items else self._simulated(call)
 
     def _simulated(self, call: Call, eager: bool = False) -> Any:
-        if not (eager or is_traced()):
+        traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        if not (eager or traced):
             return outside_compiler(lambda: self._simulated(call, eager=True))
         # Not a with statement, for the reason given in UnitScale._replay.
         mode = autocast(self.recipe, opaque="warn")
