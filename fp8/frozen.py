@@ -25,10 +25,10 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | 
 
     For the base model under adapters: each weight of a linear layer or convolution that does not
     require a gradient becomes a `ScaledTensor`, with values of ``format`` and one power-of-two
-    scale, rounded once. Trained weights, biases, norms and embeddings (unless tied) stay as they
-    are. Names, ties, dtypes, tags and hooks stay; products, and whatever else reads a weight
-    (DoRA's norm), see its rounded numbers. Freeze and store the model first, then add adapters:
-    these then start at zero on the function that is stored.
+    scale, rounded once. One that is stored already stays, and so do trained weights, biases, norms
+    and embeddings (unless tied). Names, ties, dtypes, tags and hooks stay; products, and whatever
+    else reads a weight (DoRA's norm), see its rounded numbers. Freeze and store the model first,
+    then add adapters: these then start at zero on the function that is stored.
 
     format: "e4m3", "e5m2" or "fp16"; None makes the weights plain parameters again, with the
     rounded numbers. Do that before an adapter is merged: an operation in place whose result the
@@ -64,7 +64,7 @@ def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | 
     weights = [weight for module in chosen for weight in _frozen(module)]
     if weights:
         scale_weights(model, weights, format, None)
-    else:
+    elif not any(isinstance(p, ScaledTensor) and p.exact for p in model.parameters()):
         warn_once(ConvertWarning, _NOTHING.format(type(model).__name__, len(chosen)), model)
     return model
 

@@ -103,9 +103,8 @@ def train(model: Any, steps: int = 3) -> list[float]:
     return losses
 
 
-@each_kind
 @each_way
-@pytest.mark.parametrize("called", [False, True], ids=["uncalled", "called"])
+@pytest.mark.parametrize(("dora", "called"), [(False, False), (True, False), (False, True)])
 def test_adapters_of_zero_change_nothing(way: str, dora: bool, called: bool):
     model = WAYS[way](llama())
     if called:
@@ -244,3 +243,46 @@ def test_an_average_of_weights_follows_a_stored_base():
         warnings.simplefilter("ignore")  # of small steps, which a frozen weight has none of
         average.update_parameters(model)
     assert torch.isfinite(logits(average.module)).all()
+
+
+def test_storing_costs_no_accuracy_under_tensor_scaling():
+    """The cast of the products rounds to the same numbers."""
+    both = fp8.convert(llama()), fp8.convert(stored(llama()))
+    assert torch.equal(*map(logits, both))
+    assert train(adapted(both[0])) == train(adapted(both[1]))
+
+
+@pytest.mark.filterwarnings("ignore:.*on a ScaledTensor")  # of small steps
+def test_a_step_and_an_initialisation_that_would_round_are_refused():
+    model = stored(llama()).requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    backward(model)
+    with pytest.raises(NotImplementedError, match=r"fp8\.store_frozen"):
+        optimizer.step()
+    pissa = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights="pissa")
+    with pytest.raises(NotImplementedError, match=r"setting \.data would round"):
+        peft.get_peft_model(stored(llama()), pissa)
+
+
+def test_a_checkpoint_is_assigned_and_rounded():
+    model, plain = stored(llama()), llama()
+    model.load_state_dict(plain.state_dict(), assign=True)
+    assert isinstance(model.lm_head.weight, ScaledTensor)
+    assert fp8.state(model).scaled.master == 0
+    assert torch.equal(logits(model), logits(stored(plain)))
+
+
+def test_a_level_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"has a level already: .* is a ScaledTensor"):
+        fp8.initialize(adapted(stored(llama())), opt_level="O2", recipe=None)
+
+
+def test_a_stored_layer_is_compiled_and_kept_in_bfloat16():
+    model = adapted(fp8.convert(stored(llama().bfloat16())))
+    train(model, 1)
+    assert model.base_model.model.lm_head.weight.dtype == torch.bfloat16
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x), rtol=2**-7, atol=2**-8)
+    assert fp8.store_frozen(model, None).base_model.model.lm_head.weight.dtype == torch.bfloat16
