@@ -65,7 +65,7 @@ def llama() -> nn.Module:
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=32,
         tie_word_embeddings=False,
@@ -158,7 +158,7 @@ def test_adapters_stay_in_high_precision():
     after = fp8.convert(adapted(llama()), where=lambda name, layer: "lora_" not in name)
     for model in (before, after):
         rows = {row.path: row.done for row in fp8.report(model) if "embed" not in row.path}
-        assert len(rows) > 15
+        assert len(rows) == 14
         for name, done in rows.items():
             assert (done == "converted") == ("lora_" not in name), name
     train(before)
@@ -170,7 +170,7 @@ def test_adapters_stay_in_high_precision():
 def test_frozen_weights_take_one_byte(first: bool):
     model: Any = adapted(stored(llama())) if first else fp8.store_frozen(adapted(llama()))
     count = sum(isinstance(p, ScaledTensor) for p in model.parameters())
-    assert count == 15  # of 7 linear layers in each block, and the readout
+    assert count == 8  # 7 linear layers of the block, and the readout
     train(model)
     kept = fp8.state(model).scaled
     assert kept.total == kept.count + 4 * count  # no gradient, no master; a scale each
