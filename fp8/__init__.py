@@ -5,6 +5,7 @@ from .autocast import autocast, checkpoint_contexts
 from .convert import convert, report, revert
 from .export import export
 from .formats import FORMATS, Format, get_format
+from .frozen import store_frozen
 from .history import AmaxHistory, reduce_amax
 from .level_state import state
 from .levels import LEVELS, Level, initialize
@@ -75,5 +76,6 @@ __all__ = [
     "set_fast_norm",
     "state",
     "stats",
+    "store_frozen",
     "strict",
 ]

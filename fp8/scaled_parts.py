@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Parts", "warn_of_small_steps"]
+__all__ = ["Parts", "refuse_rounding", "warn_of_small_steps"]
 
 aten = torch.ops.aten
 
@@ -41,12 +41,17 @@ class Parts(Tensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
+        numbers = new.detach().to(torch.float32)
+        self._check("setting .data", numbers)
         Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         if (self.stored.shape, self.stored.device) != (new.shape, new.device):
             self.stored = self.stored.new_empty(new.shape, device=new.device)
             self.scale = self.scale.to(new.device)
         with torch.no_grad():
-            self._write(new.detach().to(torch.float32))
+            self._write(numbers)
+
+    def _check(self, name: str, numbers: Tensor) -> None:
+        raise NotImplementedError
 
     def share_memory_(self) -> Any:
         """Moves both tensors to shared memory."""
@@ -76,4 +81,15 @@ def warn_of_small_steps(func: Any, kwargs: dict[str, Any]) -> None:
             "optimizer that fp8.initialize returned; make a copy that averages weights before "
             "fp8.initialize",
             stacklevel=4,
+        )
+
+
+def refuse_rounding(name: str, rounded: Tensor, numbers: Tensor) -> None:
+    """Raises NotImplementedError where ``rounded``, in a format, is not ``numbers``, the result of
+    the operation ``name``. NaN counts as equal to NaN."""
+    if not torch.allclose(rounded, numbers, rtol=0, atol=0, equal_nan=True):
+        raise NotImplementedError(
+            f"{name} would round a weight that fp8.store_frozen keeps in few bits (merging an "
+            "adapter, or a step of an optimizer): call fp8.store_frozen(model, None) first, which "
+            "makes the weights plain parameters again"
         )

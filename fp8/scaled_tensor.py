@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .formats import FORMATS, Format, dtype_name, get_format
 from .function import apply
-from .scaled_parts import Parts, warn_of_small_steps
+from .scaled_parts import Parts, refuse_rounding, warn_of_small_steps
 from .scaling import in_format
 
-__all__ = ["ScaledTensor", "keep_gradients_in", "plain", "scaled"]
+__all__ = ["DTYPES", "STORED", "ScaledTensor", "keep_gradients_in", "plain", "scaled"]
 
 aten = torch.ops.aten
 
@@ -69,6 +69,9 @@ class ScaledTensor(Parts):
     writes: list[int]
     #: The format that gradients are kept in, None for those of a plain tensor.
     grad_format: str | None = None
+    #: Whether an operation in place is refused where the format would round its result: of weights
+    #: that `fp8.store_frozen` keeps. Views and clones have it too.
+    exact: bool = False
 
     # torch.compile, torch.func and the C++ code see this class below autograd alone.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -140,6 +143,12 @@ class ScaledTensor(Parts):
         """Stores other numbers."""
         new = scaled(numbers, self.format)
         return self._take(new.stored, new.scale)
+
+    def _check(self, name: str, numbers: Tensor) -> None:
+        """Raises NotImplementedError where the format would round what ``exact`` says it must not.
+        name: of the operation that has led to the numbers."""
+        if self.exact and not torch.compiler.is_compiling():
+            refuse_rounding(name, scaled(numbers, self.format).dequantize(numbers.dtype), numbers)
 
     def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
         if not self.whole:
@@ -264,13 +273,12 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for i, argument in enumerate(func._schema.arguments)
         if argument.is_write
     ]
-    if any(isinstance(x, ScaledTensor) for x in tree_leaves(written)):
+    kept = [x for x in tree_leaves(written) if isinstance(x, ScaledTensor)]
+    if kept:
         warn_of_small_steps(func, kwargs)
-    changed = {
-        id(numbers[id(x)]): x._write(numbers[id(x)])
-        for x in tree_leaves(written)
-        if isinstance(x, ScaledTensor)
-    }
+    for x in kept:
+        x._check(func.overloadpacket.__name__, numbers[id(x)])
+    changed = {id(numbers[id(x)]): x._write(numbers[id(x)]) for x in kept}
     return tree_map(lambda x: changed.get(id(x), x), result)
 
 
@@ -295,7 +303,7 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def view(stored: Tensor) -> ScaledTensor:
         y = ScaledTensor(stored, x.scale, x.dtype, whole)
-        y.writes = x.writes
+        y.writes, y.exact = x.writes, x.exact
         return y
 
     result = tree_map(view, func(x.stored, *args[1:], **kwargs))
@@ -303,7 +311,9 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _clone(func: Any, x: ScaledTensor, **kwargs: Any) -> ScaledTensor:
-    return ScaledTensor(func(x.stored, **kwargs), x.scale.clone(), x.dtype)
+    y = ScaledTensor(func(x.stored, **kwargs), x.scale.clone(), x.dtype)
+    y.exact = x.exact
+    return y
 
 
 def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:

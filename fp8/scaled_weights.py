@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from .moments import decode
 from .optim_state import MASTER, carried, has, read, rounds_to
 from .scaled_tensor import OWN, ScaledTensor, keep_gradients_in, plain, scaled
-from .subclass import Gained, check_module, gain
+from .subclass import Gained, check_module, gain, lose
 
-__all__ = ["SHARDED", "export_weights", "scale_weights"]
+__all__ = ["SHARDED", "export_weights", "plain_weights", "scale_weights"]
 
 SHARDED = (
     "fully_shard keeps shards of its own: call fp8.fsdp.gather_in_fp8 before it, which sends "
@@ -52,7 +52,9 @@ class _ScaledWeights(Gained):
             if not isinstance(given, Tensor) or given.shape != old.shape:
                 continue
             if new is not old:  # assigned: numbers and dtype are, the parameter with its ties stays
+                exact, old.exact = old.exact, False  # a checkpoint is rounded
                 old.data = new.detach()
+                old.exact = exact
                 setattr(self, name, old)
             _bring(old, given)
 
@@ -82,30 +84,40 @@ def _attributes(parameter: Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def _bring(parameter: Any, numbers: Tensor) -> None:
-    """Has a weight that holds less than a master bring that along: it is rounded from it."""
-    if parameter.format != "fp16":
+    """Has a weight that holds less than a master bring that along: it is rounded from it. A weight
+    that no level trains has no master."""
+    if parameter.format != "fp16" and not parameter.exact:
         parameter.loaded = scaled(numbers.to(parameter.device, torch.float32), "fp16")
         parameter.copy_(parameter.loaded)
 
 
-def _replacement(old: Any, format: str, grad_format: str) -> Any:
-    """A parameter with the numbers of ``old`` in ``format``, and all else that ``old`` has."""
-    new: Any = nn.Parameter(scaled(old, format), old.requires_grad)
-    _bring(new, old)
+def _with_all_of(old: Any, new: Any) -> Any:
+    """``new``, a parameter, with the attributes and hooks of ``old``."""
     vars(new).update(_attributes(old))
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(old, hooks))
-    keep_gradients_in(new, grad_format)
-    if old.grad is not None:
-        new.grad = scaled(plain(old.grad), grad_format, old.dtype)
+    return new
+
+
+def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
+    """A parameter with the numbers of ``old`` in ``format``, and all else that ``old`` has."""
+    new: Any = nn.Parameter(scaled(old, format), old.requires_grad)
+    new.exact = grad_format is None
+    _bring(new, old)
+    _with_all_of(old, new)
+    if grad_format is not None:
+        keep_gradients_in(new, grad_format)
+        if old.grad is not None:
+            new.grad = scaled(plain(old.grad), grad_format, old.dtype)
     return new
 
 
 def scale_weights(
-    model: nn.Module, weights: Iterable[nn.Parameter], format: str, grad_format: str
+    model: nn.Module, weights: Iterable[nn.Parameter], format: str, grad_format: str | None
 ) -> dict[nn.Parameter, Any]:
     """Puts ScaledTensors in the place of ``weights``, wherever ``model`` has them, tied or not.
 
+    grad_format: None for frozen weights, which have no gradient and no master (``exact``).
     Returns parameter -> the one in its place, which has its gradient, hooks and attributes.
     """
     new = {parameter: _replacement(parameter, format, grad_format) for parameter in weights}
@@ -115,6 +127,22 @@ def scale_weights(
                 gain(module, _ScaledWeights)
                 setattr(module, name, new[parameter])
     return new
+
+
+def plain_weights(model: nn.Module) -> None:
+    """Puts plain parameters in the place of the ScaledTensors of frozen weights, with the same
+    numbers: what `scale_weights` did with ``grad_format=None``, undone but for its rounding."""
+    new: dict[Any, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(_own(module)):
+            if old.exact:
+                if old not in new:
+                    plain_one = nn.Parameter(old.dequantize(), old.requires_grad)
+                    new[old] = _with_all_of(old, plain_one)
+                    vars(new[old]).pop("exact", None)
+                setattr(module, name, new[old])
+        if not list(_own(module)):
+            lose(module, _ScaledWeights)
 
 
 def export_weights(

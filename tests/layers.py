@@ -37,6 +37,7 @@ fp8.optim_state, fp8.subclass <- fp8.scaled_weights
 fp8.report, fp8.scaled_tensor, fp8.subclass <- fp8.level_state
 fp8.optim <- fp8.level_optimizer
 fp8.convert, fp8.level_optimizer, fp8.scaled_weights <- fp8.levels
+fp8.convert, fp8.scaled_weights <- fp8.frozen
 fp8.convert, fp8.optim_state <- fp8.fsdp
 fp8.files
 

@@ -80,6 +80,8 @@ def _tables() -> Iterator[None]:
 # Trainers' own: of torch's trees, of few workers, of folders and devices.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*")
+# Of transformers, which PEFT brings up.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.usefixtures("_tables")
 @each_document
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

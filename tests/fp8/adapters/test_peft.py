@@ -1,0 +1,288 @@
+"""PEFT, run for real: LoRA and DoRA on plain, preserved and converted models, and on bases whose
+frozen weights are stored in FP8."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.scaled_tensor import ScaledTensor
+from unit_scaling.transforms import unit_scale
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", reason="the models")
+    peft = pytest.importorskip("peft", reason="the adapters")
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def preserved(model: nn.Module) -> nn.Module:
+    return unit_scale(model, init="preserve")
+
+
+def stored(model: nn.Module) -> nn.Module:
+    return fp8.store_frozen(model.requires_grad_(False))
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "preserve": preserved,
+    "fp8": fp8.convert,
+    "both": lambda model: fp8.convert(preserved(model)),
+    "stored": stored,
+    "stored, fp8": lambda model: fp8.convert(stored(model)),
+    "both, stored": lambda model: stored(fp8.convert(preserved(model))),
+}
+EXACT = ("plain", "preserve", "stored")
+"""Ways without casts, whose logits before and after a merge differ by float32's rounding alone."""
+
+each_way = pytest.mark.parametrize("way", WAYS)
+each_kind = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    torch.manual_seed(0)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+X = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=X).logits
+
+
+def backward(model: Any) -> float:
+    loss = model.train()(input_ids=X, labels=X).loss
+    loss.backward()
+    return loss.item()
+
+
+def adapted(model: nn.Module, dora: bool = False) -> Any:
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=4, target_modules=TARGETS, use_dora=dora)
+    return peft.get_peft_model(model, config)
+
+
+def train(model: Any, steps: int = 3) -> list[float]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(backward(model))
+        optimizer.step()
+    return losses
+
+
+@each_way
+@pytest.mark.parametrize(("dora", "called"), [(False, False), (True, False), (False, True)])
+def test_adapters_of_zero_change_nothing(way: str, dora: bool, called: bool):
+    model = WAYS[way](llama())
+    if called:
+        logits(model)
+    reference = logits(copy.deepcopy(model))
+    torch.testing.assert_close(logits(adapted(model, dora)), reference, rtol=0, atol=1e-6)
+
+
+@each_kind
+def test_a_preserved_model_trains_as_the_plain_one(dora: bool):
+    """All gradients have one factor, which Adam divides out but for its eps."""
+    expected = train(adapted(llama(), dora))
+    before_adapters = train(adapted(preserved(llama()), dora))
+    after_adapters = train(preserved(adapted(llama(), dora)))
+    assert before_adapters == pytest.approx(expected, abs=1e-5)
+    assert after_adapters == pytest.approx(expected, abs=1e-5)
+
+
+@each_kind
+@each_way
+def test_adapters_are_trained_saved_loaded_and_merged(way: str, dora: bool, tmp_path: Path):
+    model = adapted(WAYS[way](llama()), dora)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    for name, parameter in model.named_parameters():
+        assert ("lora_" in name) == (parameter.grad is not None)
+        assert "lora_" in name or torch.equal(parameter, before[name])
+    trained = logits(model)
+    assert torch.equal(logits(copy.deepcopy(model)), trained)
+
+    model.save_pretrained(tmp_path / "adapters")
+    again = peft.PeftModel.from_pretrained(WAYS[way](llama()), tmp_path / "adapters")
+    assert torch.equal(logits(again), trained)
+    base = stored(llama()) if "stored" in way else llama()
+    plain = logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapters"))
+
+    if "stored" in way:
+        fp8.store_frozen(model, None)
+    merged = model.merge_and_unload()
+    if way in EXACT:
+        torch.testing.assert_close(plain, trained, rtol=0, atol=1e-6)
+        torch.testing.assert_close(logits(merged), trained, rtol=0, atol=1e-6)
+    merged.save_pretrained(tmp_path / "merged")
+    final = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(final), plain, rtol=0, atol=1e-6)
+
+
+def test_adapters_stay_in_high_precision():
+    before = adapted(fp8.convert(llama()))
+    after = fp8.convert(adapted(llama()), where=lambda name, layer: "lora_" not in name)
+    for model in (before, after):
+        rows = {row.path: row.done for row in fp8.report(model) if "embed" not in row.path}
+        assert len(rows) == 14
+        for name, done in rows.items():
+            assert (done == "converted") == ("lora_" not in name), name
+    train(before)
+    train(after)
+    assert torch.equal(logits(before), logits(after))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_frozen_weights_take_one_byte(first: bool):
+    model: Any = adapted(stored(llama())) if first else fp8.store_frozen(adapted(llama()))
+    count = sum(isinstance(p, ScaledTensor) for p in model.parameters())
+    assert count == 8  # 7 linear layers of the block, and the readout
+    train(model)
+    kept = fp8.state(model).scaled
+    assert kept.total == kept.count + 4 * count  # no gradient, no master; a scale each
+    assert all(p.dtype == torch.float32 for n, p in model.named_parameters() if "lora_" in n)
+
+
+def test_a_stored_weight_is_rounded_once_also_when_loaded():
+    plain, model = llama(), stored(llama())
+    weight = model.lm_head.weight
+    expected = fp8.scaled(plain.lm_head.weight, "e4m3").dequantize()
+    assert torch.equal(weight.dequantize(), expected)
+    with torch.no_grad():
+        plain.lm_head.weight.mul_(3.3)
+    model.load_state_dict(plain.state_dict())
+    assert torch.equal(weight.dequantize(), fp8.scaled(plain.lm_head.weight, "e4m3").dequantize())
+    assert fp8.state(model).scaled.master == 0
+    assert torch.equal(model.state_dict()["lm_head.weight"], weight.dequantize())
+    fp8.store_frozen(model, None)
+    assert not any(isinstance(p, ScaledTensor) for p in model.parameters())
+    assert type(model) is type(plain)
+    assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@each_kind
+def test_a_merge_into_stored_weights_is_refused(dora: bool, safe: bool):
+    model = adapted(stored(llama()), dora)
+    train(model)
+    before = logits(model)
+    with pytest.raises(NotImplementedError, match=r"call fp8\.store_frozen\(model, None\) first"):
+        model.merge_and_unload(safe_merge=safe)
+    assert torch.equal(logits(model), before)
+    merged = fp8.store_frozen(model, None).merge_and_unload(safe_merge=safe)
+    torch.testing.assert_close(logits(merged), before, rtol=0, atol=1e-6)
+
+
+def test_gpt2_stores_its_transposed_layers_and_its_tied_head():
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=32, vocab_size=64)
+    model = stored(transformers.GPT2LMHeadModel(config))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert isinstance(model.lm_head.weight, ScaledTensor)
+    assert isinstance(model.transformer.h[0].mlp.c_fc.weight, ScaledTensor)
+    lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    train(peft.get_peft_model(model, lora))
+
+
+def test_where_chooses_what_is_stored():
+    model = llama().requires_grad_(False)
+    fp8.store_frozen(model, where=lambda name, layer: name != "lm_head")
+    assert not isinstance(model.lm_head.weight, ScaledTensor)
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, ScaledTensor)
+
+
+def test_storing_nothing_warns_and_bad_formats_are_refused():
+    with pytest.warns(fp8.ConvertWarning, match="requires_grad_"):
+        fp8.store_frozen(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match="unknown format 'e2m1'; choose one of 'e4m3'"):
+        fp8.store_frozen(nn.Linear(4, 4), "e2m1")
+    with pytest.raises(TypeError, match=r"store_frozen needs an nn\.Module"):
+        fp8.store_frozen(5)
+
+
+def test_an_average_of_weights_follows_a_stored_base():
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = adapted(stored(llama()))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    train(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of small steps, which a frozen weight has none of
+        average.update_parameters(model)
+    assert torch.isfinite(logits(average.module)).all()
+
+
+def test_storing_costs_no_accuracy_under_tensor_scaling():
+    """The cast of the products rounds to the same numbers."""
+    both = fp8.convert(llama()), fp8.convert(stored(llama()))
+    assert torch.equal(*map(logits, both))
+    assert train(adapted(both[0])) == train(adapted(both[1]))
+
+
+@pytest.mark.filterwarnings("ignore:.*on a ScaledTensor")  # of small steps
+def test_a_step_and_an_initialisation_that_would_round_are_refused():
+    model = stored(llama()).requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    backward(model)
+    with pytest.raises(NotImplementedError, match=r"fp8\.store_frozen"):
+        optimizer.step()
+    pissa = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights="pissa")
+    with pytest.raises(NotImplementedError, match=r"setting \.data would round"):
+        peft.get_peft_model(stored(llama()), pissa)
+
+
+def test_a_checkpoint_is_assigned_and_rounded():
+    model, plain = stored(llama()), llama()
+    model.load_state_dict(plain.state_dict(), assign=True)
+    assert isinstance(model.lm_head.weight, ScaledTensor)
+    assert fp8.state(model).scaled.master == 0
+    assert torch.equal(logits(model), logits(stored(plain)))
+
+
+def test_a_level_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"has a level already: .* is a ScaledTensor"):
+        fp8.initialize(adapted(stored(llama())), opt_level="O2", recipe=None)
+
+
+def test_a_stored_layer_is_compiled_and_kept_in_bfloat16():
+    model = adapted(fp8.convert(stored(llama().bfloat16())))
+    train(model, 1)
+    assert model.base_model.model.lm_head.weight.dtype == torch.bfloat16
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x), rtol=2**-7, atol=2**-8)
+    assert fp8.store_frozen(model, None).base_model.model.lm_head.weight.dtype == torch.bfloat16
