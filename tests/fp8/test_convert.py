@@ -18,9 +18,10 @@ from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import fp8
-from fp8 import RECIPES, casting, quantize
+from fp8 import RECIPES, casting
 from fp8.casting import is_whole
 from fp8.convert import LAYERS
+from fp8.quantize import quantize_operand
 
 # Layer -> (constructor, input).
 MAKE = {
