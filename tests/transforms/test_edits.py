@@ -416,7 +416,8 @@ def fresh(name: str) -> Tensor:
     if name not in VALUES:
         return unit_scale(edited(plain(), EDITS[name]))(X)
     ours, model = unit_scale(plain()), plain()
-    model.load_state_dict(ours.state_dict())
+    scaled = ours.state_dict()
+    model.load_state_dict({name: scaled[name] for name in model.state_dict()})
     model = edited(model, EDITS[name])
     with torch.no_grad():
         for path, layer in model.named_modules():

@@ -46,7 +46,7 @@ MORE = {
     (F, "glu", X): 36,
     (F, "softmax", X, -1): 48,
     (F, "prelu", X, SLOPE): 58,
-    (F, "layer_norm", X, (8,), W, W): 55,
+    (F, "layer_norm", X, (8,), W, W): 60,
     (F, "group_norm", IMAGE, 2, W, W): 54,
     (F, "mse_loss", X, Y): 76,
     (F, "huber_loss", X, Y): 91,
@@ -54,7 +54,7 @@ MORE = {
     (F, "cross_entropy", X, CLASSES): 77,
     (torch, "matmul", BATCH, BATCH): 90,
     (torch, "einsum", "bij,bjk->bik", BATCH, BATCH): 155,
-    (F, "linear", X, Y): 100,
+    (F, "linear", X, Y): 104,
     (F, "conv1d", IMAGE, KERNEL): 135,
 }
 
