@@ -117,7 +117,7 @@ def test_report_names_what_is_left_alone():
         ("tied", "left alone", "its weight is no operand of a product"),
         ("head", "left alone", "an embedding shares its weight"),
         ("conv", "left alone", "not chosen"),
-        ("first", "sent as e4m3, unit", ""),
+        ("first", "sent as e4m3, tensor", ""),
         ("second", "sent as e4m3, unit", ""),
     ]
     weight = model["first"].weight
