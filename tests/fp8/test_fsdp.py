@@ -118,7 +118,7 @@ def test_report_names_what_is_left_alone():
         ("head", "left alone", "an embedding shares its weight"),
         ("conv", "left alone", "not chosen"),
         ("first", "sent as e4m3, tensor", ""),
-        ("second", "sent as e4m3, unit", ""),
+        ("second", "sent as e4m3, tensor", ""),
     ]
     weight = model["first"].weight
     assert model["second"].weight is weight

@@ -26,7 +26,9 @@ def all_results(fn, settings: dict, calls: dict) -> dict:
     calls = {name: with_gradients(kwargs) for name, kwargs in calls.items()}
     outputs = fn(settings, **calls)
     torch.manual_seed(2)
-    torch.autograd.backward(list(outputs.values()), [torch.randn(y.shape) for y in outputs.values()])
+    torch.autograd.backward(
+        list(outputs.values()), [torch.randn(y.shape) for y in outputs.values()]
+    )
     grads = {
         name: {k: v.grad for k, v in kwargs.items() if isinstance(v, Tensor)}
         for name, kwargs in calls.items()

@@ -466,7 +466,7 @@ def test_state_of_torch_keeps_the_rates(cls, groups: str):
 
 def test_states_that_do_not_fit():
     there = parameters()
-    old = torch.optim.Adam(there)
+    old = torch.optim.Adam(there, lr=0.3)
     stepped(old, there)
     with pytest.raises(ValueError, match="is of 7 parameters, this optimizer has 6"):
         Adam(parameters()[:6]).load_state_dict(old.state_dict())

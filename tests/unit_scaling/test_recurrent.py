@@ -176,7 +176,7 @@ def test_a_loop_over_cells_is_the_layer(kind: str):
         cell(x)
     plain = getattr(nn, f"{name}Cell")(6, 5, **KINDS[kind][0])
     model = unit_scale(plain)
-    cell.load_state_dict(model.state_dict())
+    cell.load_state_dict(dict(model.named_parameters()))
     torch.testing.assert_close(model(x[0]), cell(x[0]))
     assert not uu.report(model).left_alone
     assert {p.mup_type for p in model.parameters()} == {"weight", "bias"}

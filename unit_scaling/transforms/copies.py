@@ -12,7 +12,7 @@ that is only recorded keeps these hooks and no others.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -88,7 +88,7 @@ def example_of(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: example_of(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(example_of, value))
+        return _like(value, map(example_of, value))
     if value is None or isinstance(value, bool | int | float | complex | str):
         return value
     raise TypeError(f"no example of a {type(value).__name__}")
@@ -104,8 +104,13 @@ def remade(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {name: remade(item, device) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(remade(item, device) for item in value)
+        return _like(value, (remade(item, device) for item in value))
     return value
+
+
+def _like(value: Any, items: Iterable[Any]) -> Any:
+    """A list or tuple of the kind of ``value``."""
+    return getattr(type(value), "_make", type(value))(items)  # a named tuple takes its fields
 
 
 def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, str, FunctionType]]:
