@@ -76,9 +76,7 @@ VARIANTS: dict[str, Variant] = {
     "fp32": Variant(label="FP32"),
     "bf16": Variant(label="BF16", autocast=torch.bfloat16),
     "fp8": Variant(label="FP8 without scales", build=_fp8, lr_mult=0.5),
-    "fp8_tensor": Variant(
-        label="FP8, scale per tensor", build=_fp8_tensor, scaled=True, lr_mult=2.0
-    ),
+    "fp8_tensor": Variant(label="FP8, scale per tensor", build=_fp8_tensor, scaled=True),
     "unit_scaled": Variant(label="unit-scaled FP32", build=_unit_scaled, unit_scaled=True),
     "unit_scaled_fp8": Variant(label="unit-scaled FP8", build=_unit_scaled_fp8, unit_scaled=True),
     "fp16": Variant(label="FP16, loss not scaled", autocast=torch.float16),
