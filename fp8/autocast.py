@@ -33,7 +33,7 @@ from .function import FIRST_LOOK, called
 from .history import AmaxHistory
 from .names import check_name
 from .products import EXPANDED, OPAQUE, PRODUCTS
-from .recipe import AUTO, RECIPES, Recipe, given_recipe
+from .recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from .tally import OPEN, look_here
 from .threads import Setting
 
@@ -179,7 +179,7 @@ class autocast:
     ) -> None:
         check_name("opaque", opaque, ("raise", "warn"))
         given = given_recipe(recipe)
-        chosen = given or RECIPES["tensor"]
+        chosen = given or PLAIN
         if enabled and chosen.keeps_history and not isinstance(history, AmaxHistory):
             raise ValueError(
                 f'recipe {chosen.name!r} has scaling "delayed": give it a place to remember, '
@@ -187,7 +187,7 @@ class autocast:
             )
         self.recipe = chosen if enabled else None
         #: That of the products of unit-scaled functions.
-        self.unit_recipe = (given or RECIPES["unit"]) if enabled else None
+        self.unit_recipe = (given or UNIT) if enabled else None
         self.opaque = opaque
         self.backend = checked_backend(backend, chosen) if enabled else "simulate"
         self.history = history

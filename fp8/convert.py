@@ -23,7 +23,7 @@ from .matmul import linear
 from .native import alignment, devices, why_not_here, why_not_recipe
 from .pitfalls import RecipeWarning, warn_once
 from .quantize import is_dense
-from .recipe import AUTO, RECIPES, Recipe, given_recipe, needs_unit_scale
+from .recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe, needs_unit_scale
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from .swap import (
@@ -68,9 +68,6 @@ ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.GLU, nn.ReLU)
 
 _NOT_A_PRODUCT = "a lookup, not a product"
 _KERNEL = "one kernel computes all its products"
-
-PLAIN, UNIT = RECIPES["tensor"], RECIPES["unit"]
-"""What "auto" is for layers that are not unit-scaled, and for those that are."""
 
 EXCEPTIONS: dict[type[nn.Module], str] = {
     nn.Embedding: _NOT_A_PRODUCT,

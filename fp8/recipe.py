@@ -14,7 +14,17 @@ from .quantize import OVERFLOWS
 from .rounding import ROUNDINGS
 from .scaling import RULES, SCALINGS
 
-__all__ = ["AUTO", "RECIPES", "Cast", "Recipe", "get_recipe", "given_recipe", "needs_unit_scale"]
+__all__ = [
+    "AUTO",
+    "PLAIN",
+    "RECIPES",
+    "UNIT",
+    "Cast",
+    "Recipe",
+    "get_recipe",
+    "given_recipe",
+    "needs_unit_scale",
+]
 
 AUTO = "auto"
 """In place of a recipe: "unit" for what is unit-scaled, "tensor" for all else."""
@@ -398,6 +408,9 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 """Name -> recipe."""
+
+PLAIN, UNIT = RECIPES["tensor"], RECIPES["unit"]
+"""What "auto" is for what is not unit-scaled, and for what is."""
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:

@@ -87,9 +87,7 @@ class Recorder:
         xs, ys = (t.detach().flatten()[::step].double() for t in (x, y))
         low, high = torch.ops.aten.aminmax.default(x.detach())
         clean = bool((low.isfinite() & high.isfinite()).item())  # as a rule, and quickly
-        finite = (
-            xs.isfinite() & ys.isfinite()
-        )  # a scale of eight bits is NaN with one of its values
+        finite = xs.isfinite() & ys.isfinite()  # a NaN E8M0 scale makes all of its tile NaN
         xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
         unit: Any = 1.0
         if scale is not None:

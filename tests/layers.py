@@ -66,7 +66,8 @@ unit_scaling.elementwise <- unit_scaling._functional
 unit_scaling.core <- unit_scaling._functional <- unit_scaling.functional
 unit_scaling.functional, unit_scaling.parameter <- unit_scaling._modules <- unit_scaling.modules
 unit_scaling.constant <- unit_scaling.first_call_checks <- unit_scaling.parameter
-unit_scaling.optimizer_checks <- unit_scaling.parameter <- unit_scaling.optim
+unit_scaling.first_call_checks <- unit_scaling.optimizer_checks <- unit_scaling.parameter
+unit_scaling.parameter <- unit_scaling.optim
 unit_scaling.functional, unit_scaling.parameter, unit_scaling.formats <- unit_scaling.transforms
 unit_scaling.transforms <- unit_scaling.analysis, unit_scaling.utils
 """

@@ -16,7 +16,14 @@ from fp8.pitfalls import ScaleWarning, warn_once
 
 from .constant import aside
 
-__all__ = ["LOW_GRADIENT", "check_gradient", "check_weights_at_first_call", "skip_weight_check"]
+__all__ = [
+    "LOW_GRADIENT",
+    "RANGE",
+    "check_gradient",
+    "check_weights_at_first_call",
+    "known_rms",
+    "skip_weight_check",
+]
 
 LOW_GRADIENT = 2.0**-6
 """A gradient at the output with an RMS below this is reported.
@@ -26,7 +33,7 @@ entropy are smaller than its RMS by the root of the number of classes: 2**-6 lea
 """
 
 RANGE = (1 / 4, 4.0)
-"""The RMS of a weight at the first call: that of `unit_scaling.verify`."""
+"""The RMS of a weight that counts as unit-scaled: that of `unit_scaling.verify`."""
 
 _FEW = 16
 """Of fewer normal numbers the RMS may be outside of `RANGE` by chance; of 16 in 1e-7 of cases."""
@@ -92,13 +99,13 @@ def _rms_outside(module: nn.Module) -> list[float]:
     for parameter in module.parameters(recurse=False):
         kind = getattr(parameter, "mup_type", "")
         if kind in ("weight", "output") and parameter.dim() > 1 and parameter.numel() >= _FEW:
-            rms = _rms(parameter)
+            rms = known_rms(parameter)
             if rms is not None and not RANGE[0] <= rms <= RANGE[1]:
                 return [rms]
     return []
 
 
-def _rms(tensor: Tensor) -> float | None:
+def known_rms(tensor: Tensor) -> float | None:
     """The RMS; None where it is zero or cannot be known: of meta, sharded and mapped tensors."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
@@ -127,7 +134,7 @@ def check_gradient(owner: Any, output: Tensor) -> None:
     def check(grad: Tensor) -> None:
         if owner.gradient_seen or torch.compiler.is_compiling():
             return
-        rms = _rms(grad)
+        rms = known_rms(grad)
         if rms is None:
             return
         owner.gradient_seen = True

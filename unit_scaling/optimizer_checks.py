@@ -21,6 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8.pitfalls import OptimizerWarning, warn_once
 
+from .first_call_checks import RANGE, known_rms
+
 __all__ = ["LOW_RATE", "check_optimizers", "remember_copy"]
 
 LOW_RATE = 2.0**-8
@@ -30,9 +32,6 @@ Adam changes an entry by about its rate in a step. The best rate of u-muP is abo
 square root of the fan-in (docs/learning-rates.md), 2**-7 for a fan-in of 4096 and more for all
 others; readouts, gains and biases take 1/2 itself.
 """
-
-_NEAR_ONE = (1 / 4, 4.0)
-"""The RMS of a weight that counts as unit-scaled: as in `unit_scaling.verify`."""
 
 
 class _Copied:
@@ -159,10 +158,7 @@ def _rate(optimizer: Optimizer, group: dict[str, Any]) -> float:
     return max(float(rate) for rate in given if rate is not None)
 
 
-@torch.no_grad()
 def _is_near_one(parameter: Tensor) -> bool:
     """Of a sharded or quantized tensor it is not known, and not so."""
-    if type(parameter) not in (Tensor, nn.Parameter) or parameter.is_meta or not parameter.numel():
-        return False
-    norm = torch.linalg.vector_norm(parameter, dtype=torch.float32).item()
-    return _NEAR_ONE[0] <= norm * parameter.numel() ** -0.5 <= _NEAR_ONE[1]
+    rms = known_rms(parameter)
+    return rms is not None and RANGE[0] <= rms <= RANGE[1]

@@ -119,7 +119,7 @@ class _Transformed(Gained, TaggedModule):
         """The names of the weights that a scope has scaled: of its model, or of a part of which
         the state_dict is asked for. Any other module has none.
         """
-        scopes = [path for scope, path in self._scopes if getattr(scope, "scales_weights", False)]
+        scopes = [path for scope, path in self._scopes if getattr(scope, "unit_scaled", False)]
         if not scopes or (scopes[0] and prefix):
             return []
         types = ("weight", "output")

@@ -84,7 +84,7 @@ def _described(model: Any) -> dict[str, Any]:
 
     Raises ValueError for a part of a model, which has no plan.
     """
-    scopes = ((s, path) for s, path in model._scopes if getattr(s, "scales_weights", False))
+    scopes = ((s, path) for s, path in model._scopes if getattr(s, "unit_scaled", False))
     ((scope, path),) = scopes
     if path:
         raise ValueError(

@@ -97,8 +97,8 @@ class UnitScale:
 
     @property
     def unit_scaled(self) -> bool:
-        """Whether it brings activations and gradients to RMS 1, for `fp8_unit_scaled`. With
-        init="preserve" they are those of the plain model."""
+        """Whether it brings weights, activations and gradients to RMS 1. With init="preserve" they
+        are those of the plain model."""
         return self.init == "unit"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,11 +108,6 @@ class UnitScale:
         self.__dict__.update(state)
         self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
         self._recording = threading.RLock()
-
-    @property
-    def scales_weights(self) -> bool:
-        """Whether the weights of the model are not those of the plain one."""
-        return self.init == "unit"
 
     def anew(self) -> UnitScale:
         """The same transform of another model, without plans."""
@@ -154,7 +149,7 @@ class UnitScale:
 
             return outside_graph(lambda: self.run(call, module, path, args, kwargs))
         output = outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
-        if self.init == "unit" and not (path or self.gradient_seen):
+        if self.unit_scaled and not (path or self.gradient_seen):
             self._check_gradient(output)
         return output
 
@@ -178,7 +173,7 @@ class UnitScale:
                     f"{name or 'the model'} was unit-scaled with init='unit', and the model around "
                     "it with init='preserve', which has no factors: use one init for both"
                 )
-        if self.structure and self.init == "unit":
+        if self.structure and self.unit_scaled:
             warn_of_new_weights(module, self)
         install(module, self, path)
         gone = part(self.structure, path)

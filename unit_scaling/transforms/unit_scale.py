@@ -127,7 +127,7 @@ def restore(model: nn.Module, plan: ModelPlan) -> None:
 def _finish(model: nn.Module, scope: UnitScale) -> None:
     """What depends on whether the model is unit-scaled: recipes, and what is saved."""
     choose_recipes(model)
-    if scope.scales_weights:
+    if scope.unit_scaled:
         keep_transform(model, restore)
 
 
