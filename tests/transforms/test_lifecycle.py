@@ -49,7 +49,7 @@ def test_identity(name: str) -> None:
     assert type(model).__name__ == "GPT"
     assert all(isinstance(b.qkv, nn.Linear) for b in model.blocks)
     marker = (
-        [MARKER] if getattr(model._scopes[0][0], "scales_weights", False) else []
+        [MARKER] if getattr(model._scopes[0][0], "unit_scaled", False) else []
     )  # test_checkpoints
     assert sorted(model.state_dict()) == sorted([*plain.state_dict(), *marker])
     assert model.head.weight is model.tokens.weight
