@@ -33,14 +33,16 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "both": lambda m: unit_scale(simulate_fp8(m)),
 }
 every_transform = pytest.mark.parametrize("name", TRANSFORMS)
-both_kinds = pytest.mark.parametrize(
+alone = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("preserve", "both") else pytest.mark.exhaustive)
+        pytest.param(
+            name, marks=[] if name in ("unit_scale", "preserve") else pytest.mark.exhaustive
+        )
         for name in TRANSFORMS
     ],
 )
-"""Where models are compiled: one that keeps its weights' scale, and one under both transforms."""
+"""Where each model is compiled: simulation, which takes long, is compiled by other tests here."""
 
 
 def transformed(name: str, *, seen: bool = True) -> GPT:
@@ -287,7 +289,7 @@ def test_fullgraph_after_the_first_call(name: str, backend: str) -> None:
 
 
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
-@both_kinds
+@alone
 def test_compiled_before_the_first_call(name: str) -> None:
     torch._dynamo.reset()
     expected = step(TRANSFORMS[name](tiny()))
@@ -298,7 +300,7 @@ def test_compiled_before_the_first_call(name: str) -> None:
     assert counter.frame_count == 1  # one whole graph, once the model has been seen
 
 
-@both_kinds
+@alone
 def test_transform_of_a_compiled_model(name: str) -> None:
     torch._dynamo.reset()
     counters["stats"].clear()
