@@ -33,8 +33,9 @@ def differences(cells: list[Any], others: list[Any], part: bool = False) -> list
     return [a.id for a, b in zip(*code, strict=True) if not _alike(a, b, part)]
 
 
-def _words(line: str) -> str:
-    return NUMBER.sub("#", line)
+def _label(line: str) -> str:
+    """A line without the number that it ends with."""
+    return line.rstrip("0123456789.%")
 
 
 def _alike(cell: Any, other: Any, part: bool) -> bool:
@@ -42,11 +43,11 @@ def _alike(cell: Any, other: Any, part: bool) -> bool:
     texts = ["".join(o.get("text", "") for o in c.outputs) for c in (cell, other)]
     if "sampled" in cell.metadata.get("tags", []):
         return kinds == other_kinds and all(texts)
-    if part:
-        lines = [_words(line) for line in texts[1].splitlines()] or [""]
-        texts[0] = "\n".join(line for line in texts[0].splitlines() if _words(line) in lines)
+    if part and texts[1].strip():
+        labels = {_label(line) for line in texts[1].splitlines()}
+        texts[0] = "\n".join(line for line in texts[0].splitlines() if _label(line) in labels)
     numbers = [[float(n.replace(",", "")) for n in NUMBER.findall(text)] for text in texts]
-    words = [_words(text).split() for text in texts]
+    words = [NUMBER.sub("#", text).split() for text in texts]
     same = kinds == other_kinds and words[0] == words[1]
     return same and numbers[0] == pytest.approx(numbers[1], **NEAR)
 
