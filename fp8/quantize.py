@@ -94,9 +94,9 @@ def quantize_operand(
     in an operand. scale: one that a rule has found, which is not checked; where it is NaN, so is
     the result. inverse: what x is multiplied by instead of being divided by the scale.
     """
-    grid, _ = _check(x, format, rounding, overflow, None, random_bits, scaled=scale is not None)
-    if overflow == "saturate":
-        grid = grid._replace(infinity=format.nonfinite or math.nan)
+    infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
+    scaled = scale is not None
+    grid, _ = _check(x, format, rounding, overflow, None, random_bits, scaled, infinity)
     return _quantize(x.detach(), grid, rounding, scale, _key(rounding, None, x.device), inverse)
 
 
@@ -220,21 +220,30 @@ def _check(
     scale: float | Tensor | None,
     random_bits: int,
     scaled: bool = False,
+    infinity: float | None = None,
 ) -> tuple[Grid, Tensor | None]:
     """The arguments of `quantize`, validated, as the numbers that the arithmetic needs.
 
-    scaled: whether there is a scale that is not to be validated.
+    scaled: whether there is a scale that is not to be validated. infinity: as in `Grid`.
     """
     check_dtype(x)
     check_name("rounding", rounding, ROUNDINGS)
     check_name("overflow", overflow, OVERFLOWS)
     if not 1 <= random_bits <= 31:
         raise ValueError(f"random_bits must be 1 to 31, got {random_bits}")
-    grid = _grid(get_format(format), overflow, x.dtype, scaled or scale is not None)
-    return grid._replace(random_bits=random_bits), _scale(x, scale)
+    scaled = scaled or scale is not None
+    grid = _grid(get_format(format), overflow, x.dtype, scaled, random_bits, infinity)
+    return grid, _scale(x, scale)
 
 
-def _grid(format: Format, overflow: str, dtype: torch.dtype, scaled: bool) -> Grid:
+def _grid(
+    format: Format,
+    overflow: str,
+    dtype: torch.dtype,
+    scaled: bool,
+    random_bits: int,
+    infinity: float | None,
+) -> Grid:
     """The values of `format` that `dtype` can hold (all of them under a scale), and where overflow
     goes."""
     largest, smallest = format.max, 0.0 if format.signed else format.min_subnormal
@@ -256,6 +265,8 @@ def _grid(format: Format, overflow: str, dtype: torch.dtype, scaled: bool) -> Gr
         beyond,
         format.negative_zero,
         smallest,
+        random_bits,
+        infinity,
     )
 
 

@@ -56,7 +56,8 @@ fp8.doctor, fp8.levels, fp8.version <- fp8.__main__
 
 fp8.subclass, fp8.report <- unit_scaling.transforms
 fp8.function, unit_scaling.watched <- unit_scaling.scale
-unit_scaling.watched <- unit_scaling.ops
+unit_scaling.argument_errors <- unit_scaling.watched <- unit_scaling.ops
+unit_scaling.argument_errors <- unit_scaling.modules
 unit_scaling.version
 unit_scaling.batch <- unit_scaling._functional, unit_scaling._modules
 unit_scaling.one_call <- unit_scaling._functional

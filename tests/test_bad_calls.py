@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.names import check_name
+from tests.unit_scaling.test_module_table import EXAMPLES
+from tests.unit_scaling.test_ops import op_kwargs
 from unit_scaling.formats import FPFormat
+from unit_scaling.modules import MODULES
+from unit_scaling.ops import OPS
 from unit_scaling.parameter import set_depth, tag
 from unit_scaling.transforms import simulate_format, simulate_fp8, track_scales, unit_scale
 
@@ -78,8 +83,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "context_length is a positive number of keys, got True",
     ),
     "init": (lambda: unit_scale(model(), init=5), "unknown init 5; choose one of 'unit'"),
-    "layer_norm": (lambda: U.layer_norm(X, "8"), "normalized_shape must be a list of ints"),
-    "rms_norm": (lambda: U.rms_norm(X, 8), "normalized_shape must be a list of ints, got 8"),
+    "layer_norm": (
+        lambda: U.layer_norm(X, "8"),
+        "normalized_shape must be a sequence, each an int",
+    ),
+    "rms_norm": (lambda: U.rms_norm(X, 8), "normalized_shape must be a seq.*, got int 8"),
     "export_weights": (lambda: fp8.export_weights(5), "export_weights needs an nn.Module, got int"),
     "their dtype": (
         lambda: fp8.export_weights(model(), "float32"),
@@ -118,6 +126,26 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: simulate_format(model(), "e4m3", "e5m3"),
         "unknown format 'e5m3'.*did you mean 'e5m2'",
     ),
+    "bias": (lambda: U.linear(X, X, 5), "^U.linear: bias must be a Tensor or None, got int 5$"),
+    "a list of no tensors": (
+        lambda: U.cat([X, 5]),
+        r"U.cat: tensors must be a sequence, each a Tensor, got list \[tensor",
+    ),
+    "a Tensor for a layer": (
+        lambda: uu.Linear(8, 8)("a"),
+        "^U.linear: input must be a Tensor, got str 'a'$",
+    ),
+    "residual_split": (lambda: U.residual_split(5), "^U.residual_split: input must be a Tensor"),
+    "bmm": (lambda: U.bmm(X, 5), "right must be a Tensor, got int 5$"),
+    "heads": (
+        lambda: uu.TransformerLayer(8, "a", 0.5, 0.5, True),
+        "^uu.TransformerLayer: heads must be an int, got str 'a'$",
+    ),
+    "hidden_size": (lambda: uu.MLP("a"), "^uu.MLP: hidden_size must be an int, got str 'a'$"),
+    "a subclass": (
+        lambda: type("Own", (uu.Linear,), {})("a", 4),
+        "^uu.Linear: in_features must be an int, got str 'a'$",
+    ),
     "strict of fp8": (lambda: fp8.strict("a"), "enabled must be True or False, got 'a'"),
 }
 
@@ -130,6 +158,39 @@ def test_a_bad_call_is_refused_by_name(name: str):
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert last.filename.startswith(OURS)
     assert last.line.startswith("raise ")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_tensor_of_an_op_is_refused_by_name_if_it_is_none(name: str):
+    kwargs = op_kwargs(OPS[name], torch.float32)
+    hints = get_type_hints(OPS[name].fn)
+    tensors = [key for key in kwargs if hints.get(key) is torch.Tensor]
+    assert tensors or name in ("add", "sub", "mul", "cat", "stack")  # numbers, lists of tensors
+    for key in tensors:
+        error = f"^U.{name}: {key} must be a Tensor, got str 'a'$"
+        with pytest.raises(TypeError, match=error) as caught:
+            OPS[name].fn(**{**kwargs, key: "a"})
+        assert caught.value.__suppress_context__  # torch's own is not shown
+
+
+@pytest.mark.parametrize("plain", MODULES, ids=lambda cls: cls.__name__)
+def test_every_size_of_a_module_is_refused_by_name_if_it_is_none(plain: type[nn.Module]):
+    cls = MODULES[plain]
+    parameters = inspect.signature(cls).parameters.values()
+    names = [p.name for p in parameters if p.default is p.empty]
+    args, kwargs, inputs = EXAMPLES.get(plain, ((), {}, (X,)))
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name in names:
+        if name not in ("args", "kwargs"):
+            with pytest.raises(TypeError, match=rf"^(uu|U)\.\w+: {name} must be (an int|a number)"):
+                cls(**{**given, name: "a"})(*inputs)  # some of torch's take anything at first
+
+
+def test_an_error_that_is_not_of_a_type_stays():
+    with pytest.raises(ValueError, match="input of shape"):
+        U.linear(X, torch.ones(3, 5))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'weight'"):
+        U.linear(X)
 
 
 @pytest.mark.parametrize(

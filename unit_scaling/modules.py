@@ -95,6 +95,7 @@ from ._modules.regularizers import (
     Softmin,
 )
 from ._modules.transformer import MLP, TransformerDecoder, TransformerLayer, TransformerStack
+from .argument_errors import named_in_errors
 
 __all__ = [
     "CELU",
@@ -285,3 +286,7 @@ MODULES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Tanhshrink: Tanhshrink,
     nn.Upsample: Upsample,
 }
+
+for _name in __all__:
+    if isinstance(_class := globals()[_name], type):
+        named_in_errors(_class)

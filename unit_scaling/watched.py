@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from .argument_errors import check_arguments
+
 __all__ = ["WATCHERS", "watched"]
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -20,10 +22,18 @@ WATCHERS: list[Watcher] = []
 
 
 def watched(body: Fn) -> Fn:
-    """``body``, but for calling the innermost of `WATCHERS` instead where there is one."""
+    """``body``, but for calling the innermost of `WATCHERS` instead where there is one.
+
+    A call that fails for an argument of a wrong type says so by the argument's name.
+    """
+    space = "U." if "._functional." in body.__module__ else ""
 
     @functools.wraps(body)
     def fn(*args: Any, **kwargs: Any) -> Any:
-        return WATCHERS[-1](fn, body, args, kwargs) if WATCHERS else body(*args, **kwargs)
+        try:
+            return WATCHERS[-1](fn, body, args, kwargs) if WATCHERS else body(*args, **kwargs)
+        except Exception:
+            check_arguments(f"{space}{body.__name__}", body, args, kwargs)
+            raise
 
     return cast("Fn", fn)

@@ -153,7 +153,10 @@ def test_what_a_whole_mlp_keeps(kind, name, backend, dtype, most):
 @pytest.mark.parametrize(
     ("kind", "dtype", "backend", "compiler"),
     [  # The first compiler is inductor's choice of what to keep, without its kernels.
-        ("gelu", torch.float32, "simulate", "aot_eager_decomp_partition"),
+        pytest.param(
+            *("gelu", torch.float32, "simulate", "aot_eager_decomp_partition"),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             *("gelu", torch.bfloat16, "native", "aot_eager_decomp_partition"),
             marks=pytest.mark.native(whole_graph=True),
@@ -180,7 +183,10 @@ def test_what_a_compiled_mlp_keeps(kind, dtype, backend, compiler):
     assert bytes_kept(compiled, beside=model.parameters()) <= bytes_kept(run)
 
 
-@pytest.mark.parametrize(("kind", "dynamic"), [("swiglu", False), ("relu", True)])
+@pytest.mark.parametrize(
+    ("kind", "dynamic"),
+    [("swiglu", False), pytest.param("relu", True, marks=pytest.mark.exhaustive)],
+)
 def test_compiled_in_one_piece(kind, dynamic):
     torch.compiler.reset()  # torch keeps a few compiled forms of a function only
     model, x = MLP(kind, width=16), randn(9, 16)

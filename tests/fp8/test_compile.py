@@ -46,8 +46,14 @@ def _fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("recipe", [COARSE, "tensor"], ids=["coarse", "tensor"])
+@pytest.mark.parametrize(
+    ("backend", "recipe"),
+    [
+        ("eager", "tensor"),
+        ("aot_eager", COARSE),
+        pytest.param("aot_eager", "tensor", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_compiled_function_that_contains_the_block(backend, recipe):
     model, x = Model(), randn(2, 4, 8)
 

@@ -24,8 +24,9 @@ def _fresh():
     torch._dynamo.reset()
 
 
-def products(recipe: Recipe):
-    """x -> the sum of a converted layer, a product and a convolution, and their parameters."""
+def products(recipe: Recipe, layer_alone: bool):
+    """x -> the sum of a converted layer, or of one, a product and a convolution, and their
+    parameters."""
     torch.manual_seed(0)
     layer, conv = nn.Linear(32, 16), nn.Conv1d(32, 8, 3)
     options = {"history": AmaxHistory()} if recipe.keeps_history else {}
@@ -35,11 +36,13 @@ def products(recipe: Recipe):
     def run(x: Tensor) -> Tensor:
         with fp8.autocast(recipe, **options) if options else contextlib.nullcontext():
             y = layer(x)
+        if layer_alone:
+            return y.square().sum()
         with fp8.autocast(recipe, **options):
             z = F.conv1d(x.mT[None], conv.weight, conv.bias)
             return (y.mT @ x).square().sum() + z.square().sum()
 
-    return run, [*layer.parameters(), *conv.parameters()]
+    return run, [*layer.parameters(), *(() if layer_alone else conv.parameters())]
 
 
 def results(run, parameters, x: Tensor) -> list[Tensor]:
@@ -48,8 +51,8 @@ def results(run, parameters, x: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, [x, *parameters])]
 
 
-def check(recipe: Recipe, backend: str, dynamic: bool | None) -> None:
-    (run, parameters), (twin, others) = products(recipe), products(recipe)
+def check(recipe: Recipe, backend: str, dynamic: bool | None, layer_alone: bool) -> None:
+    (run, parameters), (twin, others) = (products(recipe, layer_alone) for _ in range(2))
     if recipe.keeps_history:  # its first pass is not compiled
         for function, its in ((run, parameters), (twin, others)):
             results(function, its, randn(12, 32))
@@ -64,13 +67,29 @@ def check(recipe: Recipe, backend: str, dynamic: bool | None) -> None:
             torch.testing.assert_close(got, want, **close)
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES.values(), OWN], ids=lambda recipe: recipe.name)
-def test_every_recipe(recipe: Recipe):
-    check(recipe, "eager", True)
+every_recipe = pytest.mark.parametrize(
+    "recipe", [*RECIPES.values(), OWN], ids=lambda recipe: recipe.name
+)
+
+
+@every_recipe
+def test_a_layer_under_every_recipe(recipe: Recipe):
+    check(recipe, "eager", True, layer_alone=True)
+
+
+@pytest.mark.parametrize("name", ["tensor", "delayed"])
+def test_products_of_all_kinds(name: str):
+    check(RECIPES[name], "eager", True, layer_alone=False)
+
+
+@pytest.mark.exhaustive
+@every_recipe
+def test_products_of_all_kinds_under_every_recipe(recipe: Recipe):
+    check(recipe, "eager", True, layer_alone=False)
 
 
 def test_a_second_shape_makes_it_dynamic():
-    check(RECIPES["tensor"], "aot_eager", None)
+    check(RECIPES["tensor"], "aot_eager", None, layer_alone=True)
 
 
 def test_quantize():

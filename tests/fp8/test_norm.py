@@ -271,8 +271,8 @@ def test_compiled_it_is_unit_scaled_as_in_eager_mode(around: bool):
     import unit_scaling as uu
 
     torch.manual_seed(0)
-    layers = [fp8.LayerNorm2d(C), nn.Conv2d(C, C, 1), fp8.LayerNorm2d(C)]
-    model = uu.transforms.unit_scale(nn.Sequential(nn.Conv2d(C, C, 1), *layers))
+    layers = [nn.Conv2d(C, C, 1), fp8.LayerNorm2d(C), nn.Conv2d(C, C, 1)]
+    model = uu.transforms.unit_scale(nn.Sequential(*layers))
     tensors = [torch.randn(2, C, 4, 4), *model.parameters()]
 
     def run(*leaves: Tensor) -> Tensor:

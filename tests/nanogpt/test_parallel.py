@@ -96,8 +96,17 @@ def check_close(expected, got, communication: str) -> None:
         assert got[variant, seed][1]["val"] == close
 
 
+#: kind -> what it sends gradients in, and which of two processes is killed.
+KILLED = {"ddp": ("fp32", 1), "fsdp": ("fp8", 0)}
+
+
 @pytest.mark.timeout(600)
-def test_two_processes_train_as_one_and_resume_after_a_kill(tmp_path: Path, argv, losses) -> None:
+@pytest.mark.parametrize(
+    "kinds", [["fsdp"], pytest.param(["ddp", "fsdp"], marks=pytest.mark.exhaustive)], ids=str
+)
+def test_two_processes_train_as_one_and_resume_after_a_kill(
+    tmp_path: Path, argv, losses, kinds: list[str]
+) -> None:
     """One of two is killed in the middle of a step; the other fails, and nothing is lost: both,
     started again, give the losses of a run that nobody disturbed. (To the bit; in FP8, DDP would
     round otherwise after the start, as it arranges its buckets anew.)"""
@@ -108,12 +117,13 @@ def test_two_processes_train_as_one_and_resume_after_a_kill(tmp_path: Path, argv
     dropout = argv("--resume", variants="unit_scaled_fp8", dropout=0.2, sample=0)
     killed, undisturbed = (
         {
-            kind: [*dropout, *flags(kind, communication, tmp_path / f"{kind}-{fate}")]
-            for kind, communication in (("ddp", "fp32"), ("fsdp", "fp8"))
+            kind: [*dropout, *flags(kind, KILLED[kind][0], tmp_path / f"{kind}-{fate}")]
+            for kind in kinds
         }
         for fate in ("killed", "undisturbed")
     )
-    for kind, victim in (("ddp", 1), ("fsdp", 0)):
+    for kind in kinds:
+        victim = KILLED[kind][1]
         results = two([[*killed[kind], f"--dies={victim}"]])
         assert results[victim][0] == -signal.SIGKILL
         assert results[1 - victim][0] not in (0, 2), results[1 - victim][1]
@@ -122,7 +132,7 @@ def test_two_processes_train_as_one_and_resume_after_a_kill(tmp_path: Path, argv
     runs = [[*command, *flags(*way, names[way])] for way, command in ways.items()]
     results = two([*runs, eight_bit, *killed.values(), *undisturbed.values()])
     assert [code for code, _ in results] == [0, 0], "\n".join(printed for _, printed in results)
-    for kind in ("ddp", "fsdp"):
+    for kind in kinds:
         expected = losses(tmp_path / f"{kind}-undisturbed")
         assert losses(tmp_path / f"{kind}-killed") == expected
     main([*plain, f"--out={tmp_path / 'plain'}"])

@@ -33,6 +33,16 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "both": lambda m: unit_scale(simulate_fp8(m)),
 }
 every_transform = pytest.mark.parametrize("name", TRANSFORMS)
+alone = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[] if name in ("unit_scale", "preserve") else pytest.mark.exhaustive
+        )
+        for name in TRANSFORMS
+    ],
+)
+"""Where each model is compiled: simulation, which takes long, is compiled by other tests here."""
 
 
 def transformed(name: str, *, seen: bool = True) -> GPT:
@@ -216,7 +226,14 @@ ORDERS = list(itertools.permutations(["unit", "fp8", "compile"]))
 
 
 @pytest.mark.proves("unit-scaling", "unit_scale(simulate_fp8(model))", how="own")
-@pytest.mark.parametrize("order", [("unit", "fp8"), ("fp8", "unit"), *ORDERS[:1], *ORDERS[-1:]])
+@pytest.mark.parametrize(
+    "order",
+    [
+        *(("unit", "fp8"), ("fp8", "unit"), ORDERS[-1]),
+        *(pytest.param(order, marks=pytest.mark.exhaustive) for order in ORDERS[:-1]),
+    ],
+    ids="-".join,
+)
 def test_any_order_applies_each_once(order: tuple[str, ...]) -> None:
     """unit_scale and a coarse format change every value: twice or not at all, it shows."""
     coarse = FPFormat(3, 1, "nearest")
@@ -259,7 +276,9 @@ def test_autocast_around_and_inside() -> None:
 
 
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("eager", marks=pytest.mark.exhaustive), "aot_eager"]
+)
 @every_transform
 def test_fullgraph_after_the_first_call(name: str, backend: str) -> None:
     torch._dynamo.reset()
@@ -270,7 +289,7 @@ def test_fullgraph_after_the_first_call(name: str, backend: str) -> None:
 
 
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
-@every_transform
+@alone
 def test_compiled_before_the_first_call(name: str) -> None:
     torch._dynamo.reset()
     expected = step(TRANSFORMS[name](tiny()))
@@ -281,7 +300,7 @@ def test_compiled_before_the_first_call(name: str) -> None:
     assert counter.frame_count == 1  # one whole graph, once the model has been seen
 
 
-@every_transform
+@alone
 def test_transform_of_a_compiled_model(name: str) -> None:
     torch._dynamo.reset()
     counters["stats"].clear()

@@ -204,7 +204,7 @@ def test_the_function_of_a_pretrained_model_stays() -> None:
     assert F.cosine_similarity(ours.ravel(), theirs.ravel(), 0) > 0.9999
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_parts_compile(dynamic: bool) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ def _sizes(terms: Sequence[str], operands: Sequence[Tensor]) -> dict[str, int]:
 
 
 def _operands(equation: str, left: Tensor, right: Tensor | None, more: Any) -> list[Tensor]:
-    if not isinstance(equation, str) or isinstance(more, Tensor):
+    if isinstance(more, Tensor):
         raise TypeError(
             "unit-scaled einsum takes an equation, two operands and a tuple of the others: "
             "einsum('ij,jk,kl', a, b, (c,))"

@@ -238,7 +238,7 @@ def _adaptive_window(dims: int, input: Tensor, output_size: Any) -> tuple[float,
 def adaptive_avg_pool_scales(
     dims: int,
     input: Tensor,
-    output_size: Any,
+    output_size: int | Sequence[int | None] | None,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
     """As `avg_pool_scales`, with windows of the size of the input over that of the output."""
@@ -249,7 +249,7 @@ def adaptive_avg_pool_scales(
 def adaptive_max_pool_scales(
     dims: int,
     input: Tensor,
-    output_size: Any,
+    output_size: int | Sequence[int | None] | None,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
     """As `max_pool_scales`, with windows of the size of the input over that of the output."""
@@ -326,6 +326,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     described(rule, f"{name}_scales", rule_of.__doc__, {"input": REQUIRED, **read, **ours})
     about = _DOCUMENTATION.format(name=name, dims=dims)
     described(op, name, about, {"input": REQUIRED, **settings, **ours})
+    op.__annotations__ |= {k: v for k, v in rule_of.__annotations__.items() if k in settings}
     same = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
     return row(rule, replaces=same)(one_call(op, partial(pooled, True)))
 

@@ -1,0 +1,113 @@
+"""Errors for arguments of a wrong type: which argument, what it was given, and what is allowed.
+
+Nothing is checked in advance. Where a call has failed, its arguments are compared with their
+annotations, and the first that does not fit is what the error is about.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from reprlib import repr as short
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from torch import Tensor
+
+__all__ = ["check_arguments", "named_in_errors"]
+
+#: A type -> the method that a value which may be passed for it has.
+_METHODS = {Tensor: "__torch_function__", int: "__index__", float: "__float__"}
+
+_NAMES: dict[Any, str] = {
+    Tensor: "a Tensor",
+    int: "an int",
+    float: "a number",
+    bool: "True or False",
+    str: "a str",
+    type(None): "None",
+}
+
+
+def check_arguments(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises TypeError if an argument of the call does not fit its annotation, whose error it
+    replaces.
+
+    name: what the caller knows the function by. Arguments without an annotation, or with one of a
+    type that is not in this file, are not compared; nor are calls that lack an argument.
+
+    >>> def half(x: int | None): ...
+    >>> check_arguments("half", half, ("a",), {})
+    Traceback (most recent call last):
+    TypeError: half: x must be an int or None, got str 'a'
+    """
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:  # Python's own error says what is missing or unknown
+        return
+    hints = _hints(function)
+    for argument, value in given.items():
+        hint = hints.get(argument, Any)
+        if not _fits(value, hint):
+            got = f"{type(value).__name__} {short(value)}"
+            raise TypeError(f"{name}: {argument} must be {_named(hint)}, got {got}") from None
+
+
+def named_in_errors(cls: Any) -> None:
+    """Has the class refuse arguments of a wrong type by name where its ``__init__`` fails."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except Exception:
+            check_arguments(f"uu.{cls.__name__}", cls, args, kwargs)
+            raise
+
+    cls.__init__ = __init__
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The types of the arguments; those of a class from each ``__init__`` that it inherits."""
+    if not isinstance(function, type):
+        return _types(function)
+    found: dict[str, Any] = {}
+    for base in reversed(function.__mro__):
+        if inspect.isfunction(init := vars(base).get("__init__")):
+            found |= _types(init)
+    return found
+
+
+def _types(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function)
+    except NameError:  # a type that was imported for type checkers alone
+        return {}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type, or may be: types that are not in this file are not known."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, choice) for choice in get_args(hint))
+    if origin in (Sequence, list, tuple):
+        each = get_args(hint)[:1]
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return all(_fits(item, kind) for item in value for kind in each)
+        return isinstance(value, Tensor)  # its rows
+    if hint in _METHODS:
+        return isinstance(value, hint) or hasattr(value, _METHODS[hint])
+    return hint not in _NAMES or isinstance(value, hint)
+
+
+def _named(hint: Any) -> str:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_named, get_args(hint))))
+    if origin in (Sequence, list, tuple):
+        return f"a sequence, each {_named(get_args(hint)[0])}"
+    return _NAMES.get(hint, str(hint))
