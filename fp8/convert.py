@@ -18,7 +18,7 @@ from .autocast import autocast
 from .casting import is_whole
 from .checkpoint import in_recomputation
 from .function import FIRST_LOOK
-from .history import LayerHistory, begin_anew, forget, remember
+from .history import LayerHistory, begin_anew, forget, remember, settle
 from .matmul import linear
 from .native import alignment, devices, why_not_here, why_not_recipe
 from .pitfalls import RecipeWarning, warn_once
@@ -116,7 +116,7 @@ class _Converted(Gained):
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         history = LayerHistory(self) if self.fp8_recipe.keeps_history else None
-        if history is not None and in_recomputation():
+        if self.fp8_recipe.changes_scales and in_recomputation():
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
         # it may be compiled inside of a checkpoint.
@@ -134,6 +134,7 @@ class _Converted(Gained):
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
         begin_anew(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        settle(self)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]

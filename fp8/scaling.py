@@ -19,15 +19,20 @@ from .rounding import LAYOUTS
 
 __all__ = [
     "E8M0",
+    "LARGEST",
     "RULES",
     "SCALINGS",
+    "SMALLEST",
     "Scaling",
     "delayed_scale",
+    "history_scale",
     "in_format",
     "inverse_of",
     "largest_finite",
+    "nearest_power",
     "scale_of",
     "scaled_tiles",
+    "second_moment",
     "unit_of",
     "with_margin",
 ]
@@ -145,6 +150,9 @@ SCALINGS: dict[str, Scaling] = {
         "one of its largest magnitude in the last passes, which an `AmaxHistory` keeps",
         (0, 0),
         (*_POWERS, "exact"),
+    ),
+    "static": Scaling(
+        "one power of two that brings it to RMS 1, measured once: `fp8.calibrate`", (0, 0), ()
     ),
     "row": Scaling(
         "one for each row along the axis that is summed over: token, output channel",
@@ -285,6 +293,48 @@ def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record:
         now = torch.where(now < torch.inf, now, 0.0)
         history.copy_(torch.cat([now[None], history[:-1]]))
     return scale
+
+
+def second_moment(x: Tensor) -> Tensor:
+    """The sum of the squares of ``x``, 0-dim, in float64 (float32 on devices without it), where the
+    squares of float32 neither overflow nor vanish."""
+    dtype = torch.float32 if x.device.type == "mps" else torch.float64
+    return aten.linalg_vector_norm.default(x.detach(), dtype=dtype).square()
+
+
+def nearest_power(moment: Tensor) -> Tensor:
+    """The power of two nearest, in octaves, to the root of a mean square: 2**round(log2(RMS)).
+
+    An operand divided by it has RMS 2**-0.5 to 2**0.5. Returns float32, within the limits of a
+    scale, and 0 where ``moment`` is zero, Inf or NaN.
+    """
+    exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST)
+    return torch.where((moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0).float()
+
+
+def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
+    """The scale that ``state`` holds. Shape (): it is known. Shape (1,): while it is 0, the scale
+    is that of ``x`` itself, which is kept if ``record`` says so. 1 where neither is known."""
+    scale = state.float()
+    if state.dim():
+        zero = scale.new_zeros((1,))
+        now = nearest_power(second_moment(x) / x.numel()) if x.numel() else zero
+        scale = torch.where(scale > 0, scale, now)
+        if record:
+            state.copy_(scale)
+        scale = scale.squeeze(0)
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def history_scale(
+    x: Tensor, history: Tensor, format: Format, rule: str | None, margin: int, record: bool
+) -> Tensor:
+    """The scale of ``x`` by what was kept of it in the passes before, 0-dim, in float32.
+
+    With a rule that is the amax history of scaling "delayed", without one the scale of "static"."""
+    if rule is None:
+        return _static_scale(x, history, record)
+    return with_margin(delayed_scale(x, history, format, rule, record), margin, rule)
 
 
 def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:
