@@ -58,7 +58,7 @@ def calibrate(
     training step do it. ``torch.utils.checkpoint`` needs ``use_reentrant=False``.
     Raises TypeError for what is not a module, ValueError where nothing has static scales, without
     either batch or scales or with both, for a loss that is no scalar, and for scales of other
-    operands or that are not whole numbers from -126 to 127.
+    operands or that are not whole numbers from -126 to 126.
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Linear(64, 64), "static")
@@ -142,8 +142,8 @@ def _set(model: nn.Module | AmaxHistory, scales: Mapping[str, int | None]) -> No
         raise ValueError(f"scales: {different[0]!r} {what}, one of {len(different)}")
     for name, e in scales.items():
         whole = isinstance(e, int) and not isinstance(e, bool)
-        if e is not None and not (whole and SMALLEST <= e <= LARGEST):
-            raise ValueError(f"scales: {name!r} is a whole number from -126 to 127, got {e!r}")
+        if e is not None and not (whole and SMALLEST <= e < LARGEST):
+            raise ValueError(f"scales: {name!r} is a whole number from -126 to 126, got {e!r}")
     with torch.no_grad():
         for name, e in scales.items():
             states[name].fill_(0.0 if e is None else 2.0**e)

@@ -196,7 +196,8 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     format = format_of(spec)
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     if rule is None or x.numel() == 0:
-        y, whole = quantize_operand(x, format, scale=scale, **how), scale
+        inverse = None if scale is None else inverse_of(scale, rule)
+        y, whole = quantize_operand(x, format, scale=scale, inverse=inverse, **how), scale
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
         if scale is None:

@@ -43,7 +43,8 @@ Tile = tuple[int, int]
 """Elements that share a scale: (across, along) the axis that a product sums over; 0 is all."""
 
 SMALLEST, LARGEST = -126, 127
-"""The limits of a scale as exponents of two: float32's normal powers. E8M0 begins at 2**-127."""
+"""The limits of a scale as exponents of two: float32's normal powers. E8M0 begins at 2**-127, and
+static scales end at 2**126, so that their inverse is normal too."""
 
 E8M0 = " e8m0"
 """What follows the name of a rule in a spec where scales are stored in E8M0: see `scale_of`."""
@@ -243,12 +244,16 @@ def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
     return (scale * 2.0**margin).clamp(2.0**low, 2.0**LARGEST) if margin else scale
 
 
-def inverse_of(scale: Tensor, rule: str) -> Tensor | None:
+def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
     """What to multiply by instead of dividing by ``scale``, which `scale_of` found; None: divide.
 
+    A static scale, without a rule, is a normal power of two, as its inverse is: in compiled code,
+    which takes the inverse once for many elements, a product is less than a quotient.
     2**-127 is a subnormal float32, which some devices and modes take for zero. The largest scale of
     a float32 is 2**126, as the formats reach beyond 2: the inverse is a normal number.
     """
+    if rule is None:
+        return 1 / scale if torch.compiler.is_compiling() else None
     if not rule.endswith(E8M0):
         return None
     return torch.where(scale < 2.0**SMALLEST, 2.0 ** -(SMALLEST - 1), 1 / scale)
@@ -308,7 +313,7 @@ def nearest_power(moment: Tensor) -> Tensor:
     An operand divided by it has RMS 2**-0.5 to 2**0.5. Returns float32, within the limits of a
     scale, and 0 where ``moment`` is zero, Inf or NaN.
     """
-    exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST)
+    exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST - 1)
     return torch.where((moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0).float()
 
 
