@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .autocast import outside_compiler
+from .convert import choose_static
 from .history import AmaxHistory, histories, settle
 from .measuring import MEASURING, Measurement
 from .scaling import LARGEST, SMALLEST, nearest_power
@@ -37,7 +38,8 @@ def calibrate(
     """Sets the scales of recipe "static" from one forward and backward pass; returns `calibration`.
 
     model: one that `fp8.convert` gave a recipe with scaling "static", or any other inside of
-    `fp8.autocast` with such a recipe and a history. The pass runs in the precision of the model
+    `fp8.autocast` with such a recipe and a history. Layers converted under "auto" that are not
+    unit-scaled have "static" from then on. The pass runs in the precision of the model
     itself: no product is cast. The scale of every operand of every product (input, weight, gradient
     of the output) becomes ``2**round(log2(RMS))``, the power of two nearest to its RMS, so that an
     operand is cast with RMS 2**-0.5 to 2**0.5. An operand of zeros, or one with Inf or NaN, keeps
@@ -68,12 +70,14 @@ def calibrate(
     """
     if (batch is None) == (scales is None):
         raise ValueError("calibrate needs either a batch, to measure, or scales, to set")
+    if isinstance(model, nn.Module):
+        model = _unwrapped(model)
+        choose_static(model)
     if scales is not None:
         _set(model, scales)
         return calibration(model)
     check_module("calibrate", model)
     assert isinstance(model, nn.Module)
-    model = _unwrapped(model)
     measurement = Measurement()
     outside_compiler(lambda: _measure(model, batch, loss, measurement))
     states = list(_states(model).values())

@@ -16,6 +16,7 @@ __all__ = [
     "LayerHistory",
     "begin_anew",
     "forget",
+    "has_scales",
     "histories",
     "reduce_amax",
     "remember",
@@ -71,11 +72,9 @@ class AmaxHistory:
             with torch.inference_mode(False):
                 self.tensors[name] = _zeros(length, device)
         known = self.tensors[name]
-        if known.numel() != max(length, 1) or bool(known.dim()) != bool(length):
-            raise ValueError(
-                f"the history of {name} has shape {tuple(known.shape)}, the recipe asks for "
-                f"{(length,) if length else ()}"
-            )
+        entries = known.numel() if known.dim() else 0
+        if entries != length:
+            raise ValueError(f"the history of {name} has {entries} entries, the recipe {length}")
         return known if length else self._static(name, known)
 
     def _static(self, name: str, scale: Tensor) -> Tensor:
@@ -190,6 +189,11 @@ def forget(layer: nn.Module) -> None:
     for name in [name for name, _ in layer.named_buffers(recurse=False) if _is_history(name)]:
         delattr(layer, name)
     vars(layer).pop(_KNOWN, None)
+
+
+def has_scales(layer: nn.Module) -> bool:
+    """Whether `remember` has made buffers of static scales."""
+    return any(name.startswith(_SCALE) for name, _ in layer.named_buffers(recurse=False))
 
 
 def settle(layer: nn.Module) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "AUTO",
     "PLAIN",
     "RECIPES",
+    "STATIC",
     "UNIT",
     "Cast",
     "Recipe",
@@ -426,8 +427,8 @@ RECIPES: dict[str, Recipe] = {
 }
 """Name -> recipe."""
 
-PLAIN, UNIT = RECIPES["tensor"], RECIPES["unit"]
-"""What "auto" is for what is not unit-scaled, and for what is."""
+PLAIN, UNIT, STATIC = RECIPES["tensor"], RECIPES["unit"], RECIPES["static"]
+"""What "auto" is for what is not unit-scaled, for what is, and for layers that are calibrated."""
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:

@@ -318,16 +318,20 @@ def nearest_power(moment: Tensor) -> Tensor:
 
 
 def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
-    """The scale that ``state`` holds. Shape (): it is known. Shape (1,): while it is 0, the scale
-    is that of ``x`` itself, which is kept if ``record`` says so. 1 where neither is known."""
+    """The scale that ``state`` holds, 1 where that is 0.
+
+    Shape (): it is known. Shape (1,): while it is 0, the scale is that of the finite values of
+    ``x``, which is kept if ``record`` says so and all of x is finite."""
     scale = state.float()
-    if state.dim():
-        zero = scale.new_zeros((1,))
-        now = nearest_power(second_moment(x) / x.numel()) if x.numel() else zero
-        scale = torch.where(scale > 0, scale, now)
+    if state.dim() and x.numel():
+        x = x.detach()
+        clean = torch.where(x.abs() < torch.inf, x, 0.0)
+        now = nearest_power(second_moment(clean) / x.numel())
+        now = torch.where(scale > 0, scale, now)
         if record:
-            state.copy_(scale)
-        scale = scale.squeeze(0)
+            state.copy_(torch.where(second_moment(x) < torch.inf, now, scale))
+        scale = now
+    scale = scale.squeeze()
     return torch.where(scale > 0, scale, 1.0)
 
 

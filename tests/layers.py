@@ -25,7 +25,7 @@ fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.
 fp8.activations, fp8.products, fp8.history <- fp8.autocast
 fp8.report, fp8.subclass <- fp8.swap <- fp8.where
 fp8.autocast, fp8.where <- fp8.convert
-fp8.autocast <- fp8.calibrate
+fp8.convert <- fp8.calibrate
 fp8.where <- fp8.adapters.torchao, fp8.adapters.transformer_engine
 fp8.autocast, fp8.report, fp8.subclass <- fp8.stats
 
