@@ -307,8 +307,8 @@ def _scale(name: str, x: Tensor, cast: Cast, known: dict[str, Tensor], role: str
         return scale_of(x, dims, E4M3, rule)
     history = next(tensor for name, tensor in known.items() if name.endswith(role))
     if not bool(history.any()):
-        how = f"scaling {cast.scaling!r} and no history yet"
-        raise ValueError(f"{name} has {how}: train the model first")
+        how = "train the model" if cast.history else "calibrate or train the model"
+        raise ValueError(f"{name} has scaling {cast.scaling!r} and no history yet: {how} first")
     return history_scale(x, history, E4M3, cast.rule, cast.margin, False)
 
 

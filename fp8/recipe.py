@@ -135,7 +135,7 @@ class Cast:
         bounds = (1, 4096) if delayed else (0, 0)
         _check_int(f"history of scaling {self.scaling!r}", self.history, *bounds)
         if self.margin and self.rule is None:
-            raise ValueError(f"scaling {self.scaling!r} has no rule and no margin")
+            raise ValueError(f"scaling {self.scaling!r} has no margin")
         if not isinstance(self.tile, tuple | list | type(None)):
             raise TypeError(f"a tile is two numbers (across, along), not {self.tile!r}")
         tile = row.tile if self.tile is None else tuple(self.tile)

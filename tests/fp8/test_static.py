@@ -549,6 +549,22 @@ def test_stats_warn_where_an_operand_has_left_its_scale():
         tensor(2.0**7 * x)
 
 
+def test_export_writes_the_scales_as_they_are(tmp_path: Path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 16)), "static")
+    x = 1e-3 * randn(64, 32).detach()
+    scales = fp8.calibrate(model, x)
+    fp8.export(model, tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    for layer in ("0", "2"):
+        for role in ("input", "weight"):
+            assert stored[f"{layer}.{role}_scale"].tolist() == [2.0 ** scales[f"{layer}.{role}"]]
+    weight = stored["0.weight"].float() * stored["0.weight_scale"]
+    expected = fp8.quantize(model[0].weight.detach(), "e4m3", scale=2.0 ** scales["0.weight"])
+    assert torch.equal(weight, expected)
+
+
 def test_mup_scales_of_weights_are_left_to_what_was_measured():
     """A tag of a weight of unit_scale(init="preserve") says what "unit" casts by."""
     layer, x = nn.Linear(16, 16), randn(32, 16).detach()
