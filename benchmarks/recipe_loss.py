@@ -56,7 +56,7 @@ class UnderRecipe(nn.Module):
     def __init__(self, model: nn.Module, recipe: fp8.Recipe) -> None:
         super().__init__()
         self.model, self.recipe = model, recipe
-        self.history = fp8.AmaxHistory()  # read by "delayed" alone
+        self.history = fp8.AmaxHistory()  # read by "delayed" and "static" alone
 
     def forward(self, *args: Any) -> Any:
         """The model's, under the recipe."""

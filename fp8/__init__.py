@@ -2,6 +2,7 @@
 
 from . import optim
 from .autocast import autocast, checkpoint_contexts
+from .calibrate import calibrate, calibration
 from .convert import convert, report, revert
 from .export import export
 from .formats import FORMATS, Format, get_format
@@ -54,6 +55,8 @@ __all__ = [
     "__version__",
     "apply_low_precision_layernorm",
     "autocast",
+    "calibrate",
+    "calibration",
     "checkpoint_contexts",
     "convert",
     "export",

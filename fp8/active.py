@@ -13,6 +13,7 @@ from torch import Tensor
 from . import native
 from .checkpoint import in_reentrant
 from .function import called
+from .measuring import measuring
 from .names import check_name
 from .recipe import Cast, Recipe
 
@@ -107,7 +108,7 @@ def with_static(
 
 def static_exponents(recipe: Recipe | None, *operands: Tensor) -> tuple[int, ...]:
     """The exponents of the static scales of the operands of a product, 0 for those without."""
-    if recipe is None or not ACTIVE.static:
+    if recipe is None or not ACTIVE.static or recipe.keeps_history:
         return (0,) * len(operands)
     return tuple(_exponent(operand) for operand in operands)
 
@@ -192,8 +193,8 @@ _REENTRANT = (
 
 
 def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
-    """The amax histories of the operands of a product, and of its gradient, which has the last of
-    ``casts``; None where the scaling is not "delayed".
+    """The histories of the operands of a product, and of its gradient, which has the last of
+    ``casts``; None where the scaling keeps none.
 
     They belong to the enclosing `fp8.autocast`, which numbers its products.
     """
@@ -202,14 +203,18 @@ def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | 
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
     if block is None or block.history is None:
         raise ValueError(
-            f'recipe {recipe.name!r} has scaling "delayed", which needs a history: '
+            f"recipe {recipe.name!r} needs a history for its scales: "
             "open fp8.autocast(recipe, history=fp8.AmaxHistory()) around the product"
         )
+    if (pass_ := measuring()) is not None:
+        pass_.histories[id(block.history)] = block.history
     block.counter[0] += 1
     number = f"{block.counter[0]:03d}"
     names = [f"{number}.{product}.{i}" for i in range(len(casts) - 1)]
     return [
-        block.history.tensor(name, cast.history, like.device) if cast and cast.history else None
+        block.history.tensor(name, cast.history, like.device)
+        if cast and cast.keeps_history and (pass_ is None or not cast.history)
+        else None
         for name, cast in zip([*names, f"{number}.{product}.grad"], casts, strict=True)
     ]
 

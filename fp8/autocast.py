@@ -138,8 +138,8 @@ class autocast:
     opaque: what to do at a call whose products cannot be reached (OPAQUE; under a scaling by rows
     or blocks bilinear too, and an einsum of three operands): "raise" a NotImplementedError that
     names it, or "warn" and leave it in high precision.
-    history: what a recipe with scaling "delayed" remembers, an `fp8.AmaxHistory`; a ValueError asks
-    for it. Others do not read it.
+    history: what a recipe with scaling "delayed" or "static" remembers, an `fp8.AmaxHistory`; a
+    ValueError asks for it. Others do not read it.
 
     backend: "simulate" computes from rounded operands in the dtype of the tensors. "native" uses
     torch's kernels for products of two matrices whose sizes they take (`fp8.native.fits`; the
@@ -182,8 +182,8 @@ class autocast:
         chosen = given or PLAIN
         if enabled and chosen.keeps_history and not isinstance(history, AmaxHistory):
             raise ValueError(
-                f'recipe {chosen.name!r} has scaling "delayed": give it a place to remember, '
-                f"history=fp8.AmaxHistory(), not {history!r}"
+                f"recipe {chosen.name!r} keeps its scales between passes: give it a place for "
+                f"them, history=fp8.AmaxHistory(), not {history!r}"
             )
         self.recipe = chosen if enabled else None
         #: That of the products of unit-scaled functions.
@@ -193,6 +193,9 @@ class autocast:
         self.history = history
         #: Whether what is recomputed in the backward pass opens the block again by itself.
         self.reenters = False
+        #: How many products of this history come before it in the pass; None: as many as those of
+        #: the blocks around it.
+        self.before: int | None = None
 
     def __enter__(self) -> autocast:
         eager = not torch.compiler.is_dynamo_compiling()
@@ -204,7 +207,9 @@ class autocast:
         modes = (_Mode(self), *FIRST_LOOK.items)
         # A block within one of the same history goes on counting its products.
         outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
-        counter = outer.counter if outer is not None and outer.history is self.history else [0]
+        counter = [self.before or 0]
+        if self.before is None and outer is not None and outer.history is self.history:
+            counter = outer.counter
         again = self.reenters or in_reentrant()  # opened inside of what is recomputed
         ACTIVE.blocks.append(
             Block(
@@ -259,7 +264,7 @@ _NOT_NESTED = (
 
 
 def _check_recomputes(recipe: Recipe) -> None:
-    if recipe.keeps_history:
+    if recipe.changes_scales:
         raise NotImplementedError(
             f"recipe {recipe.name!r} cannot be checkpointed: what is recomputed would have other "
             'scales, as scaling "delayed" has moved on'
@@ -283,7 +288,9 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     block = ACTIVE.blocks[-1]
     if block.recipe is not None:
         _check_recomputes(block.recipe)
-    return nullcontext(), _again(block)
+    again = _again(block)
+    again.before = block.counter[0]
+    return nullcontext(), again
 
 
 def _again(block: Any) -> autocast:

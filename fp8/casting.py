@@ -18,11 +18,12 @@ from torch.autograd import Function
 
 from .formats import Format, get_format
 from .function import apply, own
+from .measuring import measuring
 from .quantize import check_dtype, quantize_operand
 from .random_bits import KEY_START
 from .recipe import Cast, Recipe
 from .scaled_tensor import plain
-from .scaling import E8M0, delayed_scale, inverse_of, scale_of, scaled_tiles, with_margin
+from .scaling import E8M0, history_scale, inverse_of, scale_of, scaled_tiles, with_margin
 from .tally import labelled, observe
 
 __all__ = [
@@ -52,7 +53,8 @@ def spec_of(cast: Cast | None) -> Spec:
     the scale is stored so), tile, margin, rounding, overflow, random bits, size of the rotation,
     and a label for `fp8.stats`, "" for none.
 
-    Without a rule the scale is ``2**margin``: 1, or static, as `shifted` sets it."""
+    Without a rule the scale is that of the operand's history (scaling "static"), or ``2**margin``:
+    1, or static, as `shifted` sets it."""
     if cast is None:
         return ()
     return _spec(cast.text) if torch.compiler.is_compiling() else _known_spec(cast.text)
@@ -101,8 +103,12 @@ def cast_forward(
 ) -> Tensor:
     """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not.
 
-    name: that of the product, for `fp8.stats`. exponent: as in `shifted`.
+    name: that of the product, for `fp8.stats`. exponent: as in `shifted`. While `fp8.calibrate`
+    measures, ``x`` is measured and returned as it is.
     """
+    if cast is not None and (pass_ := measuring()) is not None:
+        pass_.operand(history, x)
+        return x
     spec = labelled(shifted(spec_of(cast), exponent), name, operand)
     return round_straight(x, spec, axis, history)
 
@@ -114,7 +120,9 @@ def cast_backward(
     history: Tensor | None = None,
     name: str = "",
 ) -> Tensor:
-    """``x`` itself; its gradient is rounded under ``cast``."""
+    """``x`` itself; its gradient is rounded under ``cast``, or measured as in `cast_forward`."""
+    if cast is not None and (pass_ := measuring()) is not None:
+        return pass_.gradient(history, x)
     spec = labelled(spec_of(cast), name, "grad")
     return apply(_RoundGradient, x, history, spec, axis, written=history) if spec else x
 
@@ -128,8 +136,8 @@ def round_straight(
 ) -> Tensor:
     """``x`` under a spec, rotated if it says so; differentiable, straight through the rounding.
 
-    history: that of the operand, where the scaling is "delayed"; record: whether x enters it (None:
-    where gradients are recorded).
+    history: that of the operand, where the scaling is "delayed" or "static"; record: whether x
+    enters it (None: where gradients are recorded).
     """
     return rounded(x, spec, axis, history, record)[0]
 
@@ -160,18 +168,14 @@ def _whole_scale(
     x: Tensor, spec: Spec, history: Tensor | None, record: bool | None
 ) -> Tensor | None:
     _, rule, tile, margin, *_ = spec
-    if rule is None:
-        return static_scale(margin, x) if margin else None
-    if tile != (0, 0):
-        return None
     if history is not None:
         record = torch.is_grad_enabled() if record is None else record
-        scale = delayed_scale(x, history, format_of(spec), rule, record)
-    elif x.numel():
-        scale = scale_of(x, None, format_of(spec), rule)
-    else:
+        return history_scale(x, history, format_of(spec), rule, margin, record)
+    if rule is None:
+        return static_scale(margin, x) if margin else None
+    if tile != (0, 0) or not x.numel():
         return None
-    return with_margin(scale, margin, rule)
+    return with_margin(scale_of(x, None, format_of(spec), rule), margin, rule)
 
 
 def static_scale(exponent: int, x: Tensor) -> Tensor:
@@ -192,7 +196,8 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     format = format_of(spec)
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     if rule is None or x.numel() == 0:
-        y, whole = quantize_operand(x, format, scale=scale, **how), scale
+        inverse = None if scale is None else inverse_of(scale, rule)
+        y, whole = quantize_operand(x, format, scale=scale, inverse=inverse, **how), scale
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
         if scale is None:
@@ -201,7 +206,8 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
         y = untiled(quantize_operand(tiles, format, **how), x, tile, axis)
         whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
     if label:
-        observe(label, x, y, whole, format)
+        measured = rule is None and not margin and scale is not None
+        observe(label, x, y, whole, format, measured)
     return y
 
 

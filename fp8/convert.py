@@ -18,12 +18,12 @@ from .autocast import autocast
 from .casting import is_whole
 from .checkpoint import in_recomputation
 from .function import FIRST_LOOK
-from .history import LayerHistory, begin_anew, forget, remember
+from .history import LayerHistory, begin_anew, forget, has_scales, remember, settle
 from .matmul import linear
 from .native import alignment, devices, why_not_here, why_not_recipe
 from .pitfalls import RecipeWarning, warn_once
 from .quantize import is_dense
-from .recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe, needs_unit_scale
+from .recipe import AUTO, PLAIN, STATIC, UNIT, Recipe, given_recipe, needs_unit_scale
 from .report import LEFT_ALONE, Report, Row, notes_on
 from .subclass import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from .swap import (
@@ -42,6 +42,7 @@ __all__ = [
     "auto_recipe",
     "check_ready",
     "choose_recipes",
+    "choose_static",
     "convert",
     "is_transposed",
     "report",
@@ -116,7 +117,7 @@ class _Converted(Gained):
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         history = LayerHistory(self) if self.fp8_recipe.keeps_history else None
-        if history is not None and in_recomputation():
+        if self.fp8_recipe.changes_scales and in_recomputation():
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
         # it may be compiled inside of a checkpoint.
@@ -132,8 +133,11 @@ class _Converted(Gained):
             return forward(*args, **kwargs)
 
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
+        if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
+            _choose_static(self)
         begin_anew(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        settle(self)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]
@@ -187,7 +191,8 @@ def convert(
 
     recipe: a name in `fp8.RECIPES` or a `Recipe`; or "auto": "unit" for each layer that is
     unit-scaled (of `unit_scaling.modules`, or in a model of `unit_scale`, before or after this, but
-    with init="preserve"), "tensor" for each that is not. Layers of other libraries have "tensor".
+    with init="preserve"), "tensor" for each that is not, or "static" once `fp8.calibrate` has set
+    its scales. Layers of other libraries have "tensor".
     backend: as in `fp8.autocast`. Convolutions, recipes and weights of sizes that the kernels do
     not take are simulated; a number of tokens that is no multiple of 16 (of 32 under MX and NVFP4,
     128 under "block") is filled up with zeros. The report says both, the latter once it was seen
@@ -208,6 +213,10 @@ def convert(
     load them is converted first; a state_dict without them loads, and they begin anew.
     Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing such a layer with
     ``use_reentrant=False`` raises NotImplementedError.
+
+    One with scaling "static" keeps three scales so, ``fp8_scale_input`` and so on, 0 where it has
+    none yet. `fp8.calibrate` sets them; else the first training step does. Checkpointing such a
+    layer is supported.
 
     With a recipe that has `saved_activations` the modules of activations (`ACTIVATIONS`) are
     converted as well; a gate that is no module keeps its factors as torch does.
@@ -289,7 +298,9 @@ def _is_unit_scaled(module: nn.Module) -> bool:
 
 def auto_recipe(module: nn.Module) -> Recipe:
     """What "auto" is for a layer."""
-    return UNIT if _is_unit_scaled(module) else PLAIN
+    if _is_unit_scaled(module):
+        return UNIT
+    return STATIC if has_scales(module) else PLAIN
 
 
 def choose_recipes(model: nn.Module) -> None:
@@ -298,7 +309,23 @@ def choose_recipes(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _Converted) and module.fp8_given is None:
             vars(module)["fp8_recipe"] = auto_recipe(module)
+            if module.fp8_recipe == UNIT:
+                forget(module)
     forget_looks(model)
+
+
+def choose_static(model: nn.Module) -> None:
+    """Chooses "static" for the layers that were converted under "auto" and are not unit-scaled:
+    called by what calibrates a model."""
+    for module in model.modules():
+        if isinstance(module, _Converted):
+            _choose_static(module)
+
+
+def _choose_static(module: Any) -> None:
+    if module.fp8_given is None and module.fp8_recipe == PLAIN and not _unfit(module, STATIC):
+        vars(module)["fp8_recipe"] = STATIC
+        remember(module, STATIC)
 
 
 def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
@@ -382,6 +409,7 @@ def _how(module: Any) -> str:
     """The recipe and, unless all is simulated, what computes the products of a converted layer."""
     recipe, backend = module.fp8_recipe, module.fp8_backend
     state = "unit-scaled" if _is_unit_scaled(module) else "not unit-scaled"
+    state = "calibrated" if recipe == STATIC else state
     whys = ["" if module.fp8_given else f"{AUTO}: {state}", module.fp8_why]
     why = "; ".join(filter(None, whys))
     name = f"{recipe.name} ({why})" if why else recipe.name

@@ -27,8 +27,10 @@ from .matmul import (
     Scales,
     check_scales,
     keep_operands,
+    measured,
     to_autocast_dtype,
 )
+from .measuring import measuring
 from .operands import Casts, casts_of, one_copy, with_copies
 from .tally import product_name
 
@@ -142,6 +144,10 @@ def _convolve(
 
         function = "fp8.convolution._uncast_convolution"
         return apply_in_graph(function, x, weight, bias, scales, geometry)
+    if recipe is not None and (pass_ := measuring()) is not None:
+        histories = layer_histories(recipe, "conv", x)
+        y = _uncast_convolution(x, weight, bias, scales, geometry)
+        return measured(pass_, histories, x, weight, y)
     static = static_exponents(recipe, x, weight)
     casts = casts_of(recipe, name=product_name("conv", weight, recipe), static=static)
     casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation

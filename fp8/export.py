@@ -24,7 +24,7 @@ from .operands import static_exponent
 from .quantize import quantize_operand
 from .recipe import Cast, Recipe
 from .report import LEFT_ALONE, Report, Row
-from .scaling import delayed_scale, scale_of, scaled_tiles
+from .scaling import history_scale, scale_of, scaled_tiles
 from .subclass import check_module
 from .swap import is_replacement
 
@@ -33,12 +33,19 @@ __all__ = ["export"]
 E4M3 = get_format("e4m3")
 E8M0_BIAS = 127
 
-_WEIGHTS = {"unit": "tensor", "tensor": "tensor", "delayed": "tensor", "row": "channel"}
+_WEIGHTS = {
+    "unit": "tensor",
+    "tensor": "tensor",
+    "delayed": "tensor",
+    "static": "tensor",
+    "row": "channel",
+}
 """Scaling of a weight -> compressed-tensors' strategy."""
 
 _INPUTS = {
     "unit": ("tensor", False),
     "delayed": ("tensor", False),
+    "static": ("tensor", False),
     "tensor": ("tensor", True),
     "row": ("token", True),
 }
@@ -84,9 +91,10 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     The weight of a linear layer is stored as e4m3 numbers, as its recipe casts them: weight times
     ``weight_scale`` (float32; (1,), or (outputs, 1) for "row") is what the layer multiplied by.
     Of "block" and "mxfp8" ``weight_scale_inv`` has one number for each 128 x 128 block (float32) or
-    32 inputs (the byte of E8M0). Inputs need no calibration: their scale is 1 for "unit" and that
-    of the history for "delayed"; for the others it follows, when served, from the largest magnitude
-    at hand, without being rounded up to a power of two. All else keeps its dtype. A linear layer
+    32 inputs (the byte of E8M0). Inputs need no calibration: their scale is 1 for "unit", that of
+    the history for "delayed" and that of the layer for "static"; for the others it follows, when
+    served, from the largest magnitude at hand, without being rounded up to a power of two. All else
+    keeps its dtype. A linear layer
     with a transposed weight (GPT-2's) is in no layout: its weight gets the values that its recipe
     casts it to, and is stored in high precision.
 
@@ -97,8 +105,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
 
     Returns a row for each layer with a recipe: "FP8", "rounded", or left alone, in high precision,
     and why. Raises TypeError for what is not a module, ValueError where there is nothing in FP8,
-    for layers of another library, for a "delayed" layer without a history, and for a model with
-    factors that no weight can hold (modules of `unit_scaling`, and what `fold` refuses);
+    for layers of another library, for a "delayed" or "static" layer without a history, and for a
+    model with factors that no weight can hold (modules of `unit_scaling`, and what `fold` refuses);
     ImportError without safetensors.
     """
     check_module("export", model)
@@ -254,9 +262,8 @@ def _cast(name: str, layer: Any, weight: Tensor) -> tuple[Tensor, Tensor, Tensor
     cast = layer.fp8_recipe.weight
     blocks = BLOCKS.get(cast.scaling)
     if blocks is None:
-        known = histories(layer).get("fp8_amax_weight")
-        grid = scale = _scale(name, weight, cast, known)
-        if cast.rule is None:
+        grid = scale = _scale(name, weight, cast, histories(layer), "weight")
+        if cast.scaling == "unit":
             grid = scale = scale * 2.0 ** static_exponent(layer.weight)
     else:
         tiles, dims = scaled_tiles(weight, blocks.weight, -1)
@@ -285,21 +292,24 @@ def _stored(
     else:
         stored[f"{name}.weight_scale"] = torch.atleast_1d(scale * factor)
         if not _INPUTS[recipe.input.scaling][1]:
-            known = histories(layer).get("fp8_amax_input")
-            scale = _scale(name, weight, recipe.input, known)
+            scale = _scale(name, weight, recipe.input, histories(layer), "input")
             stored[f"{name}.input_scale"] = torch.atleast_1d(scale / ratio)
     return stored
 
 
-def _scale(name: str, x: Tensor, cast: Cast, history: Tensor | None) -> Tensor:
-    """() or, for each row of ``x``, (rows, 1)."""
-    if cast.rule is None:
+def _scale(name: str, x: Tensor, cast: Cast, known: dict[str, Tensor], role: str) -> Tensor:
+    """() or, for each row of ``x``, (rows, 1). known: the histories of the layer."""
+    if cast.scaling == "unit":
         return x.new_ones(())
-    if history is None:
-        return scale_of(x, (-1,) if cast.scaling == "row" else None, E4M3, cast.rule)
+    if not cast.keeps_history:
+        dims, rule = (-1,) if cast.scaling == "row" else None, cast.rule
+        assert rule is not None
+        return scale_of(x, dims, E4M3, rule)
+    history = next(tensor for name, tensor in known.items() if name.endswith(role))
     if not bool(history.any()):
-        raise ValueError(f"{name} has scaling 'delayed' and no history yet: train the model first")
-    return delayed_scale(x, history, E4M3, cast.rule, False)
+        how = "train the model" if cast.history else "calibrate or train the model"
+        raise ValueError(f"{name} has scaling {cast.scaling!r} and no history yet: {how} first")
+    return history_scale(x, history, E4M3, cast.rule, cast.margin, False)
 
 
 def _config(model: nn.Module, layers: dict[str, Any]) -> dict[str, Any]:

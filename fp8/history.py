@@ -1,4 +1,5 @@
-"""What delayed scaling remembers: the largest magnitudes of each operand in the last passes."""
+"""What recipes keep of each operand between passes: of scaling "delayed" its largest magnitudes in
+the last ones, of "static" its scale."""
 
 from __future__ import annotations
 
@@ -15,17 +16,19 @@ __all__ = [
     "LayerHistory",
     "begin_anew",
     "forget",
+    "has_scales",
     "histories",
     "reduce_amax",
     "remember",
+    "settle",
 ]
 
 Group = torch.distributed.ProcessGroup | None
 
 
 class AmaxHistory:
-    """The state of a recipe with scaling "delayed": for each operand of each product its last
-    largest magnitudes, newest first.
+    """The state of a recipe with scaling "delayed" or "static": for each operand of each product
+    its last largest magnitudes, newest first, or its one scale.
 
         history = fp8.AmaxHistory()
         for batch in batches:
@@ -40,16 +43,23 @@ class AmaxHistory:
     read. Until there is an entry an operand is scaled by its own largest magnitude; zero, Inf and
     NaN are not remembered. The first pass creates the entries and cannot be compiled; afterwards a
     function that contains the block can be.
+    With scaling "static" the first pass in which an operand is neither zero nor Inf or NaN sets its
+    scale for good: the power of two nearest to its RMS. `fp8.calibrate`, called inside of the
+    block, sets it anew.
     Each process of a data-parallel run has its own: `reduce` makes them equal.
 
-    tensors: name of the operand, as "001.linear.weight", -> float32 (history,).
+    tensors: name of the operand, as "001.linear.0", -> float32 (history,), or () for "static", 0
+    where the scale is not known.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        #: The operands whose static scale is known.
+        self.known: set[str] = set()
 
     def tensor(self, name: str, length: int, device: torch.device) -> Tensor:
-        """The history of that operand, made of zeros where it is new.
+        """The history of that operand, made of zeros where it is new. length: 0 for a static scale,
+        as `_static` gives it.
 
         Raises ValueError where it is of another length, RuntimeError where a compiler asks for a
         new one.
@@ -60,13 +70,28 @@ class AmaxHistory:
                     f"there is no history of {name} yet: run the first pass in eager mode"
                 )
             with torch.inference_mode(False):
-                self.tensors[name] = torch.zeros(length, device=device)
+                self.tensors[name] = _zeros(length, device)
         known = self.tensors[name]
-        if known.shape != (length,):
-            raise ValueError(
-                f"the history of {name} has {known.shape[0]} entries, the recipe {length}"
-            )
-        return known
+        entries = known.numel() if known.dim() else 0
+        if entries != length:
+            raise ValueError(f"the history of {name} has {entries} entries, the recipe {length}")
+        return known if length else self._static(name, known)
+
+    def _static(self, name: str, scale: Tensor) -> Tensor:
+        """``scale``, or a view of shape (1,) where it is not known and is to be measured.
+
+        Eager code looks whether a pass has set it; where a compiler asks, known is what was so at
+        the last look, so that its graph measures nothing or does not cease to.
+        """
+        if name not in self.known:
+            if torch.compiler.is_compiling() or not _is_set(scale):
+                return scale.view(1)
+            self.known.add(name)
+        return scale
+
+    def settle(self) -> None:
+        """Looks anew which static scales are known."""
+        self.known = {name for name, t in self.tensors.items() if _is_positive(t)}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the tensors, for a checkpoint."""
@@ -86,6 +111,7 @@ class AmaxHistory:
                 known.copy_(tensor)
             else:
                 self.tensors[name] = tensor.detach().clone()
+        self.settle()
 
     def reduce(self, group: Group = None) -> None:
         """The largest entry over the processes of ``group`` (all) for every entry: one all-reduce,
@@ -98,28 +124,53 @@ def _reduce(tensors: Iterable[Tensor], group: Group) -> None:
     tensors = list(tensors)
     if not (tensors and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    flat = torch.cat(tensors)
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group)
     for tensor, largest in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(largest)
+        tensor.copy_(largest.view_as(tensor))
 
 
-_BUFFER = "fp8_amax_"
+def _zeros(length: int, device: torch.device) -> Tensor:
+    return torch.zeros((length,) if length else (), device=device)
+
+
+def _is_positive(scale: Tensor) -> bool:
+    return not scale.dim() and not scale.is_meta and bool(scale > 0)
+
+
+def _is_set(scale: Tensor) -> bool:
+    """Whether a scale was set since it was made. The host looks at it, and so waits for its device,
+    only where something was written."""
+    return not scale.is_inference() and scale._version > 0 and _is_positive(scale)
+
+
+_AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
 _ROLES = {"0": "input", "1": "weight", "grad": "grad"}
+_KNOWN = "fp8_known"
+"""The attribute of a layer with the roles whose static scale is known."""
 
 
 class LayerHistory(AmaxHistory):
     """What a converted layer remembers: its buffers ``fp8_amax_input``, ``fp8_amax_weight`` and
-    ``fp8_amax_grad``, which `remember` has made."""
+    ``fp8_amax_grad``, or ``fp8_scale_input`` and so on, which `remember` has made."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
+    def __init__(self, layer: Any) -> None:
         self._layer = layer
 
     def tensor(self, name: str, length: int, device: torch.device) -> Tensor:
         """The buffer of that operand of the layer's one product."""
-        buffer: Tensor = getattr(self._layer, _BUFFER + _ROLES[name.rpartition(".")[2]])
+        role = _ROLES[name.rpartition(".")[2]]
+        buffer: Tensor = getattr(self._layer, (_AMAX if length else _SCALE) + role)
+        if length or role in self._layer.fp8_known:
+            return buffer
+        if torch.compiler.is_compiling() or not _is_set(buffer):
+            return buffer.view(1)
+        self._layer.fp8_known = (*self._layer.fp8_known, role)
         return buffer
+
+    def settle(self) -> None:
+        """Looks anew which static scales are known."""
+        settle(self._layer)
 
 
 def remember(layer: Any, recipe: Any) -> None:
@@ -127,16 +178,30 @@ def remember(layer: Any, recipe: Any) -> None:
     float32, on the device of the weight."""
     for role in _ROLES.values():
         cast = getattr(recipe, role)
-        if cast is not None and cast.history:
-            zeros = torch.zeros(cast.history, device=layer.weight.device)
-            layer.register_buffer(_BUFFER + role, zeros)
+        if cast is not None and cast.keeps_history:
+            zeros = _zeros(cast.history, layer.weight.device)
+            layer.register_buffer((_AMAX if cast.history else _SCALE) + role, zeros)
+    vars(layer)[_KNOWN] = ()
 
 
 def forget(layer: nn.Module) -> None:
     """Takes them away again."""
-    for role in _ROLES.values():
-        if hasattr(layer, _BUFFER + role):
-            delattr(layer, _BUFFER + role)
+    for name in [name for name, _ in layer.named_buffers(recurse=False) if _is_history(name)]:
+        delattr(layer, name)
+    vars(layer).pop(_KNOWN, None)
+
+
+def has_scales(layer: nn.Module) -> bool:
+    """Whether `remember` has made buffers of static scales."""
+    return any(name.startswith(_SCALE) for name, _ in layer.named_buffers(recurse=False))
+
+
+def settle(layer: nn.Module) -> None:
+    """Looks anew which static scales of a layer are known, after something has written them."""
+    if _KNOWN in vars(layer):
+        kept = ((role, getattr(layer, _SCALE + role, None)) for role in _ROLES.values())
+        known = tuple(role for role, scale in kept if scale is not None and _is_positive(scale))
+        vars(layer)[_KNOWN] = known
 
 
 def begin_anew(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -153,7 +218,7 @@ def begin_anew(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 def _is_history(name: str) -> bool:
-    return name.rpartition(".")[2].startswith(_BUFFER)
+    return name.rpartition(".")[2].startswith((_AMAX, _SCALE))
 
 
 def histories(model: nn.Module) -> dict[str, Tensor]:
@@ -162,8 +227,8 @@ def histories(model: nn.Module) -> dict[str, Tensor]:
 
 
 def reduce_amax(model: nn.Module, group: Group = None) -> None:
-    """Makes the histories of a model that `fp8.convert` gave a recipe with scaling "delayed" equal
-    over the processes of ``group`` (None: all): for each entry the largest.
+    """Makes the histories of a model that `fp8.convert` gave a recipe with scaling "delayed" or
+    "static" equal over the processes of ``group`` (None: all): for each entry the largest.
 
     To be called by all after the backward pass, before the optimizer's step: one all-reduce; none
     where torch.distributed was not initialized, in a process of its own. Then each process scales

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .casting import Spec, format_of
 from .function import is_plain
+from .scaling import inverse_of
 
 __all__ = ["Held", "keep", "kept", "number_of", "once", "one_of", "shared"]
 
@@ -96,7 +97,7 @@ def keep(ctx: Any, *operands: Operand, held: Held | None = None) -> None:
         else:
             found = None if i else held
             key = () if found is None else (spec[:-1], x.dtype, number_of(scale))
-            saved += one_of(found, key, partial(_bytes, x, dtype, scale))
+            saved += one_of(found, key, partial(_bytes, x, dtype, scale, spec))
         notes.append((dtype is not None, dtype is not None and scale is not None))
     ctx.kept, ctx.held = tuple(notes), held
     ctx.save_for_backward(*saved)
@@ -133,8 +134,11 @@ def _dtype(x: Tensor, spec: Spec) -> torch.dtype | None:
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None
 
 
-def _bytes(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, ...]:
-    return (_stored(x, dtype),) if scale is None else (_stored(x / scale, dtype), scale)
+def _bytes(x: Tensor, dtype: torch.dtype, scale: Tensor | None, spec: Spec) -> tuple[Tensor, ...]:
+    if scale is None:
+        return (_stored(x, dtype),)
+    inverse = inverse_of(scale, spec[1])
+    return _stored(x / scale if inverse is None else x * inverse, dtype), scale
 
 
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from .casting import Spec, format_of, rotated, static_scale, untiled
 from .quantize import quantize_operand
 from .scaled_tensor import plain
-from .scaling import delayed_scale, inverse_of, scale_of, scaled_tiles, unit_of, with_margin
+from .scaling import history_scale, inverse_of, scale_of, scaled_tiles, unit_of, with_margin
 from .tally import observe
 
 __all__ = [
@@ -169,12 +169,12 @@ def store(
     _, rule, tile, margin, rounding, overflow, random_bits, hadamard, label = spec
     how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     x = plain(rotated(plain(x), hadamard, axis) if hadamard else x, torch.float32)
-    if rule is None:
+    if history is not None:
+        scale = history_scale(x, history, format, rule, margin, record)
+        x = x / scale
+    elif rule is None:
         scale = static_scale(margin, x)
         x = x / scale if margin else x
-    elif history is not None:
-        scale = with_margin(delayed_scale(x, history, format, rule, record), margin, rule)
-        x = x / scale
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
         scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
@@ -190,7 +190,7 @@ def store(
             return _tiled(*((y, scale) if axis == -1 else (y.mT, scale.mT)), unit, spec)
         x = x / scale
     numbers = quantize_operand(x, format, **how)
-    if label and rule is None:
+    if label and rule is None and history is None:
         observe(label, x, numbers, None, format)
     y = numbers.to(format.dtype)
     return Stored(y, scale) if axis == -1 else Stored(y.mT, scale.mT if scale.dim() else scale)

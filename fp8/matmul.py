@@ -25,6 +25,7 @@ from .active import chosen, layer_histories, static_exponents
 from .casting import round_straight, rounded
 from .function import apply, in_graph
 from .kept import Held, keep, kept, shared
+from .measuring import Measurement, measuring
 from .operands import Casts, Exponents, casts_of, one_copy, with_copies
 from .quantize import refuse_nested
 from .recipe import Recipe
@@ -175,6 +176,10 @@ def _multiply(
 
         return apply_in_graph("fp8.matmul._uncast", a, b, bias, *scales)
     kind = "linear" if layer else "matmul"
+    if recipe is not None and (pass_ := measuring()) is not None:
+        histories = layer_histories(recipe, kind, a, layer)
+        y = _multiply(a, b, bias, scales, None, backend, static, layer)
+        return measured(pass_, histories, a, b, y)
     name = product_name(kind, b if layer else None, recipe)
     casts = casts_of(recipe, layer, name, static)
     of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
@@ -192,6 +197,14 @@ def _multiply(
     operands = (x, w, scale_x, scale_w, first, second)
     settings = (*scales, tuple(casts), held, torch.compiler.is_compiling() and _fuses(x))
     return apply(_Product, *operands, bias, of_grad, *settings, written=of_grad)
+
+
+def measured(pass_: Measurement, histories: list[Any], a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """``y``, a product of a and b that nothing casts, whose operands are measured."""
+    of_a, of_b, of_grad = histories
+    pass_.operand(of_a, a)
+    pass_.operand(of_b, b)
+    return pass_.gradient(of_grad, y)
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:

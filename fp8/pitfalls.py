@@ -41,7 +41,7 @@ class ConvertWarning(PitfallWarning):
 
 
 class ScaleWarning(PitfallWarning):
-    """A tensor of a unit-scaled model is far from RMS 1."""
+    """A tensor of a unit-scaled model is far from RMS 1, or an operand from its static scale."""
 
 
 class OptimizerWarning(PitfallWarning):

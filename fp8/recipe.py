@@ -18,6 +18,7 @@ __all__ = [
     "AUTO",
     "PLAIN",
     "RECIPES",
+    "STATIC",
     "UNIT",
     "Cast",
     "Recipe",
@@ -69,6 +70,7 @@ class Cast:
     the scalings that leave it open. None becomes the scaling's usual one.
     margin: the scale is multiplied by 2**margin, which leaves room for that many doublings.
     history: for scaling "delayed" how many passes count, 1 is the last alone; None becomes 16.
+    For the others it is 0; of "static" one scale is kept.
     rounding, overflow, random_bits: as in `fp8.quantize`, but Inf does not saturate: it stays Inf
     where the format has it and becomes NaN elsewhere. Stochastic rounding draws a new seed at each
     use.
@@ -123,7 +125,7 @@ class Cast:
         else:
             _check("rule", self.rule, RULES)
             if self.rule not in row.rules:
-                allowed = ", ".join(map(repr, row.rules)) or "none: its scale is 1"
+                allowed = ", ".join(map(repr, row.rules)) or "none"
                 raise ValueError(
                     f"scaling {self.scaling!r} has no rule {self.rule!r}; it has {allowed}"
                 )
@@ -133,7 +135,7 @@ class Cast:
         bounds = (1, 4096) if delayed else (0, 0)
         _check_int(f"history of scaling {self.scaling!r}", self.history, *bounds)
         if self.margin and self.rule is None:
-            raise ValueError(f"scaling {self.scaling!r} is 1 and has no margin")
+            raise ValueError(f"scaling {self.scaling!r} has no margin")
         if not isinstance(self.tile, tuple | list | type(None)):
             raise TypeError(f"a tile is two numbers (across, along), not {self.tile!r}")
         tile = row.tile if self.tile is None else tuple(self.tile)
@@ -147,6 +149,12 @@ class Cast:
             if tile == (1, 1):
                 raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
         object.__setattr__(self, "tile", tile)
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether something is kept of the operand between passes: largest magnitudes, or its
+        scale."""
+        return self.scaling in ("delayed", "static")
 
     def __str__(self) -> str:
         """Format and scaling, and whatever is not usual: "e2m1, nv 16x16, stochastic"."""
@@ -220,9 +228,9 @@ class Recipe:
     the gradient and the input for the product named first; "same" casts as above. Where a scale
     belongs to a row or block, each product casts anew, along the axis that it sums over, from the
     operand in high precision.
-    Raises TypeError for what is not a Cast, ValueError for a second cast with scaling "delayed",
-    where only one operand of a product is rotated, or one of the forward product, and for saved
-    activations with a scale for each tile, a history or a rotation.
+    Raises TypeError for what is not a Cast, ValueError for a second cast with scaling "delayed" or
+    "static", where only one operand of a product is rotated, or one of the forward product, and for
+    saved activations with a scale for each tile, a history or a rotation.
     """
 
     name: str
@@ -247,10 +255,12 @@ class Recipe:
             ):
                 same = ', None or "same"' if field in _OVERRIDES else " or None"
                 raise TypeError(f"Recipe.{field} must be a Cast{same}, not {cast!r}")
-            if field in _OVERRIDES and isinstance(cast, Cast) and cast.history:
-                raise ValueError(f'{field} cannot have scaling "delayed": one history, one cast')
+            if field in _OVERRIDES and isinstance(cast, Cast) and cast.keeps_history:
+                raise ValueError(
+                    f'{field} cannot have scaling "{cast.scaling}": one history, one cast'
+                )
         saved = self.saved_activations
-        if saved is not None and (saved.tile != (0, 0) or saved.history or saved.hadamard):
+        if saved is not None and (saved.tile != (0, 0) or saved.keeps_history or saved.hadamard):
             raise ValueError(
                 f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
             )
@@ -259,7 +269,7 @@ class Recipe:
             if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
                 needs = "no rotation" if product == "forward" else "both operands rotated or none"
                 raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
-        unscaled = any(cast is not None and cast.rule is None for cast in self.casts)
+        unscaled = any(cast is not None and cast.scaling == "unit" for cast in self.casts)
         object.__setattr__(self, "unscaled", unscaled)
 
     @property
@@ -271,6 +281,11 @@ class Recipe:
     @property
     def keeps_history(self) -> bool:
         """Whether it needs an `fp8.AmaxHistory`."""
+        return any(cast is not None and cast.keeps_history for cast in (*self.forward, self.grad))
+
+    @property
+    def changes_scales(self) -> bool:
+        """Whether a pass leaves other scales behind than it had: scaling "delayed"."""
         return any(cast is not None and cast.history for cast in (*self.forward, self.grad))
 
     @property
@@ -391,6 +406,9 @@ RECIPES: dict[str, Recipe] = {
         _e4m3_e5m2("tensor", "tensor"),
         # Micikevicius et al. 2022 (arXiv:2209.05433), section 3.1, with 16 passes as in FP8-LM.
         _e4m3_e5m2("delayed", "delayed"),
+        # Powers of two measured once: half precision's loss scale (Micikevicius et al. 2018,
+        # arXiv:1710.03740, section 3.2), one for each operand.
+        _e4m3_e5m2("static", "static"),
         # One per row or block of what is summed over.
         _all("row", "e4m3", "row"),
         _row_gw_hp(),
@@ -409,8 +427,8 @@ RECIPES: dict[str, Recipe] = {
 }
 """Name -> recipe."""
 
-PLAIN, UNIT = RECIPES["tensor"], RECIPES["unit"]
-"""What "auto" is for what is not unit-scaled, and for what is."""
+PLAIN, UNIT, STATIC = RECIPES["tensor"], RECIPES["unit"], RECIPES["static"]
+"""What "auto" is for what is not unit-scaled, for what is, and for layers that are calibrated."""
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
@@ -444,4 +462,4 @@ def _known(recipe: str | Recipe, names: Iterable[str]) -> Recipe:
 def needs_unit_scale(recipe: Recipe) -> bool:
     """Whether it casts an operand to 8 bits or fewer as it is, without a scale."""
     casts = (cast for cast in recipe.casts if cast is not None)
-    return any(cast.rule is None and get_format(cast.format).bits <= 8 for cast in casts)
+    return any(cast.scaling == "unit" and get_format(cast.format).bits <= 8 for cast in casts)

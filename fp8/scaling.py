@@ -19,15 +19,20 @@ from .rounding import LAYOUTS
 
 __all__ = [
     "E8M0",
+    "LARGEST",
     "RULES",
     "SCALINGS",
+    "SMALLEST",
     "Scaling",
     "delayed_scale",
+    "history_scale",
     "in_format",
     "inverse_of",
     "largest_finite",
+    "nearest_power",
     "scale_of",
     "scaled_tiles",
+    "second_moment",
     "unit_of",
     "with_margin",
 ]
@@ -38,7 +43,8 @@ Tile = tuple[int, int]
 """Elements that share a scale: (across, along) the axis that a product sums over; 0 is all."""
 
 SMALLEST, LARGEST = -126, 127
-"""The limits of a scale as exponents of two: float32's normal powers. E8M0 begins at 2**-127."""
+"""The limits of a scale as exponents of two: float32's normal powers. E8M0 begins at 2**-127, and
+static scales end at 2**126, so that their inverse is normal too."""
 
 E8M0 = " e8m0"
 """What follows the name of a rule in a spec where scales are stored in E8M0: see `scale_of`."""
@@ -146,6 +152,9 @@ SCALINGS: dict[str, Scaling] = {
         (0, 0),
         (*_POWERS, "exact"),
     ),
+    "static": Scaling(
+        "one power of two that brings it to RMS 1, measured once: `fp8.calibrate`", (0, 0), ()
+    ),
     "row": Scaling(
         "one for each row along the axis that is summed over: token, output channel",
         (1, 0),
@@ -235,12 +244,16 @@ def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
     return (scale * 2.0**margin).clamp(2.0**low, 2.0**LARGEST) if margin else scale
 
 
-def inverse_of(scale: Tensor, rule: str) -> Tensor | None:
+def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
     """What to multiply by instead of dividing by ``scale``, which `scale_of` found; None: divide.
 
+    A static scale, without a rule, is a normal power of two, as its inverse is: in compiled code,
+    which takes the inverse once for many elements, a product is less than a quotient.
     2**-127 is a subnormal float32, which some devices and modes take for zero. The largest scale of
     a float32 is 2**126, as the formats reach beyond 2: the inverse is a normal number.
     """
+    if rule is None:
+        return 1 / scale if torch.compiler.is_compiling() else None
     if not rule.endswith(E8M0):
         return None
     return torch.where(scale < 2.0**SMALLEST, 2.0 ** -(SMALLEST - 1), 1 / scale)
@@ -285,6 +298,52 @@ def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record:
         now = torch.where(now < torch.inf, now, 0.0)
         history.copy_(torch.cat([now[None], history[:-1]]))
     return scale
+
+
+def second_moment(x: Tensor) -> Tensor:
+    """The sum of the squares of ``x``, 0-dim, in float64 (float32 on devices without it), where the
+    squares of float32 neither overflow nor vanish."""
+    dtype = torch.float32 if x.device.type == "mps" else torch.float64
+    return aten.linalg_vector_norm.default(x.detach(), dtype=dtype).square()
+
+
+def nearest_power(moment: Tensor) -> Tensor:
+    """The power of two nearest, in octaves, to the root of a mean square: 2**round(log2(RMS)).
+
+    An operand divided by it has RMS 2**-0.5 to 2**0.5. Returns float32, within the limits of a
+    scale, and 0 where ``moment`` is zero, Inf or NaN.
+    """
+    exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST - 1)
+    return torch.where((moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0).float()
+
+
+def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
+    """The scale that ``state`` holds, 1 where that is 0.
+
+    Shape (): it is known. Shape (1,): while it is 0, the scale is that of the finite values of
+    ``x``, which is kept if ``record`` says so and all of x is finite."""
+    scale = state.float()
+    if state.dim() and x.numel():
+        x = x.detach()
+        clean = torch.where(x.abs() < torch.inf, x, 0.0)
+        now = nearest_power(second_moment(clean) / x.numel())
+        now = torch.where(scale > 0, scale, now)
+        if record:
+            state.copy_(torch.where(second_moment(x) < torch.inf, now, scale))
+        scale = now
+    scale = scale.squeeze()
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def history_scale(
+    x: Tensor, history: Tensor, format: Format, rule: str | None, margin: int, record: bool
+) -> Tensor:
+    """The scale of ``x`` by what was kept of it in the passes before, 0-dim, in float32.
+
+    With a rule that is the amax history of scaling "delayed", without one the scale of "static"."""
+    if rule is None:
+        return _static_scale(x, history, record)
+    return with_margin(delayed_scale(x, history, format, rule, record), margin, rule)
 
 
 def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .formats import Format
-from .pitfalls import RecipeWarning, warn_once
+from .pitfalls import RecipeWarning, ScaleWarning, warn_once
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -80,7 +80,14 @@ class Recorder:
         return found
 
     def count(
-        self, layer: str, operand: str, x: Tensor, y: Tensor, scale: Tensor | None, format: Format
+        self,
+        layer: str,
+        operand: str,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor | None,
+        format: Format,
+        static: bool = False,
     ) -> None:
         """Adds what became of an operand; the arguments are those of `observe`."""
         step = -(-x.numel() // self.sample) | 1  # odd, so that it meets all columns
@@ -104,9 +111,27 @@ class Recorder:
         )
         key = (layer, operand, str(format))
         total = torch.stack([count.double() for count in counts])
+        if static:
+            self._check_scale(layer, operand, total, unit)
         with self.lock:
             self.sums[key] = self.sums[key] + total if key in self.sums else total
 
+    def _check_scale(self, layer: str, operand: str, total: Tensor, scale: Tensor) -> None:
+        """Warns, once for each model, where a static scale is far from the RMS of its operand."""
+        counts = dict(zip(COUNTS, total.tolist(), strict=True))
+        ratio = math.sqrt(counts["signal"] / counts["sampled"]) / float(scale)
+        if ratio and not 1 / DRIFT <= ratio <= DRIFT:
+            message = _DRIFTED.format(operand, layer, ratio)
+            warn_once(ScaleWarning, message, self._model, "static")
+
+
+DRIFT = 64.0
+"""How far the RMS of an operand may be from its static scale before `fp8.stats` warns, as a factor,
+up or down: 6 of the 18 octaves of e4m3, of which 8 are above the RMS that calibration sets."""
+_DRIFTED = (
+    "the RMS of the {} of {} is {:.2g} times the scale that fp8.calibrate has set, beyond "
+    "[2**-6, 2**6]: call fp8.calibrate again"
+)
 
 LOST = 0.1
 """The share of an operand, beyond what it is for a unit normal one (e4m3: 0.0008 become zero, e5m2:
@@ -133,7 +158,14 @@ class Look:
         _LATEST.append(self)
 
     def count(
-        self, layer: str, operand: str, x: Tensor, y: Tensor, scale: Tensor | None, format: Format
+        self,
+        layer: str,
+        operand: str,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor | None,
+        format: Format,
+        static: bool = False,
     ) -> None:
         """As `Recorder.count`. Not under `torch.vmap`, which has no numbers to look at."""
         if self.warned or scale is not None or x.is_meta:
@@ -253,13 +285,21 @@ def labelled(spec: tuple[Any, ...], name: str, operand: str) -> tuple[Any, ...]:
     return (*spec[:-1], f"{name}|{operand}") if name and spec else spec
 
 
-def observe(label: str, x: Tensor, y: Tensor, scale: Tensor | None, format: Format) -> None:
+def observe(
+    label: str,
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | None,
+    format: Format,
+    static: bool = False,
+) -> None:
     """Adds to a recorder what became of ``x``: ``y``, with ``scale`` for each element or for all.
 
-    Inf and NaN are looked for in all of x, the rest in a sample of evenly spaced elements.
+    Inf and NaN are looked for in all of x, the rest in a sample of evenly spaced elements. static:
+    whether `fp8.calibrate` has set the scale.
     """
     token, layer, operand = label.split("|")
     recorder = _RECORDERS.get(token)
     if recorder is None or x.numel() == 0:
         return
-    recorder.count(layer, operand, x, y, scale, format)
+    recorder.count(layer, operand, x, y, scale, format, static)

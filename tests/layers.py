@@ -12,6 +12,7 @@ fp8.formats, fp8.function, fp8.random_bits, fp8.rounding <- fp8.quantize <- fp8.
 fp8.scaling <- fp8.recipe, fp8.scaled_tensor, fp8.moments, fp8.distributed
 fp8.scaled_parts <- fp8.scaled_tensor
 fp8.pitfalls, fp8.recipe <- fp8.tally <- fp8.casting
+fp8.scaled_tensor, fp8.threads <- fp8.measuring <- fp8.casting
 fp8.recipe, fp8.scaled_tensor <- fp8.casting <- fp8.kept <- fp8.native <- fp8.matmul
 fp8.checkpoint, fp8.native <- fp8.active <- fp8.matmul
 fp8.operands <- fp8.matmul
@@ -24,6 +25,7 @@ fp8.matmul <- fp8.attention, fp8.convolution, fp8.einsum, fp8.multi_head <- fp8.
 fp8.activations, fp8.products, fp8.history <- fp8.autocast
 fp8.report, fp8.subclass <- fp8.swap <- fp8.where
 fp8.autocast, fp8.where <- fp8.convert
+fp8.convert <- fp8.calibrate
 fp8.where <- fp8.adapters.torchao, fp8.adapters.transformer_engine
 fp8.autocast, fp8.report, fp8.subclass <- fp8.stats
 

@@ -11,7 +11,7 @@ from benchmarks import recipe_loss
 
 
 def test_the_benchmark_trains_records_and_goes_on(tmp_path, monkeypatch):
-    runs = {"fp32": None, "unit": fp8.RECIPES["unit"], "delayed": fp8.RECIPES["delayed"]}
+    runs = {"fp32": None} | {name: fp8.RECIPES[name] for name in ("unit", "delayed", "static")}
     monkeypatch.setattr(recipe_loss, "RUNS", runs)
     monkeypatch.setattr(
         recipe_loss, "SIZE", {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch_size": 2}

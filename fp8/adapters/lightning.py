@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..active import checked_backend
 from ..convert import ADAPTERS, convert
-from ..history import histories
+from ..history import histories, settle
 from ..names import check_name
 from ..recipe import AUTO, RECIPES, Recipe, given_recipe
 from ..swap import Where
@@ -56,8 +56,8 @@ def FP8Precision(
     `fp8.convert` has it.
 
     Checkpoints have the plain model's state_dict, and under "FP8Precision" the recipe and, with
-    scaling "delayed", the history of each layer, with which training resumes to the bit. One that
-    was trained under another recipe is loaded with a UserWarning.
+    scaling "delayed" or "static", the history of each layer, with which training resumes to the
+    bit. One that was trained under another recipe is loaded with a UserWarning.
 
     recipe, backend, where, rest: as in `fp8.convert`.
     precision: one of `PRECISIONS`, of whatever is not in FP8; "mixed" is torch.autocast.
@@ -193,6 +193,8 @@ class _Converting:
         for name, history in ({} if self._model is None else histories(self._model)).items():
             if name in known and known[name].shape == history.shape:
                 history.copy_(known[name])
+        for module in () if self._model is None else self._model.modules():
+            settle(module)
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:

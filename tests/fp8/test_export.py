@@ -40,6 +40,7 @@ def exact(name: str, scaling: str) -> Recipe:
 RECIPES: dict[str, Any] = {
     "unit": "unit",
     "delayed": "delayed",
+    "static": "static",
     "tensor": exact("exact", "tensor"),
     "row": exact("exact rows", "row"),
     "mixed": Recipe(
@@ -136,7 +137,7 @@ def test_scales_that_are_powers_of_two(name, tmp_path):
 
 
 @pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("recipe", ["unit", "tensor", "row"])
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "static"])
 def test_static_scales_of_preserved_weights(recipe, tie, tmp_path):
     """The static scale of a weight is its scale; weights that are not in FP8 are the plain ones."""
     model = llama(tie_word_embeddings=tie)
@@ -152,7 +153,7 @@ def test_static_scales_of_preserved_weights(recipe, tie, tmp_path):
     torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-5, atol=tolerance(want))
 
 
-@pytest.mark.parametrize("recipe", ["unit", "delayed", "row"])
+@pytest.mark.parametrize("recipe", ["unit", "delayed", "static", "row"])
 def test_factors_of_unit_scaling_fold_into_scales(recipe, tmp_path):
     """Those of residual branches, attention, activations and the readout: the plain class computes
     the same logits. They are no powers of two, so that a product differs in its last bit, and an
@@ -332,6 +333,8 @@ def test_refused_by_name(tmp_path):
         fp8.export(fp8.convert(nn.Sequential(nn.Conv2d(16, 16, 3)), "tensor"), tmp_path)
     with pytest.raises(ValueError, match="no history yet: train the model first"):
         fp8.export(fp8.convert(llama(), "delayed"), tmp_path)
+    with pytest.raises(ValueError, match="no history yet: calibrate or train the model first"):
+        fp8.export(fp8.convert(llama(), "static"), tmp_path)
     with pytest.raises(ValueError, match=r"has not run: .* call it once"):
         fp8.export(unit_scale(fp8.convert(llama(), "unit")), tmp_path)
 

@@ -193,6 +193,7 @@ def test_weights_in_16_bits(precision, tmp_path):
         ("unit", "32-true"),
         ("delayed", "32-true"),
         ("delayed", "bf16-mixed"),
+        ("static", "32-true"),
         ("tensor", "16-mixed"),
     ],
 )
@@ -218,7 +219,7 @@ def test_resumed_as_if_it_had_not_stopped(library, recipe, precision, tmp_path):
     assert all(torch.equal(value, weights[name]) for name, value in resumed.state_dict().items())
 
 
-@pytest.mark.parametrize("recipe", ["unit", "delayed"])
+@pytest.mark.parametrize("recipe", ["unit", "delayed", "static"])
 def test_checkpoints_are_those_of_the_plain_model(recipe, tmp_path):
     net = Mlp()
     names = list(net.state_dict())
@@ -231,7 +232,7 @@ def test_checkpoints_are_those_of_the_plain_model(recipe, tmp_path):
     module("lightning", Mlp()).load_state_dict(saved["state_dict"])  # strict
     assert saved["FP8Precision"]["fp8"]["recipe"]["name"] == recipe
     histories = saved["FP8Precision"]["fp8"]["histories"]
-    assert bool(histories) == (recipe == "delayed")
+    assert bool(histories) == (recipe != "unit")
     assert all(bool((history > 0).any()) for history in histories.values())
 
 
