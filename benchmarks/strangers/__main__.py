@@ -138,6 +138,7 @@ def main() -> None:
         if why:
             print(f"{stranger.library}/{stranger.name}: skipped, {why}", flush=True)
             continue
+        collection.preload(stranger.library)
         rows.append(measured(stranger, options, given.seconds))
         printed(rows[-1], given.verbose)
     if rows:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Case", "Stranger", "find_loss", "tiny"]
+__all__ = [
+    "Case",
+    "Stranger",
+    "WithLoss",
+    "find_loss",
+    "loss_inside",
+    "loss_outside",
+    "tokens",
+]
 
 
 @dataclass(frozen=True)
@@ -59,11 +67,28 @@ def find_loss(output: Any) -> Tensor | None:
     return None
 
 
-def tiny(model: nn.Module, *args: Any, **kwargs: Any) -> Case:
-    """A case without a loss of its own."""
-    return Case(model, args, kwargs)
-
-
 def tokens(high: int, *shape: int) -> Tensor:
     """Random token ids."""
     return torch.randint(1, high, shape)
+
+
+class WithLoss(nn.Module):
+    """A model and its loss in one module: ``forward(target, *args)`` is the loss."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, target: Any, *args: Any) -> Tensor:
+        return self.loss(self.model(*args), target)
+
+
+def loss_inside(model: nn.Module, loss: Callable[..., Tensor], target: Any, *args: Any) -> Case:
+    """A case whose loss is part of the model, so that the transform sees it."""
+    return Case(WithLoss(model, loss), (target, *args))
+
+
+def loss_outside(model: nn.Module, loss: Callable[..., Tensor], target: Any, *args: Any) -> Case:
+    """A case whose loss is computed by the training loop."""
+    return Case(model, args, loss=lambda output: loss(output, target))

@@ -12,6 +12,7 @@ torchaudio that are made for GPUs have compiled parts that a CPU build of torch 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import warnings
@@ -23,7 +24,7 @@ from benchmarks.common import Row
 from . import audio, graphs, images, language, segmentation, series
 from .case import Stranger
 
-__all__ = ["NEEDED", "STRANGERS", "missing", "prepare", "versions"]
+__all__ = ["NEEDED", "STRANGERS", "missing", "preload", "prepare", "versions"]
 
 STRANGERS: list[Stranger] = [
     *images.STRANGERS,
@@ -55,6 +56,35 @@ def prepare() -> None:
         with contextlib.suppress(RuntimeError):
             library.define(schema)
     _KEPT.append(library)
+
+
+#: Library -> modules that the process imports once, before it starts those of the models.
+IMPORTS = {
+    "timm": ("timm",),
+    "torchvision": ("torchvision",),
+    "vit-pytorch": ("vit_pytorch",),
+    "segmentation_models_pytorch": ("segmentation_models_pytorch",),
+    "monai": ("monai.networks.nets", "monai.losses"),
+    "diffusers": (
+        "diffusers.models.unets.unet_2d_condition",
+        "diffusers.models.transformers.transformer_flux",
+    ),
+    "transformers": ("transformers.modeling_utils",),
+    "torch_geometric": ("torch_geometric.nn",),
+    "torchaudio": ("torchaudio.models",),
+    "asteroid": ("asteroid.models",),
+    "open_clip_torch": ("open_clip",),
+    "x-transformers": ("x_transformers",),
+}
+
+
+def preload(library: str) -> None:
+    """Imports a library, and of torch what its compiler needs, unless that fails: then the models
+    of it say why."""
+    torch.compiler.reset()
+    for module in IMPORTS.get(library, ()):
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
 
 
 _KEPT: list[torch.library.Library] = []

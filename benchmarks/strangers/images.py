@@ -1,65 +1,281 @@
-"""Image classifiers and other models of images."""
+"""Image classifiers: timm, torchvision and vit-pytorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from .case import Case, Stranger
+from .case import Case, Stranger, loss_inside, loss_outside
 
 __all__ = ["STRANGERS"]
 
 CLASSES, BATCH = 10, 4
 
-
-def _cross_entropy() -> Callable[[Any], Tensor]:
-    labels = torch.randint(CLASSES, (BATCH,))
-    return lambda output: F.cross_entropy(output[0] if isinstance(output, tuple) else output, labels)
+Settings = dict[str, Any]
 
 
-def _timm(name: str, size: int, **settings: Any) -> Stranger:
-    """settings: of the class of the model."""
-
-    def build() -> Case:
-        import timm
-
-        model = timm.create_model(name, num_classes=CLASSES, **settings)
-        return Case(model, (torch.randn(BATCH, 3, size, size),))
-
-    return Stranger(name, "timm", build)
+def pictures(size: int, batch: int = BATCH) -> torch.Tensor:
+    return torch.randn(batch, 3, size, size)
 
 
-VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
+def labels() -> torch.Tensor:
+    return torch.randint(CLASSES, (BATCH,))
 
-#: Name of timm -> the size of its images, and its settings.
-TIMM: dict[str, tuple[int, dict[str, Any]]] = {
-    "vit_tiny_patch16_224": (32, VIT),
+
+def _timm(name: str, size: int, settings: Settings) -> Case:
+    import timm
+
+    return Case(timm.create_model(name, num_classes=CLASSES, **settings), (pictures(size),))
+
+
+_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
+_EVA = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 2, "num_heads": 3}
+_STAGES: Settings = {"depths": (1, 1, 1, 1), "dims": (16, 32, 48, 64)}
+_DIMS: Settings = {"depths": (1, 1, 1, 1), "embed_dims": (16, 32, 48, 64)}
+
+#: Name of timm -> the size of its images, and its settings; without a loss of its own.
+TIMM: dict[str, tuple[int, Settings]] = {
+    "vit_tiny_patch16_224": (32, _VIT),
+    "deit3_small_patch16_224": (32, _VIT),
+    "beitv2_base_patch16_224": (32, _VIT),
+    "cait_xxs24_224": (32, _VIT),
+    "xcit_nano_12_p16_224": (64, {"embed_dim": 64, "depth": 2, "num_heads": 4}),
+    "eva02_tiny_patch14_224": (32, _EVA),
+    "mixer_b16_224": (32, {"img_size": 32, "embed_dim": 64, "num_blocks": 2}),
+    "gmlp_ti16_224": (32, {"img_size": 32, "embed_dim": 64, "num_blocks": 2}),
+    "resmlp_12_224": (32, {"img_size": 32, "embed_dim": 64, "num_blocks": 2}),
+    "swin_tiny_patch4_window7_224": (
+        32,
+        {
+            "img_size": 32,
+            "patch_size": 2,
+            "window_size": 4,
+            "embed_dim": 32,
+            "depths": (2, 2),
+            "num_heads": (2, 4),
+        },
+    ),
+    "convnext_atto": (64, _STAGES),
+    "convnextv2_atto": (64, _STAGES),
+    "inception_next_tiny": (64, _STAGES),
+    "focalnet_tiny_srf": (64, {"embed_dim": 32, "depths": (1, 1, 1, 1)}),
+    "davit_tiny": (
+        64,
+        {
+            "depths": (1, 1, 1, 1),
+            "embed_dims": (32, 32, 64, 64),
+            "num_heads": (2, 2, 4, 4),
+            "window_size": 4,
+        },
+    ),
+    "pvt_v2_b0": (64, {"depths": (1, 1, 1, 1)}),
+    "twins_svt_small": (64, {"img_size": 64, "depths": (1, 1, 1, 1), "wss": (2, 2, 2, 2)}),
+    "poolformer_s12": (64, _STAGES),
+    "caformer_s18": (64, _STAGES),
+    "edgenext_xx_small": (64, {}),
+    "levit_128s": (64, {"img_size": 64}),
+    "mobilevit_xxs": (64, {}),
+    "mobilenetv3_small_050": (64, {}),
+    "mobilenetv4_conv_small": (64, {}),
+    "ghostnet_050": (64, {}),
     "resnet10t": (64, {}),
-    "mixer_s16_224": (32, {"img_size": 32, "patch_size": 8, "num_blocks": 2, "embed_dim": 64}),
-    "convnext_atto": (64, {"depths": (1, 1, 1, 1), "dims": (16, 32, 48, 64)}),
+    "seresnextaa101d_32x8d": (
+        64,
+        {"layers": (1, 1), "channels": (32, 64), "cardinality": 4, "base_width": 16},
+    ),
+    "nf_regnet_b0": (64, {}),
+    "regnetx_002": (64, {}),
+    "repvgg_a0": (64, {}),
+    "starnet_s1": (64, {}),
+    "densenet121": (64, {"block_config": (2, 2, 2), "growth_rate": 16}),
+    "dla46x_c": (64, {}),
+    "hardcorenas_a": (64, {}),
+    "efficientformerv2_s0": (64, {"img_size": 64}),
+    "sequencer2d_s": (32, {"img_size": 32, "embed_dims": (32, 32, 32, 32), "layers": (1, 1, 1, 1)}),
 }
 
-
-def _torchvision(name: str, size: int, **settings: Any) -> Stranger:
-    def build() -> Case:
-        import torchvision
-
-        model = torchvision.models.get_model(name, weights=None, num_classes=CLASSES, **settings)
-        return Case(model, (torch.randn(BATCH, 3, size, size),), loss=_cross_entropy())
-
-    return Stranger(name, "torchvision", build)
-
-
-TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {
-    "squeezenet1_1": (64, {}),
+#: Builder of torchvision -> the size of its images, and its settings; the loss is outside.
+TORCHVISION: dict[str, tuple[int, Settings]] = {
+    "mnasnet0_5": (64, {}),
+    "mobilenet_v2": (64, {"width_mult": 0.5}),
+    "mobilenet_v3_small": (64, {"width_mult": 0.5}),
     "shufflenet_v2_x0_5": (64, {}),
+    "squeezenet1_1": (64, {}),
+    "regnet_y_400mf": (64, {}),
+    "efficientnet_b0": (64, {}),
+    "googlenet": (64, {"aux_logits": False, "init_weights": False}),
 }
+
+
+def _torchvision(name: str, size: int, settings: Settings) -> Case:
+    import torchvision
+
+    model = torchvision.models.get_model(name, weights=None, num_classes=CLASSES, **settings)
+    return loss_outside(model, F.cross_entropy, labels(), pictures(size))
+
+
+_TORCHVISION_VIT: Settings = {
+    "image_size": 32,
+    "patch_size": 8,
+    "num_layers": 2,
+    "num_heads": 4,
+    "hidden_dim": 64,
+    "mlp_dim": 128,
+}
+_TORCHVISION_SWIN: Settings = {
+    "patch_size": [2, 2],
+    "embed_dim": 32,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": [4, 4],
+}
+
+
+def _vision_class(name: str, size: int, settings: Settings) -> Case:
+    """A class of torchvision.models with its loss inside."""
+    import torchvision
+
+    if name == "ResNet":
+        settings = {"block": torchvision.models.resnet.BasicBlock, "layers": [1, 1, 1, 1]}
+    cls = getattr(torchvision.models, name)
+    model = cls(num_classes=CLASSES, **settings)
+    return loss_inside(model, F.cross_entropy, labels(), pictures(size))
+
+
+#: Class of torchvision -> the size of its images, and its settings; the loss is inside.
+VISION_CLASSES: dict[str, tuple[int, Settings]] = {
+    "VisionTransformer": (32, _TORCHVISION_VIT),
+    "SwinTransformer": (32, _TORCHVISION_SWIN),
+    "DenseNet": (64, {"growth_rate": 16, "block_config": (2, 2, 2)}),
+    "ResNet": (64, {}),
+}
+
+
+def _raft() -> Case:
+    from torchvision.models.optical_flow import raft_small
+
+    flow = torch.randn(1, 2, 128, 128)
+
+    def loss(output: Any) -> torch.Tensor:
+        return sum(0.8**i * (o - flow).abs().mean() for i, o in enumerate(output[::-1]))
+
+    frames = (pictures(128, 1), pictures(128, 1))
+    return Case(raft_small(weights=None), frames, {"num_flow_updates": 2}, loss)
+
+
+def _video() -> Case:
+    from torchvision.models.video.resnet import BasicBlock, BasicStem, Conv3DSimple, VideoResNet
+
+    model = VideoResNet(BasicBlock, [Conv3DSimple] * 4, [1, 1, 1, 1], BasicStem, CLASSES)
+    return loss_outside(model, F.cross_entropy, labels(), torch.randn(BATCH, 3, 4, 32, 32))
+
+
+_P: Settings = {"image_size": 32, "patch_size": 8, "num_classes": CLASSES}
+_P2: Settings = {**_P, "dim": 64, "depth": 2, "heads": 4, "mlp_dim": 128}
+_FOUR: Settings = {"num_classes": CLASSES}
+
+#: Module and class of vit-pytorch -> the size of its images, and its settings.
+VIT_PYTORCH: dict[str, tuple[int, Settings]] = {
+    "vit.ViT": (32, _P2),
+    "simple_vit.SimpleViT": (32, _P2),
+    "deepvit.DeepViT": (32, _P2),
+    "cait.CaiT": (32, {**_P2, "cls_depth": 1}),
+    "vit_for_small_dataset.ViT": (32, _P2),
+    "simple_vit_with_register_tokens.SimpleViT": (32, _P2),
+    "parallel_vit.ViT": (32, _P2),
+    "rvt.RvT": (32, _P2),
+    "look_vit.LookViT": (
+        32,
+        {**_P, "dim": 64, "depth": 2, "heads": 4, "highres_patch_size": 4, "mlp_factor": 2},
+    ),
+    "cct.CCT": (
+        32,
+        {
+            "img_size": 32,
+            "embedding_dim": 64,
+            "n_conv_layers": 1,
+            "num_layers": 2,
+            "num_heads": 4,
+            "mlp_ratio": 2,
+            "num_classes": CLASSES,
+        },
+    ),
+    "pit.PiT": (
+        32,
+        {**_P, "patch_size": 4, "dim": 32, "depth": (1, 1), "heads": 4, "mlp_dim": 64},
+    ),
+    "xcit.XCiT": (32, {**_P2, "cls_depth": 1}),
+    "scalable_vit.ScalableViT": (
+        64,
+        {
+            "num_classes": CLASSES,
+            "dim": 32,
+            "heads": (2, 4),
+            "depth": (1, 1),
+            "ssa_dim_key": (16, 16),
+            "reduction_factor": (2, 1),
+            "window_size": (8, None),
+        },
+    ),
+    "nest.NesT": (
+        32,
+        {
+            "image_size": 32,
+            "patch_size": 4,
+            "dim": 32,
+            "heads": 2,
+            "num_hierarchies": 2,
+            "block_repeats": (1, 1),
+            "num_classes": CLASSES,
+        },
+    ),
+}
+
+
+def _vit_pytorch(name: str, size: int, settings: Settings) -> Case:
+    module, _, cls = name.partition(".")
+    made = getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)(**settings)
+    return loss_inside(made, F.cross_entropy, labels(), pictures(size))
+
+
+def _masked_autoencoder() -> Case:
+    from vit_pytorch import MAE, ViT
+
+    encoder = ViT(**_P2)
+    return Case(MAE(encoder=encoder, masking_ratio=0.75, decoder_dim=32), (pictures(32),))
+
+
+def _simmim() -> Case:
+    from vit_pytorch import ViT
+    from vit_pytorch.simmim import SimMIM
+
+    return Case(SimMIM(encoder=ViT(**_P2), masking_ratio=0.5), (pictures(32),))
+
+
+def table(
+    library: str,
+    rows: Mapping[str, tuple[Any, Settings]],
+    build: Callable[[str, Any, Settings], Case],
+) -> list[Stranger]:
+    """The models of one table, all built by one function."""
+    return [
+        Stranger(name, library, partial(build, name, shape, settings))
+        for name, (shape, settings) in rows.items()
+    ]
+
 
 STRANGERS = [
-    *(_timm(name, size, **settings) for name, (size, settings) in TIMM.items()),
-    *(_torchvision(name, size, **settings) for name, (size, settings) in TORCHVISION.items()),
+    *table("timm", TIMM, _timm),
+    *table("torchvision", TORCHVISION, _torchvision),
+    *table("torchvision", VISION_CLASSES, _vision_class),
+    Stranger("raft_small", "torchvision", _raft),
+    Stranger("VideoResNet", "torchvision", _video),
+    *table("vit-pytorch", VIT_PYTORCH, _vit_pytorch),
+    Stranger("MAE", "vit-pytorch", _masked_autoencoder),
+    Stranger("SimMIM", "vit-pytorch", _simmim),
 ]

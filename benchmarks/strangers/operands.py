@@ -193,7 +193,7 @@ class Operands(TorchDispatchMode):
         known = [origin for origin in inputs if origin.kind is not None]
         kinds = {origin.kind for origin in known}
         kind = next((k for k in ("gradient", "activation", "weight") if k in kinds), None)
-        if packet is aten._softmax:
+        if packet in (aten._softmax, aten._safe_softmax):
             return _Origin(kind, softmax=True)
         if packet is aten._softmax_backward_data:
             return _Origin(kind, scores=True)
