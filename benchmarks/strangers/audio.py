@@ -16,7 +16,7 @@ SECONDS = 1024
 """Samples of a sound."""
 
 
-def _sources(*shape: int) -> Tensor:
+def _sources() -> Tensor:
     return torch.randn(2, 2, SECONDS)
 
 
@@ -156,7 +156,7 @@ def _speech_lm() -> Case:
 def _speech_tasnet() -> Case:
     from speechbrain.lobes.models.conv_tasnet import MaskNet
 
-    return Case(MaskNet(N=32, B=16, H=32, P=3, X=2, R=1, C=2), (torch.randn(2, 64, 32),))
+    return Case(MaskNet(N=32, B=16, H=32, P=3, X=2, R=1, C=2), (torch.randn(2, 32, 64),))
 
 
 # asteroid, with its loss over permutations of the sources

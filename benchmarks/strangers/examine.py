@@ -151,7 +151,8 @@ def _cast_products(case: Case, transformed: Callable[[], nn.Module], row: Row, k
         return
     row[key] = f"{found.cast()}/{found.products}"
     if found.uncast():
-        row.setdefault("details", {})[f"not_{key}"] = found.uncast()[:8]
+        names = dict.fromkeys(map(str, found.uncast()))
+        row.setdefault("details", {})[f"not_{key}"] = list(names)[:8]
 
 
 def _on_grid(tensor: Tensor, kind: str) -> bool:

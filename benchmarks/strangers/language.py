@@ -47,7 +47,7 @@ DECODERS: dict[str, Settings] = {
     "Decoder QK norm": {"attn_qk_norm": True, "use_scalenorm": True},
     "Decoder sandwich norm, gated residual": {"sandwich_norm": True, "gate_residual": True},
     "Decoder hyper-connections": {"num_residual_streams": 2},
-    "Decoder softclamp": {"softclamp_attn": True} | {"softclamp_output": True},
+    "Decoder softclamp": {"attn_softclamp_logits": True, "softclamp_output": True},
     "Decoder macaron, shifted tokens": {"macaron": True, "shift_tokens": 1},
     "Decoder talking heads, memories": {
         "attn_pre_talking_heads": True,
@@ -62,7 +62,7 @@ def _decoder(settings: Settings) -> Case:
 
     layers = Decoder(dim=64, depth=2, heads=4, attn_dim_head=16, **settings)
     model = TransformerWrapper(num_tokens=WORDS, max_seq_len=LENGTH, attn_layers=layers)
-    return Case(AutoregressiveWrapper(model), (text(LENGTH + 1),))
+    return Case(AutoregressiveWrapper(model), (text(),))
 
 
 def _x_translator() -> Case:
@@ -125,7 +125,7 @@ LANGUAGE: dict[str, tuple[str, Settings]] = {
         "perceiver-pytorch",
         {**_LM, "max_seq_len": LENGTH, "num_latents": 16, "latent_dim": 64, "latent_heads": 4},
     ),
-    "minGRU_pytorch.minGRULM": ("minGRU-pytorch", {**_LM}),
+    "minGRU_pytorch.minLM.minLM": ("minGRU-pytorch", {**_LM}),
     "block_recurrent_transformer_pytorch.BlockRecurrentTransformer": (
         "block-recurrent-transformer-pytorch",
         {
@@ -183,12 +183,10 @@ def _megabyte() -> Case:
 
 
 def _mamba() -> Case:
-    from mambapy.lm import LM
-    from mambapy.mamba import MambaConfig
+    from mambapy.mamba import Mamba, MambaConfig
 
-    ids = text()
-    model = LM(MambaConfig(d_model=64, n_layers=2, d_state=8), vocab_size=WORDS)
-    return loss_inside(model, next_token, ids, ids)
+    model = Mamba(MambaConfig(d_model=64, n_layers=2, d_state=8))
+    return Case(model, (torch.randn(BATCH, LENGTH, 64),))
 
 
 def _retnet() -> Case:
@@ -269,7 +267,6 @@ SMALL: dict[str, Any] = {
     "max_seq_len": 64,
     "image_size": 32,
     "patch_size": 8,
-    "num_labels": 10,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -296,7 +293,7 @@ TRANSFORMERS: dict[str, tuple[str, Settings]] = {
     "GptOssForCausalLM": ("language", {}),
     "JetMoeForCausalLM": ("language", {"kv_channels": 16}),
     "FalconMambaForCausalLM": ("language", {"state_size": 8}),
-    "RecurrentGemmaForCausalLM": ("language", {"lru_width": 64, "block_types": ["recurrent"]}),
+    "RecurrentGemmaForCausalLM": ("language", {"lru_width": 64, "attention_window_size": 16}),
     "BambaForCausalLM": ("language", {**_MAMBA, "attn_layer_indices": [1]}),
     "FNetForMaskedLM": ("language", {}),
     "MobileBertForMaskedLM": ("language", {"use_bottleneck": False}),
@@ -306,10 +303,9 @@ TRANSFORMERS: dict[str, tuple[str, Settings]] = {
     "BigBirdForMaskedLM": ("language", {"attention_type": "original_full"}),
     "LongformerForMaskedLM": ("language", {"attention_window": 8}),
     "NystromformerForMaskedLM": ("language", {"segment_means_seq_len": 32, "num_landmarks": 8}),
-    "YosoForMaskedLM": ("language", {"use_expectation": False}),
+    "YosoForMaskedLM": ("language", {"use_expectation": True}),
     "RoFormerForMaskedLM": ("language", {}),
     "MPNetForMaskedLM": ("language", {}),
-    "MegaForMaskedLM": ("language", {}),
     "EsmForMaskedLM": ("language", {"position_embedding_type": "rotary"}),
     "LEDForConditionalGeneration": ("language", {"attention_window": 8}),
     "ProphetNetForConditionalGeneration": ("language", {"num_buckets": 8, "ngram": 2}),
@@ -320,7 +316,7 @@ TRANSFORMERS: dict[str, tuple[str, Settings]] = {
     ),
     "SwitchTransformersForConditionalGeneration": (
         "language",
-        {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        {"num_sparse_encoder_layers": 1, "decoder_start_token_id": 0},
     ),
     "WavLMForCTC": ("wave", {}),
     "SEWForCTC": ("wave", {"squeeze_factor": 2}),
@@ -360,6 +356,9 @@ _WAVE: Settings = {
 }
 
 
+_LABELS: Settings = {"num_labels": 10}
+
+
 def shrunk(cls: Any, settings: Settings) -> Any:
     """The configuration of a class with those of SMALL that it has, and ``settings``."""
     known = cls().to_dict()
@@ -394,7 +393,8 @@ def _transformers(name: str, kind: str, settings: Settings) -> Case:
     import transformers
 
     cls = getattr(transformers, name)
-    config = shrunk(cls.config_class, {**(_WAVE if kind == "wave" else {}), **settings})
+    given = {"wave": _WAVE, "image": _LABELS, "video": _LABELS}.get(kind, {})
+    config = shrunk(cls.config_class, {**given, **settings})
     return Case(cls(config), kwargs=batch_of(kind))
 
 
@@ -426,8 +426,6 @@ def _coca() -> Case:
         return sum(loss(**output))
 
     return Case(model, (torch.randn(BATCH, 3, 32, 32), text()), loss=total)
-
-
 
 
 STRANGERS = [

@@ -176,7 +176,11 @@ class Operands(TorchDispatchMode):
         return self._origins.get(_storage(tensor) or 0, _CONSTANT)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
@@ -201,7 +205,8 @@ class Operands(TorchDispatchMode):
         return _Origin(
             kind,
             softmax=moved and all(origin.softmax for origin in known),
-            scores=moved and all(origin.scores for origin in known if origin.kind == "gradient")
+            scores=moved
+            and all(origin.scores for origin in known if origin.kind == "gradient")
             and kind == "gradient",
         )
 
@@ -246,7 +251,9 @@ class Operands(TorchDispatchMode):
 
         Aside are the outputs of softmaxes, and operands of zeros alone.
         """
-        inside = [operand.inside for operand in self.operands if operand.counted and operand.kind == kind]
+        inside = [
+            operand.inside for operand in self.operands if operand.counted and operand.kind == kind
+        ]
         return sum(inside) / len(inside) if inside else None
 
     @property
@@ -259,14 +266,18 @@ class Operands(TorchDispatchMode):
         outside = [o for o in self.operands if o.counted and not o.inside]
         return sorted(outside, key=lambda o: -o.distance)[:count]
 
-    def uncast(self) -> list[str]:
-        """The products with an operand that is not on the grid, each once, as call and path."""
-        found = [f"{o.call} at {o.path or '(model)'}" for o in self.operands if not o.on_grid]
-        return list(dict.fromkeys(found))
+    def uncast(self) -> list[Operand]:
+        """The operands that are not on the grid.
+
+        Aside are outputs of softmaxes and gradients of scores: within fused attention, which ATen
+        may compute as products, no recipe casts them.
+        """
+        inner = [o for o in self.operands if not (o.softmax or o.scores)]
+        return [o for o in inner if not o.on_grid]
 
     def cast(self) -> int:
-        """The number of products all of whose operands are on the grid."""
-        return self.products - len({o.product for o in self.operands if not o.on_grid})
+        """The number of products without an operand in `uncast`."""
+        return self.products - len({o.product for o in self.uncast()})
 
 
 def _storage(tensor: Tensor) -> int | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .case import Case, Stranger, loss_inside, loss_outside
 
@@ -27,7 +26,6 @@ SMP: dict[str, tuple[str, str, bool]] = {
     "FPN": ("efficientnet-b0", "DiceLoss", False),
     "Linknet": ("mobilenet_v2", "TverskyLoss", False),
     "PSPNet": ("mobilenet_v2", "FocalLoss", True),
-    "PAN": ("mobilenet_v2", "SoftBCEWithLogitsLoss", False),
     "DeepLabV3Plus": ("mobilenet_v2", "LovaszLoss", True),
     "MAnet": ("mobilenet_v2", "FocalLoss", False),
     "Segformer": ("mit_b0", "DiceLoss", True),
@@ -236,13 +234,6 @@ def _gaussian_diffusion() -> Case:
     return Case(GaussianDiffusion(unet, image_size=16, timesteps=50), (torch.rand(4, 3, 16, 16),))
 
 
-def _x_unet() -> Case:
-    from x_unet import XUnet
-
-    model = XUnet(dim=16, channels=3, dim_mults=(1, 2), nested_unet_depths=(2, 1))
-    return loss_inside(model, F.mse_loss, torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32))
-
-
 STRANGERS = [
     *(Stranger(name, "segmentation_models_pytorch", partial(_smp, name)) for name in SMP),
     *(Stranger(name, "monai", partial(_monai, name)) for name in MONAI),
@@ -257,5 +248,4 @@ STRANGERS = [
     Stranger("FluxTransformer2DModel", "diffusers", _flux),
     Stranger("PriorTransformer", "diffusers", _prior),
     Stranger("GaussianDiffusion", "denoising-diffusion-pytorch", _gaussian_diffusion),
-    Stranger("XUnet", "x-unet", _x_unet),
 ]

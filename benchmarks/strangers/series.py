@@ -30,7 +30,8 @@ def _itransformer() -> Case:
 def _tab_transformer() -> Case:
     from tab_transformer_pytorch import TabTransformer
 
-    model = TabTransformer(categories=(5, 6, 7), num_continuous=4, dim=32, depth=2, heads=4)
+    sizes = {"categories": (5, 6, 7), "num_continuous": 4, "dim": 32, "depth": 2, "heads": 4}
+    model = TabTransformer(**sizes, mlp_act=nn.ReLU())
     batch = (torch.randint(5, (ROWS, 3)), _numbers(4))
     return loss_outside(model, F.mse_loss, _numbers(1), *batch)
 
