@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Row, machine, show, write
+from benchmarks.common import Row, machine, write
 
 from . import collection
 from .case import Stranger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import Case, Stranger, loss_inside, loss_outside, tokens
+from .case import Case, Stranger, loss_outside, tokens
 
 __all__ = ["STRANGERS"]
 

@@ -28,6 +28,9 @@ aten = torch.ops.aten
 
 KINDS = ("activation", "weight", "gradient")
 
+ORDER = ("weight", "gradient", "activation", "")
+"""Which operand of a product of the backward pass tells best where it belongs."""
+
 LOW, HIGH = 1 / 4, 4.0
 
 #: ATen operation -> the places of its operands.
@@ -218,7 +221,7 @@ class Operands(TorchDispatchMode):
         origins = [self._origin(t) for _, t in read]
         if all(origin.kind is None for origin in origins):
             return  # made of constants
-        path = self._place([t for _, t in read], any(o.kind == "gradient" for o in origins))
+        path = self._place([t for _, t in read], [origin.kind for origin in origins])
         for (place, tensor), origin in zip(read, origins, strict=True):
             kind = origin.kind or "activation"
             on_grid = None if self._on_grid is None else self._on_grid(tensor, kind)
@@ -237,14 +240,20 @@ class Operands(TorchDispatchMode):
             )
         self.products += 1
 
-    def _place(self, read: list[Tensor], backward: bool) -> str:
-        """The module of a product; in the backward pass, that of the forward product with one of
-        its operands."""
-        if not backward:
+    def _place(self, read: list[Tensor], kinds: list[str | None]) -> str:
+        """The module of a product. In the backward pass it is that of the forward product with the
+        same weight; without a weight, that of the last product of the gradient with one, or of the
+        forward product with the same activation."""
+        keys = [_storage(tensor) or 0 for tensor in read]
+        if "gradient" not in kinds:
             path = self._path[-1] if self._path else ""
-            self._places.update((_storage(t) or 0, path) for t in read)
+            self._places.update(dict.fromkeys(keys, path))
             return path
-        return next((p for t in read if (p := self._places.get(_storage(t) or 0))), "")
+        order = sorted(zip(keys, kinds, strict=True), key=lambda k: ORDER.index(k[1] or ""))
+        path = next((p for key, _ in order if (p := self._places.get(key))), "")
+        if "weight" in kinds:
+            self._places.update({key: path for key, kind in order if kind == "gradient"})
+        return path
 
     def share(self, kind: str) -> float | None:
         """The share of the operands of a kind with an RMS in [1/4, 4]; None where there are none.
