@@ -13,6 +13,8 @@ import json
 import multiprocessing
 import os
 import re
+import resource
+import signal
 import time
 import warnings
 from collections import Counter
@@ -28,7 +30,10 @@ from .case import Stranger
 from .examine import Options, described, examine
 
 SECONDS = 60.0
-"""What a model may take."""
+"""What a model may take, of the processor's time."""
+
+PATIENCE = 5
+"""How many seconds of the clock to wait for one of the processor, on a machine with other work."""
 
 QUESTION = """\
 what `unit_scale`, `simulate_fp8` and `uu.verify` make of models of other libraries, in small
@@ -46,13 +51,13 @@ def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
     """The row of a model, as far as it was made before an error, a crash or the end of the time."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(stranger, options, sender))
+    process = context.Process(target=_run, args=(stranger, options, sender, seconds))
     start = time.monotonic()
     process.start()
     sender.close()
     row: Row = {"name": stranger.name, "library": stranger.library, "result": "not built"}
     ended = "timeout"
-    while receiver.poll(max(0.0, start + seconds - time.monotonic())):
+    while receiver.poll(max(0.0, start + PATIENCE * seconds - time.monotonic())):
         try:
             row = receiver.recv()
         except EOFError:
@@ -63,16 +68,21 @@ def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
             break
     process.kill() if ended == "timeout" else None
     process.join()
+    if process.exitcode == -signal.SIGXCPU:
+        ended = "timeout"
     if ended:
         done = row["result"] if row["result"] not in ("not built", "not finished") else "failed"
         row["result"] = f"{done}: {ended}" if done == "failed" else done
         row["ended"] = ended
-    row["seconds"] = round(time.monotonic() - start, 1)
+    row.setdefault("seconds", round(time.monotonic() - start, 1))
     return row
 
 
-def _run(stranger: Stranger, options: Options, sender: Any) -> None:
-    """In the process of a model."""
+def _run(stranger: Stranger, options: Options, sender: Any, seconds: float) -> None:
+    """In the process of a model, which the system ends after so many seconds of processor time."""
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    _, limit = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used + seconds) + 1, limit))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     quiet = os.open(os.devnull, os.O_WRONLY)
@@ -89,6 +99,7 @@ def _run(stranger: Stranger, options: Options, sender: Any) -> None:
         examine(stranger, options, send)
     except Exception as error:
         last["result"] = f"{last['result']}: {described(error)}"
+    last["seconds"] = round(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - used, 1)
     sender.send({**last, "finished": True})
     os._exit(0)
 
@@ -112,24 +123,16 @@ def summary(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="REGEX", help="in library/name")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N models")
-    parser.add_argument("--list", action="store_true", help="print the names")
-    parser.add_argument("--train", action="store_true", help="20 steps, FP32 and unit-scaled FP8")
-    parser.add_argument("--compiled", action="store_true", help="compare with torch.compile")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="that a model may take")
-    parser.add_argument("--verbose", action="store_true", help="print the five worst operands")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows there too")
-    given = parser.parse_args()
+    given = parsed()
+    if given.install:
+        print("pip install --no-deps", *collection.requirements())
+        return
     torch.set_num_threads(1)
     collection.prepare()
     found = [s for s in collection.STRANGERS if re.search(given.only, f"{s.library}/{s.name}")]
     found = found[: given.limit]
-    options = Options(given.train, given.compiled, given.backend)
     rows = []
-    for stranger in found:
+    for i, stranger in enumerate(found):
         if given.list:
             print(f"{stranger.library}/{stranger.name}")
             continue
@@ -138,10 +141,36 @@ def main() -> None:
             print(f"{stranger.library}/{stranger.name}: skipped, {why}", flush=True)
             continue
         collection.preload(stranger.library)
+        compiled = i * given.compiled // len(found) < (i + 1) * given.compiled // len(found)
+        options = Options(given.train, compiled, given.backend)
         rows.append(measured(stranger, options, given.seconds))
         printed(rows[-1], given.verbose)
     if rows:
         finish(rows, given)
+
+
+def parsed() -> argparse.Namespace:
+    """The arguments of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="REGEX", help="in library/name")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N models")
+    parser.add_argument("--list", action="store_true", help="print the names")
+    parser.add_argument("--install", action="store_true", help="print how to get the libraries")
+    parser.add_argument("--train", action="store_true", help="20 steps, FP32 and unit-scaled FP8")
+    parser.add_argument(
+        "--compiled",
+        type=int,
+        nargs="?",
+        const=30,
+        default=0,
+        metavar="N",
+        help="compare N models, evenly chosen, with torch.compile of them; 30 by default",
+    )
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="that a model may take")
+    parser.add_argument("--verbose", action="store_true", help="print the five worst operands")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows there too")
+    return parser.parse_args()
 
 
 def printed(row: Row, verbose: bool) -> None:

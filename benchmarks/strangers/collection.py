@@ -1,12 +1,10 @@
 """The collection: every model, and what is installed of the libraries.
 
-The libraries belong to no extra. In an environment with torch 2.13, transformers and this package:
-
-    pip install --no-deps LIBRARY ...
-
-for each distribution of LIBRARIES and NEEDED, so that none replaces torch. Wheels of torchvision and
+The libraries belong to no extra of this project. `python -m benchmarks.strangers --install` prints
+the command that installs them beside torch 2.13 and the ``test`` extra, without what they depend
+on, so that none replaces torch. It is best given to an environment of its own. Wheels of
 torchaudio that are made for GPUs have compiled parts that a CPU build of torch cannot load: delete
-`torchaudio/lib/*.so`; those of torchvision are declared by `prepare`. No model here runs them.
+``torchaudio/lib/*.so``. Those of torchvision are declared by `prepare`. No model here runs them.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from benchmarks.common import Row
 from . import audio, graphs, images, language, segmentation, series
 from .case import Stranger
 
-__all__ = ["NEEDED", "STRANGERS", "missing", "preload", "prepare", "versions"]
+__all__ = ["NEEDED", "STRANGERS", "missing", "preload", "prepare", "requirements", "versions"]
 
 STRANGERS: list[Stranger] = [
     *images.STRANGERS,
@@ -35,8 +33,27 @@ STRANGERS: list[Stranger] = [
     *series.STRANGERS,
 ]
 
-NEEDED = ()
+NEEDED = """
+adam-atan2-pytorch ase assoc-scan asteroid-filterbanks axial-positional-embedding beartype cffi
+cloudpickle colt5-attention dirsync discrete-continuous-embed-readout einx ema-pytorch fairscale
+frozendict ftfy gateloop-transformer hl-gauss-pytorch hyper-connections hyperpyyaml
+importlib-metadata joblib julius loguru matscipy mixture-of-experts narwhals opt-einsum
+opt-einsum-fx orjson product-key-memory pycparser pytorch-ranger pyvers rotary-embedding-torch
+ruamel.yaml scikit-base scikit-learn scipy sentencepiece soundfile tensordict threadpoolctl
+torch-einops-utils vector-quantize-pytorch x-mlps-pytorch xxhash zipp
+""".split()
 """What the libraries import, beside what this project's tests do."""
+
+PINNED = {"torchvision": "0.28.0", "torchaudio": "2.11.0"}
+"""The versions that are made for torch 2.13, or last before it."""
+
+
+def requirements() -> list[str]:
+    """What pip installs with --no-deps."""
+    libraries = dict.fromkeys(s.library for s in STRANGERS if s.library != "transformers")
+    names = dict.fromkeys([*libraries, *NEEDED])
+    return [f"{name}=={PINNED[name]}" if name in PINNED else name for name in names]
+
 
 _DECLARED = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

@@ -215,7 +215,7 @@ def _trained(stranger: Stranger, row: Row) -> None:
     row["fp32_fall"] = _fall(stranger, lambda m: m, lambda ps: torch.optim.AdamW(ps, lr=2e-3))
     if row["result"] == "runs":
         row["fp8_fall"] = _fall(
-            stranger, lambda m: simulate_fp8(unit_scale(m)), lambda ps: uu.optim.AdamW(ps, lr=0.05)
+            stranger, lambda m: simulate_fp8(unit_scale(m)), lambda ps: uu.optim.AdamW(ps, lr=0.25)
         )
 
 
@@ -237,7 +237,7 @@ def _fall(
             steps.zero_grad()
             loss.backward()
             steps.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
     except Exception as error:
         return described(error)
     return round(losses[-1] / losses[0], 4)

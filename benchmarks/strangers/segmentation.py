@@ -19,25 +19,34 @@ def _mask(*shape: int) -> Tensor:
     return (torch.rand(shape) > 0.5).float()
 
 
-#: Class of segmentation_models_pytorch -> encoder, loss of its ``losses``, whether it is inside.
-SMP: dict[str, tuple[str, str, bool]] = {
-    "Unet": ("mobilenet_v2", "DiceLoss", True),
-    "UnetPlusPlus": ("mobilenet_v2", "JaccardLoss", True),
-    "FPN": ("efficientnet-b0", "DiceLoss", False),
-    "Linknet": ("mobilenet_v2", "TverskyLoss", False),
-    "PSPNet": ("mobilenet_v2", "FocalLoss", True),
-    "DeepLabV3Plus": ("mobilenet_v2", "LovaszLoss", True),
-    "MAnet": ("mobilenet_v2", "FocalLoss", False),
-    "Segformer": ("mit_b0", "DiceLoss", True),
-    "UPerNet": ("mit_b0", "SoftBCEWithLogitsLoss", True),
+_SHALLOW: Settings = {"encoder_depth": 3, "decoder_channels": (32, 16, 8)}
+
+#: Class of segmentation_models_pytorch -> encoder, loss of its ``losses``, whether it is inside,
+#: and settings.
+SMP: dict[str, tuple[str, str, bool, Settings]] = {
+    "Unet": ("mobilenet_v2", "DiceLoss", True, _SHALLOW),
+    "UnetPlusPlus": ("mobilenet_v2", "JaccardLoss", True, _SHALLOW),
+    "FPN": (
+        "mobilenet_v2",
+        "DiceLoss",
+        False,
+        {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 16},
+    ),
+    "Linknet": ("mobilenet_v2", "TverskyLoss", False, {"encoder_depth": 3}),
+    "PSPNet": ("mobilenet_v2", "FocalLoss", True, {"psp_out_channels": 32}),
+    "DeepLabV3Plus": ("mobilenet_v2", "LovaszLoss", True, {"decoder_channels": 32}),
+    "MAnet": ("mobilenet_v2", "FocalLoss", False, _SHALLOW),
+    "Segformer": ("mit_b0", "DiceLoss", True, {"decoder_segmentation_channels": 32}),
+    "UPerNet": ("mobilenet_v2", "SoftBCEWithLogitsLoss", True, {"decoder_channels": 32}),
 }
 
 
 def _smp(name: str) -> Case:
     import segmentation_models_pytorch as smp
 
-    encoder, loss_name, inside = SMP[name]
-    model = getattr(smp, name)(encoder_name=encoder, encoder_weights=None, classes=1)
+    encoder, loss_name, inside, settings = SMP[name]
+    cls = getattr(smp, name)
+    model = cls(encoder_name=encoder, encoder_weights=None, classes=1, **settings)
     cls = getattr(smp.losses, loss_name)
     loss = cls() if loss_name.startswith("Soft") else cls("binary")
     case = loss_inside if inside else loss_outside
