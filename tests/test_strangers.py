@@ -15,7 +15,7 @@ import fp8
 from benchmarks.strangers import collection
 from benchmarks.strangers.__main__ import measured, summary
 from benchmarks.strangers.case import Case, Stranger, find_loss, loss_inside, loss_outside
-from benchmarks.strangers.examine import Options, examine, on_grid, step_read
+from benchmarks.strangers.examine import Options, examine, is_inside, on_grid, step_read
 from benchmarks.strangers.operands import Operands
 
 
@@ -193,6 +193,12 @@ def test_a_model_that_cannot_be_built_is_a_row() -> None:
     row = measured(Stranger("broken", "none", _broken), Options(), 60)
     assert row["result"] == "not built: RuntimeError: of its own"
     assert row["name"] == "broken"
+
+
+def test_a_share_of_none_is_not_inside_and_no_operand_is() -> None:
+    assert is_inside({"activation": 0.95, "weight": 0.0, "gradient": None})
+    assert not is_inside({"activation": 1.0, "weight": 1.0, "gradient": 0.0})
+    assert not is_inside({"activation": 0.9, "weight": 1.0, "gradient": 1.0})
 
 
 def test_losses_are_found() -> None:

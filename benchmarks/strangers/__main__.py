@@ -143,7 +143,7 @@ def main() -> None:
         collection.preload(stranger.library)
         compiled = i * given.compiled // len(found) < (i + 1) * given.compiled // len(found)
         options = Options(given.train, compiled, given.backend)
-        rows.append(measured(stranger, options, given.seconds))
+        rows.append(measured(stranger, options, given.seconds * (5 if compiled else 1)))
         printed(rows[-1], given.verbose)
     if rows:
         finish(rows, given)

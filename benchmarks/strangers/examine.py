@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from unit_scaling.transforms import simulate_fp8, unit_scale
 from .case import Case, Stranger
 from .operands import KINDS, Operands, run_backward, tensors
 
-__all__ = ["SHARE", "Options", "described", "examine", "on_grid", "step_read"]
+__all__ = ["SHARE", "Options", "described", "examine", "is_inside", "on_grid", "step_read"]
 
 SHARE = 0.95
 """A model is inside where so much of its activations and of its gradients is."""
@@ -113,7 +113,7 @@ def _unit_scaled(case: Case, row: Row) -> nn.Module | None:
         return None
     row["result"] = "runs"
     row |= {kind: _rounded(found.share(kind)) for kind in KINDS}
-    row["inside"] = all((found.share(kind) or 1) >= SHARE for kind in ("activation", "gradient"))
+    row["inside"] = is_inside({kind: found.share(kind) for kind in KINDS})
     worst = found.worst(5)
     row["worst"] = str(worst[0]) if worst else ""
     row["details"] = {"worst": [str(operand) for operand in worst], "zeros": found.zeros}
@@ -132,10 +132,15 @@ def _verified(case: Case, model: nn.Module, row: Row) -> None:
     except Exception as error:
         row["verify"] = described(error)
         return
-    shares = {kind: found.share(kind) for kind in KINDS}
-    row["verify"] = [None if math.isnan(s) else round(s, 3) for s in shares.values()]
-    passed = [math.isnan(shares[k]) or shares[k] >= SHARE for k in ("activation", "gradient")]
-    row["agrees"] = all(passed) == row["inside"]
+    shares = {kind: None if math.isnan(s := found.share(kind)) else s for kind in KINDS}
+    row["verify"] = [_rounded(share) for share in shares.values()]
+    row["agrees"] = is_inside(shares) == row["inside"]
+
+
+def is_inside(shares: Mapping[str, float | None]) -> bool:
+    """Whether 95 % of the activations and of the gradients are, where there are any."""
+    judged = [shares[kind] for kind in ("activation", "gradient")]
+    return all(share is None or share >= SHARE for share in judged)
 
 
 def _simulated(case: Case, row: Row) -> None:

@@ -30,7 +30,7 @@ SMP: dict[str, tuple[str, str, bool, Settings]] = {
         "mobilenet_v2",
         "DiceLoss",
         False,
-        {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 16},
+        {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 32},
     ),
     "Linknet": ("mobilenet_v2", "TverskyLoss", False, {"encoder_depth": 3}),
     "PSPNet": ("mobilenet_v2", "FocalLoss", True, {"psp_out_channels": 32}),
