@@ -97,6 +97,19 @@ def test_outputs_of_softmaxes_are_aside() -> None:
     assert sum(o.scores for o in mode.operands) == 2
 
 
+class _Similarity(nn.Module):
+    def forward(self, y: Tensor) -> Tensor:
+        return (y @ y.mT).sum()
+
+
+@pytest.mark.parametrize("loss", [_Similarity().forward, _Similarity()])
+def test_products_of_a_loss_outside_of_the_model_are_aside(loss: Any) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    mode = step_read(Case(model, (torch.randn(8, 4),), loss=loss), model)
+    assert [o.call for o in mode.operands] == ["mm"] * 4
+    assert [o.kind for o in mode.operands] == ["activation", "weight", "gradient", "activation"]
+
+
 def test_a_weight_computed_from_parameters_is_a_weight_and_a_constant_none() -> None:
     class Computed(nn.Module):
         def __init__(self) -> None:

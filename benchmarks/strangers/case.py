@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,13 @@ class Case:
         """Output and loss of the model, or of a transformed one in its place."""
         output = model(*copy.deepcopy(self.args), **copy.deepcopy(dict(self.kwargs)))
         return output, self.loss_of(output)
+
+    def named(self) -> dict[str, Any]:
+        """Every argument of the model by its name."""
+        bound = inspect.signature(self.model.forward).bind(*self.args, **self.kwargs)
+        return {name: value for name, value in bound.arguments.items() if name != "kwargs"} | dict(
+            bound.arguments.get("kwargs", {})
+        )
 
     def loss_of(self, output: Any) -> Tensor | None:
         """None where there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,13 +123,10 @@ def _unit_scaled(case: Case, row: Row) -> nn.Module | None:
 
 def _verified(case: Case, model: nn.Module, row: Row) -> None:
     """What `uu.verify` says, and whether it judges as the operands do."""
-    args, kwargs = case.args, dict(case.kwargs)
-    wrapped = model if not (args and kwargs) else None
+    batch: Any = case.named() if case.kwargs else case.args
     try:
-        if wrapped is None:
-            raise NotImplementedError("verify takes args or kwargs")
         torch.manual_seed(1)
-        found = uu.verify(model, kwargs or args, loss=case.loss)
+        found = uu.verify(model, batch, loss=case.loss)
     except Exception as error:
         row["verify"] = described(error)
         return
@@ -150,11 +148,15 @@ def _simulated(case: Case, row: Row) -> None:
 def _cast_products(case: Case, transformed: Callable[[], nn.Module], row: Row, key: str) -> None:
     """How many of the products that ATen runs have operands on the grids of the formats."""
     try:
-        found = step_read(case, transformed(), on_grid)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", UserWarning)
+            found = step_read(case, transformed(), on_grid)
     except Exception as error:
         row[key] = f"failed: {described(error)}"
         return
     row[key] = f"{found.cast()}/{found.products}"
+    said = dict.fromkeys(str(w.message).partition("\n")[0][:200] for w in warned)
+    row.setdefault("details", {})[f"{key}_warned"] = list(said)[:4]
     if found.uncast():
         names = dict.fromkeys(map(str, found.uncast()))
         row.setdefault("details", {})[f"not_{key}"] = list(names)[:8]
@@ -188,11 +190,13 @@ def _short(values: Tensor, bits: int) -> bool:
 def _preserved(case: Case, row: Row) -> None:
     """Whether init="preserve" keeps the outputs, in evaluation mode."""
     try:
-        plain = _outputs(case, copy.deepcopy(case.model).eval())
+        plain = _outputs(case, case.model.eval())
+        case.model.train()
         model = unit_scale(case.model, init="preserve").eval()
         errors = [_error(ours, plain) for ours in (_outputs(case, model), _outputs(case, model))]
     except Exception as error:
         row["preserve"] = described(error)
+        case.model.train()
         return
     row["preserve"] = "exact" if max(errors) == 0 else f"{max(errors):.1e}"
 

@@ -293,7 +293,10 @@ TRANSFORMERS: dict[str, tuple[str, Settings]] = {
     "GptOssForCausalLM": ("language", {}),
     "JetMoeForCausalLM": ("language", {"kv_channels": 16}),
     "FalconMambaForCausalLM": ("language", {"state_size": 8}),
-    "RecurrentGemmaForCausalLM": ("language", {"lru_width": 64, "attention_window_size": 16}),
+    "RecurrentGemmaForCausalLM": (
+        "language",
+        {"lru_width": 64, "attention_window_size": 16, "num_hidden_layers": 3},
+    ),
     "BambaForCausalLM": ("language", {**_MAMBA, "attn_layer_indices": [1]}),
     "FNetForMaskedLM": ("language", {}),
     "MobileBertForMaskedLM": ("language", {"use_bottleneck": False}),

@@ -31,6 +31,9 @@ KINDS = ("activation", "weight", "gradient")
 ORDER = ("weight", "gradient", "activation", "")
 """Which operand of a product of the backward pass tells best where it belongs."""
 
+OUTSIDE = None
+"""In place of a path: of a product in a loss that is no part of the model, which nothing casts."""
+
 LOW, HIGH = 1 / 4, 4.0
 
 #: ATen operation -> the places of its operands.
@@ -137,9 +140,11 @@ class Operands(TorchDispatchMode):
         self.products = 0
         self._on_grid = on_grid
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._path: list[str] = []
+        self._path: list[str | None] = []
         self._origins: dict[int, _Origin] = {}
-        self._places: dict[int, str] = {}  # storage -> the module of the product that reads it
+        self._places: dict[
+            int, str | None
+        ] = {}  # storage -> the module of the product that reads it
         self._held: list[Any] = []  # no address is given out twice
         for tensor in tensors(batch):
             self._note(tensor, _Origin("activation"))
@@ -164,7 +169,7 @@ class Operands(TorchDispatchMode):
         return tensor
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._path.append(self._names.get(id(module), self._path[-1] if self._path else ""))
+        self._path.append(self._names.get(id(module), self._path[-1] if self._path else OUTSIDE))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._path.pop()
@@ -222,6 +227,8 @@ class Operands(TorchDispatchMode):
         if all(origin.kind is None for origin in origins):
             return  # made of constants
         path = self._place([t for _, t in read], [origin.kind for origin in origins])
+        if path is OUTSIDE:
+            return
         for (place, tensor), origin in zip(read, origins, strict=True):
             kind = origin.kind or "activation"
             on_grid = None if self._on_grid is None else self._on_grid(tensor, kind)
@@ -240,17 +247,17 @@ class Operands(TorchDispatchMode):
             )
         self.products += 1
 
-    def _place(self, read: list[Tensor], kinds: list[str | None]) -> str:
-        """The module of a product. In the backward pass it is that of the forward product with the
-        same weight; without a weight, that of the last product of the gradient with one, or of the
-        forward product with the same activation."""
+    def _place(self, read: list[Tensor], kinds: list[str | None]) -> str | None:
+        """The module of a product, or OUTSIDE of the model. In the backward pass it is that of the
+        forward product with the same weight; without a weight, that of the last product of the
+        gradient with one, or of the forward product with the same activation."""
         keys = [_storage(tensor) or 0 for tensor in read]
         if "gradient" not in kinds:
-            path = self._path[-1] if self._path else ""
+            path = self._path[-1] if self._path else OUTSIDE
             self._places.update(dict.fromkeys(keys, path))
             return path
         order = sorted(zip(keys, kinds, strict=True), key=lambda k: ORDER.index(k[1] or ""))
-        path = next((p for key, _ in order if (p := self._places.get(key))), "")
+        path = next((self._places[key] for key, _ in order if key in self._places), "")
         if "weight" in kinds:
             self._places.update({key: path for key, kind in order if kind == "gradient"})
         return path
