@@ -20,7 +20,7 @@ from benchmarks.common import Row
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 from .case import Case, Stranger
-from .operands import KINDS, Operands, run_backward, tensors
+from .operands import JUDGED, KINDS, Operands, run_backward, tensors
 
 __all__ = ["SHARE", "Options", "described", "examine", "is_inside", "on_grid", "step_read"]
 
@@ -137,7 +137,7 @@ def _verified(case: Case, model: nn.Module, row: Row) -> None:
 
 def is_inside(shares: Mapping[str, float | None]) -> bool:
     """Whether 95 % of the activations and of the gradients are, where there are any."""
-    judged = [shares[kind] for kind in ("activation", "gradient")]
+    judged = [shares[kind] for kind in JUDGED]
     return all(share is None or share >= SHARE for share in judged)
 
 

@@ -22,11 +22,15 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["KINDS", "PRODUCTS", "Operand", "Operands", "run_backward", "tensors"]
+__all__ = ["JUDGED", "KINDS", "PRODUCTS", "Operand", "Operands", "run_backward", "tensors"]
 
 aten = torch.ops.aten
 
 KINDS = ("activation", "weight", "gradient")
+
+JUDGED = ("activation", "gradient")
+"""The kinds that a model is judged by. The factor of a convolution rides in its weight, after the
+cast, so that the RMS of a weight here is not that of what is cast."""
 
 ORDER = ("weight", "gradient", "activation", "")
 """Which operand of a product of the backward pass tells best where it belongs."""
@@ -278,8 +282,9 @@ class Operands(TorchDispatchMode):
         return sum(operand.rms == 0 for operand in self.operands)
 
     def worst(self, count: int = 1) -> list[Operand]:
-        """The operands farthest from RMS 1 of those outside of the range."""
-        outside = [o for o in self.operands if o.counted and not o.inside]
+        """The activations and gradients farthest from RMS 1 of those outside of the range."""
+        judged = [o for o in self.operands if o.counted and o.kind in JUDGED]
+        outside = [o for o in judged if not o.inside]
         return sorted(outside, key=lambda o: -o.distance)[:count]
 
     def uncast(self) -> list[Operand]:
