@@ -40,11 +40,11 @@ what `unit_scale`, `simulate_fp8` and `uu.verify` make of models of other librar
 configurations with random weights. Measured are the operands of every matrix product and
 convolution that ATen runs in one training step, forward and backward: the share of activations,
 weights and gradients with an RMS in [1/4, 4], of the plain model and of the unit-scaled one
-(outputs of softmaxes and operands of zeros aside; the factor of a convolution rides in its weight),
-and the activation or gradient farthest from 1; inside: 95 % of activations and of gradients are; verify: the shares of `uu.verify`; agrees: it judges alike; cast,
-unit cast: of the products, those with every operand on the grid of its format, under `simulate_fp8`
-of the plain model and of the unit-scaled one; preserve: the error of the outputs with
-init="preserve\""""
+(outputs of softmaxes and operands of zeros aside; the factor of a convolution rides in its
+weight), and the activation or gradient farthest from 1; inside: 95 % of activations and of
+gradients are; verify: the shares of `uu.verify`; agrees: it judges alike; cast, unit cast: of the
+products, those with every operand on the grid of its format, under `simulate_fp8` of the plain
+model and of the unit-scaled one; preserve: the error of the outputs with init="preserve\""""
 
 
 def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
