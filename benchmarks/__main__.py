@@ -25,6 +25,7 @@ BENCHMARKS = (
     "residual",
     "recipe_loss",
     "zoo",
+    "strangers",
     "norms",
 )
 """Scripts of this package; `python -m benchmarks.NAME` runs one and writes results/NAME.json."""

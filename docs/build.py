@@ -259,7 +259,10 @@ is the median of paired runs, candidate over baseline, with a 95 % confidence in
 that is missed is shown as missed, with the reason as far as it is known."""
 
 # Keys of a row that are not shown: what the others are made of.
-_NOT_SHOWN = ("ms", "baseline_ms", "rounds", "ratio_low", "ratio_high", "losses")
+_NOT_SHOWN = (
+    *("ms", "baseline_ms", "rounds", "ratio_low", "ratio_high", "losses"),
+    *("details", "ended", "parameters", "seconds"),
+)
 
 
 def _cell(row: dict[str, Any], key: str) -> str:

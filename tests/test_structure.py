@@ -35,6 +35,9 @@ LONG_FILES = {
 
 #: Private names of torch: file -> name -> why it is needed.
 PRIVATE = {
+    "benchmarks/strangers/operands.py": {
+        "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen",
+    },
     "fp8/autocast.py": {
         "torch._dynamo": "asks sys.modules whether the compiler is loaded, without loading it",
     },

@@ -1,0 +1,196 @@
+"""What `unit_scale`, `simulate_fp8` and `uu.verify` make of models of other libraries.
+
+python -m benchmarks.strangers [--only REGEX] [--limit N] [--train] [--compiled] [--out FILE]
+
+Small configurations with random weights. Each model is built, transformed and measured in a process
+of its own. Without --only and --limit the result is written to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import Row, machine, write
+
+from . import collection
+from .case import Stranger
+from .examine import Options, described, examine
+
+SECONDS = 60.0
+"""What a model may take, of the processor's time."""
+
+PATIENCE = 5
+"""How many seconds of the clock to wait for one of the processor, on a machine with other work."""
+
+QUESTION = """\
+what `unit_scale`, `simulate_fp8` and `uu.verify` make of models of other libraries, in small
+configurations with random weights. Measured are the operands of every matrix product and
+convolution that ATen runs in one training step, forward and backward: the share of activations,
+weights and gradients with an RMS in [1/4, 4], of the plain model and of the unit-scaled one
+(outputs of softmaxes and operands of zeros aside; the factor of a convolution rides in its
+weight), and the activation or gradient farthest from 1; inside: 95 % of activations and of
+gradients are; verify: the shares of `uu.verify`; agrees: it judges alike; cast, unit cast: of the
+products, those with every operand on the grid of its format, under `simulate_fp8` of the plain
+model and of the unit-scaled one; preserve: the error of the outputs with init="preserve\""""
+
+
+def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
+    """The row of a model, as far as it was made before an error, a crash or the end of the time."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(stranger, options, sender, seconds))
+    start = time.monotonic()
+    process.start()
+    sender.close()
+    row: Row = {"name": stranger.name, "library": stranger.library, "result": "not built"}
+    ended = "timeout"
+    while receiver.poll(max(0.0, start + PATIENCE * seconds - time.monotonic())):
+        try:
+            row = receiver.recv()
+        except EOFError:
+            ended = "crashed"
+            break
+        if row.pop("finished", False):
+            ended = ""
+            break
+    process.kill() if ended == "timeout" else None
+    process.join()
+    if process.exitcode == -signal.SIGXCPU:
+        ended = "timeout"
+    if ended:
+        done = row["result"] if row["result"] not in ("not built", "not finished") else "failed"
+        row["result"] = f"{done}: {ended}" if done == "failed" else done
+        row["ended"] = ended
+    row.setdefault("seconds", round(time.monotonic() - start, 1))
+    return row
+
+
+def _run(stranger: Stranger, options: Options, sender: Any, seconds: float) -> None:
+    """In the process of a model, which the system ends after so many seconds of processor time."""
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    _, limit = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used + seconds) + 1, limit))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    if not os.environ.get("STRANGERS_VERBOSE"):
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+    last: Row = {"name": stranger.name, "library": stranger.library, "result": "not built"}
+
+    def send(row: Row) -> None:
+        last.update(row)
+        sender.send(dict(row))
+
+    try:
+        examine(stranger, options, send)
+    except Exception as error:
+        last["result"] = f"{last['result']}: {described(error)}"
+    last["seconds"] = round(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - used, 1)
+    sender.send({**last, "finished": True})
+    os._exit(0)
+
+
+def summary(rows: list[Row]) -> str:
+    """The totals in one line."""
+    kinds = Counter(row["result"].partition(":")[0].partition(" in ")[0] for row in rows)
+    runs = [row for row in rows if row["result"] == "runs"]
+    full = [row for row in runs if not row["details"]["zeros"]]
+    parts = [f"{len(rows)} models: {', '.join(f'{n} {kind}' for kind, n in kinds.items())}"]
+    for name, chosen in (("", runs), (" without zeros", full)):
+        inside = sum(row["inside"] for row in chosen)
+        parts.append(f"inside{name} {inside} of {len(chosen)}")
+    parts.append(f"verify agrees on {sum(row.get('agrees', False) for row in runs)} of {len(runs)}")
+    for key in ("cast", "unit_cast"):
+        counts = [row[key].split("/") for row in rows if "/" in str(row.get(key, "")).split(":")[0]]
+        parts.append(f"{key} whole {sum(a == b for a, b in counts)} of {len(counts)}")
+    exact = sum(row.get("preserve") == "exact" for row in rows)
+    parts.append(f"preserve exact {exact}")
+    return "; ".join(parts)
+
+
+def main() -> None:
+    given = parsed()
+    if given.install:
+        print("pip install --no-deps", *collection.requirements())
+        return
+    torch.set_num_threads(1)
+    collection.prepare()
+    found = [s for s in collection.STRANGERS if re.search(given.only, f"{s.library}/{s.name}")]
+    found = found[: given.limit]
+    rows = []
+    for i, stranger in enumerate(found):
+        if given.list:
+            print(f"{stranger.library}/{stranger.name}")
+            continue
+        why = collection.missing(stranger.library)
+        if why:
+            print(f"{stranger.library}/{stranger.name}: skipped, {why}", flush=True)
+            continue
+        collection.preload(stranger.library)
+        compiled = i * given.compiled // len(found) < (i + 1) * given.compiled // len(found)
+        options = Options(given.train, compiled, given.backend)
+        rows.append(measured(stranger, options, given.seconds * (5 if compiled else 1)))
+        printed(rows[-1], given.verbose)
+    if rows:
+        finish(rows, given)
+
+
+def parsed() -> argparse.Namespace:
+    """The arguments of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="REGEX", help="in library/name")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N models")
+    parser.add_argument("--list", action="store_true", help="print the names")
+    parser.add_argument("--install", action="store_true", help="print how to get the libraries")
+    parser.add_argument("--train", action="store_true", help="20 steps, FP32 and unit-scaled FP8")
+    parser.add_argument(
+        "--compiled",
+        type=int,
+        nargs="?",
+        const=30,
+        default=0,
+        metavar="N",
+        help="compare N models, evenly chosen, with torch.compile of them; 30 by default",
+    )
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="that a model may take")
+    parser.add_argument("--verbose", action="store_true", help="print the five worst operands")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows there too")
+    return parser.parse_args()
+
+
+def printed(row: Row, verbose: bool) -> None:
+    values = {k: v for k, v in row.items() if k not in ("details", "library")}
+    print("  ".join(f"{v}" if k == "name" else f"{k}={v}" for k, v in values.items()), flush=True)
+    if verbose:
+        print(json.dumps(row.get("details", {}), indent=2), flush=True)
+
+
+def finish(rows: list[Row], given: argparse.Namespace) -> None:
+    """Writes the result, or shows it if it is of a part of the collection."""
+    line = summary(rows)
+    question = f"{' '.join(QUESTION.split())}: {line}; versions: {collection.versions(rows)}"
+    print(f"\n{line}")
+    if given.out is not None:
+        record = {"question": question, "machine": machine(), "rows": rows}
+        given.out.write_text(json.dumps(record, indent=2) + "\n")
+    if not (given.only or given.limit):
+        write("strangers", question, rows)
+
+
+if __name__ == "__main__":
+    main()

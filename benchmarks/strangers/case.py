@@ -1,0 +1,102 @@
+"""What a row of the collection builds: a model, its batch, and its loss."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Case",
+    "Stranger",
+    "WithLoss",
+    "find_loss",
+    "loss_inside",
+    "loss_outside",
+    "tokens",
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch for it.
+
+    loss: the model's output -> a scalar, computed outside of the model. Without one the loss is the
+    output or its ``loss``, where that is one number; where the model has none, every output tensor
+    gets a gradient of independent standard normal numbers.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any], Tensor] | None = None
+
+    def run(self, model: nn.Module) -> tuple[Any, Tensor | None]:
+        """Output and loss of the model, or of a transformed one in its place."""
+        output = model(*copy.deepcopy(self.args), **copy.deepcopy(dict(self.kwargs)))
+        return output, self.loss_of(output)
+
+    def named(self) -> dict[str, Any]:
+        """Every argument of the model by its name."""
+        bound = inspect.signature(self.model.forward).bind(*self.args, **self.kwargs)
+        return {name: value for name, value in bound.arguments.items() if name != "kwargs"} | dict(
+            bound.arguments.get("kwargs", {})
+        )
+
+    def loss_of(self, output: Any) -> Tensor | None:
+        """None where there is none."""
+        return find_loss(output) if self.loss is None else self.loss(output)
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """A model of the collection. library: the name of the distribution. build: makes it anew, with
+    the same weights and batch after the same seed."""
+
+    name: str
+    library: str
+    build: Callable[[], Case]
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The output, its ``loss`` or its first tensor, if that is one number with a gradient."""
+    if isinstance(output, Mapping):
+        output = output.get("loss", next(iter(output.values()), None))
+    output = getattr(output, "loss", output)
+    if isinstance(output, list | tuple):
+        output = next((t for t in output if isinstance(t, Tensor)), None)
+    if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
+        return output.reshape(())
+    return None
+
+
+def tokens(high: int, *shape: int) -> Tensor:
+    """Random token ids."""
+    return torch.randint(1, high, shape)
+
+
+class WithLoss(nn.Module):
+    """A model and its loss in one module: ``forward(target, *args)`` is the loss."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, target: Any, *args: Any) -> Tensor:
+        return self.loss(self.model(*args), target)
+
+
+def loss_inside(model: nn.Module, loss: Callable[..., Tensor], target: Any, *args: Any) -> Case:
+    """A case whose loss is part of the model, so that the transform sees it."""
+    return Case(WithLoss(model, loss), (target, *args))
+
+
+def loss_outside(model: nn.Module, loss: Callable[..., Tensor], target: Any, *args: Any) -> Case:
+    """A case whose loss is computed by the training loop."""
+    return Case(model, args, loss=lambda output: loss(output, target))
