@@ -83,7 +83,9 @@ def _regain(
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """For a class that copies itself: so it does, and the copy gains what this one has."""
-    result = _bare(self).__deepcopy__(memo)
+    bare = _bare(self)
+    memo.setdefault(id(memo), []).append(bare)  # which keeps what the memo names by id alive
+    result = bare.__deepcopy__(memo)
     vars(result).update(copy.deepcopy(self._kept(()), memo))
     _become(result, self._gained)
     return result

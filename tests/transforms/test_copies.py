@@ -124,3 +124,11 @@ def test_a_model_may_read_what_its_own_hook_keeps(how: str) -> None:
     assert plain.net[0].weight.grad is None
     assert uu.verify(ours, x).share("activation") == 1
     assert simulate_fp8(ours)(x).isfinite().all()
+
+
+def test_parametrized_layers_have_copies_of_their_own() -> None:
+    """torch's copy of such a layer is made from an object that is gone after it: its id is free."""
+    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(30)]
+    model = unit_scale(nn.Sequential(*layers))
+    for _ in range(3):
+        assert len(list(copy.deepcopy(model).modules())) == len(list(model.modules()))
