@@ -354,7 +354,6 @@ def test_one_branch_without_gradient():
     "call",
     [
         lambda x: U.silu(x, True),
-        lambda x: U.gelu(x, "tanh"),
         lambda x: U.silu_glu(x, x, 0.0),
         lambda x: U.softmax(x, -1, mult=-1.0),
     ],

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,6 +147,17 @@ def _recurrent(
     return (output, *(torch.stack(kind) for kind in zip(*last, strict=True)))
 
 
+_NAMES = "input hx params has_biases num_layers dropout train bidirectional batch_first".split()
+
+
+def _unpacked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a layer by name; raises NotImplementedError for a packed sequence, of which
+    torch gives other ones."""
+    if len(args) > 3 and not isinstance(args[3], bool):
+        raise NotImplementedError(PACKED)
+    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+
+
 def _weight_scale(input: Tensor) -> float:
     return row_scale(math.prod(input.shape[:-1]))
 
@@ -155,7 +167,7 @@ def lstm_scales(input: Tensor) -> Scales:
     return {"output": LSTM_FACTOR, "params": _weight_scale(input)}
 
 
-@row(lstm_scales, replaces=(torch.lstm,))
+@row(lstm_scales, adapters={torch.lstm: _unpacked})
 def lstm(
     input: Tensor,
     hx: Sequence[Tensor],
@@ -184,7 +196,7 @@ def gru_scales(input: Tensor) -> Scales:
     return {"output": GRU_FACTOR, "params": _weight_scale(input)}
 
 
-@row(gru_scales, replaces=(torch.gru,))
+@row(gru_scales, adapters={torch.gru: _unpacked})
 def gru(
     input: Tensor,
     hx: Tensor,
@@ -206,7 +218,7 @@ def rnn_tanh_scales(input: Tensor) -> Scales:
     return {"output": TANH_FACTOR, "params": _weight_scale(input)}
 
 
-@row(rnn_tanh_scales, replaces=(torch.rnn_tanh,))
+@row(rnn_tanh_scales, adapters={torch.rnn_tanh: _unpacked})
 def rnn_tanh(
     input: Tensor,
     hx: Tensor,
@@ -228,7 +240,7 @@ def rnn_relu_scales(input: Tensor) -> Scales:
     return {"output": RELU_FACTOR, "params": _weight_scale(input)}
 
 
-@row(rnn_relu_scales, replaces=(torch.rnn_relu,))
+@row(rnn_relu_scales, adapters={torch.rnn_relu: _unpacked})
 def rnn_relu(
     input: Tensor,
     hx: Tensor,
