@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.architectures import WAVE
+
 from .case import Case, Stranger, loss_outside, tokens
 
 __all__ = ["STRANGERS"]
@@ -346,19 +348,6 @@ TRANSFORMERS: dict[str, tuple[str, Settings]] = {
     ),
 }
 
-_WAVE: Settings = {
-    "conv_dim": (32, 32),
-    "conv_stride": (4, 4),
-    "conv_kernel": (8, 4),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4,
-    "mask_time_prob": 0.0,
-    "layerdrop": 0.0,
-    "vocab_size": 32,
-}
-
-
 _LABELS: Settings = {"num_labels": 10}
 
 
@@ -396,7 +385,7 @@ def _transformers(name: str, kind: str, settings: Settings) -> Case:
     import transformers
 
     cls = getattr(transformers, name)
-    given = {"wave": _WAVE, "image": _LABELS, "video": _LABELS}.get(kind, {})
+    given = {"wave": WAVE, "image": _LABELS, "video": _LABELS}.get(kind, {})
     config = shrunk(cls.config_class, {**given, **settings})
     return Case(cls(config), kwargs=batch_of(kind))
 
