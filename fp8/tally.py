@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ __all__ = [
     "COUNTS",
     "OPEN",
     "Look",
+    "Observed",
     "Recorder",
     "forget_looks",
     "is_sampled",
@@ -61,6 +62,16 @@ _RECORDERS: weakref.WeakValueDictionary[str, Recorder | Look] = weakref.WeakValu
 """Token of a recorder -> the recorder: backward may run when no pass is open any more."""
 
 
+class Observed(NamedTuple):
+    """What became of an operand, as `observe` is told."""
+
+    x: Tensor
+    y: Tensor
+    scale: Tensor | None
+    format: Format
+    static: bool
+
+
 class Recorder:
     """Sums of COUNTS for each operand: (layer, operand, format) -> float64 (8,)."""
 
@@ -79,17 +90,9 @@ class Recorder:
             found.setdefault(id(parameter), name.rpartition(".")[0] or "(model)")
         return found
 
-    def count(
-        self,
-        layer: str,
-        operand: str,
-        x: Tensor,
-        y: Tensor,
-        scale: Tensor | None,
-        format: Format,
-        static: bool = False,
-    ) -> None:
-        """Adds what became of an operand; the arguments are those of `observe`."""
+    def count(self, layer: str, operand: str, seen: Observed) -> None:
+        """Adds what became of an operand."""
+        x, y, scale, format, static = seen
         step = -(-x.numel() // self.sample) | 1  # odd, so that it meets all columns
         xs, ys = (t.detach().flatten()[::step].double() for t in (x, y))
         low, high = torch.ops.aten.aminmax.default(x.detach())
@@ -157,17 +160,9 @@ class Look:
         _RECORDERS[self.token] = self
         _LATEST.append(self)
 
-    def count(
-        self,
-        layer: str,
-        operand: str,
-        x: Tensor,
-        y: Tensor,
-        scale: Tensor | None,
-        format: Format,
-        static: bool = False,
-    ) -> None:
+    def count(self, layer: str, operand: str, seen: Observed) -> None:
         """As `Recorder.count`. Not under `torch.vmap`, which has no numbers to look at."""
+        x, y, scale, format, _ = seen
         if self.warned or scale is not None or x.is_meta:
             return
         try:
@@ -302,4 +297,4 @@ def observe(
     recorder = _RECORDERS.get(token)
     if recorder is None or x.numel() == 0:
         return
-    recorder.count(layer, operand, x, y, scale, format, static)
+    recorder.count(layer, operand, Observed(x, y, scale, format, static))
