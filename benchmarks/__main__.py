@@ -23,6 +23,7 @@ BENCHMARKS = (
     "transfer",
     "transfer_depth",
     "residual",
+    "gauges",
     "recipe_loss",
     "zoo",
     "strangers",

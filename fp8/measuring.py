@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from .scaled_tensor import plain
 from .scaling import second_moment
 from .threads import Stack
 
-__all__ = ["MEASURING", "Measurement", "measuring"]
+__all__ = ["MEASURING", "Measurement", "measuring", "uncast"]
 
 
 class Measurement:
@@ -41,6 +43,16 @@ class Measurement:
 
 
 MEASURING = Stack()
+
+
+@contextmanager
+def uncast() -> Iterator[Measurement]:
+    """Within the block products of this thread are measured and not cast."""
+    MEASURING.items.append(Measurement())
+    try:
+        yield MEASURING.items[-1]
+    finally:
+        MEASURING.items.pop()
 
 
 def measuring() -> Measurement | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import unit_scaling.functional as U
 from fp8.names import check_name
 from tests.unit_scaling.test_module_table import EXAMPLES
 from tests.unit_scaling.test_ops import op_kwargs
+from unit_scaling.argument_errors import check_arguments
 from unit_scaling.formats import FPFormat
 from unit_scaling.modules import MODULES
 from unit_scaling.ops import OPS
@@ -212,3 +214,12 @@ def test_a_name_like_none_comes_without():
     with pytest.raises(ValueError, match="choose one of") as caught:
         fp8.get_recipe("qqq")
     assert "did you mean" not in str(caught.value)
+
+
+def test_a_tuple_with_a_type_for_each_item() -> None:
+    def scaled(scales: tuple[tuple[str, float], ...] | None) -> None: ...
+
+    check_arguments("scaled", scaled, ((("output", 0.5),),), {})
+    match = re.escape("scales must be a sequence, each (a str, a number) or None, got tuple")
+    with pytest.raises(TypeError, match=match):
+        check_arguments("scaled", scaled, ((("output", "a"),),), {})

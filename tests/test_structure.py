@@ -56,6 +56,9 @@ PRIVATE = {
     "unit_scaling/transforms/hidden.py": {
         "torch._dynamo": "has read torch's list of overridable functions, if it is loaded",
     },
+    "unit_scaling/transforms/ranks.py": {
+        "torch.distributed.distributed_c10d._get_default_store": "the store of the job",
+    },
     "unit_scaling/transforms/observe.py": {
         "torch._C": "DisableTorchFunction: calls that no mode sees; there is no other way",
     },

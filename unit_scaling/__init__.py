@@ -116,7 +116,7 @@ from .modules import (
     Upsample,
 )
 from .parameter import MupType, Parameter
-from .transforms import fold, register_transformers, report, verify
+from .transforms import fold, recalibrate, register_transformers, report, verify
 from .transforms.report import plan
 from .version import __version__
 
@@ -232,6 +232,7 @@ __all__ = [
     "optim",
     "parameter",
     "plan",
+    "recalibrate",
     "register_transformers",
     "report",
     "scale",

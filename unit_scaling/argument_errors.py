@@ -95,10 +95,12 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_fits(value, choice) for choice in get_args(hint))
     if origin in (Sequence, list, tuple):
-        each = get_args(hint)[:1]
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            return all(_fits(item, kind) for item in value for kind in each)
-        return isinstance(value, Tensor)  # its rows
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return isinstance(value, Tensor)  # its rows
+        each = get_args(hint)
+        if _is_fixed(hint):
+            return all(map(_fits, value, each))
+        return all(_fits(item, kind) for item in value for kind in each[:1])
     if hint in _METHODS:
         return isinstance(value, hint) or hasattr(value, _METHODS[hint])
     return hint not in _NAMES or isinstance(value, hint)
@@ -108,6 +110,13 @@ def _named(hint: Any) -> str:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(map(_named, get_args(hint))))
+    if _is_fixed(hint):
+        return f"({', '.join(map(_named, get_args(hint)))})"
     if origin in (Sequence, list, tuple):
         return f"a sequence, each {_named(get_args(hint)[0])}"
     return _NAMES.get(hint, str(hint))
+
+
+def _is_fixed(hint: Any) -> bool:
+    """Whether it is the type of a tuple with one type for each item."""
+    return get_origin(hint) is tuple and Ellipsis not in get_args(hint)

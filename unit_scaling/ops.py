@@ -35,6 +35,9 @@ __all__ = ["OPS", "Adapter", "Op", "Scales", "find_op", "row", "tie"]
 #: Scale factors by name: "output", or the argument whose gradient is multiplied.
 Scales = dict[str, float]
 
+#: The name of a constraint, None, or the scales themselves as a plan sets them: (name, scale) each.
+Constraint = str | tuple[Any, ...] | None
+
 #: A function with torch's own signature that returns the keyword arguments of the unit-scaled op.
 Adapter = Callable[..., dict[str, Any]]
 
@@ -137,8 +140,8 @@ def find_op(func: Callable[..., Any] | None) -> Op | None:
     return None if func is None else _BY_FUNCTION.get(func)
 
 
-def tie(constraint: str | None, **scales: float) -> Scales:
-    """The named scales ("output" first) after `apply_constraint`.
+def tie(constraint: Constraint, **scales: float) -> Scales:
+    """The named scales ("output" first) after `apply_constraint`, or those that are given.
 
     The default is told apart, and without a builtin: whatever a compiled function reads, its every
     call checks.
@@ -148,6 +151,8 @@ def tie(constraint: str | None, **scales: float) -> Scales:
     """
     if constraint == "to_output_scale":
         return {name: scales["output"] for name in scales}  # noqa: C420
+    if isinstance(constraint, tuple):
+        return dict(constraint)
     return dict(zip(scales, apply_constraint(constraint, *scales.values()), strict=True))
 
 

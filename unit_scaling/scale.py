@@ -86,6 +86,24 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     return input if _is_one(fwd) and _is_one(bwd) else apply(_Scale, input, fwd, bwd)
 
 
+def scale_edge(input: Tensor, fwd: float, bwd: float) -> Tensor:
+    """`scale_each`, whose result may be written to in place. What an autograd function returns may
+    not, where it is a view: where the gradient alone is scaled, a hook does it in eager code."""
+    if fwd == bwd:
+        return scale_both(input, fwd) if _has_scale(input) else input
+    if is_compiling() or not _is_one(fwd):
+        return scale_each(input, fwd, bwd)
+    if not (input.requires_grad and torch.is_grad_enabled()):
+        return input
+    output = input.view_as(input)
+    output.register_hook(lambda grad: None if grad is None else grad * bwd)
+    return output
+
+
+def _has_scale(input: Tensor) -> bool:
+    return input.is_floating_point() or input.is_complex()
+
+
 def scale_both(input: Tensor, scale: float) -> Tensor:
     """``scale * input``, and so is the gradient. ``input`` itself where the scale is 1."""
     return input if _is_one(scale) else input * scale

@@ -127,8 +127,10 @@ def distribute(
     """What to call instead of ``model``, whose parameters FSDP2 replaces; the state of DDP's hook.
 
     rehearse: calls the model in every way that it will be called: `unit_scale` cannot look at a
-    sharded model.
+    sharded model, and measures the same gradients however many processes there are.
     """
+    if ranks.kind in ("ddp", "fsdp"):
+        rehearse(model)
     if ranks.kind == "ddp":
         state = HookState() if ranks.fp8 else None
         wrapped = DistributedDataParallel(model)
@@ -136,8 +138,6 @@ def distribute(
             wrapped.register_comm_hook(state, all_reduce_hook)
         return wrapped, state
     if ranks.kind == "fsdp":
-        with torch.no_grad():
-            rehearse(model)
         if ranks.fp8:
             unit_scaled = any(has_parameter_data(p) for p in model.parameters())
             gather_in_fp8(model, "unit" if unit_scaled else "tensor")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8
@@ -119,13 +120,14 @@ def check_unit_scaled() -> None:
     vocab, width = unit_scaled.VOCAB, unit_scaled.WIDTH
     layers = [nn.Embedding(vocab, width), nn.LayerNorm(width), nn.Linear(width, vocab)]
     scaled = fp8.convert(unit_scale(nn.Sequential(*layers).double()), "unit")
-    scaled(torch.zeros(2, 2, dtype=torch.int64))
+    tokens = torch.randint(vocab, (unit_scaled.BATCH, 5))
+    unit_scaled.train(scaled, [tokens], steps=1, loss=F.cross_entropy)
 
     def by_rows(m: nn.Module) -> nn.Module:
         gather_in_fp8(m, "unit")
         return fully_shard(m)
 
-    unit_scaled.check(scaled, by_rows, 1)
+    unit_scaled.check(scaled, by_rows, 1, F.cross_entropy)
 
 
 def check_checkpoint(folder: Path) -> None:

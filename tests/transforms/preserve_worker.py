@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8
 import unit_scaling as uu
@@ -39,7 +40,21 @@ def train(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
 
 
+def check_gauges(rank: int) -> None:
+    """Each process measures on data of its own, and averages gradients of one gauge."""
+    model = DistributedDataParallel(unit_scale(net(0)))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        x = torch.randn(8, 16, generator=generator) * 30.0**rank
+        (model(x).square().mean() * 100.0**rank).backward()
+    (plan,) = uu.plan(model.module).plans.values()
+    found: list[Any] = [None] * WORLD
+    distributed.all_gather_object(found, (plan.gauges, plan.parameters, plan.outside, plan.steps))
+    assert found[0] == found[1]
+
+
 def main(rank: int, store: Path) -> None:
+    check_gauges(rank)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
     plain = net(0)
     models = []

@@ -106,10 +106,10 @@ def test_in_attention_a_cosine_is_a_logit() -> None:
 
     def attend(m: Net, x: Tensor) -> Tensor:
         q, k = F.normalize(m.a(x), dim=-1), F.normalize(m.b(x), dim=-1)
-        return F.softmax(q @ k.transpose(-1, -2) * 10, dim=-1) @ x
+        return m.c(F.softmax(q @ k.transpose(-1, -2) * 10, dim=-1) @ x)
 
     torch.manual_seed(0)
-    ours = unit_scale(Net(attend, a=linear(), b=linear()))
+    ours = unit_scale(Net(attend, a=linear(), b=linear(), c=linear()))
     found = uu.verify(ours, torch.randn(2, 16, WIDTH, requires_grad=True))
     scales = [row.rms for row in found if row.tensor in ("query", "key", "logits")]
     assert len(scales) == 3

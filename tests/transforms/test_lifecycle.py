@@ -25,6 +25,7 @@ from tests.transforms.models import GPT, batch, gpt, same, step, tiny
 from unit_scaling.formats import FPFormat
 from unit_scaling.transforms import compile, simulate_format, simulate_fp8, unit_scale
 from unit_scaling.transforms.marker import MARKER
+from unit_scaling.transforms.plan_state import EXTRA_STATE
 
 TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "unit_scale": unit_scale,
@@ -59,7 +60,7 @@ def test_identity(name: str) -> None:
     assert type(model).__name__ == "GPT"
     assert all(isinstance(b.qkv, nn.Linear) for b in model.blocks)
     marker = (
-        [MARKER] if getattr(model._scopes[0][0], "unit_scaled", False) else []
+        [MARKER, EXTRA_STATE] if getattr(model._scopes[0][0], "unit_scaled", False) else []
     )  # test_checkpoints
     assert sorted(model.state_dict()) == sorted([*plain.state_dict(), *marker])
     assert model.head.weight is model.tokens.weight

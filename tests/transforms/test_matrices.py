@@ -325,7 +325,10 @@ def test_directions_keep_their_values_for_an_autograd_function() -> None:
     model = unit_scale(Attends(by_angle))
     loss = model(torch.randn(16, 12, 16))
     loss.backward()
+    assert loss.isfinite()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    done = [row.done for row in uu.report(model) if row.call == "normalize"]
+    assert done == ["unchanged", "unchanged", "scaled"]
 
 
 def test_complex_weights() -> None:
@@ -355,8 +358,12 @@ def test_complex_weights() -> None:
 
 def test_a_window_larger_than_its_input() -> None:
     """With ceil_mode a kernel may be: EfficientNet of transformers pools what is left so."""
-    model = unit_scale(nn.Sequential(nn.Conv2d(3, 64, 1), nn.AvgPool2d(320, ceil_mode=True)))
-    y = model(torch.randn(256, 3, 4, 4))
+    pool = nn.AvgPool2d(320, ceil_mode=True)
+    model = unit_scale(nn.Sequential(nn.Conv2d(3, 64, 1), pool, nn.Conv2d(64, 8, 1)))
+    seen: list[Tensor] = []
+    model[1].register_forward_hook(lambda m, args, y: seen.append(y))
+    model(torch.randn(256, 3, 4, 4))
+    y = seen[-1]
     assert y.shape == (256, 64, 1, 1)
     assert abs(y.square().mean().sqrt() - 1) < 0.1
 

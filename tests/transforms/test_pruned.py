@@ -13,6 +13,7 @@ import unit_scaling as uu
 import unit_scaling.functional as U
 from unit_scaling.transforms import unit_scale
 from unit_scaling.transforms.marker import MARKER
+from unit_scaling.transforms.plan_state import EXTRA_STATE
 
 
 def model() -> nn.Sequential:
@@ -28,7 +29,7 @@ def test_a_pruned_weight_is_a_weight() -> None:
     plain, x = model(), torch.randn(64, 16)
     net = unit_scale(plain)
     y = net(x)
-    assert {*net.state_dict()} - {MARKER} == {*plain.state_dict()}
+    assert {*net.state_dict()} - {MARKER, EXTRA_STATE} == {*plain.state_dict()}
     rms = net[0].weight.square().mean().sqrt()
     torch.testing.assert_close(rms, torch.tensor(1.0))
     hidden = U.relu(U.linear(x, net[0].weight, net[0].bias, constraint=None))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import unit_scaling as uu
-import unit_scaling.functional as U
+from tests.transforms.gradients import exponent
 from tests.transforms.models import Net, batch, gpt
 from unit_scaling.parameter import set_depth
 from unit_scaling.transforms import unit_scale
@@ -89,20 +89,29 @@ def test_the_gradient_is_that_of_what_is_computed(name: str) -> None:
     torch.autograd.gradcheck(model, x, fast_mode=True)
 
 
-def test_residual_gradient_is_delayed_to_the_branch() -> None:
-    """Forward tau / sqrt(1 + tau^2); backward that factor only where the branch leaves."""
+def test_a_residual_add_weighs_its_terms() -> None:
+    """By tau / sqrt(1 + tau^2) and 1 / sqrt(1 + tau^2): that of the branch is left out of the
+    gradient on the way to it, and put in again where the gradient leaves the branch."""
     torch.manual_seed(0)
-    model = unit_scale(Net(lambda m, x: x + m.a(x), a=nn.Linear(16, 16, bias=False)))
-    x = torch.randn(64, 16, requires_grad=True)
+    model = unit_scale(Net(lambda m, x: x + m.a(x), a=nn.Linear(16, 16, bias=False))).double()
+    x = torch.randn(64, 16, requires_grad=True, dtype=torch.float64)
+    received: list[Tensor] = []
+
+    def watch(module: nn.Module, args: tuple[Tensor], y: Tensor) -> None:
+        y.register_hook(received.append)
+
+    model(x)
+    model.a.register_forward_hook(watch)
     y = model(x)
     skip, weight = 1.25**-0.5, model.a.weight
-    branch = U.linear(x, weight)
-    torch.testing.assert_close(y, skip * x + 0.5 * skip * branch)
+    branch = F.linear(x, weight) / 4
+    plain = skip * x + 0.5 * skip * branch
+    torch.testing.assert_close(y, plain)
     dx, dw = grads(y, x, weight)
-    expected_dx, expected_dw = grads(branch, x, weight)
-    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(dw, expected_dw)
-    torch.testing.assert_close(dx, skip * cotangent + 0.5 * skip * expected_dx)
+    assert 1 / 2 < received[-1].square().mean().sqrt() < 2
+    expected_dx, expected_dw = grads(plain, x, weight)
+    torch.testing.assert_close(dx, expected_dx)
+    exponent(dw, expected_dw)
 
 
 def test_residual_search_is_linear() -> None:

@@ -55,7 +55,9 @@ def test_a_plan_does_not_depend_on_the_precision_of_norms(norm, after):
         model, low, x = model.double(), low.double(), x.double()
     else:
         fp8.revert_norms(low)
-    torch.testing.assert_close(gradients(low, x), gradients(model, x), rtol=0, atol=0)
+    for found, expected in zip(gradients(low, x), gradients(model, x), strict=True):
+        exponents = torch.log2((found / expected).double())  # gauges are measured: powers of two
+        torch.testing.assert_close(exponents, exponents[..., :1].round().expand_as(exponents))
 
 
 @each_norm
@@ -98,9 +100,8 @@ def test_accumulated_calls_of_a_transformed_model(init):
     model(ids).backward()
     whole = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    with uu.batch_multiplier(4):
-        for part in ids.view(16, 4).T:  # half of each goes to either expert, as of the whole
-            model(part).backward()
+    for part in ids.view(16, 4).T:  # half of each goes to either expert, as of the whole
+        (model(part) / 4).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, whole[name], rtol=0.02, atol=0.02)
 
@@ -158,8 +159,9 @@ class Typed(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-def test_a_plan_does_not_depend_on_the_weights_it_is_made_with():
-    """Called before or after a checkpoint was loaded, a model has the same gradients."""
+def test_a_plan_that_was_made_with_other_weights():
+    """Called before or after a checkpoint was loaded, a model has the same values, and the same
+    gradients but for the powers of two of their gauges."""
     models, ids = [], torch.arange(32).view(2, 16) % 16
     for seed in range(3):
         torch.manual_seed(seed)
@@ -172,7 +174,9 @@ def test_a_plan_does_not_depend_on_the_weights_it_is_made_with():
         model(ids).backward()
         grads.append([p.grad for p in model.parameters()])
     for other in grads[1:]:
-        torch.testing.assert_close(other, grads[0], rtol=0, atol=0)
+        for a, b in zip(other, grads[0], strict=True):
+            exponent = torch.log2(a.norm() / b.norm()).round()
+            torch.testing.assert_close(a, b * 2.0**exponent)
 
 
 class LowRank(nn.Module):

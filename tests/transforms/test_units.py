@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unit_scaling as uu
+from tests.transforms.gradients import exponent
 from unit_scaling.transforms import unit_scale
 
 WIDTH = 64
 
 
 class Formula(nn.Module):
-    """A function of the output of a layer, which keeps it from being the model's input."""
+    """A function of the output of a layer, which another layer reads."""
 
     def __init__(self, fn) -> None:
         super().__init__()
@@ -88,9 +89,25 @@ UNITS = {
 }
 
 
-def model(fn) -> nn.Module:
+def model(fn, width: int = WIDTH, out: int = WIDTH) -> nn.Module:
+    """out: the width of what the formula gives."""
     torch.manual_seed(0)
-    return unit_scale(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Formula(fn)))
+    first, last = nn.Linear(WIDTH, width, bias=False), nn.Linear(out, WIDTH)
+    return unit_scale(nn.Sequential(first, Formula(fn), last))
+
+
+def run(ours: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The input and the result of the formula, with gradients of a loss like noise."""
+    seen: list[Tensor] = []
+    ours(x)
+    hook = ours[1].register_forward_hook(lambda module, args, y: seen.extend((args[0], y)))
+    result = ours(x)
+    hook.remove()
+    h, y = seen
+    h.retain_grad()
+    y.retain_grad()
+    result.backward(torch.randn(result.shape))
+    return h, y
 
 
 def rms(x: Tensor) -> float:
@@ -105,21 +122,17 @@ def parallel(ours: Tensor, plain: Tensor) -> None:
 
 @pytest.mark.parametrize("name", [*FORMULAS, *UNITS])
 def test_a_unit_is_the_formula_times_a_factor(name: str) -> None:
+    """Its gradient is that of what it computes, times a power of two."""
     fn = FORMULAS.get(name) or UNITS[name][0]
     ours = model(fn)
-    x = torch.randn(4, 256, WIDTH)
-    ours(x)
-    h = ours[0](x).detach().requires_grad_()
-    y = ours[1](h)
+    h, y = run(ours, torch.randn(4, 256, WIDTH))
     plain_input = h.detach().clone().requires_grad_()
     plain = fn(ours[1], plain_input)
     parallel(y, plain)
     # By the law of large numbers within 1 %, but for the 5 % under which a factor is taken for 1.
     assert rms(y) == pytest.approx(1, rel=0.06)
-    cotangent = torch.randn(y.shape)
-    y.backward(cotangent)
-    plain.backward(cotangent)
-    parallel(h.grad, plain_input.grad)
+    plain.backward(y.grad * (rms(y) / rms(plain)))
+    exponent(h.grad.double(), plain_input.grad.double(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", [*FORMULAS, *UNITS])
@@ -128,21 +141,24 @@ def test_the_report_names_the_unit(name: str) -> None:
     ours(torch.randn(4, 256, WIDTH))
     kind = "formula" if name in FORMULAS else UNITS[name][1]
     rows = [row for row in uu.report(ours) if row.path == "1"]
-    assert kind in [row.why.partition(" of ")[0] for row in rows]
+    assert [row.why.partition(" of ")[0] for row in rows if " of " in row.why] == [kind]
     assert not [row for row in rows if row.call == "add" and "residual" in row.why]
     assert not [row for row in rows if row.left_alone]
 
 
-def test_a_formula_on_the_only_path_has_a_factor_for_the_gradient() -> None:
-    """As an op without constraint: RMS 1 in both directions."""
-    ours = model(FORMULAS["quick gelu"])
-    x = torch.randn(64, 256, WIDTH)
-    ours(x)
-    h = torch.randn(64, 256, WIDTH, requires_grad=True)
-    y = ours[1](h)
-    y.backward(torch.randn(y.shape))
-    assert rms(y) == pytest.approx(1, rel=0.01)
-    assert rms(h.grad) == pytest.approx(1, rel=0.01)
+def test_a_formula_after_the_last_layer_keeps_its_values() -> None:
+    """So does one before the first: nothing of it goes from a layer to a layer."""
+    ends = nn.Sequential(Formula(FORMULAS["quick gelu"]), nn.Linear(WIDTH, WIDTH), Formula(softmax))
+    ours = unit_scale(ends)
+    x = torch.randn(8, WIDTH)
+    seen = []
+    ours[1].register_forward_hook(lambda module, args, y: seen.append((args[0], y)))
+    result = ours(x)
+    for given, got in ((x, seen[-1][0]), (seen[-1][1], result)):
+        fn = FORMULAS["quick gelu"] if given is x else softmax
+        torch.testing.assert_close(got, fn(ours[0], given), rtol=0, atol=0)
+    done = {row.done for row in uu.report(ours) if row.path in ("0", "2") and row.call != "gain"}
+    assert done == {"unchanged"}
 
 
 def test_values_that_leave_a_formula_are_scaled_themselves() -> None:
@@ -157,29 +173,36 @@ def test_values_that_leave_a_formula_are_scaled_themselves() -> None:
     ("fn", "call"),
     [(lambda m, x: 2 / x, "__rdiv__"), (lambda m, x: x.reciprocal(), "reciprocal")],
 )
-def test_an_inverse_has_no_factor(fn, call: str) -> None:
+def test_an_inverse_has_a_measured_factor(fn, call: str) -> None:
     """It has no second moment. It is no number that multiplies a value, either."""
     ours = model(fn)
     x = torch.randn(8, WIDTH)
-    torch.testing.assert_close(ours(x), fn(None, ours[0](x)))
-    assert [row.call for row in uu.report(ours).left_alone] == [call]
+    h, y = run(ours, x)
+    power = exponent(y.double(), fn(None, h).double(), rtol=1e-6)
+    assert 1 / 2 < rms(y) < 2
+    assert power < -1
+    (row,) = [row for row in uu.report(ours) if row.path == "1" and row.call == call]
+    assert row.done == "measured"
+    assert row.why.endswith(f"measured: times {2.0**power:g}")
+    with pytest.raises(ValueError, match=call):
+        unit_scale(nn.Sequential(nn.Linear(8, 8), Formula(fn), nn.Linear(8, 8)), strict=True)(
+            torch.randn(8, 8)
+        )
 
 
 def test_inverses_within_formulas() -> None:
     """One curve, a quotient, makes a formula; a quotient of two values is not linear."""
-    ours = model(lambda m, x: 1 / (5 + 0.1 * x.clamp(-3, 3)) + 1)
-    assert rms(ours(torch.randn(512, WIDTH))) == pytest.approx(1, rel=0.06)
-    ratio = model(lambda m, x: x[..., ::2] / (3 + x[..., 1::2].sigmoid()))
+    _, y = run(model(lambda m, x: 1 / (5 + 0.1 * x.clamp(-3, 3)) + 1), torch.randn(512, WIDTH))
+    assert rms(y) == pytest.approx(1, rel=0.06)
+    ratio = model(lambda m, x: x[..., ::2] / (3 + x[..., 1::2].sigmoid()), out=WIDTH // 2)
     ratio(torch.randn(8, WIDTH))
     assert not [row for row in uu.report(ratio) if "linear form" in row.why]
 
 
 def test_two_values_are_no_formula() -> None:
     """A gate and what it gates come from different parts of one call."""
-    gated = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-    torch.manual_seed(0)
-    ours = unit_scale(nn.Sequential(gated, Formula(lambda m, x: gate(*x.chunk(2, -1)))))
-    y = ours(torch.randn(64, WIDTH))
+    ours = model(lambda m, x: gate(*x.chunk(2, -1)), width=2 * WIDTH)
+    _, y = run(ours, torch.randn(64, WIDTH))
     assert not [row for row in uu.report(ours) if "formula of" in row.why]
     assert rms(y) == pytest.approx(1, rel=0.1)
 
@@ -190,8 +213,7 @@ def gate(a: Tensor, b: Tensor) -> Tensor:
 
 def test_gains_and_biases_collect_unit_gradients() -> None:
     ours = model(lambda m, x: x * m.gain + m.gain)
-    y = ours(torch.randn(4096, WIDTH))
-    y.backward(torch.randn(y.shape))
+    run(ours, torch.randn(4096, WIDTH))
     assert 1 / 2 < rms(ours[1].gain.grad) < 3  # two terms, of one weight
 
 

@@ -25,7 +25,6 @@ from unit_scaling.transforms import (
     track_scales,
     unit_scale,
 )
-from unit_scaling.transforms.verify import RANGES
 
 
 def rms(x: Tensor) -> float:
@@ -96,12 +95,15 @@ def test_every_spelling_of_a_product(name: str):
         "gradient of output": rms(target),
     }
     close(found(result), expected)
-    kinds = {row.tensor: row.kind for row in result}
-    assert {t: k for t, k in kinds.items() if "gradient" in t} == {
-        f"gradient of {t}": "gradient" for t in ("input", "weight", "output")
+    assert {row.tensor: row.kind for row in result} == {
+        "input": "activation",
+        "gradient of input": "passed gradient",
+        "weight": "weight",
+        "gradient of weight": "weight gradient",
+        "output": "activation",
+        "gradient of output": "gradient",
     }
-    assert kinds["weight"] == "weight"
-    assert kinds["input"] == kinds["output"] == "activation"
+    assert {row.kind for row in result if row.inside is None} == {"passed gradient"}
 
 
 def test_products_of_constants_have_no_row():
@@ -162,8 +164,12 @@ def test_attention(spelled: str):
     result = uu.verify(Attention(spelled), torch.randn(2, 8, 32))
     rows = [row for row in result if row.path == ""]
     named = {row.tensor: row.kind for row in rows}
-    assert named["gradient of query"] == named["gradient of key"] == "query-key gradient"
-    assert named["gradient of value"] == named["gradient of output"] == "gradient"
+    assert {t: k for t, k in named.items() if k.endswith("gradient")} == {
+        "gradient of query": "passed gradient",
+        "gradient of key": "passed gradient",
+        "gradient of value": "passed gradient",
+        "gradient of output": "gradient",
+    }
     assert named["query"] == named["key"] == named["value"] == named["output"] == "activation"
     inner = {"logits", "gradient of logits", "probabilities", "gradient of probabilities"}
     assert {t for t, kind in named.items() if kind == "attention"} == (
@@ -176,28 +182,35 @@ def test_attention(spelled: str):
         "v": "gradient",
     }.items():
         of_path = [row for row in result if row.path == path and "gradient" in row.tensor]
-        assert {row.tensor for row in of_path} == {"gradient of weight", "gradient of output"}
-        assert {row.kind for row in of_path} == {kind}
+        assert {row.tensor: row.kind for row in of_path} == {
+            "gradient of weight": "weight gradient",
+            "gradient of output": kind,
+        }
 
 
 def test_a_softmax_that_is_no_attention():
-    """A router's, and one of an attention's output: nothing there is a query or a key."""
+    """A router's, and one of an attention's output: neither computes a query or a key. The layer
+    whose output is the query and the key does."""
 
     class Router(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate = nn.Linear(8, 4)
+            self.gate, self.keys = nn.Linear(8, 4), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = F.scaled_dot_product_attention(x, x, x).softmax(-1)
+            keys = self.keys(x)
+            y = F.scaled_dot_product_attention(keys, keys, x).softmax(-1)
             return F.softmax(self.gate(x), dim=-1) * (y @ y.transpose(-2, -1))[..., :4]
 
     torch.manual_seed(0)
     result = uu.verify(Router(), torch.randn(2, 4, 8, requires_grad=True))
     kinds = {(row.path, row.call, row.tensor): row.kind for row in result}
     small = {place for place, kind in kinds.items() if kind == "query-key gradient"}
-    assert small == {
-        ("", "scaled_dot_product_attention", f"gradient of {t}") for t in ("query", "key")
+    assert small == {("keys", "linear", "gradient of output")}
+    rated = {place for place, kind in kinds.items() if kind == "gradient"}
+    assert rated == {
+        (path, call, "gradient of output")
+        for path, call in (("gate", "linear"), ("", "scaled_dot_product_attention"), ("", "matmul"))
     }
     assert "attention" not in kinds.values()
 
@@ -212,16 +225,21 @@ def test_multi_head_attention_is_seen_through():
 
 def test_a_unit_scaled_model_is_inside_and_a_plain_one_is_not():
     scaled, plain = unit_scale(gpt()), gpt()
-    result = uu.verify(scaled, batch())
-    assert {kind: result.share(kind) for kind in RANGES if RANGES[kind]} == {
-        "activation": 1.0,
-        "weight": 1.0,
-        "gradient": 1.0,
-        "query-key gradient": 1.0,
-    }
+    result, before = uu.verify(scaled, batch()), uu.verify(plain, batch())
+    rated = {row.kind for row in result if row.inside is not None}
+    assert rated == {"activation", "weight", "gradient", "weight gradient"}
+    assert {kind: result.share(kind) for kind in rated} == dict.fromkeys(rated, 1.0)
     assert not result.outside
-    assert uu.verify(plain, batch()).share("weight") == 0.0
-    assert uu.verify(plain, batch()).share("gradient") == 0.0
+    for kind in rated - {"activation"}:
+        assert before.share(kind) == 0.0, kind
+
+
+def test_the_gradients_of_queries_and_keys_are_in_their_range():
+    torch.manual_seed(0)
+    model = unit_scale(nn.Sequential(Attention("fused"), nn.Linear(32, 32)))
+    result = uu.verify(model, torch.randn(8, 8, 32))
+    assert result.share("query-key gradient") == 1.0
+    assert sum(row.kind == "query-key gradient" for row in result) == 2
 
 
 @pytest.mark.parametrize("init", ["unit", "preserve"])
@@ -237,7 +255,12 @@ def test_what_is_measured_is_what_the_transformed_model_computes(init: str):
         assert ours["gradient of weight"] == pytest.approx(rms(weight.grad), rel=1e-5)
 
 
-def test_the_weight_of_a_branch_is_not_in_the_gradient_of_its_first_product():
+@pytest.mark.parametrize(("attends", "weight"), [(False, 0.5), (True, 0.01)])
+def test_the_weight_of_a_branch_is_in_the_gradient_of_its_last_product(
+    attends: bool, weight: float
+):
+    """As in the true gradient, times a power of two that keeps it in the range."""
+
     class Post(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -245,12 +268,13 @@ def test_the_weight_of_a_branch_is_not_in_the_gradient_of_its_first_product():
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.inner(x)
-            return x + self.up(x)
+            return x + self.up(F.scaled_dot_product_attention(x, x, x) if attends else x)
 
     torch.manual_seed(0)
-    model = unit_scale(Post())
-    ours = found(uu.verify(model, torch.randn(256, 256)), "up")
-    assert ours["gradient of input"] == pytest.approx(1, rel=0.15)  # tau would make it 0.45
+    result = uu.verify(unit_scale(Post()), torch.randn(256, 256))
+    assert not [row for row in result.outside if row.path == "up"]
+    exponent = math.log2(found(result, "up")["gradient of output"] * math.hypot(1, weight) / weight)
+    assert exponent == pytest.approx(round(exponent), abs=0.02)  # of 2**16 normal numbers
 
 
 def test_other_transforms_stay_in_force():
@@ -360,7 +384,8 @@ def test_the_result_prints_and_is_written(tmp_path):
     text = str(result)
     assert "(model)  linear" in text
     assert "outside" in text
-    assert "gradient: 0 of 2 inside [0.25, 4]" in text
+    for kind in ("gradient", "weight gradient"):
+        assert f"{kind}: 0 of 1 inside [0.25, 4]" in text.splitlines()
     rows = json.loads(result.to_json(tmp_path / "rows.json"))
     assert json.loads((tmp_path / "rows.json").read_text()) == rows
     assert len(rows) == len(result)
@@ -403,23 +428,70 @@ def test_a_diagnosis_begins_with_the_cause():
     assert weights.startswith("4 of 4 weights have RMS 0.02 instead of 1, the first in 0 (linear)")
     assert "reset_parameters" in weights
     assert activations.startswith("activations shrink from the output of 0 (linear) on, RMS 0.0")
-    assert gradients.startswith("gradients shrink from the gradient of input of 3 (linear) on")
+    assert gradients.startswith("gradients shrink from the gradient of output of 2 (linear) on")
     assert str(found).endswith("\n".join(found.diagnosis))
 
 
-@pytest.mark.parametrize("of", ["transform", "modules"])
-def test_a_diagnosis_of_the_loss_and_of_a_model_that_is_well(of: str):
+WELL = ["every tensor is in the range of its kind"]
+
+
+def labelled() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
-    modules = nn.Sequential(uu.Linear(64, 64), uu.GELU(), uu.LinearReadout(64, 64))
-    plain = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    model = modules if of == "modules" else unit_scale(plain)
-    x, labels = torch.randn(512, 64), torch.randint(64, (512,))
+    return torch.randn(512, 64), torch.randint(64, (512,))
+
+
+def test_a_diagnosis_of_the_loss_and_of_modules_that_are_well():
+    x, labels = labelled()
+    model = nn.Sequential(uu.Linear(64, 64), uu.GELU(), uu.LinearReadout(64, 64))
     (found,) = uu.verify(model, x, loss=lambda y: F.cross_entropy(y, labels)).diagnosis
     assert found.startswith("the loss's gradient at the model's output has RMS 0.000")
     assert "U.cross_entropy" in found
-    well = ["every tensor is in the range of its kind"]
-    assert uu.verify(model, x, loss=lambda y: U.cross_entropy(y, labels)).diagnosis == well
-    assert uu.verify(model, x).diagnosis == well
+    assert uu.verify(model, x, loss=lambda y: U.cross_entropy(y, labels)).diagnosis == WELL
+    assert uu.verify(model, x).diagnosis == WELL
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_transformed_model_is_well_under_any_loss(trained: bool):
+    """It brings the gradient of its output to RMS 1 by what it measured at its first step."""
+    x, labels = labelled()
+    model = unit_scale(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
+    loss = lambda y: F.cross_entropy(y, labels)  # noqa: E731
+    around = nn.Sequential(model, uu.Linear(64, 64))
+    fresh = [uu.verify(each, x).rows for each in (model, around)]
+    if trained:
+        loss(model(x)).backward()
+    assert uu.verify(model, x, loss=loss).diagnosis == WELL
+    assert uu.verify(model, x).diagnosis == WELL
+    assert [uu.verify(each, x).rows for each in (model, around)] == fresh
+
+
+def test_a_loss_that_follows_another_one_shrinks_the_gradients_of_a_transformed_model():
+    """It is measured at the first step alone. The gradient of the output is not the loss's own."""
+    x, labels = labelled()
+    model = unit_scale(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
+    U.cross_entropy(model(x), labels).backward()
+    (found,) = uu.verify(model, x, loss=lambda y: F.cross_entropy(y, labels)).diagnosis
+    assert found.startswith("gradients shrink from the gradient of output of 2 (linear) on")
+
+
+@pytest.mark.parametrize("shrinks", [False, True])
+def test_a_diagnosis_names_gradients_of_weights_last(shrinks: bool):
+    """Those that only the optimizer sees go no further; the gradient of an output does."""
+
+    class Undivided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = uu.Linear(64, 64), uu.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = uu.scale.scale_bwd(self.first(x), 2.0**-8 if shrinks else 1.0)
+            return U.linear(x, self.last.weight, scale_power=(0.5, 0.5, 0.0))
+
+    torch.manual_seed(0)
+    (found,) = uu.verify(Undivided(), torch.randn(256, 64)).diagnosis
+    first = "shrink from the gradient of output of first"
+    last = "grow from the gradient of weight of the model"
+    assert found.startswith(f"gradients {first if shrinks else last} (linear) on")
 
 
 def test_a_diagnosis_says_where_gradients_begin_to_shrink():

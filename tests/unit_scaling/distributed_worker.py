@@ -6,6 +6,7 @@ Each trains on its half of a batch, and compares with the whole batch in one pro
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import unit_scaling as uu
@@ -40,14 +42,16 @@ class Model(nn.Module):
         return self.readout(self.norm(self.blocks(self.embedding(tokens))))
 
 
-def train(model: nn.Module, batches: list[Tensor], steps: int = 2) -> dict[str, Tensor]:
+def train(
+    model: nn.Module, batches: list[Tensor], steps: int = 2, loss: Any = U.cross_entropy
+) -> dict[str, Tensor]:
     """The parameters after some steps of SGD, each over all batches, gathered."""
     opt = uu.optim.SGD(model.parameters(), 0.01, 0.9, readout_constraint="to_output_scale")
     for _ in range(steps):
         opt.zero_grad()
         for tokens in batches:
-            loss = U.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
+            logits = model(tokens[:, :-1])
+            loss(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         opt.step()
     return {
         name.removeprefix("module."): p.full_tensor() if isinstance(p, DTensor) else p.detach()
@@ -74,18 +78,23 @@ def sharded(model: nn.Module, parts: list[nn.Module]) -> nn.Module:
     return model
 
 
-def check(model: nn.Module, distribute: Callable[[nn.Module], nn.Module], calls: int) -> None:
+def check(
+    model: nn.Module,
+    distribute: Callable[[nn.Module], nn.Module],
+    calls: int,
+    loss: Any = U.cross_entropy,
+) -> None:
     """Tags, learning rates, and weights after training equal those of one process."""
     tokens = torch.randint(VOCAB, (BATCH, 5), generator=torch.Generator().manual_seed(0))
     plain = copy.deepcopy(model)
     expected_tags, expected_rates = tags(plain), rates(plain)
-    expected = train(plain, [tokens])
+    expected = train(plain, [tokens], loss=loss)
     model = distribute(model)
     assert tags(model) == expected_tags
     assert rates(model) == expected_rates
     mine = tokens.chunk(WORLD)[dist.get_rank()].chunk(calls)
     with uu.batch_multiplier(WORLD * calls, averaged_over=WORLD):
-        result = train(model, list(mine))
+        result = train(model, list(mine), loss=loss)
     assert tags(model) == expected_tags
     torch.testing.assert_close(result, expected)
 
@@ -101,8 +110,9 @@ def main(rank: int, store: Path) -> None:
     scaled = unit_scale(net.double())
     with pytest.raises(RuntimeError, match="call the model once before fully_shard"):
         sharded(copy.deepcopy(scaled), [])(torch.zeros(2, 2, dtype=torch.int64))
-    scaled(torch.zeros(2, 2, dtype=torch.int64))  # is recorded before it is sharded
-    check(copy.deepcopy(scaled), lambda m: sharded(m, [m[2]]), 1)
+    # Is recorded before it is sharded, and measures the gradient of its loss.
+    train(scaled, [torch.randint(VOCAB, (BATCH, 5))], steps=1, loss=F.cross_entropy)
+    check(copy.deepcopy(scaled), lambda m: sharded(m, [m[2]]), 1, F.cross_entropy)
     tokens = torch.zeros(2, 2, dtype=torch.int64)
     wrapped = DistributedDataParallel(copy.deepcopy(scaled))
     assert uu.verify(wrapped, tokens).rows == uu.verify(scaled, tokens).rows

@@ -77,7 +77,7 @@ def conv_scales(
         output=inverse(fan_in * math.prod(kernel), scale_power[0]),
         input=(groups / (fan_out * math.prod(uses))) ** scale_power[1],
     )
-    return {**tied, "weight": grad, "bias": grad}
+    return {"weight": grad, "bias": grad, **tied}
 
 
 def _conv(
@@ -176,7 +176,7 @@ def conv_transpose_scales(
         input=inverse(out * taps, scale_power[1]),
     )
     outputs = steps ** scale_power[2]  # a bias is added at every output: about stride per input
-    return {**tied, "weight": grad, "bias": grad / outputs}
+    return {"weight": grad, "bias": grad / outputs, **tied}
 
 
 def _conv_transpose(

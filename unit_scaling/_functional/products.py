@@ -21,7 +21,7 @@ from fp8.matmul import matmul as matrix_product
 from fp8.matmul import to_autocast_dtype
 
 from ..batch import row_scale
-from ..ops import Scales, row, tie
+from ..ops import Constraint, Scales, row, tie
 from ..scale import scale_each
 
 __all__ = ["addmm", "bilinear", "linear", "linear_readout", "matmul"]
@@ -35,7 +35,7 @@ SQRT: ScalePower = (0.5, 0.5, 0.5)
 def linear_scales(
     input: Tensor,
     weight: Tensor,
-    constraint: str | None = "to_output_scale",
+    constraint: Constraint = "to_output_scale",
     scale_power: ScalePower = SQRT,
     weight_grad_mult: float = 1.0,
 ) -> Scales:
@@ -49,7 +49,7 @@ def linear_scales(
         output=inverse(fan_in, scale_power[0]),
         input=inverse(fan_out, scale_power[1]),
     )
-    return {**tied, "weight": grad, "bias": grad}
+    return {"weight": grad, "bias": grad, **tied}
 
 
 def inverse(size: int, power: float = 0.5) -> float:
@@ -62,7 +62,7 @@ def linear(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    constraint: str | None = "to_output_scale",
+    constraint: Constraint = "to_output_scale",
     scale_power: ScalePower = SQRT,
     weight_grad_mult: float = 1.0,
 ) -> Tensor:
@@ -194,7 +194,7 @@ def addmm_scales(
         grad = row_scale(math.prod(mat1.shape[:-1]))
         fan_in, fan_out = mat2.shape
         tied = tie(constraint, output=inverse(fan_in) / a, mat1=inverse(fan_out) / a)
-        return {**tied, "mat2": grad / a, "input": grad / b}
+        return {"mat2": grad / a, "input": grad / b, **tied}
     product = matmul_scales(mat1, mat2, None)
     norm = math.hypot(alpha, beta) or 1.0
     tied = tie(
@@ -206,7 +206,7 @@ def addmm_scales(
     # As many gradients as the product has elements for each of input's.
     size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.dim() > 1 else 1)
     own = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
-    return {**tied, "input": 1 / norm if constraint else own}
+    return {"input": 1 / norm if constraint else own, **tied}
 
 
 def _is_bias(input: Tensor, mat2: Tensor) -> bool:
@@ -314,7 +314,7 @@ def bilinear_scales(
         input1=inverse(out * in2),
         input2=inverse(out * in1),
     )
-    return {**tied, "weight": grad, "bias": grad}
+    return {"weight": grad, "bias": grad, **tied}
 
 
 @row(bilinear_scales, replaces=(F.bilinear,))

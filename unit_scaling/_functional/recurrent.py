@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..batch import row_scale
-from ..ops import Scales, row
+from ..ops import Constraint, Scales, row
 from .activations import dropout as unit_dropout
-from .products import linear
+from .products import inverse, linear
 
 __all__ = [
     "gru",
@@ -91,21 +91,34 @@ def _cell(
     w_hh: Tensor,
     b_ih: Tensor | None,
     b_hh: Tensor | None,
+    weight_factor: bool,
 ) -> States:
-    h = linear(states[0], w_hh, b_hh, "to_grad_input_scale")
-    return step(linear(input, w_ih, b_ih), h, list(states))
+    inner, outer = _scales(w_ih, w_hh, weight_factor)
+    h = linear(states[0], w_hh, b_hh, outer)
+    return step(linear(input, w_ih, b_ih, inner), h, list(states))
+
+
+def _scales(w_ih: Tensor, w_hh: Tensor, weight_factor: bool) -> tuple[Constraint, Constraint]:
+    """The constraints of the products of the input and of the hidden state; without a factor for
+    the gradients of weights, their scales."""
+    if weight_factor:
+        return "to_output_scale", "to_grad_input_scale"
+    inner, outer = inverse(w_ih.shape[1]), inverse(w_hh.shape[0])
+    names = ("output", "input", "weight", "bias")
+    return tuple((n, inner) for n in names), tuple((n, outer) for n in names)
 
 
 def _direction(
-    step: Step, sequence: Tensor, states: States, weights: Sequence[Tensor]
+    step: Step, sequence: Tensor, states: States, weights: Sequence[Tensor], weight_factor: bool
 ) -> tuple[Tensor, States]:
     """All hidden states (length, batch, hidden) and the last states of one layer's direction."""
     w_ih, w_hh = weights[:2]
     b_ih, b_hh = weights[2:] or (None, None)
     outputs = []
     each = len(sequence) ** -0.5  # the weight collects a gradient from every step
-    for x in linear(sequence, w_ih, b_ih).unbind(0):
-        h = linear(states[0], w_hh, b_hh, "to_grad_input_scale", weight_grad_mult=each)
+    inner, outer = _scales(w_ih, w_hh, weight_factor)
+    for x in linear(sequence, w_ih, b_ih, inner).unbind(0):
+        h = linear(states[0], w_hh, b_hh, outer, weight_grad_mult=each)
         states = step(x, h, states)
         outputs.append(states[0])
     return torch.stack(outputs), states
@@ -122,6 +135,7 @@ def _recurrent(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
+    weight_factor: bool,
 ) -> tuple[Tensor, ...]:
     """(all outputs of the last layer, the last of each kind of state, layer by layer)."""
     if not isinstance(has_biases, bool):
@@ -137,7 +151,7 @@ def _recurrent(
             i = layer * directions + direction
             given = sequence.flip(0) if direction else sequence
             weights = params[i * count : (i + 1) * count]
-            output, final = _direction(step, given, [s[i] for s in states], weights)
+            output, final = _direction(step, given, [s[i] for s in states], weights, weight_factor)
             outputs.append(output.flip(0) if direction else output)
             last.append(final)
         sequence = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
@@ -178,16 +192,18 @@ def lstm(
     train: bool = False,
     bidirectional: bool = False,
     batch_first: bool = False,
+    weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
     """(output, hidden state, cell state) of `torch.nn.LSTM`, unit-scaled.
 
+    weight_factor: whether the gradients of the weights get the factor of the rule.
     input: (length, batch, in), or (batch, length, in) with batch_first. hx: hidden and cell state,
     each (layers * directions, batch, hidden). params: for each layer and direction the weights of
     input and hidden state and, with has_biases, their biases, as in torch. dropout: between
     layers, when train. A loop over the steps, slower than torch's kernel; its cell state is in
     torch's scale. Raises NotImplementedError for packed sequences and for proj_size.
     """
-    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
     return _recurrent(_lstm_step, input, hx, params, *settings)
 
 
@@ -207,9 +223,10 @@ def gru(
     train: bool = False,
     bidirectional: bool = False,
     batch_first: bool = False,
+    weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
     """(output, hidden state) of `torch.nn.GRU`, unit-scaled. Arguments as in `lstm`, one state."""
-    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
     return _recurrent(_gru_step, input, [hx], params, *settings)
 
 
@@ -229,9 +246,10 @@ def rnn_tanh(
     train: bool = False,
     bidirectional: bool = False,
     batch_first: bool = False,
+    weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
     """(output, hidden state) of `torch.nn.RNN`, unit-scaled. Arguments as in `gru`."""
-    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
     return _recurrent(_tanh_step, input, [hx], params, *settings)
 
 
@@ -251,9 +269,10 @@ def rnn_relu(
     train: bool = False,
     bidirectional: bool = False,
     batch_first: bool = False,
+    weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
     """(output, hidden state) of `torch.nn.RNN` with relu, unit-scaled. Arguments as in `gru`."""
-    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
     return _recurrent(_relu_step, input, [hx], params, *settings)
 
 
@@ -271,12 +290,13 @@ def lstm_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
     """A step of `lstm`: the next hidden and cell state.
 
     input: (batch, in). hx: both states, each (batch, hidden).
     """
-    return tuple(_cell(_lstm_step, input, hx, w_ih, w_hh, b_ih, b_hh))
+    return tuple(_cell(_lstm_step, input, hx, w_ih, w_hh, b_ih, b_hh, weight_factor))
 
 
 def gru_cell_scales(input: Tensor) -> Scales:
@@ -293,9 +313,10 @@ def gru_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    weight_factor: bool = True,
 ) -> Tensor:
     """A step of `gru`: the next hidden state (batch, hidden). input: (batch, in)."""
-    return _cell(_gru_step, input, [hx], w_ih, w_hh, b_ih, b_hh)[0]
+    return _cell(_gru_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
 
 
 def rnn_tanh_cell_scales(input: Tensor) -> Scales:
@@ -312,9 +333,10 @@ def rnn_tanh_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    weight_factor: bool = True,
 ) -> Tensor:
     """A step of `rnn_tanh`: the next hidden state (batch, hidden). input: (batch, in)."""
-    return _cell(_tanh_step, input, [hx], w_ih, w_hh, b_ih, b_hh)[0]
+    return _cell(_tanh_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
 
 
 def rnn_relu_cell_scales(input: Tensor) -> Scales:
@@ -331,6 +353,7 @@ def rnn_relu_cell(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    weight_factor: bool = True,
 ) -> Tensor:
     """A step of `rnn_relu`: the next hidden state (batch, hidden). input: (batch, in)."""
-    return _cell(_relu_step, input, [hx], w_ih, w_hh, b_ih, b_hh)[0]
+    return _cell(_relu_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]

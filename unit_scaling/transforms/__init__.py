@@ -7,6 +7,7 @@ from .history import History
 from .metrics import InFormat, Metrics
 from .model_plan import ModelPlan
 from .prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
+from .recalibrate import recalibrate
 from .report import Report, report
 from .simulate import simulate_format, simulate_fp8
 from .track_scales import track_scales
@@ -25,6 +26,7 @@ __all__ = [
     "prune_non_float_tensors",
     "prune_same_scale_tensors",
     "prune_selected_nodes",
+    "recalibrate",
     "register_transformers",
     "report",
     "simulate_format",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 from .calls import ATTENTION, PRODUCTS
 from .flow import Flow
@@ -31,12 +30,6 @@ class Arguments:
         self._factors = settings.weights.factors
         self._split = settings.weights.split
         self._exponents = settings.weights.exponents
-        self._uses = Counter(
-            (node.path, flow.parameters[i.node])
-            for node in flow.nodes
-            if node.kind in PRODUCTS
-            for i in node.inputs
-        )
 
     def restored(self, node: Node) -> Step | None:
         """The step that brings the weights of a call back to the scale they came with."""
@@ -57,18 +50,9 @@ class Arguments:
                 found.append((i.slot, self._exponents.get(name) or round(math.log2(source.rms))))
         return tuple((slot, exponent) for slot, exponent in found if exponent)
 
-    def shares(self, node: Node) -> list[Scaling]:
-        """A parameter that is repeated over the result collects as many gradients."""
-        shares = [
-            (i.slot, i.numel / (node.numel or 1))
-            for i in node.inputs
-            if self.flow.nodes[i.node].computed
-        ]
-        return [(slot, 1.0, share**0.5) for slot, share in shares if 0 < share < 1]
-
     def scaled(self, node: Node) -> tuple[Scaling, ...]:
         """The factors of the arguments of a call that is scaled by its rule."""
-        return (*self._computed(node), *self._shared(node), *self._constant(node))
+        return (*self._computed(node), *self._constant(node))
 
     def _computed(self, node: Node) -> list[Scaling]:
         """Weights that are computed (by a parametrization, say) come at a scale of their own."""
@@ -108,14 +92,3 @@ class Arguments:
             (slot, 1 / rms_of(given[slot])) for slot in constants if len(given[slot].shape) > 1
         ]
         return [(slot, factor, factor) for slot, factor in found if abs(factor - 1) > _NEAR_ONE]
-
-    def _shared(self, node: Node) -> list[Scaling]:
-        """A weight collects a gradient from each time that its module is called."""
-        if node.kind not in PRODUCTS:
-            return []
-        names = [(i.slot, self.flow.parameters[i.node]) for i in node.inputs]
-        return [
-            (slot, 1.0, self._uses[node.path, name] ** -0.5)
-            for slot, name in names
-            if name in self._factors and self._uses[node.path, name] > 1
-        ]

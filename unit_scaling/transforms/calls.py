@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ __all__ = [
     "CASTS",
     "CONSTANT",
     "ELEMENTWISE",
-    "EXTREMES",
+    "EMBEDDINGS",
     "KEPT",
     "KINDS",
     "LINEAR",
@@ -40,6 +41,8 @@ __all__ = [
     "SELECTIONS",
     "TRANSPARENT",
     "UNRULED_LOSSES",
+    "canonical",
+    "writes",
 ]
 
 TRANSPARENT = frozenset(
@@ -101,6 +104,9 @@ PRODUCTS = frozenset(
     ).split()
 )
 """Kinds that mix features: what makes a branch of a network more than a formula."""
+
+EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
+"""Kinds that look rows of a weight up."""
 
 RECURRENT = frozenset(
     name + cell for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")
@@ -224,5 +230,35 @@ def _kinds() -> dict[Callable[..., Any], str]:
     return table | {function: op.name for op in OPS.values() for function in op.replaces}
 
 
+def canonical(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by position as far as they can be: torch calls its own functions in another form in
+    eager code than a compiler sees."""
+    names = _NAMES.get(function, ())
+    while len(args) < len(names) and names[len(args)] in kwargs:
+        name = names[len(args)]
+        args = (*args, kwargs[name])
+        kwargs = {key: value for key, value in kwargs.items() if key != name}
+    return args, kwargs
+
+
+def writes(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether a call with `canonical` arguments writes its result into one of them."""
+    names = _NAMES.get(function, ())
+    place = names.index("inplace") if "inplace" in names else len(args)
+    operator = name.startswith("__i") and name != "__invert__"
+    marked = name.endswith("_") and not name.endswith("__")
+    inplace = kwargs.get("inplace") or (place < len(args) and args[place])
+    return marked or operator or name == "__setitem__" or "out" in kwargs or bool(inplace)
+
+
 KINDS: dict[Callable[..., Any], str] = _kinds()
 """Torch callable -> kind. Calls that are not in it carry no values that a plan could scale."""
+
+_NAMES: dict[Callable[..., Any], tuple[str, ...]] = {
+    function: function.__code__.co_varnames[: function.__code__.co_argcount]
+    for function in KINDS
+    if isinstance(function, FunctionType)
+}
+"""The names of the arguments of functions that are written in Python."""

@@ -76,7 +76,7 @@ class Carried:
         """As a decision of the plan. restored: the step that brings back the call's weights."""
         count = self.sums.get(index, 1)
         if count > 1:
-            step = replace(restored or Step(), output=(count**-0.5, count**-0.5))
+            step = replace(restored or Step(), output=count**-0.5)
             return step, "scaled", f"a running sum of {count} terms"
         if index in self.sums or self._first.get(self._loops[index]) != index:
             return restored, "", ""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .record import tensors_in
 
-__all__ = ["Example", "deep_copy", "detached", "example_of", "remade", "twin_of"]
+__all__ = ["Example", "deep_copy", "detached", "example_of", "fresh", "remade", "twin_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -31,6 +31,8 @@ _HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
 )
 
 
@@ -69,6 +71,18 @@ def detached(value: Any) -> Any:
     """A copy of arguments that shares no storage with them."""
     memo: dict[int, Any] = {id(t): t.detach().clone() for _, t in tensors_in(value)}
     return copy.deepcopy(value, memo)
+
+
+def fresh(
+    args: tuple[Any, ...], kwargs: dict[str, Any], records: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Copies of arguments, which require gradients as they do where gradients are recorded."""
+    copies: tuple[Any, dict[str, Any]] = detached((args, kwargs))
+    wanted = [t.requires_grad and records for _, t in tensors_in((args, kwargs))]
+    for (_, copied), wants in zip(tensors_in(copies), wanted, strict=True):
+        if wants:
+            copied.requires_grad_()
+    return copies
 
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]

@@ -38,7 +38,8 @@ class _Row(Protocol):
 def diagnosis(rows: Sequence[_Row], loss: float | None, readouts: frozenset[str]) -> list[str]:
     """Sentences, the cause of others before them; one that says so where all is well.
 
-    loss: the RMS of the gradient at the model's output, None where the loss is inside the model.
+    loss: the RMS of the gradient at the model's output, None where the loss is inside the model and
+    where the model brings that gradient to RMS 1, as one of `unit_scale` does.
     readouts: the paths of the readouts, whose output is small by design.
     """
     found = [*_weights(rows), *_values(rows, readouts), *_loss(loss)]
@@ -80,11 +81,10 @@ def _loss(loss: float | None) -> Iterator[str]:
 def _gradients(rows: Sequence[_Row]) -> Iterator[str]:
     """Backward, the first that is outside is that of the last call; those of weights go no further
     and come after the others."""
-    gradients = [row for row in reversed(rows) if row.kind.endswith("gradient")]
-    outside = [row for row in gradients if row.inside is False]
-    first = next((row for row in outside if "weight" not in row.tensor), None)
-    first = next(iter(outside), None) if first is None else first
-    if first is not None:
+    outside = [r for r in reversed(rows) if r.inside is False and r.kind.endswith("gradient")]
+    outside.sort(key=lambda row: row.kind == "weight gradient")
+    if outside:
+        first = outside[0]
         verb = "shrink" if first.rms < 1 else "grow"
         yield (
             f"gradients {verb} from the {first.tensor} of {_place(first)} on, backward, RMS "

@@ -6,13 +6,13 @@ computed from parameters alone (a tied, masked or normalised weight) is no value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
 
 from .calls import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
 from .record import Graph, Node
 
-__all__ = ["Flow", "is_read_by_positions", "reached"]
+__all__ = ["Flow", "reached"]
 
 T = TypeVar("T")
 
@@ -63,13 +63,6 @@ class Flow:
             data.append(given or (bool(sources) and made and all(data[s] for s in sources)))
         return data
 
-    def wanted(self) -> list[bool]:
-        """For each node, whether it depends on an input that requires a gradient."""
-        wanted: list[bool] = []
-        for node, sources in zip(self.nodes, self.sources, strict=True):
-            wanted.append(node.wanted or any(wanted[s] for s in sources))
-        return wanted
-
     def is_product(self, index: int) -> bool:
         """Whether the call mixes features: what makes a branch of a network more than a formula."""
         return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].live
@@ -108,6 +101,14 @@ class Flow:
             self.nodes[r].kind in TRANSPARENT and self.feeds_products(r) for r in moves
         )
 
+    def before(self, ends: Collection[int]) -> list[bool]:
+        """For each node, whether its result goes on into one of these calls."""
+        found = [False] * len(self.nodes)
+        for index in reversed(range(len(found))):
+            for source in self.sources[index]:
+                found[source] = found[source] or found[index] or index in ends
+        return found
+
     def between(self, start: int, end: int) -> list[int]:
         """The nodes of all paths from ``start`` (left out) to ``end``, in order; [] if none.
 
@@ -142,37 +143,6 @@ class Flow:
         sources = self.sources[index]
         return sources[0] if self.nodes[index].kind in kinds and len(sources) == 1 else None
 
-    def bridges(self, units: Sequence[tuple[int, ...]], closed: Sequence[bool]) -> list[bool]:
-        """For each node, whether it has sources, all of them by bridges: no path goes around one.
-
-        units: the calls of each, taken together as one. closed: nodes that need no gradient, paths
-        from which do not count.
-        """
-        whole = list(range(len(self.nodes)))
-        for calls in units:
-            for call in calls:
-                whole[call] = calls[-1]
-        ends = {calls[-1] for calls in units}
-        edges: list[tuple[int, int]] = []
-        for index, node in enumerate(self.nodes):
-            used = [i.node for i in node.inputs if i.node in self.sources[index]]
-            edges += [(whole[source], whole[index]) for source in used]
-        into: list[list[bool]] = [[] for _ in self.nodes]
-        for source, index in edges:
-            if closed[source]:
-                into[index].append(True)
-        edges = [edge for edge in edges if not closed[edge[0]]]
-        inner = {edge for edge in edges if edge[1] in ends}
-        edges = [edge for edge in edges if edge[1] not in ends] + [e for e in inner if e[0] != e[1]]
-        around: list[list[int]] = [[] for _ in self.nodes]
-        for number, (source, index) in enumerate(edges):
-            around[source].append(number)
-            around[index].append(number)
-        bridge = _bridge_edges(len(self.nodes), edges, around)
-        for number, (_, index) in enumerate(edges):
-            into[index].append(bridge[number])
-        return [bool(into[w]) and all(into[w]) for w in whole]
-
     def _dominators(self) -> list[int]:
         """For each node the nearest one that all paths to it go through, -1 if there is none.
 
@@ -196,16 +166,6 @@ class Flow:
         return parents
 
 
-def is_read_by_positions(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
-    """Whether values of one shape are repeated in another, and not over features alone, as
-    (B, T, 1) in (B, T, C) and (B, 1, H, W) in (B, C, H, W).
-    """
-    padded = (1,) * (len(large) - len(small)) + small
-    repeated = [d for d, (a, b) in enumerate(zip(padded, large, strict=False)) if a == 1 < b]
-    features = repeated == [len(large) - 1] or (repeated == [1] and len(large) > 3)
-    return bool(repeated) and not features
-
-
 def _parameter_origins(nodes: list[Node]) -> list[str | None]:
     """For each node the parameter that it is, or that it is a view or copy of."""
     origins: list[str | None] = []
@@ -213,35 +173,3 @@ def _parameter_origins(nodes: list[Node]) -> list[str | None]:
         moved = node.kind in TRANSPARENT and node.inputs
         origins.append(origins[node.inputs[0].node] if moved else node.parameter)
     return origins
-
-
-def _bridge_edges(count: int, edges: list[tuple[int, int]], around: list[list[int]]) -> list[bool]:
-    """Tarjan's algorithm, without recursion."""
-    order, low = [-1] * count, [0] * count
-    bridge = [False] * len(edges)
-    clock = 0
-    for root in range(count):
-        stack: list[tuple[int, int, Any]] = []
-        if order[root] < 0:
-            order[root] = low[root] = clock
-            clock += 1
-            stack.append((root, -1, iter(around[root])))
-        while stack:
-            node, entered, rest = stack[-1]
-            for edge in rest:
-                other = edges[edge][0] + edges[edge][1] - node
-                if edge == entered:
-                    continue
-                if order[other] < 0:
-                    order[other] = low[other] = clock
-                    clock += 1
-                    stack.append((other, edge, iter(around[other])))
-                    break
-                low[node] = min(low[node], order[other])
-            else:
-                stack.pop()
-                if stack:
-                    parent = stack[-1][0]
-                    low[parent] = min(low[parent], low[node])
-                    bridge[entered] = low[node] > order[parent]
-    return bridge

@@ -20,6 +20,7 @@ from fp8.threads import Stack
 
 from ..parameter import TaggedModule, forget_tags
 from . import marker
+from .plan_state import PlanState
 
 __all__ = [
     "HOOKS",
@@ -126,9 +127,9 @@ class _Transformed(Gained, TaggedModule):
         return [n for n, p in self.named_parameters() if getattr(p, "mup_type", "") in types]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._own_weights(prefix):
+        if self._own_weights(prefix):  # the first key that is missed says what is wrong
             marker.mark(destination, prefix)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self,
@@ -249,6 +250,15 @@ def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
         gained: Any = module
         kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
         gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))
+        _keep_plan(gained)
+
+
+def _keep_plan(module: Any) -> None:
+    """Gives a model whose weights are scaled its plan in the state_dict; no other, and no part."""
+    scaled = any(
+        getattr(scope, "unit_scaled", False) and not path for scope, path in module._scopes
+    )
+    (gain if scaled else lose)(module, PlanState)
 
 
 def uninstall(model: nn.Module, kind: type) -> None:
@@ -259,6 +269,7 @@ def uninstall(model: nn.Module, kind: type) -> None:
         if not isinstance(module, _Transformed):
             continue
         module._scopes = tuple(item for item in module._scopes if not isinstance(item[0], kind))
+        _keep_plan(module)
         if not module._scopes:
             lose(module, _Transformed)
             del module._scopes

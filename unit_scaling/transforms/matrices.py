@@ -82,7 +82,7 @@ class Matrices:
         """As a decision of the plan. restored: the step that brings back the call's weights."""
         if index in self.factors:
             factor = self.factors[index]
-            step = replace(restored or Step(), output=(factor, factor))
+            step = replace(restored or Step(), output=factor)
             return step, "scaled", f"the result of a formula of matrices, factor {factor:.3g}"
         named = self.flow.is_product(index) or self.flow.nodes[index].kind in ALGEBRA
         return restored, "unchanged" if named else "", KEEPS

@@ -17,7 +17,7 @@ __all__ = ["ModelPlan", "check_fits", "retag", "tags_in"]
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -145,14 +145,30 @@ def _made(kind: type[T], data: Any) -> T:
     return kind(**{name: _tupled(value) for name, value in given.items()})
 
 
-_PLAN = ("form", "steps", "rows", "inner", "depths", "ties")
+_MEASURED = (
+    "name",
+    "unseen",
+    "idle",
+    "outputs",
+    "outside",
+    "final",
+    "looks",
+    "corrections",
+    "gauges",
+    "parameters",
+)
+_PLAN = ("form", "steps", "rows", "inner", "depths", "ties", *_MEASURED)
 
 
 def _written(form: Any, plan: Plan) -> dict[str, Any]:
     steps = [[*key, None if step is None else _named(step)] for key, step in plan.steps.items()]
     rows = [_listed(dataclasses.astuple(row)) for row in plan.rows]
     ties = [_named(tie) for tie in plan.ties]
-    values = (_listed(form), steps, rows, sorted(plan.inner), plan.depths, ties)
+    measured = (getattr(plan, name) for name in _MEASURED)
+    values = (
+        *(_listed(form), steps, rows, sorted(plan.inner), plan.depths, ties),
+        *(_pairs(value) if isinstance(value, dict) else _listed(value) for value in measured),
+    )
     return dict(zip(_PLAN, values, strict=True))
 
 
@@ -168,6 +184,10 @@ def _read(data: Any) -> tuple[Any, Plan]:
         depths=dict(given["depths"]),
         ties=tuple(_made(Tie, tie) for tie in given["ties"]),
     )
+    for name in _MEASURED:
+        value = given[name]
+        table = isinstance(getattr(plan, name), dict)
+        setattr(plan, name, dict(_tupled(value)) if table else _tupled(value))
     return _tupled(given["form"]), plan
 
 

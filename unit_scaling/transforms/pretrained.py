@@ -23,6 +23,7 @@ from fp8.subclass import Gained, gain
 
 from .marker import MARKER
 from .model_plan import ModelPlan
+from .plan_state import EXTRA_STATE
 
 __all__ = ["METHOD", "Pretrained", "Restore", "keep_transform", "register"]
 
@@ -31,6 +32,9 @@ Restore = Callable[[nn.Module, ModelPlan], None]
 
 METHOD = "unit_scale"
 """The ``quant_method``."""
+
+_KEYS = {MARKER, EXTRA_STATE}
+"""The keys of a state_dict that are no weights."""
 
 _STOP = (
     "none, as these weights are those of a unit-scaled model. Call "
@@ -145,11 +149,11 @@ def _classes(restore: Restore) -> tuple[type, type]:
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
             known = model._keys_to_ignore_on_load_unexpected or ()
-            model._keys_to_ignore_on_load_unexpected = {*known, MARKER}
+            model._keys_to_ignore_on_load_unexpected = {*known, *_KEYS}
             return model
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-            model._keys_to_ignore_on_load_unexpected -= {MARKER}
+            model._keys_to_ignore_on_load_unexpected -= _KEYS
             plan = ModelPlan.from_json(self.quantization_config.plan)
             self.remove_quantization_config(model)
             for module in model.modules():

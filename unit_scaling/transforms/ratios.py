@@ -196,14 +196,14 @@ class _Ratios:
         given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
         used = [i for i in node.inputs if _has_scale(given[i.slot])]
         factors: dict[Any, float] = {}
-        for slot, forward, _ in (*step.slots, *step.own):
+        for slot, forward, _ in step.slots:
             factors[slot] = factors.get(slot, 1.0) * forward
         tensors = [given[i.slot] for i in used]
         ratios = [
             self._argument(node, i, t, factors.get(i.slot, 1.0))
             for i, t in zip(used, tensors, strict=True)
         ]
-        output = _plus(_factor(step, node), _log(step.output[0]))
+        output = _plus(_factor(step, node), _log(step.output))
         return _Call(node, step, used, tensors, ratios, output)
 
     def _argument(self, node: Node, i: Input, tensor: Tensor, factor: float) -> Ratio | None:
@@ -417,8 +417,6 @@ def _factor(step: Step, node: Node) -> Ratio:
         raise ValueError("it is replaced, by a function that the plain model does not call")
     if step.op == "times":
         return _log(abs(step.factor / _number(node)))
-    if step.op == "grouped_mm":
-        return _log((dict(tensors_in(node.args))[(0,)].shape[-1] or 1) ** -0.5)
     if step.op not in OPS:
         return _log(step.factor)
     settings = {"constraint": step.constraint, **dict(step.settings)}

@@ -5,12 +5,16 @@ The model runs once, without gradients, on copies of the inputs.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -22,7 +26,7 @@ from fp8.autocast import EXPANDED
 from fp8.function import FIRST_LOOK
 
 from . import install
-from .calls import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT
+from .calls import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
 
 __all__ = [
     "DISTRIBUTION",
@@ -45,10 +49,10 @@ Slot = tuple[int | str, ...]
 Key = tuple[str, str, int]
 """(module path, kind, how many of that kind came before it in that module)."""
 
-Place = tuple[str, str, tuple[tuple[str, int, int], ...]]
+Place = tuple[str, str, tuple[tuple[str | int, ...], ...]]
 """(module path, kind, what makes the call): the same at each pass of a loop. The last is for each
-function that is running within the module: the name of its Python module, its line there, the
-place in its bytecode.
+function that is running within the module: the name of its Python module, the lines and columns
+of the call that it makes.
 """
 
 MASKING = -1e4
@@ -80,7 +84,8 @@ class Node:
     input. computed: whether it depends on parameters only. rms: of the values, where it is
     computed. wanted: whether it is an input that requires a gradient. where: file and line of the
     call. zero: whether it is a constant of zeros. site: as in `Place`. inside: the autograd
-    function that makes the call, or `DISTRIBUTION`.
+    function that makes the call, or `DISTRIBUTION`. written: the arguments that are the result.
+    results: how many tensors that has.
     """
 
     key: Key | None
@@ -101,7 +106,9 @@ class Node:
     rms: float = 1.0
     where: str = ""
     inside: str = ""
-    site: tuple[tuple[str, int, int], ...] = ()
+    written: tuple[Slot, ...] = ()
+    results: int = 1
+    site: tuple[tuple[str | int, ...], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -217,6 +224,7 @@ class Recorder(TorchFunctionMode):
             self._busy = False
 
     def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        args, kwargs = canonical(function, args, kwargs)
         inputs = [
             Input(slot, *self._source(t)) for slot, t in (*tensors_in(args), *tensors_in(kwargs))
         ]
@@ -244,6 +252,10 @@ class Recorder(TorchFunctionMode):
         else:
             output = function(*call_args, **call_kwargs)
         written = [args[0]] if kind == "__setitem__" else [t for _, t in tensors_in(output)]
+        made = {id(t) for t in written}
+        given = (*tensors_in(args), *tensors_in(kwargs))
+        if writes(function, name, args, kwargs):
+            node.written = tuple(slot for slot, t in given if id(t) in made)
         if written or kind is not None:
             self._add(node, sources, written)
         return output
@@ -281,10 +293,14 @@ class Recorder(TorchFunctionMode):
         index, part = self._node_of[id(tensor)]
         return index, tensor.numel(), part
 
-    def results(self, value: Any) -> list[int]:
-        """The nodes that the floating-point tensors of a model's result come from."""
-        known = (t for _, t in tensors_in(value) if id(t) in self._node_of)
-        return [self._node_of[id(t)][0] for t in known if t.is_floating_point() or t.is_complex()]
+    def ends(self, value: Any) -> dict[Slot, int]:
+        """The nodes that the floating-point tensors of a model's result come from, by place."""
+        known = ((slot, t) for slot, t in tensors_in(value) if id(t) in self._node_of)
+        return {
+            slot: self._node_of[id(t)][0]
+            for slot, t in known
+            if t.is_floating_point() or t.is_complex()
+        }
 
     def _remember(self, tensors: list[Tensor]) -> None:
         """Notes that the tensors come from the latest node."""
@@ -318,6 +334,7 @@ class Recorder(TorchFunctionMode):
             node.rms = rms_of(largest)
         elif node.kind in PRODUCTS and len(written) == 1 and node.floating:
             written[0].div_(rms_of(written[0]))
+        node.results = len(written)
         self.graph.nodes.append(node)
         self._remember(written)
 
@@ -386,7 +403,17 @@ _FUNCTION = str(Path(torch.autograd.function.__file__))
 _CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
 
 
-def _site() -> tuple[str, str, tuple[tuple[str, int, int], ...]]:
+@functools.cache
+def _position(code: CodeType, last: int) -> tuple[int, ...]:
+    """The lines and columns of the call that a frame makes. The index of its instruction depends on
+    how often the code has run (Python 3.11)."""
+    if sys.version_info < (3, 11):
+        return code.co_firstlineno, last
+    found = next(itertools.islice(code.co_positions(), last // 2, None))
+    return tuple(number or 0 for number in found)
+
+
+def _site() -> tuple[str, str, tuple[tuple[str | int, ...], ...]]:
     """(file and line that make the call that is running, `Node.inside`, the site of `Place`).
 
     Raises ValueError where `torch.utils.checkpoint` runs a function that is no module: it would be
@@ -411,6 +438,6 @@ def _site() -> tuple[str, str, tuple[tuple[str, int, int], ...]]:
             where = f"{file}:{frame.f_lineno}"
         if not file.startswith(_OURS):
             module = frame.f_globals.get("__name__", file)  # the same on every machine
-            site.append((module, frame.f_code.co_firstlineno, frame.f_lasti))
+            site.append((module, *_position(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
     return where, inside, tuple(site)

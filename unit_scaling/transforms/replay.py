@@ -11,22 +11,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from fp8 import matmul
 from fp8.active import with_static
 from fp8.autocast import EXPANDED
 from fp8.checkpoint import checkpointed
 from fp8.function import FIRST_LOOK, called
 
-from ..batch import row_scale
 from ..ops import OPS
-from ..scale import scale_each, scale_output, value_with_gradient
-from .calls import KINDS
+from ..scale import scale_edge
+from .border import ending
+from .calls import KINDS, RECURRENT, canonical
 from .hidden import reveal
 from .install import HOOKS
 from .record import Key, Slot, tensors_in
 from .steps import Plan, Step
 
-__all__ = ["SPECIAL", "PlanMissError", "Replay"]
+__all__ = ["PlanMissError", "Replay", "factor_after"]
 
 
 class PlanMissError(RuntimeError):
@@ -42,38 +41,9 @@ def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return value * step.factor
 
 
-def _average(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The product of attention weights and values, with the same factor in all directions."""
-    left, right = (*args, *kwargs.values())[:2]
-    return matmul.matmul(left, right, scales=(step.factor, step.factor, step.factor), unit=True)
-
-
-def _grouped_mm(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Rows of ``left`` in groups, each times a matrix of its own: the factors of `U.linear`.
-
-    A weight's gradient sums over the rows of its group, on average the rows by the groups.
-    """
-    left, right = (*args, *kwargs.values())[:2]
-    output = (left.shape[-1] or 1) ** -0.5
-    rows = left.shape[0] / right.shape[0] if right.dim() == 3 else right.shape[-1]
-    right = scale_each(right, 1.0, row_scale(rows) / output)
-    args = (left, right, *args[2:])
-    names = [name for name in kwargs if name not in ("self", "mat2", "mat_a", "mat_b")]
-    product = torch.nn.functional.grouped_mm(*args, **{name: kwargs[name] for name in names})
-    return scale_output(product, output, output, fresh=False)
-
-
-SPECIAL: dict[str, Callable[[Step, tuple[Any, ...], dict[str, Any]], Tensor]] = {
-    "times": _times,
-    "average": _average,
-    "grouped_mm": _grouped_mm,
-}
-"""Steps that are not rows of OPS."""
-
-
 def _scaled(value: Any, slot: Slot, fwd: float, bwd: float) -> Any:
     if not slot:
-        return scale_each(value, fwd, bwd)
+        return scale_edge(value, fwd, bwd)
     first, rest = slot[0], slot[1:]
     if isinstance(value, dict):
         return {**value, first: _scaled(value[first], rest, fwd, bwd)}
@@ -88,20 +58,6 @@ def _at(args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot) -> Any:
     for part in slot:
         value = value[part]
     return value
-
-
-def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of the first tensor among arguments."""
-    return next(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-
-
-def _widened(value: Any) -> Any:
-    """Arguments in float32 that are in float16."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype is torch.float16 else value
-    if isinstance(value, dict):
-        return {name: _widened(item) for name, item in value.items()}
-    return type(value)(map(_widened, value)) if isinstance(value, list | tuple) else value
 
 
 _OPERATORS = tuple(
@@ -130,12 +86,11 @@ class Replay(TorchFunctionMode):
         path: list[str],
     ) -> None:
         super().__init__()
-        self._steps = plan.steps
+        self._plan, self._steps = plan, plan.steps
         self._kinds = kinds
         self._replacements = replacements
         self._path = path
         self._counts: dict[tuple[str, str], int] = {}
-        self._growth = 1.0  # of the loss, once its first part is known
         self._busy = False
         self.latest: Step | None = None  # the step of the call before, for who measures it
 
@@ -168,11 +123,21 @@ class Replay(TorchFunctionMode):
             kind = self._kind(function)
             step = None if kind is None else self._next(kind, args, kwargs)
             self.latest = step
-            if step is None:
-                return called(function, args, kwargs)
-            return self._execute(step, function, args, kwargs)
+            return self._called(step, function, args, kwargs)
         finally:
             self._busy = False
+
+    def _called(
+        self,
+        step: Step | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if step is None:
+            return called(function, args, kwargs)
+        output = self._execute(step, function, args, kwargs)
+        return output if step.end is None else ending(output, self._plan, *step.end)
 
     def _kind(self, function: Callable[..., Any]) -> str | None:
         if torch.compiler.is_compiling():
@@ -205,26 +170,22 @@ class Replay(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if step.growth is not None:
-            factor, follows = step.growth
-            self._growth = factor * _size(args, kwargs) if follows else factor
-        entered = [(slot, 1.0, self._growth) for slot in step.parts if slot]
-        for slot, fwd, bwd in (*step.slots, *step.own, *entered):
+        if step.slots:
+            args, kwargs = canonical(function, args, kwargs)
+        for slot, fwd, bwd in step.slots:
             if isinstance(slot[0], str):
                 kwargs = _scaled(kwargs, slot, fwd, bwd)
             else:
                 args = _scaled(args, slot, fwd, bwd)
         if step.slots and kwargs.get("inplace"):  # no writing into what an autograd function gave
             kwargs = {**kwargs, "inplace": False}
+        if step.writes and step.output != 1.0:  # its derivative may be computed of what it writes
+            output = self._compute(step, function, (args[0].clone(), *args[1:]), kwargs)
+            return args[0].copy_(output * step.output)
         output = self._compute(step, function, args, kwargs)
-        if () in step.parts:
-            dtype = output.dtype  # of the arguments, or of autocast: known by computing it
-            if dtype is torch.float16:  # it does not hold a gradient that is times the growth
-                output = self._compute(step, function, *_widened((args, kwargs)))
-            return value_with_gradient(output.detach(), output, self._growth).to(dtype)
-        if step.output == (1.0, 1.0):
+        if step.output == 1.0 or not isinstance(output, Tensor):
             return output
-        return scale_output(output, *step.output, fresh=False)
+        return output * step.output
 
     def _compute(
         self,
@@ -240,12 +201,23 @@ class Replay(TorchFunctionMode):
             return called(function, args, kwargs)
         if step.op == "replace":
             return self._replacements[function](*args, **kwargs)
-        if step.op in SPECIAL:
-            return SPECIAL[step.op](step, args, kwargs)
+        if step.op == "times":
+            return _times(step, args, kwargs)
         if step.op == "linear_readout":
             return OPS["linear_readout"].fn(*args, **kwargs, constraint=step.constraint)
         settings = {"constraint": step.constraint, **dict(step.settings)}
         return OPS[step.op].call(args, kwargs, func=function, **settings)
+
+
+def factor_after(step: Step, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> float:
+    """The factor that a product's result gets after its kernel, as its gradient does before it
+    enters that. 1 where the kernels take the factor along."""
+    if isinstance(step.constraint, tuple):
+        return 1.0
+    if step.op not in OPS or step.op in RECURRENT:
+        return step.output
+    rule = OPS[step.op].scales(args, kwargs, func=function, **dict(step.settings))
+    return step.output * rule["output"]
 
 
 reveal()

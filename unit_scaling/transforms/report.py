@@ -20,9 +20,10 @@ def report(model: nn.Module) -> Report[Row]:
     """One row for each weight and each call of a transformed model: what was done, and if not why.
 
     A row has ``path`` (of the module), ``call``, ``done`` ("scaled", "preserved", "replaced",
-    "unchanged" where no factor is due, "left alone" where there is no rule) and ``why``. The calls
-    are known after the first call of the model; each form of call (training, evaluation, other
-    arguments) adds those it makes.
+    "measured" where a power of two was, for there is no rule, "unchanged" where no factor is due,
+    "left alone" where there is neither) and ``why``, with the power of two that the gradient of a
+    product is multiplied by. The calls are known after the first call of the model; each form of
+    call (training, evaluation, other arguments) adds those it makes.
     Raises ValueError for a model without a transform.
     """
     scope, simulation = find_scope(model, UnitScale), find_scope(model, Simulate)
@@ -48,13 +49,13 @@ def plan(model: nn.Module) -> ModelPlan:
     >>> import torch
     >>> from unit_scaling import plan
     >>> from unit_scaling.transforms import ModelPlan, unit_scale
-    >>> model = unit_scale(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
+    >>> model = unit_scale(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Softmax(-1)))
     >>> _ = model(torch.randn(2, 4))
     >>> print(plan(model))
     plan of unit_scale(init='unit', residual='fixed'), 1 form of call
-    module  call      step
-    0       linear 0  linear, constraint=None
-    1       relu 0    relu, constraint=None
+    module  call       step
+    0       relu 0     relu
+    1       softmax 0  softmax, end=(0, 0.0)
     >>> ModelPlan.from_json(plan(model).to_json()) == plan(model)
     True
     """

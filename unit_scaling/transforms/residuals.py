@@ -9,15 +9,14 @@ same place are found one by one (``x + f(x) + g(x)``) or added up first (``f(x) 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from .calls import AVERAGES, POSITIVE, TRANSPARENT
+from .calls import TRANSPARENT
 from .flow import Flow
 from .record import Slot
 
-__all__ = ["RESIDUALS", "Residuals", "find_residuals", "leans"]
+__all__ = ["RESIDUALS", "Residuals", "find_residuals"]
 
 # Branch weights of the automatic transform (Unit Scaling library guide: "tau"): attention branches
 # need a much smaller one than feed-forward branches, or training suffers.
@@ -26,15 +25,15 @@ TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
 RESIDUALS = ("fixed", "umup")
 """How branches are weighted: by what they are, or by their depth."""
 
-Weights = tuple[tuple[Slot, float, float], ...]
-"""(slot, forward factor, backward factor) for terms of an add."""
+Weights = tuple[tuple[Slot, float], ...]
+"""(slot, factor) for terms of an add."""
 
 
 @dataclass
 class _Branch:
     """A residual branch: where it leaves, the node that ends it, its nodes, its weight tau.
 
-    skip, slot: the term that it is added to, as a node and in the add. factor: of its gradient.
+    skip, slot: the term that it is added to, as a node and in the add.
     """
 
     skip: int
@@ -45,23 +44,15 @@ class _Branch:
     region: list[int]
     attention: bool
     tau: float = 1.0
-    factor: float = 1.0
 
 
 @dataclass
 class Residuals:
-    """adds: node of a weighted add -> (its weights, what to say about it). skips: -> its skip term.
-
-    attended: -> the factor of the gradient that its attention branches hand back, 0 without any.
-    splits: (node, slot) -> factor. The gradient of a branch is scaled where the branch leaves, so
-    that inside it has unit scale whatever its weight. depths: parameter in a branch -> how many
-    layers of two branches, as those of a transformer are, its stream has.
+    """adds: node of a weighted add -> (its weights, what to say about it). depths: parameter in a
+    branch -> how many layers of two branches, as those of a transformer are, its stream has.
     """
 
     adds: dict[int, tuple[Weights, str]] = field(default_factory=dict)
-    skips: dict[int, int] = field(default_factory=dict)
-    attended: dict[int, float] = field(default_factory=dict)
-    splits: dict[tuple[int, Slot], float] = field(default_factory=dict)
     depths: dict[str, int] = field(default_factory=dict)
 
 
@@ -74,7 +65,7 @@ def find_residuals(flow: Flow, rule: str, formulas: Collection[int] = ()) -> Res
         if branch is not None:
             adds[index] = branch
     places = _places(flow, adds)
-    found, branches = Residuals(), {}
+    found = Residuals()
     for index, branch in adds.items():
         parts = _parts(flow, adds, branch)
         for part in parts or [branch]:
@@ -84,38 +75,17 @@ def find_residuals(flow: Flow, rule: str, formulas: Collection[int] = ()) -> Res
                 part.tau = _depth_rule(*places[index])
         branch.tau = sum(part.tau**2 for part in parts or [branch]) ** 0.5
         norm = (1 + branch.tau**2) ** 0.5
-        weights = ((branch.slot, 1 / norm, 1 / norm), (branch.end_slot, branch.tau / norm, 1.0))
-        found.skips[index] = branch.skip
+        weights = ((branch.slot, 1 / norm), (branch.end_slot, branch.tau / norm))
         found.adds[index] = weights, f"residual add, tau {branch.tau:.3g}"
         depth = math.ceil(places[index][1] / 2)
         for part in parts or [branch]:
-            part.factor = part.tau / norm
-            branches[part.end, index] = part
             for name in _weights(flow, part):
                 found.depths[name] = max(depth, found.depths.get(name, 1))
-        found.attended[index] = math.hypot(*(p.factor for p in parts or [branch] if p.attention))
         if parts:
-            inner = tuple((part.end_slot, part.tau / branch.tau, 1.0) for part in parts)
+            inner = tuple((part.end_slot, part.tau / branch.tau) for part in parts)
             taus = " and ".join(f"{part.tau:.3g}" for part in parts)
             found.adds[branch.end] = inner, f"joins parallel branches, tau {taus}"
-    _split(flow, found.splits, list(branches.values()))
     return found
-
-
-def leans(flow: Flow, residuals: Residuals, index: int) -> bool:
-    """Whether a call is a relu or an average of values that are positive, or the sum of positive
-    ones and the branch beside them.
-    """
-    sources = flow.sources[index] if flow.nodes[index].kind in AVERAGES | {"relu"} else []
-    while len(sources) == 1:
-        kind = flow.nodes[sources[0]].kind
-        if kind in POSITIVE:
-            return True
-        skip = residuals.skips.get(sources[0])
-        if skip is None and kind not in TRANSPARENT and not kind.startswith("max_pool"):
-            return False
-        sources = flow.sources[sources[0]] if skip is None else [skip]
-    return False
 
 
 def _terms(flow: Flow, index: int) -> list[tuple[Slot, int]]:
@@ -216,73 +186,3 @@ def _places(flow: Flow, adds: dict[int, _Branch]) -> dict[int, tuple[int, int]]:
         number[index] = 0 if before is None else number[before] + 1
         count[stream[index]] = max(count.get(stream[index], 0), number[index] + 1)
     return {index: (number[index], count[stream[index]]) for index in adds}
-
-
-# Where a branch's gradient is scaled
-
-
-def _split(flow: Flow, splits: dict[tuple[int, Slot], float], branches: list[_Branch]) -> None:
-    """Fills ``splits`` for all branches, those of one origin together: they may share nodes.
-
-    Of what is shared by parallel branches the gradient is their weighted sum, so the factors come
-    after it. What enters branches from elsewhere (an encoder's output) collects the gradients of
-    all of them: with their relative weights, their sum is brought to RMS 1.
-    """
-    by_origin: dict[int, list[_Branch]] = defaultdict(list)
-    for branch in branches:
-        by_origin[branch.origin].append(branch)
-    foreign: dict[tuple[int, Slot], tuple[int, float]] = {}
-    for origin, group in by_origin.items():
-        chains = _chains(group)
-        for index, chain in chains.items():
-            for i in flow.nodes[index].inputs:
-                if i.node not in flow.sources[index]:
-                    continue
-                inside = i.node == origin or i.node in chains
-                entered = [b for b in chain if not _contains(chains.get(i.node, []), b)]
-                factor = _product(b.factor for b in entered)
-                if inside and entered:
-                    place = (index, i.slot)
-                    splits[place] = splits.get(place, 1.0) * factor
-                elif entered:
-                    foreign[index, i.slot] = _fork(flow, i.node), factor
-    squares: dict[int, float] = defaultdict(float)
-    for source, factor in foreign.values():
-        squares[source] += factor**2
-    for place, (_, factor) in foreign.items():
-        splits[place] = splits.get(place, 1.0) * factor / max(squares.values()) ** 0.5
-
-
-def _fork(flow: Flow, index: int) -> int:
-    """The nearest node up, on a way without joins, that something else reads too."""
-    while len(flow.readers[index]) == 1 and len(flow.sources[index]) == 1:
-        (index,) = flow.sources[index]
-    return index
-
-
-def _chains(group: list[_Branch]) -> dict[int, list[_Branch]]:
-    """For each node the branches around it that lie one within the other."""
-    around: dict[int, list[_Branch]] = defaultdict(list)
-    for branch in group:
-        for index in branch.region:
-            around[index].append(branch)
-    members = {id(b): set(b.region) for b in group} if len(group) > 1 else {}
-
-    def nested(a: _Branch, b: _Branch) -> bool:
-        return a is b or a.region[-1] in members[id(b)] or b.region[-1] in members[id(a)]
-
-    return {
-        index: [a for a in many if len(many) == 1 or all(nested(a, b) for b in many)]
-        for index, many in around.items()
-    }
-
-
-def _contains(chain: list[_Branch], branch: _Branch) -> bool:
-    return any(b is branch for b in chain)
-
-
-def _product(factors: Iterable[float]) -> float:
-    result = 1.0
-    for factor in factors:
-        result *= factor
-    return result

@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8.autocast import outside_compiler
-from fp8.threads import Setting, Stack
+from fp8.threads import Stack
 
-from ..first_call_checks import check_gradient
 from ..parameter import has_parameter_data, remember_tags, tag
+from .border import entering, leaving, records
 from .calls import KINDS
-from .copies import Example, detached, example_of, remade, twin_of
+from .copies import Example, example_of, remade
+from .forms import described, form_of, without_shapes
 from .install import (
     Call,
     Places,
@@ -29,44 +28,28 @@ from .install import (
     is_exported,
     is_sharded,
 )
-from .model_plan import ModelPlan, tags_in
-from .observe import plain
-from .plan import make_plan
-from .ratios import find_ties
-from .record import Recorder, tensors_in
+from .look import RUNNING, UNSEEN, look
+from .measuring import Actual, Watching
+from .model_plan import ModelPlan, check_fits, retag, tags_in
+from .record import tensors_in
 from .replay import PlanMissError, Replay
 from .solve import Folded, folded
-from .steps import Plan, Row, Settings, Settled, Weights
+from .steps import MEASURED, Plan, Row, Settled
 from .structure import Structure, has_changed, part, structure_of, warn_of_new_weights
-from .weights import parametrizations, pruned, tagged_weights
 
 __all__ = ["Replacements", "UnitScale"]
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
-# The scopes that are running in this thread, innermost last: at most one, in practice.
-_RUNNING = Stack()
-
-
-def _without_warnings() -> AbstractContextManager[Any]:
-    quiet = warnings.catch_warnings()
-    quiet.__enter__()
-    warnings.simplefilter("ignore")
-    return quiet
-
-
-# While a model is recorded: its warnings come when it runs. Filters belong to the process.
-_SILENT = Setting(_without_warnings)
-
-_UNSEEN = "unit_scale has not seen this form of call yet"
+LOOKS = 8
+"""How many steps are watched for gradients that were zero at first: those of weights of zeros come
+after the first step of the optimizer, of two such weights in a row after the second."""
 
 
 class UnitScale:
     """The scope of unit scaling: the plans of a model, one for each form of call."""
 
     order = 0
-    #: Whether a gradient of the model's output was checked.
-    gradient_seen = False
 
     def __init__(
         self,
@@ -85,7 +68,7 @@ class UnitScale:
         self.residual = residual
         self.strict = strict
         self.context_length = context_length
-        self._settled = Settled()
+        self.settled = Settled()
         self.plans: dict[Any, Plan] = {}
         self.structure: Structure = {}
         #: A name for the structure, which compiled code compares.
@@ -93,6 +76,10 @@ class UnitScale:
         self.path = Stack()
         self._recording = threading.RLock()
         self._latest: dict[bool, Plan] = {}
+        self._watched: dict[Any, Watching] = {}
+        #: The exponent of what arrives from outside in the first form of call, once it is known.
+        self.arriving: int | None = None
+        self._held: Any = None
         self._example: Example | None = None
 
     @property
@@ -102,7 +89,13 @@ class UnitScale:
         return self.init == "unit"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kinds": None, "_recording": None, "_example": None}
+        return {
+            **self.__dict__,
+            "kinds": None,
+            "_recording": None,
+            "_example": None,
+            "_watched": {},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -119,9 +112,9 @@ class UnitScale:
         """Its name in the scope that is running: a part with a transform of its own is in the plan
         of the whole.
         """
-        if not _RUNNING.items:
+        if not RUNNING.items:
             return None
-        outer = _RUNNING.items[-1]
+        outer = RUNNING.items[-1]
         names = outer.path.items
         return ((names, path if outer is self else f"{names[-1]} > {path}"),)
 
@@ -130,7 +123,7 @@ class UnitScale:
     ) -> Any:
         """``call()`` under the plan for this form of call, made at its first time."""
         for _, name in self.inside(path) or ():
-            return _RUNNING.items[-1].within(name, call)
+            return RUNNING.items[-1].within(name, call)
         # Of this thread: `is_compiling` is true in all threads while one compiles (torch
         # 2.13). Written out at each place: a function of it would be compiled itself, to True.
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
@@ -138,27 +131,28 @@ class UnitScale:
         if changed and not compiling:
             with self._recording:
                 self.follow(module, path)
-        form = (path, module.training, _form(args), _form(kwargs))
+        traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        # In training the gradients are measured even under `torch.no_grad`: it may be a rehearsal.
+        wanted = module.training or torch.is_grad_enabled()
+        grads = wanted if traced else records(wanted)
+        form = (path, module.training, form_of(args), form_of(kwargs), grads)
         plan = self._known(form, path, module.training)
         if compiling:
             if plan is not None and not changed:
-                return self._replay(plan, call, path)
+                return self._replay(plan, call, path, (args, kwargs))
             if is_exported():
-                raise RuntimeError(f"{_UNSEEN}: call the model once before torch.export")
+                raise RuntimeError(f"{UNSEEN}: call the model once before torch.export")
             from .first_call import outside_graph
 
             return outside_graph(lambda: self.run(call, module, path, args, kwargs))
-        output = outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
-        if self.unit_scaled and not (path or self.gradient_seen):
-            self._check_gradient(output)
-        return output
+        return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
 
-    def _check_gradient(self, output: Any) -> None:
-        """Has the first gradient of the model's result checked, unless its loss is inside."""
-        tensors = [t for _, t in tensors_in(plain(output))]
-        if all(t.dim() for t in tensors if t.requires_grad):
-            for tensor in tensors:
-                check_gradient(self, tensor)
+    def settle(self) -> None:
+        """Takes over what the plans so far have measured."""
+        for known in list(self.plans.values()):
+            self.settled.settle(known)
+            if not known.final and self.arriving is None:
+                self.arriving = known.outside
 
     def follow(self, module: nn.Module, path: str = "") -> None:
         """Takes the structure of ``module``, which is at ``path``, for that of the model: new parts
@@ -179,12 +173,14 @@ class UnitScale:
         gone = part(self.structure, path)
         kept = {name: entry for name, entry in self.structure.items() if name not in gone}
         self.structure = kept | structure_of(module, self, path)
-        self.plans, self._latest, self._settled = {}, {}, Settled()
+        self.plans, self._latest, self.settled = {}, {}, Settled()
         self.edition = str(int(self.edition) + 1)
 
     def _known(self, form: Any, path: str, training: bool) -> Plan | None:
         """The plan for a form of call; for a part, that of the whole if it has run."""
         plan = self.plans.get(form)
+        if plan is None and not form[-1]:  # without gradients, as with them
+            plan = self.plans.get((*form[:-1], True))
         if plan is None and path:
             plan = self._latest.get(training)
             return plan if plan is not None and _covers(plan, path) else None
@@ -202,11 +198,14 @@ class UnitScale:
         kwargs: dict[str, Any],
     ) -> Any:
         missed = None
+        if form in self._watched:
+            with self._recording:
+                self._look_again(form, module, path, args, kwargs)
         while True:
             plan = self._known(form, path, module.training)
             if plan is not None and plan is not missed:
                 try:
-                    return self._replay(plan, call, path)
+                    return self._replay(plan, call, path, (args, kwargs), form)
                 except PlanMissError:
                     missed = plan  # it has taken another branch: see it again
             else:
@@ -215,7 +214,39 @@ class UnitScale:
                         plan = self._first(form, module, path, args, kwargs)
                         break
                 # another thread has made a plan meanwhile
-        return self._replay(plan, call, path)
+        return self._replay(plan, call, path, (args, kwargs), form)
+
+    def _look_again(
+        self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Makes a plan anew once a step of the model itself has shown what the first look could
+        not: the gradients of a loss outside of the model, and those that were zero."""
+        watch, plan = self._watched.pop(form, None), self.plans.get(form)
+        found = {} if watch is None else watch.gradients()
+        if plan is None or not found:
+            return
+        plan.looks = LOOKS if is_sharded(module) else plan.looks + 1
+        if plan.looks == LOOKS:
+            return
+        outside, later = (0, plan.outside) if plan.final else (plan.outside or 0, 0)
+        if plan.final and found.keys().isdisjoint(plan.unseen):
+            return
+        true = {key: size - plan.gauges[key] - outside for key, size in found.items()}
+        self.settled.settle(plan)
+        refined = look(self, module, path, (args, kwargs), actual=Actual(true, later))
+        refined.looks = plan.looks
+        self.plans[form] = refined
+        if not path:
+            self._latest[module.training] = refined
+
+    def _mode(self, plan: Plan, form: Any) -> Replay:
+        """What executes a plan; in a step that may show more than is known, it watches."""
+        rest = (self.kinds, self.replacements, self.path.items)
+        shows = plan.looks < LOOKS and (not plan.final or bool(plan.unseen))
+        if form is None or form[0] or not (form[-1] and shows and plan is self.plans.get(form)):
+            return Replay(plan, *rest)
+        self._watched[form] = watch = Watching(plan, plan.gauges.keys(), *rest)
+        return watch
 
     def within(self, path: str, call: Call) -> Any:
         """``call()``, the forward of the module named ``path``."""
@@ -225,27 +256,36 @@ class UnitScale:
         finally:
             self.path.items.pop()
 
-    def _replay(self, plan: Plan, call: Call, path: str, eager: bool = False) -> Any:
+    def _replay(
+        self, plan: Plan, call: Call, path: str, given: Any, form: Any = None, eager: bool = False
+    ) -> Any:
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         if not (eager or traced):
-            return outside_compiler(lambda: self._replay(plan, call, path, eager=True))
+            return outside_compiler(lambda: self._replay(plan, call, path, given, form, True))
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
         # the mode is active. Inside try, it leaves this frame, from its start, to eager mode.
-        mode = Replay(plan, self.kinds, self.replacements, self.path.items)
-        _RUNNING.items.append(self)
+        given = entering(given, plan)
+        mode = (
+            Replay(plan, self.kinds, self.replacements, self.path.items)
+            if traced
+            else self._mode(plan, form)
+        )
+        RUNNING.items.append(self)
         mode.__enter__()
         try:
-            return self.within(path, call)
+            output = self.within(path, lambda: call(given))
         finally:
             mode.__exit__(None, None, None)
-            _RUNNING.items.pop()
+            RUNNING.items.pop()
+        return leaving(output, plan)
 
     def _first(
         self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Plan:
         """Records the model and makes the plan for this form of call."""
         try:
-            plan = self.record(module, path, args, kwargs)
+            with torch.set_grad_enabled(form[-1]):
+                plan = look(self, module, path, (args, kwargs))
         except RuntimeError as error:
             if not str(error).startswith("vmap:"):
                 raise
@@ -257,12 +297,13 @@ class UnitScale:
             self._deepen(module, plan.depths)
             remember_tags(module)
         if self.strict:
-            alone = [row for row in (*self.rows, *plan.rows) if row.left_alone]
+            rows = (*self.rows, *plan.rows)
+            alone = [row for row in rows if row.left_alone or row.done == MEASURED]
             if alone:
                 row = alone[0]
                 raise ValueError(
                     f"unit_scale(strict=True): {row.call} in {row.path or 'the model itself'!r} "
-                    f"is left alone: {row.why}"
+                    f"has no rule: {row.why}"
                 )
         self.plans[form] = plan
         if not path:
@@ -273,14 +314,14 @@ class UnitScale:
         """Under vmap, whose values cannot be looked at: the plan of a call that differs from this
         one in dimensions alone, as that of a batch does from that of its examples.
         """
-        shapeless, plans = _without_shapes(form), list(self.plans.items())
-        similar = [plan for seen, plan in plans if _without_shapes(seen) == shapeless]
+        shapeless, plans = without_shapes(form[:-1]), list(self.plans.items())
+        similar = [plan for seen, plan in plans if without_shapes(seen[:-1]) == shapeless]
         if similar:
             return similar[-1]
-        given = ", ".join(_described(t) for _, t in tensors_in((args, kwargs))) or "no tensor"
+        given = ", ".join(described(t) for _, t in tensors_in((args, kwargs))) or "no tensor"
         mode = "training" if form[1] else "evaluation"
         raise RuntimeError(
-            f"{_UNSEEN}: call the model once before torch.vmap, in {mode} mode and with arguments "
+            f"{UNSEEN}: call the model once before torch.vmap, in {mode} mode and with arguments "
             f"as each example has them: {given}"
         ) from error
 
@@ -304,6 +345,41 @@ class UnitScale:
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
             self.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
 
+    def held(self, model: nn.Module) -> str:
+        """The plan as JSON, as a state_dict of ``model`` holds it: "" where there is none."""
+        plans = list(self.plans.values())
+        state = [(id(plan), plan.outside, plan.looks) for plan in plans]
+        if self._held is None or self._held[0] != state:
+            known = plans and not self.replacements
+            text = self.plan(model, seen=False).to_json() if known else ""
+            self._held = state, text
+        return str(self._held[1])
+
+    def take_over(self, model: nn.Module, text: str) -> None:
+        """Takes the plan of a checkpoint over, if it is one of ``model``."""
+        plan = ModelPlan.from_json(text)
+        with contextlib.suppress(ValueError):
+            check_fits(model, plan)
+            retag(model, plan, rescale=False)
+            self.adopt(plan)
+
+    def recalibrate(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Callable[[Any], Tensor] | None,
+    ) -> None:
+        """Measures the gauges of all calls anew; the exponents of parameters stay."""
+        with self._recording, torch.enable_grad():
+            self.settle()
+            self.settled.gauges = {}
+            self.plans, self._latest, self._watched = {}, {}, {}
+            actual = None if loss is None else Actual({}, 0, loss)
+            plan = look(self, module, "", (args, kwargs), actual=actual)
+            form = ("", module.training, form_of(args), form_of(kwargs), True)
+            self.plans[form] = self._latest[module.training] = plan
+
     def plan(self, model: nn.Module, seen: bool = True) -> ModelPlan:
         """The plan as data. Raises ValueError for functions in replace, which are no data, and
         unless ``seen`` is False before the first call.
@@ -313,12 +389,12 @@ class UnitScale:
         if self.replacements:
             raise ValueError("the plan of a model with functions in replace is no data")
         given = (self.init, self.residual, self.context_length, tags_in(model), tuple(self.rows))
-        return ModelPlan(*given, *copy.deepcopy((self.plans, self._settled)))
+        return ModelPlan(*given, *copy.deepcopy((self.plans, self.settled)))
 
     def adopt(self, plan: ModelPlan) -> None:
         """Takes a plan over, in place of a first look at the model."""
         self.rows = list(plan.rows)
-        self.plans, self._settled = copy.deepcopy((plan.plans, plan.settled))
+        self.plans, self.settled = copy.deepcopy((plan.plans, plan.settled))
         self._latest = {form[1]: p for form, p in self.plans.items() if not form[0]}
 
     def _check_seen(self, model: nn.Module) -> None:
@@ -354,132 +430,21 @@ class UnitScale:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            args, kwargs = remade(self._example, device)
-        return self.record(model, "", args, kwargs, evaluate=True)
+            given = remade(self._example, device)
+        return look(self, model, "", given, evaluate=True)
 
     def report(self) -> list[Row]:
         """The rows of the weights, then of the calls of each plan, without repeats."""
         calls = [row for plan in list(self.plans.values()) for row in plan.rows]
         return list(dict.fromkeys([*self.rows, *calls]))
 
-    def record(
-        self,
-        module: nn.Module,
-        path: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        evaluate: bool = False,
-    ) -> Plan:
-        """The plan for a call of ``module``, from a run of a copy that shares its parameters.
-
-        The copy has buffers of its own and no hooks; the random state is put back afterwards.
-        evaluate: whether the copy runs in evaluation, whatever ``module`` does.
-        Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
-        """
-        if is_sharded(module):
-            raise RuntimeError(
-                f"{_UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
-                "once before fully_shard, with arguments of the same form"
-            )
-        twin = twin_of(module, self, _Recorded(self))
-        if evaluate:
-            twin.eval()
-        wanted = [t.requires_grad for _, t in tensors_in((args, kwargs))]
-        args, kwargs = detached((args, kwargs))
-        prefix = f"{path}." if path else ""
-        names = _names(twin, path)
-        copies = [id(t) for _, t in tensors_in((args, kwargs))]
-        given = dict(zip(copies, wanted, strict=True))
-        weights = tagged_weights(twin, path)
-        running, computing = self.path.items, parametrizations(twin, prefix)
-        path_now = lambda: running[-1]  # noqa: E731
-        recorder = Recorder(self.kinds, names, weights.factors, given, path_now, computing)
-        devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
-        with torch.random.fork_rng(devices), torch.no_grad(), _SILENT, recorder:
-            _RUNNING.items.append(self)
-            try:
-                result = self.within(path, lambda: twin(*args, **kwargs))
-            finally:
-                _RUNNING.items.pop()
-        plan = make_plan(recorder.graph, self._settings(weights, whole=not path))
-        if not path and self.init == "unit":
-            buffers = {id(b): name for name, b in twin.named_buffers()}
-            plan.ties = find_ties(recorder.graph, plan, buffers, recorder.results(result))
-        return plan
-
-    def _settings(self, weights: Weights, whole: bool) -> Settings:
-        return Settings(
-            weights=weights,
-            replaced=frozenset(self.kinds[f] for f in self.replacements),
-            preserve=self.init == "preserve",
-            residual=self.residual,
-            context=self.context_length,
-            settled=self._settled,
-            whole=whole,
-        )
-
-
-def _names(model: nn.Module, path: str) -> dict[int, str]:
-    """The names of parameters, and of what they are once they are pruned, by id."""
-    prefix = f"{path}." if path else ""
-    names = {id(p): prefix + n for n, p in model.named_parameters(remove_duplicate=True)}
-    for name, child in model.named_modules(prefix=path):
-        masked = {id(getattr(child, n)): p for p, n in pruned(child).items()}
-        names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}
-    return names
-
-
-class _Recorded:
-    """The scope of the copy that is recorded, in place of that of the model."""
-
-    order = UnitScale.order
-
-    def __init__(self, scope: UnitScale) -> None:
-        self.scope = scope
-        self.path = scope.path
-
-    def inside(self, path: str) -> Places | None:
-        """As of the scope. Raises RuntimeError in a thread that the forward pass has started: it
-        has no part in the plan, and would wait for the recording, which waits for it."""
-        if not _RUNNING.items:
-            raise RuntimeError(
-                f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
-                "part of; a plan belongs to one thread: transform the parts, each by itself"
-            )
-        return self.scope.inside(path)
-
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """As of the scope; raises as `inside`."""
-        self.inside(path)
-        return self.scope.run(call, module, path, args, kwargs)
+    def forget_loose(self, plan: Plan) -> None:
+        """Drops plans that were made with less known than ``plan`` of the whole model: of its
+        parts, and without its loss."""
+        for form, other in list(self.plans.items()):
+            if form[0] or (plan.final and not other.final and other.outside is None):
+                del self.plans[form]
 
 
 def _covers(plan: Plan, path: str) -> bool:
     return any(p == path or p.startswith(f"{path}.") for p, _, _ in plan.steps)
-
-
-def _form(value: Any) -> Any:
-    """What of an argument may change which calls a model makes: its structure, not its sizes."""
-    if isinstance(value, Tensor):
-        ones = tuple(bool(size == 1) for size in value.shape)
-        return ("tensor", value.dim(), ones, value.requires_grad)
-    if isinstance(value, list | tuple):
-        return tuple(_form(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((name, _form(item)) for name, item in value.items())
-    if value is None or isinstance(value, bool | str):
-        return value
-    return type(value).__name__
-
-
-def _without_shapes(form: Any) -> Any:
-    if isinstance(form, tuple) and form[:1] == ("tensor",):
-        return ("tensor", form[-1])
-    return tuple(map(_without_shapes, form)) if isinstance(form, tuple) else form
-
-
-def _described(tensor: Tensor) -> str:
-    wanted = ", requires a gradient" if tensor.requires_grad else ""
-    return f"a tensor of shape {list(tensor.shape)}{wanted}"

@@ -7,9 +7,11 @@ from typing import Any
 
 from fp8.report import LEFT_ALONE
 
+from ..ops import Constraint
 from .record import Key, Place, Slot
 
 __all__ = [
+    "MEASURED",
     "Decision",
     "Plan",
     "Row",
@@ -22,6 +24,9 @@ __all__ = [
     "with_slots",
 ]
 
+MEASURED = "measured"
+"""What the report says of a call that has no rule, and a factor that was measured."""
+
 Scaling = tuple[Slot, float, float]
 """(slot, forward factor, backward factor) of an argument."""
 
@@ -31,23 +36,24 @@ class Step:
     """What to do at one call. Plain data: it is pickled with the model and read by the compiler.
 
     op: the row of OPS that computes it, one of `replay.SPECIAL`, or None for the call as it is.
-    constraint: as in OPS. factor: what the special steps are called with. slots: for arguments.
-    own: the same, where the call itself needs them: `verify` measures what they give.
-    output: (forward, backward) factors of the result. settings: further arguments of the row.
+    constraint: as in OPS; in a product, its scales, which hold the ratios of gauges
+    (`transforms.gauge`). factor: what the special steps are called with. slots: for arguments.
+    output: the factor of the result. writes: whether the call writes it into its first argument.
+    end: of a call whose result is one of the model and of no other call, the gauge of its gradient
+    and the binary logarithm of the RMS that it was measured with. settings: further arguments of
+    the row.
     static: arguments that are cast at a static scale, with its exponent; see `fp8.operands`.
-    parts, growth: as in `transforms.loss`; growth is that of the first part, None in the others.
     """
 
     op: str | None = None
-    constraint: str | None = "to_output_scale"
+    constraint: Constraint = "to_output_scale"
     factor: float = 1.0
     slots: tuple[Scaling, ...] = ()
-    own: tuple[Scaling, ...] = ()
-    output: tuple[float, float] = (1.0, 1.0)
+    output: float = 1.0
+    writes: bool = False
+    end: tuple[int, float] | None = None
     settings: tuple[tuple[str, Any], ...] = ()
     static: tuple[tuple[Slot, int], ...] = ()
-    parts: tuple[Slot, ...] = ()
-    growth: tuple[float, bool] | None = None
 
 
 Decision = tuple[Step | None, str, str]
@@ -93,6 +99,13 @@ class Plan:
 
     inner: readout weights that turn out not to be the last: their output goes on into products or
     residual connections. depths: parameters of residual branches -> layers of their stack.
+    outputs: tensor of the result that calls of the model read too -> as `Step.end`. outside: the
+    exponent of what arrives from outside, None until it is known:
+    see `transforms.border`. final: whether the gauges are those of the model's own loss. looks: how
+    many steps were watched for gradients that were zero. corrections, gauges, parameters: what was
+    measured, as in `Settled`. unseen: the products among gauges whose gradient was zero.
+    idle: the parameters whose gradient was.
+    name: the same in all processes that run the model.
     ties: what the plain model with the same function needs: see `transforms.ratios`.
     """
 
@@ -101,6 +114,16 @@ class Plan:
     inner: frozenset[str] = frozenset()
     depths: dict[str, int] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
+    outputs: dict[Slot, tuple[int, float]] = field(default_factory=dict)
+    outside: int | None = None
+    final: bool = False
+    looks: int = 0
+    corrections: dict[Place, int] = field(default_factory=dict)
+    gauges: dict[Key, int] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+    unseen: tuple[Key, ...] = ()
+    idle: tuple[str, ...] = ()
+    name: str = ""
 
 
 @dataclass
@@ -109,12 +132,27 @@ class Settled:
 
     keys: attention call -> (the number of keys it is scaled for, whether each query sees only the
     keys before it). units: last call of a unit -> factors of its output and of its gradient.
-    carried: as in `transforms.carried`.
+    carried: as in `transforms.carried`. corrections, gauges, parameters: exponents of factors of
+    results, and of the gauges of calls and of parameters, as in `transforms.gauge`.
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
     units: dict[Key, tuple[float, float]] = field(default_factory=dict)
     carried: dict[Place, int] = field(default_factory=dict)
+    corrections: dict[Place, int] = field(default_factory=dict)
+    gauges: dict[Key, int] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+
+    def settle(self, plan: Plan) -> None:
+        """Takes over what was measured for a plan, where it is not settled yet."""
+        self.corrections = {**plan.corrections, **self.corrections}
+        if plan.final:
+            gauges = {k: c for k, c in plan.gauges.items() if k not in plan.unseen}
+            self.gauges = {**gauges, **self.gauges}
+        if plan.final or plan.outside is not None:
+            seen = {name: c for name, c in plan.parameters.items() if name not in plan.idle}
+            own = {name: c + (plan.outside or 0) for name, c in seen.items()}
+            self.parameters = {**own, **self.parameters}
 
 
 @dataclass(frozen=True)

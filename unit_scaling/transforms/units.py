@@ -241,7 +241,7 @@ def _measured(flow: Flow, unit: Unit) -> Factors:
 
 def _spelling(flow: Flow, unit: Unit) -> str:
     place = {unit.entry: "input"} | {call: f"call {i}" for i, call in enumerate(unit.calls)}
-    parts = [unit.name, "" if unit.name == "formula" else str(flow.nodes[unit.entry].shape)]
+    parts = [unit.name, "" if unit.name == "formula" else str(_entry_shape(flow, unit))]
     for call in unit.calls:
         node = flow.nodes[call]
         tensors = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
@@ -267,7 +267,7 @@ def _integrated(flow: Flow, unit: Unit) -> Factors:
 
 def _sampled(flow: Flow, unit: Unit) -> Factors:
     """1/RMS of the result for normal numbers, in both directions."""
-    shape = flow.nodes[unit.entry].shape
+    shape = _entry_shape(flow, unit)
     draws = min(MOST_DRAWS, -(-SAMPLES // max(1, math.prod(shape))))
     generator = torch.Generator().manual_seed(0)
     squares = 0.0
@@ -277,6 +277,16 @@ def _sampled(flow: Flow, unit: Unit) -> Factors:
     factor = squares**-0.5 if squares else math.nan
     factor = 1.0 if abs(factor - 1) < _NEAR_ONE else factor
     return factor, factor
+
+
+def _entry_shape(flow: Flow, unit: Unit) -> tuple[int, ...]:
+    """Of what goes into a unit, which may be one of several tensors that a call returns."""
+    for node in (flow.nodes[call] for call in unit.calls):
+        given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
+        for i in node.inputs:
+            if i.node == unit.entry:
+                return tuple(given[i.slot].shape)
+    return flow.nodes[unit.entry].shape
 
 
 def run_unit(flow: Flow, unit: Unit, x: Tensor) -> Tensor:

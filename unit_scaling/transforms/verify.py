@@ -24,10 +24,11 @@ from fp8.subclass import check_module
 from ..first_call_checks import skip_checks
 from .copies import deep_copy
 from .diagnosis import diagnosis
-from .install import install, is_sharded, unwrapped
+from .install import find_scope, install, is_sharded, unwrapped
 from .observe import find_loss, plain
 from .record import rms_of, tensors_in
 from .rows import as_csv, as_json
+from .scope import UnitScale
 from .watch import Watch
 from .weights import parametrizations
 
@@ -38,17 +39,24 @@ RANGES: dict[str, tuple[float, float] | None] = {
     "weight": (1 / 4, 4.0),
     "gradient": (1 / 4, 4.0),
     "query-key gradient": (1 / 64, 4.0),
+    "weight gradient": (1 / 4, 4.0),
+    "passed gradient": None,
     "attention": None,
 }
 """Kind of tensor -> the RMS it should have.
 
-A factor of 4 is two steps of the exponent: of the range of a format little is lost by it.
+A factor of 4 is two steps of the exponent: of the range of a format little is lost by it. What is
+zero everywhere is in no range and outside of none.
+
+"gradient" is that of the output of a product: the one that a cast sees. "passed gradient" is what a
+product hands on to its input: it has no range, as no cast sees it before it is the gradient of an
+output again. "weight gradient" is what the optimizer gets.
 
 The gradient of queries and keys of unit RMS, with logits q.k/d for heads of width d, is about
 1/sqrt(d): the gradient of a logit is that of its probability times the probability, about 1/n for
 n keys, and a query sums n of them times k/d. 1/64 is a quarter of that for heads of width 256.
-What is called so: the gradients of the queries and keys of attention, those within the products
-that compute nothing but queries, keys or an additive bias of the logits.
+What is called so: the gradients of the outputs of products that compute nothing but queries, keys
+or an additive bias of the logits.
 
 "attention" is what is inside attention that is written out: logits, probabilities and their
 gradients, which are as the softmax makes them. It has no range; fused kernels show none of it.
@@ -87,7 +95,8 @@ class Verification(Rows[Measurement]):
         loss: float | None = None,
         readouts: frozenset[str] = frozenset(),
     ) -> None:
-        """loss: the RMS of its gradient at the output, None where it is inside of the model.
+        """loss: the RMS of its gradient at the output, None where it is inside of the model or
+        brought to RMS 1.
         readouts: the paths of the modules whose output is small by design."""
         super().__init__(rows, notes)
         self.diagnosis = diagnosis(self.rows, loss, readouts)
@@ -151,9 +160,8 @@ def verify(
 
     There are rows for each call of a linear map, matrix product, convolution, embedding and
     attention: each operand, the output, and the gradient of each. A gradient of an operand is what
-    leaves this call towards it, its factor included and the weight of a residual branch (which is
-    put on where the branch leaves the skip connection) not; the gradient of the output is what
-    arrives there. Biases, masks, integer and empty tensors have no row, nor have products within a
+    leaves this call towards it, its factor included; the gradient of the output is what arrives
+    there. Biases, masks, integer and empty tensors have no row, nor have products within a
     parametrization, nor a gradient that is not computed.
 
     The step is made by a copy of the model, in the model's mode (training or evaluation), eagerly:
@@ -186,6 +194,8 @@ def verify(
     skip_checks(twin)
     watch = Watch({id(p): name for name, p in twin.named_parameters()}, parametrizations(twin))
     install(twin, watch)
+    if loss is None:
+        _forget_losses(twin)
     devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), torch.enable_grad():
         output = outside_compiler(lambda: _call(twin, _detached(batch)))
@@ -193,7 +203,22 @@ def verify(
         at_output = _measured(output)
         outside_compiler(lambda: _backward(output, loss, seed))
     rows = [_measurement(*found) for found in watch.results()]
-    return Verification(rows, watch.notes, max(at_output, default=None), _readouts(twin))
+    at_loss = None if _is_gauged(twin) else max(at_output, default=None)
+    return Verification(rows, watch.notes, at_loss, _readouts(twin))
+
+
+def _is_gauged(model: nn.Module) -> bool:
+    """Whether the gradient that a loss outside of the model sends is brought to RMS 1."""
+    scope = find_scope(model, UnitScale)
+    return scope is not None and scope.unit_scaled
+
+
+def _forget_losses(model: nn.Module) -> None:
+    """Has the gradients that arrive at the model measured anew, which no loss of the user makes."""
+    for part in model.modules():
+        scope = find_scope(part, UnitScale)
+        for plan in [] if scope is None else scope.plans.values():
+            plan.outside = None
 
 
 def _readouts(model: nn.Module) -> frozenset[str]:
@@ -216,7 +241,7 @@ def _measurement(
     path: str, call: str, number: int, tensor: str, kind: str, rms: float
 ) -> Measurement:
     limits = RANGES[kind]
-    inside = None if limits is None else limits[0] <= rms <= limits[1]
+    inside = None if limits is None or rms == 0 else limits[0] <= rms <= limits[1]
     return Measurement(path, call, number, tensor, kind, rms, inside)
 
 

@@ -19,19 +19,18 @@ from fp8.autocast import OPAQUE
 from fp8.autocast import PRODUCTS as FP8_PRODUCTS
 from fp8.function import FIRST_LOOK
 
-from .calls import KINDS, PRODUCTS, RECURRENT, TRANSPARENT
+from .calls import EMBEDDINGS, KINDS, PRODUCTS, RECURRENT, TRANSPARENT
 from .observe import Observer, mapped, unseen
 from .record import Slot, tensors_in
-from .replay import Replay
+from .replay import Replay, factor_after
 
 __all__ = ["Watch"]
 
-_EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
 _UNCAST = frozenset(["_grouped_mm", "chain_matmul", "multi_dot"])
 """Products that no recipe is for: these can be seen all the same."""
 
 _ATTENTION = "scaled_dot_product_attention"
-_WEIGHTED = _EMBEDDINGS | {kind for kind in PRODUCTS if kind.startswith(("linear", "conv"))}
+_WEIGHTED = EMBEDDINGS | {kind for kind in PRODUCTS if kind.startswith(("linear", "conv"))}
 """Products whose second operand is a weight, whatever tensor it is."""
 
 _ADDED = {"addmm": 0, "addmv": 0, "addbmm": 0, "baddbmm": 0, _ATTENTION: 3, "bilinear": 3}
@@ -42,20 +41,26 @@ _ADDED_NAMES = frozenset(["bias", "attn_mask", "out", "per_sample_weights"])
 
 @dataclass
 class _Operand:
-    """label: its name in the call. factors: what the plan multiplies it and its gradient by."""
+    """label: its name in the call. factor: what the plan multiplies it by. after: what the plan
+    multiplies its gradient by before a kernel gets that."""
 
     label: str
     kind: str
     norm: Tensor
     numel: int
     sources: frozenset[int] = frozenset()
-    factors: tuple[float, float] = (1.0, 1.0)
+    factor: float = 1.0
+    after: float = 1.0
     grad: Tensor | None = None
     probabilities: bool = False
 
     def note(self, grad: Tensor | None) -> None:
         self.grad = None if grad is None else _norm(grad)
 
+
+PASSED = "passed gradient"
+"""The kind of gradients that no cast sees: they go on to calls in high precision, or to the next
+product, where they are those of an output."""
 
 #: Functions of `unit_scaling` that return what they are given, and scale its gradient.
 _SAME = {"scale_bwd", "residual_split"}
@@ -125,7 +130,7 @@ class Watch(Observer):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kind = KINDS.get(function, getattr(function, "__name__", ""))
-        product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | _EMBEDDINGS | _UNCAST
+        product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS | _UNCAST
         product = product and self.path.items[-1] not in self._computing
         place = self.path.items[-1] or "the model itself"
         if kind in RECURRENT:
@@ -182,13 +187,15 @@ class Watch(Observer):
             replay.latest = None
         output = function(*args, **kwargs)
         step = None if replay is None else replay.latest
-        for slot, forward, backward in () if step is None else step.slots:
+        for slot, forward, _ in () if step is None else step.slots:
             if slot in slots:
-                slots[slot].factors = (forward, backward)
+                slots[slot].factor = forward
         with unseen():
             first = next((t for _, t in tensors_in(output)), None)  # recurrent ones return states
             if first is not None and _measurable(first):
                 result = _Operand("output", "activation", _norm(first), first.numel())
+                if step is not None:
+                    result.after = factor_after(step, function, args, kwargs)
                 product.tensors.append(result)
                 if first.requires_grad:
                     first.register_hook(result.note)
@@ -243,11 +250,15 @@ class Watch(Observer):
             for t in product.tensors:
                 label, kind, of_grad = _named(product, t, index in small)
                 place = (product.path, product.call, product.number)
-                forward, backward = t.factors
                 root = t.numel**0.5
-                yield (*place, label, kind, abs(forward) * t.norm.item() / root)
+                yield (*place, label, kind, abs(t.factor) * t.norm.item() / root)
                 if t.grad is not None:
-                    yield (*place, f"gradient of {label}", of_grad, t.grad.item() / backward / root)
+                    yield (
+                        *place,
+                        f"gradient of {label}",
+                        of_grad,
+                        abs(t.after) * t.grad.item() / root,
+                    )
 
     def _small(self) -> set[int]:
         """The products that compute queries, keys or biases of logits, and nothing else."""
@@ -269,12 +280,14 @@ def _named(product: _Product, t: _Operand, small: bool) -> tuple[str, str, str]:
     if product.scores:
         if t.label == "output":
             return "logits", "attention", "attention"
-        return "query" if t.label == "input" else "key", t.kind, "query-key gradient"
+        return "query" if t.label == "input" else "key", t.kind, PASSED
     if t.probabilities:
         return "probabilities", "attention", "attention"
-    if t.label in ("input", "other") and any(each.probabilities for each in product.tensors):
-        return "value", t.kind, "gradient"
-    small = small or t.label in ("query", "key")
+    if t.label == "weight":
+        return t.label, t.kind, "weight gradient"
+    if t.label != "output" or product.call in EMBEDDINGS:
+        averages = any(each.probabilities for each in product.tensors)
+        return "value" if averages and t.label in ("input", "other") else t.label, t.kind, PASSED
     return t.label, t.kind, "query-key gradient" if small else "gradient"
 
 
@@ -282,7 +295,7 @@ def _is_added(call: str, slot: Slot) -> bool:
     """Whether an argument is a bias, a mask or the like: added, not multiplied."""
     if isinstance(slot[0], str):
         return slot[0] in _ADDED_NAMES or (slot[0] == "input" and _ADDED.get(call) == 0)
-    if call in ("einsum", *_EMBEDDINGS, *RECURRENT):
+    if call in ("einsum", *EMBEDDINGS, *RECURRENT):
         return False
     return slot[0] == _ADDED.get(call, 2) or slot[0] > 3
 

@@ -189,6 +189,8 @@ def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[s
     left = "unchanged" if init == "preserve" else LEFT_ALONE
     if parameter.is_meta:
         return left, "has no values yet (meta device)"
+    if not parameter.numel():
+        return "unchanged", "is empty"
     if parameter.numel() < 2 or _is_one_number(parameter):
         return left, f"is {parameter.flatten()[0].item():.4g} everywhere"
     used = parameter if mask is None else parameter * mask

@@ -16,6 +16,7 @@ import fp8
 import unit_scaling as uu
 from unit_scaling.transforms import unit_scale
 from unit_scaling.transforms.marker import MARKER
+from unit_scaling.transforms.plan_state import EXTRA_STATE
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -113,8 +114,8 @@ def plain_loop(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> list
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
-    want = other.state_dict()
-    return all(torch.equal(value, want[name]) for name, value in one.state_dict().items())
+    want = dict(other.named_parameters())
+    return all(torch.equal(value, want[name]) for name, value in one.named_parameters())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -157,7 +158,7 @@ def test_saved_and_loaded(name, way, tmp_path):
     model = MODELS[name]()
     names = set(model.state_dict())
     model = WAYS[way](model)
-    names |= {MARKER} if way in ("unit", "both") else set()
+    names |= {MARKER, EXTRA_STATE} if way in ("unit", "both") else set()
     trainer(model, tmp_path).save_model(tmp_path / "saved")
     loaded, said = type(MODELS[name]()).from_pretrained(
         tmp_path / "saved", output_loading_info=True

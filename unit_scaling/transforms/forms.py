@@ -1,0 +1,36 @@
+"""Forms of call: what of the arguments may change which calls a model makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["described", "form_of", "without_shapes"]
+
+
+def form_of(value: Any) -> Any:
+    """What of an argument may change which calls a model makes: its structure, not its sizes."""
+    if isinstance(value, Tensor):
+        ones = tuple(bool(size == 1) for size in value.shape)
+        return ("tensor", value.dim(), ones, value.requires_grad)
+    if isinstance(value, list | tuple):
+        return tuple(form_of(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, form_of(item)) for name, item in value.items())
+    if value is None or isinstance(value, bool | str):
+        return value
+    return type(value).__name__
+
+
+def without_shapes(form: Any) -> Any:
+    """The form without the dimensions of its tensors."""
+    if isinstance(form, tuple) and form[:1] == ("tensor",):
+        return ("tensor", form[-1])
+    return tuple(map(without_shapes, form)) if isinstance(form, tuple) else form
+
+
+def described(tensor: Tensor) -> str:
+    """What an error says of a tensor among the arguments."""
+    wanted = ", requires a gradient" if tensor.requires_grad else ""
+    return f"a tensor of shape {list(tensor.shape)}{wanted}"
