@@ -24,6 +24,7 @@ BENCHMARKS = (
     "transfer_depth",
     "residual",
     "gauges",
+    "first_call",
     "recipe_loss",
     "zoo",
     "strangers",

@@ -19,9 +19,9 @@ from torch.fx import Graph, Node
 
 from fp8.formats import FORMATS
 
-from .transforms.metrics import Metrics
-from .transforms.observe import find_loss
-from .transforms.prune import prune_non_float_tensors, prune_same_scale_tensors
+from .transforms.capture.observe import find_loss
+from .transforms.inspect.metrics import Metrics
+from .transforms.inspect.prune import prune_non_float_tensors, prune_same_scale_tensors
 from .transforms.track_scales import track_scales
 
 if TYPE_CHECKING:

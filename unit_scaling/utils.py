@@ -20,10 +20,10 @@ from fp8.autocast import outside_compiler
 from fp8.subclass import check_module
 
 from . import functional
-from .transforms.copies import deep_copy
-from .transforms.install import install, unwrapped
-from .transforms.metrics import Metrics
-from .transforms.observe import mapped
+from .transforms.capture.copies import deep_copy
+from .transforms.capture.observe import mapped
+from .transforms.inspect.metrics import Metrics
+from .transforms.run.install import install, unwrapped
 from .transforms.track_scales import Tap, Taps, differentiable
 
 __all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_module"]

@@ -12,8 +12,8 @@ from torch.nn.utils import prune
 import unit_scaling as uu
 import unit_scaling.functional as U
 from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.marker import MARKER
-from unit_scaling.transforms.plan_state import EXTRA_STATE
+from unit_scaling.transforms.run.marker import MARKER
+from unit_scaling.transforms.run.plan_state import EXTRA_STATE
 
 
 def model() -> nn.Sequential:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import fp8
 import unit_scaling as uu
 from tests.threads import TIMEOUT, Meet, meeting, switching, together
-from unit_scaling.transforms import scope, simulate_fp8, track_scales, unit_scale
-from unit_scaling.transforms.install import find_scope
-from unit_scaling.transforms.scope import UnitScale
+from unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
+from unit_scaling.transforms.run import scope
+from unit_scaling.transforms.run.install import find_scope
+from unit_scaling.transforms.run.scope import UnitScale
 
 TRANSFORMS = {
     "unit_scale": unit_scale,

@@ -3,10 +3,10 @@
 from . import utils
 from .compile import compile
 from .fold import fold
-from .history import History
-from .metrics import InFormat, Metrics
-from .model_plan import ModelPlan
-from .prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
+from .inspect.history import History
+from .inspect.metrics import InFormat, Metrics
+from .inspect.prune import prune_non_float_tensors, prune_same_scale_tensors, prune_selected_nodes
+from .plan.model_plan import ModelPlan
 from .recalibrate import recalibrate
 from .report import Report, report
 from .simulate import simulate_format, simulate_fp8

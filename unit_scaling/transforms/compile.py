@@ -13,9 +13,9 @@ from fp8.subclass import check_module
 from fp8.threads import Stack
 
 from ..optimizer_checks import remember_copy
-from .copies import deep_copy
-from .install import Call, Places, find_scope, install, unwrapped
-from .observe import unseen
+from .capture.copies import deep_copy
+from .capture.observe import unseen
+from .run.install import Call, Places, find_scope, install, unwrapped
 
 __all__ = ["Backend", "Compile", "compile", "copied", "with_scope"]
 

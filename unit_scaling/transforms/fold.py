@@ -10,9 +10,9 @@ from torch import nn
 from fp8.subclass import check_module, lose
 
 from .compile import copied
-from .install import find_scope, uninstall, unwrapped
-from .pretrained import Pretrained
-from .scope import UnitScale
+from .run.install import find_scope, uninstall, unwrapped
+from .run.pretrained import Pretrained
+from .run.scope import UnitScale
 
 __all__ = ["fold"]
 

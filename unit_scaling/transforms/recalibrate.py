@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8.subclass import check_module
 
-from .install import find_scope, unwrapped
-from .scope import UnitScale
+from .run.install import find_scope, unwrapped
+from .run.scope import UnitScale
 
 __all__ = ["recalibrate"]
 

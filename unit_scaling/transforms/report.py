@@ -7,11 +7,11 @@ from torch import nn
 from fp8.report import Report
 from fp8.subclass import check_module
 
-from .install import find_scope, unwrapped
-from .model_plan import ModelPlan
-from .scope import UnitScale
+from .plan.model_plan import ModelPlan
+from .plan.steps import Row
+from .run.install import find_scope, unwrapped
+from .run.scope import UnitScale
 from .simulate import Simulate
-from .steps import Row
 
 __all__ = ["Report", "plan", "report"]
 

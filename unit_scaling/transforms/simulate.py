@@ -16,7 +16,7 @@ from fp8.threads import Stack
 
 from ..formats import FPFormat
 from .compile import copied
-from .install import Call, Places, install, unwrapped
+from .run.install import Call, Places, install, unwrapped
 
 __all__ = ["Simulate", "simulate_format", "simulate_fp8"]
 

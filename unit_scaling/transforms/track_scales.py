@@ -19,12 +19,12 @@ from fp8.formats import Format, get_format
 from fp8.subclass import check_module
 from fp8.threads import Stack
 
+from .capture.observe import Observer, mapped, plain, unseen
+from .capture.record import Slot, tensors_in
 from .compile import copied
-from .history import History, Pass
-from .install import Call, Places, install, is_exported, unwrapped
-from .metrics import Metrics
-from .observe import Observer, mapped, plain, unseen
-from .record import Slot, tensors_in
+from .inspect.history import History, Pass
+from .inspect.metrics import Metrics
+from .run.install import Call, Places, install, is_exported, unwrapped
 
 __all__ = ["Tap", "Taps", "Track", "track_scales"]
 
@@ -268,7 +268,7 @@ class Track:
             return outside_compiler(lambda: self._measured(number, call, args, kwargs))
 
         if torch.compiler.is_dynamo_compiling():
-            from .first_call import partly_compiled
+            from .run.first_call import partly_compiled
 
             return partly_compiled(self._turn, measured, call)
         number = self._turn()

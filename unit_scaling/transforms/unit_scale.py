@@ -13,18 +13,18 @@ from fp8.convert import choose_recipes
 from fp8.names import check_flag, check_name
 from fp8.subclass import check_module
 
-from .calls import KINDS
+from .capture.calls import KINDS
 from .compile import copied
-from .install import (
+from .plan.model_plan import ModelPlan, check_fits, retag
+from .plan.residuals import RESIDUALS
+from .plan.weights import prepare, refuse_weights
+from .run.install import (
     find_scope,
     unwrapped,
 )
-from .model_plan import ModelPlan, check_fits, retag
-from .pretrained import keep_transform, register
-from .replay import is_torch_function
-from .residuals import RESIDUALS
-from .scope import Replacements, UnitScale
-from .weights import prepare, refuse_weights
+from .run.pretrained import keep_transform, register
+from .run.replay import is_torch_function
+from .run.scope import Replacements, UnitScale
 
 __all__ = ["register_transformers", "restore", "unit_scale"]
 

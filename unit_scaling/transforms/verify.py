@@ -22,15 +22,15 @@ from fp8.report import Rows, as_table
 from fp8.subclass import check_module
 
 from ..first_call_checks import skip_checks
-from .copies import deep_copy
-from .diagnosis import diagnosis
-from .install import find_scope, install, is_sharded, unwrapped
-from .observe import find_loss, plain
-from .record import rms_of, tensors_in
-from .rows import as_csv, as_json
-from .scope import UnitScale
-from .watch import Watch
-from .weights import parametrizations
+from .capture.copies import deep_copy
+from .capture.observe import find_loss, plain
+from .capture.record import rms_of, tensors_in
+from .inspect.diagnosis import diagnosis
+from .inspect.rows import as_csv, as_json
+from .inspect.watch import Watch
+from .plan.weights import parametrizations
+from .run.install import find_scope, install, is_sharded, unwrapped
+from .run.scope import UnitScale
 
 __all__ = ["RANGES", "Measurement", "Verification", "verify"]
 

@@ -15,8 +15,8 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.marker import MARKER
-from unit_scaling.transforms.plan_state import EXTRA_STATE
+from unit_scaling.transforms.run.marker import MARKER
+from unit_scaling.transforms.run.plan_state import EXTRA_STATE
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

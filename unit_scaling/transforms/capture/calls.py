@@ -1,0 +1,264 @@
+"""The vocabulary of a plan: one *kind* for every way of writing the same torch call.
+
+A call of a model is named by (module path, kind, how many of that kind came before), the same
+whether it is written ``torch.add(x, y)``, ``x.add(y)`` or ``x + y``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ... import functional as _rows  # noqa: F401 - fills OPS
+from ...ops import OPS
+
+__all__ = [
+    "ALGEBRA",
+    "ATTENTION",
+    "AVERAGES",
+    "CASTS",
+    "CONSTANT",
+    "ELEMENTWISE",
+    "EMBEDDINGS",
+    "KEPT",
+    "KINDS",
+    "LINEAR",
+    "LOSSES",
+    "MOVES",
+    "NEUTRAL",
+    "PARTS",
+    "POSITIVE",
+    "PRODUCTS",
+    "RANGED",
+    "RECURRENT",
+    "SCATTERS",
+    "SELECTIONS",
+    "TRANSPARENT",
+    "UNRULED_LOSSES",
+    "canonical",
+    "writes",
+]
+
+TRANSPARENT = frozenset(
+    (
+        "bfloat16 broadcast_to clone contiguous double dropout expand expand_as flatten float half "
+        "moveaxis movedim permute ravel repeat repeat_interleave reshape select squeeze swapaxes "
+        "swapdims t tile to transpose type type_as unflatten unsqueeze view view_as __getitem__ "
+        "narrow index_select chunk split unbind flip roll view_as_complex view_as_real diagonal "
+        "rot90 unfold tensor_split hsplit vsplit dsplit pixel_shuffle pixel_unshuffle "
+        "channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d atleast_3d "
+        "real imag adjoint conj resolve_conj reshape_as as_strided"
+    ).split()
+)
+"""Kinds that hand on the values they get: they move, copy, select or convert them."""
+
+SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
+"""Kinds that take a part of a value."""
+
+PARTS = frozenset("chunk split unbind tensor_split hsplit vsplit dsplit".split())
+"""Kinds that take a value apart."""
+
+CONSTANT = frozenset(
+    (
+        "detach zeros_like ones_like full_like empty_like rand_like randn_like randint_like "
+        "new_zeros new_ones new_full new_empty new_tensor bernoulli multinomial argmax argmin sign "
+        "sgn round floor ceil"
+    ).split()
+)
+"""Kinds that hand on no gradient."""
+
+NEUTRAL = (
+    TRANSPARENT
+    | frozenset(
+        (
+            "cat stack pad masked_fill where gather __setitem__ copy_ neg abs arange zeros ones "
+            "full empty tensor as_tensor maximum minimum clamp sin cos topk tril triu outer max "
+            "min amax amin broadcast_tensors max_pool1d max_pool2d max_pool3d hstack vstack dstack "
+            "column_stack block_diag diag diag_embed masked_scatter scatter index_copy index_put "
+            "index_fill fill_diagonal sort msort kthvalue median cummax cummin aminmax nan_to_num "
+            "clamp_min clamp_max fmax fmin max_pool1d_with_indices max_pool2d_with_indices "
+            "max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d"
+        ).split()
+    )
+    | CONSTANT
+)
+"""Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
+
+EXTREMES = frozenset("max min amax amin".split())
+"""Kinds that take the largest or smallest of some dimensions."""
+
+KEPT = frozenset("abs cat stack".split())
+"""Neutral kinds with a rule, which gives a factor of 1: the call stays as it is."""
+
+PRODUCTS = frozenset(
+    (
+        "linear linear_readout matmul mm bmm mv addmm baddbmm einsum tensordot bilinear conv1d "
+        "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+        "scaled_dot_product_attention grouped_mm"
+    ).split()
+)
+"""Kinds that mix features: what makes a branch of a network more than a formula."""
+
+EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
+"""Kinds that look rows of a weight up."""
+
+RECURRENT = frozenset(
+    name + cell for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")
+)
+"""Kinds that are whole layers, with products inside."""
+
+ATTENTION = frozenset(["scaled_dot_product_attention"])
+"""Kinds that are attention in one call."""
+
+CASTS = frozenset("bfloat16 clone contiguous double float half to type type_as".split())
+"""Kinds that keep every element, in another type or place."""
+
+LINEAR = frozenset("add sub rsub mul div neg".split()) | CASTS
+"""Kinds that are linear in an element and numbers."""
+
+ELEMENTWISE = LINEAR | frozenset(
+    (
+        "pow square sqrt rsqrt exp exp2 log log2 log10 log1p expm1 xlogy tanh sigmoid relu relu6 "
+        "leaky_relu rrelu threshold elu selu celu gelu silu softplus mish hardswish hardsigmoid "
+        "hardtanh logsigmoid softsign hardshrink softshrink tanhshrink erf erfc erfcx ndtr "
+        "log_ndtr reciprocal abs clamp clip sin cos sinc atan sinh cosh asinh maximum minimum"
+    ).split()
+)
+"""Kinds that act on each element by itself, where their other arguments are numbers."""
+
+POSITIVE = frozenset("relu relu6 sigmoid hardsigmoid softplus exp abs square softmax".split())
+"""Kinds whose results are all of one sign: their mean is not near 0."""
+
+RANGED = frozenset("sigmoid hardsigmoid tanh softplus exp softmax softmin normalize".split())
+"""Kinds whose results mean something by their range: probabilities, pixels, widths, directions."""
+
+AVERAGES = frozenset(
+    (
+        "mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+        "adaptive_avg_pool3d"
+    ).split()
+)
+"""Kinds that average over positions."""
+
+SCATTERS = frozenset("index_add scatter_add scatter_reduce".split())
+"""Kinds that sum rows up where an index says."""
+
+ALGEBRA = frozenset(
+    (
+        "inv inv_ex inverse pinv pinverse solve solve_ex solve_triangular triangular_solve lstsq "
+        "cholesky cholesky_ex cholesky_solve cholesky_inverse ldl_factor ldl_solve lu lu_factor "
+        "lu_solve qr eig eigh eigvals eigvalsh svd svdvals matrix_exp matrix_power det logdet "
+        "slogdet householder_product tensorinv tensorsolve cdist pdist fft fft2 fftn ifft ifft2 "
+        "ifftn rfft rfft2 rfftn irfft irfft2 irfftn hfft hfft2 hfftn ihfft ihfft2 ihfftn"
+    ).split()
+)
+"""Kinds of linear algebra and Fourier transforms: what goes in and what comes out has its units."""
+
+MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
+"""Kinds that move elements about and change none."""
+
+UNRULED_LOSSES = frozenset(
+    (
+        "triplet_margin_loss triplet_margin_with_distance_loss margin_ranking_loss "
+        "soft_margin_loss hinge_embedding_loss poisson_nll_loss gaussian_nll_loss "
+        "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"
+    ).split()
+)
+"""Losses of torch that are no rows: their gradient is that of torch, of a sum."""
+
+LOSSES = UNRULED_LOSSES | frozenset(name for name, op in OPS.items() if op.reduces)
+"""Kinds that are losses of torch."""
+
+_OTHERS = (
+    "prelu glu mean sum var std norm cumsum log_softmax softmax rsub lerp addcmul group_norm "
+    "batch_norm instance_norm local_response_norm normalize embedding_bag interpolate "
+    "alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout nll_loss l1_loss "
+    "smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "cosine_similarity multi_dot logsumexp prod vector_norm"
+).split()
+
+_OPERATORS = {
+    "add": ("__add__", "__radd__", "__iadd__", operator.add, operator.iadd),
+    "sub": ("__sub__", "__rsub__", "__isub__", operator.sub, operator.isub),
+    "mul": ("__mul__", "__rmul__", "__imul__", "multiply", operator.mul, operator.imul),
+    "div": (
+        "__truediv__",
+        "__rtruediv__",
+        "__itruediv__",
+        "true_divide",
+        "divide",
+        operator.truediv,
+        operator.itruediv,
+    ),
+    "pow": ("__pow__", "__rpow__", "__ipow__", operator.pow, operator.ipow),
+    "neg": ("__neg__", operator.neg),
+    "grouped_mm": ("_grouped_mm",),
+    "matmul": ("__matmul__", "__rmatmul__", operator.matmul),
+    "abs": ("__abs__",),
+    "__getitem__": (operator.getitem,),
+    "__setitem__": (operator.setitem,),
+}
+"""Other spellings of a kind: names in the same namespaces, or Python's operators."""
+
+
+def _spellings(kind: str) -> list[Callable[..., Any]]:
+    found = []
+    for name in (kind, f"{kind}_", *_OPERATORS.get(kind, ())):
+        if callable(name):
+            found.append(name)
+            continue
+        for namespace in (torch, torch.Tensor, F, torch.linalg, torch.fft, torch.special):
+            function = getattr(namespace, name, None)
+            if callable(function):
+                found.append(function)
+    return found
+
+
+def _kinds() -> dict[Callable[..., Any], str]:
+    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, SCATTERS, UNRULED_LOSSES, ALGEBRA)
+    names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS])
+    table = {function: kind for kind in names for function in _spellings(kind)}
+    getters = {"T": "t", "mT": "transpose", "H": "adjoint", "mH": "adjoint"}
+    getters |= {name: name for name in ("real", "imag")}
+    table |= {getattr(torch.Tensor, name).__get__: kind for name, kind in getters.items()}
+    return table | {function: op.name for op in OPS.values() for function in op.replaces}
+
+
+def canonical(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by position as far as they can be: torch calls its own functions in another form in
+    eager code than a compiler sees."""
+    names = _NAMES.get(function, ())
+    while len(args) < len(names) and names[len(args)] in kwargs:
+        name = names[len(args)]
+        args = (*args, kwargs[name])
+        kwargs = {key: value for key, value in kwargs.items() if key != name}
+    return args, kwargs
+
+
+def writes(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether a call with `canonical` arguments writes its result into one of them."""
+    names = _NAMES.get(function, ())
+    place = names.index("inplace") if "inplace" in names else len(args)
+    operator = name.startswith("__i") and name != "__invert__"
+    marked = name.endswith("_") and not name.endswith("__")
+    inplace = kwargs.get("inplace") or (place < len(args) and args[place])
+    return marked or operator or name == "__setitem__" or "out" in kwargs or bool(inplace)
+
+
+KINDS: dict[Callable[..., Any], str] = _kinds()
+"""Torch callable -> kind. Calls that are not in it carry no values that a plan could scale."""
+
+_NAMES: dict[Callable[..., Any], tuple[str, ...]] = {
+    function: function.__code__.co_varnames[: function.__code__.co_argcount]
+    for function in KINDS
+    if isinstance(function, FunctionType)
+}
+"""The names of the arguments of functions that are written in Python."""

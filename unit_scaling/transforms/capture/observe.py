@@ -1,0 +1,174 @@
+"""Seeing the calls of a model as it makes them, before any transform replaces them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fp8.autocast import EXPANDED
+from fp8.function import FIRST_LOOK
+from fp8.threads import Stack
+
+from ...watched import WATCHERS
+from ..run.install import HOOKS, Call, Places
+from .record import Recorder, Slot, tensors_in
+
+__all__ = ["Observer", "find_loss", "mapped", "plain", "unseen"]
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Within the block no mode sees what is called: a plan counts the calls of a model."""
+    return torch._C.DisableTorchFunction()
+
+
+def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:
+    """``value`` with its tensors changed, through lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return change(slot, value)
+    if next(tensors_in(value), None) is None:
+        return value
+    if isinstance(value, dict):
+        return {name: mapped(change, item, (*slot, name)) for name, item in value.items()}
+    items = [mapped(change, item, (*slot, i)) for i, item in enumerate(value)]
+    return items if isinstance(value, list) else tuple(items)
+
+
+def plain(output: Any) -> Any:
+    """The output of a model as a dict, list or tuple: models also return dataclasses."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, Tensor | list | tuple) or not hasattr(output, "__dict__"):
+        return output
+    return dict(vars(output))
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The ``loss`` of a model's output, or its first tensor without dimensions, or None."""
+    given = plain(output)
+    named = given.get("loss") if isinstance(given, dict) else getattr(given, "loss", None)
+    found = [t for _, t in tensors_in([named, given]) if t.dim() == 0 and t.requires_grad]
+    return found[0] if found else None
+
+
+_OBSERVERS = Stack()
+"""The observers that see the module that is running in this thread, innermost last."""
+
+
+def _watch(
+    function: Callable[..., Any],
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The one watcher, of whatever observer is innermost in the thread that calls it."""
+    observers = _OBSERVERS.items
+    return (observers[-1].see_watched if observers else _called)(function, body, args, kwargs)
+
+
+def _called(_: Any, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return body(*args, **kwargs)
+
+
+class Observer(TorchFunctionMode):
+    """A scope that is entered last, so that its mode is on top of those of the transforms.
+
+    active: whether it observes. It sees torch functions, and the ops of `unit_scaling`, residual
+    connections and scales that a model calls by name; of what those call in turn it sees nothing.
+    """
+
+    order = 9
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Stack()
+        self.active = False
+        self._busy = False
+
+    @abstractmethod
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called. It may be called again at once: its plan did not fit."""
+
+    @abstractmethod
+    def observe(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Makes a call of the model and returns its result."""
+
+    def end(self, output: Any) -> None:
+        """The model returns ``output``."""
+
+    def inside(self, path: str) -> Places | None:
+        """Each module has a mode of its own while it is watched."""
+        return None if self.active else ()
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """``call()``, with the mode on top of whatever modes its module has."""
+        outermost = not self.path.items
+        if not self.active or (outermost and path):  # a part, in another thread than the model
+            return call()
+        if outermost:
+            self.begin(module, args, kwargs)
+        self.path.items.append(path)
+        FIRST_LOOK.items.append(self)
+        _OBSERVERS.items.append(self)
+        WATCHERS.append(_watch)
+        try:
+            with self:
+                output = call()
+        finally:
+            WATCHERS.pop()
+            _OBSERVERS.items.pop()
+            FIRST_LOOK.items.pop()
+            self.path.items.pop()
+        if outermost:
+            self.end(output)
+        return output
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in EXPANDED and self._sees():
+            with self:
+                return EXPANDED[function](*args, **kwargs)
+        return self._see(function, args, kwargs)
+
+    def _see(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._sees():
+            return function(*args, **kwargs)
+        self._busy = True
+        try:
+            return self.observe(function, args, kwargs)
+        finally:
+            self._busy = False
+
+    def see_watched(
+        self,
+        function: Callable[..., Any],
+        body: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """As in `WATCHERS`."""
+        return self._see(function, args, kwargs) if self._sees() else body(*args, **kwargs)
+
+    def _sees(self) -> bool:
+        """Whether the call is the model's: not one of ours, of its hooks, or of a recording."""
+        names = self.path.items
+        if self._busy or not names or names[-1].endswith(HOOKS):
+            return False
+        return not any(isinstance(mode, Recorder) for mode in FIRST_LOOK.items)

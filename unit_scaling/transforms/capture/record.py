@@ -1,0 +1,443 @@
+"""Seeing a model run: every torch call with its place in the model and where its inputs came from.
+
+The model runs once, without gradients, on copies of the inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fp8.autocast import EXPANDED
+from fp8.function import FIRST_LOOK
+
+from ..run import install
+from .calls import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
+
+__all__ = [
+    "DISTRIBUTION",
+    "Graph",
+    "Input",
+    "Node",
+    "Place",
+    "Recorder",
+    "Slot",
+    "is_sparse",
+    "replaced",
+    "rms_of",
+    "sees_the_past",
+    "tensors_in",
+]
+
+Slot = tuple[int | str, ...]
+"""Where a tensor stands in a call: (1,) the second argument, ("weight",), (0, 2) within a list."""
+
+Key = tuple[str, str, int]
+"""(module path, kind, how many of that kind came before it in that module)."""
+
+Place = tuple[str, str, tuple[tuple[str | int, ...], ...]]
+"""(module path, kind, what makes the call): the same at each pass of a loop. The last is for each
+function that is running within the module: the name of its Python module, the lines and columns
+of the call that it makes.
+"""
+
+MASKING = -1e4
+"""A term below this is a mask, not a value: half of them are -inf, the others as low as fits."""
+
+
+DISTRIBUTION = "torch.distributions"
+"""What makes a call of which nothing may be scaled: a density is that of the sample."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that goes into a call: its slot, the node it comes from, its element count.
+
+    part: which of the tensors that the node returned.
+    """
+
+    slot: Slot
+    node: int
+    numel: int
+    part: int = 0
+
+
+@dataclass
+class Node:
+    """One call, or a tensor that comes from outside (key None): a parameter, an input, a buffer.
+
+    path: of the module that runs. live: whether it depends on a parameter or a floating-point
+    input. computed: whether it depends on parameters only. rms: of the values, where it is
+    computed. wanted: whether it is an input that requires a gradient. where: file and line of the
+    call. zero: whether it is a constant of zeros. site: as in `Place`. inside: the autograd
+    function that makes the call, or `DISTRIBUTION`. written: the arguments that are the result.
+    results: how many tensors that has.
+    """
+
+    key: Key | None
+    name: str
+    path: str = ""
+    function: Callable[..., Any] | None = None
+    inputs: list[Input] = field(default_factory=list)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    shape: tuple[int, ...] = ()
+    parameter: str | None = None
+    live: bool = False
+    computed: bool = False
+    floating: bool = False
+    masking: bool = False
+    zero: bool = False
+    wanted: bool = False
+    rms: float = 1.0
+    where: str = ""
+    inside: str = ""
+    written: tuple[Slot, ...] = ()
+    results: int = 1
+    site: tuple[tuple[str | int, ...], ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def kind(self) -> str:
+        """As in `capture.calls`; "" for what is not in it."""
+        return self.key[1] if self.key is not None else ""
+
+    def continues(self, before: Node) -> bool:
+        """Whether the call before it is made from the same line, inside the same function."""
+        same = (before.inside, before.path, before.where)
+        return same == (self.inside, self.path, self.where)
+
+    @property
+    def place(self) -> Place:
+        """What is the same at each pass of a loop."""
+        return self.path, self.kind or self.name, self.site
+
+
+@dataclass
+class Graph:
+    """The calls of a model in order; each refers to earlier ones only."""
+
+    nodes: list[Node] = field(default_factory=list)
+
+
+def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
+    """The tensors of arguments, through lists, tuples and dicts, each with its slot."""
+    if isinstance(value, Tensor):
+        yield slot, value
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from tensors_in(item, (*slot, i))
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from tensors_in(item, (*slot, name))
+
+
+def replaced(value: Any, tensors: dict[Slot, Any], slot: Slot = ()) -> Any:
+    """A copy of arguments with other values in some of their slots."""
+    if slot in tensors:
+        return tensors[slot]
+    if isinstance(value, dict):
+        return {name: replaced(item, tensors, (*slot, name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [replaced(item, tensors, (*slot, i)) for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+class Recorder(TorchFunctionMode):
+    """Fills a `Graph` while a model runs.
+
+    kinds: the table of `capture.calls`. parameters: names by id. factors: what the parameters
+    were divided by, by name; what is computed from parameters alone is computed from their
+    original values. inputs: the tensors that the model is called with, by id,
+    and whether each requires a gradient. path: gives the
+    module that is running. parametrizations: the paths of modules that compute a weight.
+    The outputs of matrix products are brought to RMS 1, as they will be, so that what follows
+    them sees values of the size that it will see.
+    """
+
+    def __init__(
+        self,
+        kinds: dict[Callable[..., Any], str],
+        parameters: dict[int, str],
+        factors: dict[str, float],
+        inputs: dict[int, bool],
+        path: Callable[[], str],
+        parametrizations: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self._kinds = kinds
+        self._parameters = parameters
+        self._factors = factors
+        self._inputs = inputs
+        self._path = path
+        self._parametrizations = parametrizations
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._node_of: dict[int, tuple[int, int]] = {}
+        self._kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
+        self._busy = False
+
+    def __enter__(self) -> Recorder:
+        FIRST_LOOK.items.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        FIRST_LOOK.items.pop()
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._busy:
+            return function(*args, **kwargs)
+        if function in EXPANDED:
+            with self:
+                return EXPANDED[function](*args, **kwargs)
+        self._busy = True
+        try:
+            return self._see(function, args, kwargs)
+        finally:
+            self._busy = False
+
+    def _see(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        args, kwargs = canonical(function, args, kwargs)
+        inputs = [
+            Input(slot, *self._source(t)) for slot, t in (*tensors_in(args), *tensors_in(kwargs))
+        ]
+        key, path = None, self._path()
+        kind = self._kinds.get(function)
+        if path.endswith(install.HOOKS) and kind not in TRANSPARENT:
+            kind = None  # nothing is scaled within hooks
+        if kind is None and not inputs:
+            return function(*args, **kwargs)
+        if kind is not None:
+            key = (path, kind, self._counts[path, kind])
+            self._counts[path, kind] += 1
+        name = _name(function)
+        node = Node(key, name, path, function, inputs, args, kwargs)
+        node.where, node.inside, node.site = _site()
+        sources = [self.graph.nodes[i.node] for i in inputs]
+        node.computed = _computed(node.kind, sources)
+        if path in self._parametrizations:
+            node.computed = any(s.computed for s in sources)
+        call_args, call_kwargs = args, kwargs
+        if node.computed and kind not in TRANSPARENT:
+            call_args, call_kwargs = self._original((args, kwargs), inputs)
+        if function is torch.autograd.grad:
+            output = self._gradients(args[1], inputs)
+        else:
+            output = function(*call_args, **call_kwargs)
+        written = [args[0]] if kind == "__setitem__" else [t for _, t in tensors_in(output)]
+        made = {id(t) for t in written}
+        given = (*tensors_in(args), *tensors_in(kwargs))
+        if writes(function, name, args, kwargs):
+            node.written = tuple(slot for slot, t in given if id(t) in made)
+        if written or kind is not None:
+            self._add(node, sources, written)
+        return output
+
+    def _gradients(self, tensors: tuple[Tensor, ...], inputs: list[Input]) -> tuple[Tensor, ...]:
+        """What stands for the gradients that a model asks for: nothing has one while it is seen.
+
+        The tensors they are of then count as wanted: no factor on the way may be free.
+        """
+        for i in inputs:
+            if i.slot[0] == 1:
+                node = self.graph.nodes[i.node]
+                node.wanted = node.live = True
+        return tuple(torch.randn_like(t) for t in tensors)
+
+    def _source(self, tensor: Tensor) -> tuple[int, int, int]:
+        """(node that a tensor comes from, its size, which part of the node's result it is).
+
+        A tensor not seen before gets a node of its own.
+        """
+        if id(tensor) not in self._node_of:
+            name = self._parameters.get(id(tensor))
+            node = Node(None, name or "input", shape=tuple(tensor.shape), parameter=name)
+            node.floating = tensor.is_floating_point() or tensor.is_complex()
+            node.masking = name is None and _any_masking([tensor])
+            node.computed = name is not None
+            known = node.computed or id(tensor) in self._inputs
+            node.live = node.floating and known and not node.masking
+            node.zero = node.floating and not known and _all_zero(tensor)
+            node.wanted = self._inputs.get(id(tensor), False)
+            if name is not None:
+                node.rms = rms_of(tensor)
+            self.graph.nodes.append(node)
+            self._remember([tensor])
+        index, part = self._node_of[id(tensor)]
+        return index, tensor.numel(), part
+
+    def ends(self, value: Any) -> dict[Slot, int]:
+        """The nodes that the floating-point tensors of a model's result come from, by place."""
+        known = ((slot, t) for slot, t in tensors_in(value) if id(t) in self._node_of)
+        return {
+            slot: self._node_of[id(t)][0]
+            for slot, t in known
+            if t.is_floating_point() or t.is_complex()
+        }
+
+    def _remember(self, tensors: list[Tensor]) -> None:
+        """Notes that the tensors come from the latest node."""
+        for part, tensor in enumerate(tensors):
+            self._node_of[id(tensor)] = (len(self.graph.nodes) - 1, part)
+            self._kept.append(tensor)
+
+    def _original(self, arguments: Any, inputs: list[Input]) -> Any:
+        """Arguments with their parameters at the scale they came with."""
+        args, kwargs = arguments
+        names = {i.slot: self._parameter(self.graph.nodes[i.node]) or "" for i in inputs}
+        factors = {slot: self._factors.get(name, 1.0) for slot, name in names.items()}
+        values = dict((*tensors_in(args), *tensors_in(kwargs)))
+        scaled = {slot: values[slot] * f for slot, f in factors.items() if f != 1.0}
+        return replaced(args, scaled), replaced(kwargs, scaled)
+
+    def _parameter(self, node: Node) -> str | None:
+        """The parameter that a node is, or that it is a view or copy of."""
+        while node.kind in TRANSPARENT and node.inputs:
+            node = self.graph.nodes[node.inputs[0].node]
+        return node.parameter
+
+    def _add(self, node: Node, sources: list[Node], written: list[Tensor]) -> None:
+        largest = max(written, key=Tensor.numel, default=None)
+        node.shape = tuple(largest.shape) if largest is not None else ()
+        node.floating = any(t.is_floating_point() or t.is_complex() for t in written)
+        differs = node.floating and node.kind not in CONSTANT
+        node.live = differs and any(s.live for s in sources)
+        node.masking = node.floating and not node.live and _any_masking(written)
+        if node.computed and largest is not None:
+            node.rms = rms_of(largest)
+        elif node.kind in PRODUCTS and len(written) == 1 and node.floating:
+            written[0].div_(rms_of(written[0]))
+        node.results = len(written)
+        self.graph.nodes.append(node)
+        self._remember(written)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """What the report calls it; an attribute (``x.real``) is seen as the call of its getter."""
+    name: str = getattr(function, "__name__", str(function))
+    return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
+
+
+def _computed(kind: str, sources: list[Node]) -> bool:
+    """Whether the result depends on parameters, and on nothing that the model is called with.
+
+    Integers are taken for such inputs. What a product makes of parameters alone are values.
+    """
+    live = [s for s in sources if s.live]
+    others = [s for s in sources if not s.live]
+    plain = all(s.floating and not s.masking for s in others)
+    mixes = kind in PRODUCTS | RECURRENT
+    return bool(live) and all(s.computed for s in live) and plain and not mixes
+
+
+@torch.no_grad()
+def rms_of(tensor: Tensor) -> float:
+    """The RMS of the values, 1 where that is zero or not finite."""
+    if not tensor.numel() or tensor.is_meta:
+        return 1.0
+    sizes = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+    rms = sizes.float().square().mean().sqrt().item()
+    return rms if math.isfinite(rms) and rms > 0 else 1.0
+
+
+def _any_masking(tensors: list[Tensor]) -> bool:
+    dense = [t for t in tensors if t.is_floating_point() and t.layout is torch.strided]
+    if any(t.is_meta for t in dense):
+        raise RuntimeError(
+            "the first call of a unit-scaled model looks at values, and there are none on the meta "
+            "device: call it once where its weights are"
+        )
+    return any(bool((t <= MASKING).any()) for t in dense)
+
+
+def _all_zero(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not bool(tensor.any())
+
+
+def is_sparse(node: Node) -> bool:
+    """Whether a call has a sparse tensor among its arguments."""
+    tensors = (*tensors_in(node.args), *tensors_in(node.kwargs))
+    return any(t.layout is not torch.strided for _, t in tensors)
+
+
+def sees_the_past(mask: Tensor | None) -> bool:
+    """Whether a mask of attention lets the first query see the first key only."""
+    if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2:
+        return False
+    seen = mask if mask.dtype == torch.bool else mask > MASKING
+    return not bool(seen[..., 0, 1:].any())
+
+
+_INSTALL = install.__file__
+_OURS = tuple(str(Path(__file__).parents[3] / name) for name in ("fp8", "unit_scaling"))
+_TORCH = str(Path(torch.__file__).parent)
+_DISTRIBUTIONS = str(Path(torch.__file__).parent / "distributions")
+_FUNCTION = str(Path(torch.autograd.function.__file__))
+_CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
+
+
+@functools.cache
+def _position(code: CodeType, last: int) -> tuple[int, ...]:
+    """The lines and columns of the call that a frame makes. The index of its instruction depends on
+    how often the code has run (Python 3.11)."""
+    if sys.version_info < (3, 11):
+        return code.co_firstlineno, last
+    found = next(itertools.islice(code.co_positions(), last // 2, None))
+    return tuple(number or 0 for number in found)
+
+
+def _site() -> tuple[str, str, tuple[tuple[str | int, ...], ...]]:
+    """(file and line that make the call that is running, `Node.inside`, the site of `Place`).
+
+    Raises ValueError where `torch.utils.checkpoint` runs a function that is no module: it would be
+    run again in the backward pass where no plan is in force.
+    """
+    frame, where, inside, site = inspect.currentframe(), "", "", []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _INSTALL:
+            break  # the module that is running begins here
+        if file == _FUNCTION and frame.f_code.co_name == "apply" and where:
+            name = getattr(frame.f_locals.get("cls"), "__name__", "without a name")
+            inside = f"the autograd function {name}"
+        if file.startswith(_DISTRIBUTIONS):
+            inside = inside or DISTRIBUTION
+        if file == _CHECKPOINT and where:
+            raise ValueError(
+                f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
+                "without the plan of unit_scale: checkpoint a module instead"
+            )
+        if not where and not file.startswith((*_OURS, _TORCH)):
+            where = f"{file}:{frame.f_lineno}"
+        if not file.startswith(_OURS):
+            module = frame.f_globals.get("__name__", file)  # the same on every machine
+            site.append((module, *_position(frame.f_code, frame.f_lasti)))
+        frame = frame.f_back
+    return where, inside, tuple(site)

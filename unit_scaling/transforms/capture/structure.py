@@ -1,0 +1,105 @@
+"""What of a model a plan depends on: which modules and parameters it has, and where.
+
+A plan names calls by the path of the module that makes them, so it belongs to one structure. Where
+modules were added, removed, moved or replaced since, the plan is that of another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from fp8.function import taken_as_constant
+from fp8.pitfalls import ScaleWarning, warn_once
+
+from ...parameter import has_parameter_data
+from .record import rms_of
+
+__all__ = ["Structure", "has_changed", "part", "structure_of", "warn_of_new_weights"]
+
+Structure = dict[str, tuple[Any, ...]]
+"""Path -> names of the class and of its forward, name in the scope, parameters, children.
+Parameters have numbers, which are equal where one is shared."""
+
+
+def structure_of(model: nn.Module, scope: object, path: str = "") -> Structure:
+    """The structure of ``model``, whose own path is ``path``.
+
+    Classes are those of the modules before they gained anything: `fp8.convert`, FSDP2 and the like
+    change no call.
+    """
+    found: Structure = {}
+    numbers: dict[int, int] = {}
+    todo = [(path, model)]
+    while todo:
+        path, module = todo.pop()
+        own = module.__dict__
+        parameters = []
+        for name, parameter in own["_parameters"].items():
+            if parameter is not None:
+                parameters.append((name, numbers.setdefault(id(parameter), len(numbers))))
+        place = None
+        for other, name in own.get("_scopes", ()):
+            if other is scope:
+                place = name
+        children = [(name, child) for name, child in own["_modules"].items() if child is not None]
+        kind = type(module)
+        kind = getattr(kind, "_original", kind)
+        forward = getattr(own.get("forward", kind.forward), "__qualname__", "other")
+        names = tuple([name for name, _ in children])
+        found[path] = (kind.__qualname__, forward, place, tuple(parameters), names)
+        prefix = f"{path}." if path else ""
+        todo += [(prefix + name, child) for name, child in children]
+    return found
+
+
+@taken_as_constant
+def has_changed(module: nn.Module, scope: Any, path: str) -> bool:
+    """Whether ``module`` is not what ``scope`` was installed on."""
+    return bool(structure_of(module, scope, path) != part(scope.structure, path))
+
+
+def part(structure: Structure, path: str) -> Structure:
+    """The structure of the module at ``path``; its parameters numbered anew."""
+    if not path:
+        return structure
+    numbers: dict[int, int] = {}
+    found: Structure = {}
+    for name, (kind, forward, place, parameters, children) in structure.items():
+        if name == path or name.startswith(f"{path}."):
+            own = tuple((n, numbers.setdefault(i, len(numbers))) for n, i in parameters)
+            found[name] = (kind, forward, place, own, children)
+    return found
+
+
+def warn_of_new_weights(model: nn.Module, scope: object) -> None:
+    """Warns of weights that have come after ``scope`` was installed and are far from RMS 1."""
+    found = list(_new_weights(model, scope))
+    if found:
+        name, rms = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        warn_once(
+            ScaleWarning,
+            f"{name}{more} came into the model after unit_scale and has RMS {rms:.3g}, where its "
+            "operation expects about 1: put in unit_scale(layer) in place of the layer, or a "
+            "module of unit_scaling",
+            about=model,
+            key=" ".join(name for name, _ in found),
+        )
+
+
+def _new_weights(model: nn.Module, scope: object) -> Iterator[tuple[str, float]]:
+    """The new weights of ``model`` that are neither zero nor of RMS 1, and their RMS."""
+    for path, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            continue  # of a weight that is scaled where it is used
+        known = any(other is scope for other, _ in getattr(module, "_scopes", ()))
+        for name, p in module.named_parameters(recurse=False):
+            if (known and has_parameter_data(p)) or p.is_meta or not p.is_floating_point():
+                continue
+            rms = rms_of(p)
+            if p.numel() > max(p.shape, default=1) and not 0.5 <= rms <= 2:
+                yield f"{path}.{name}" if path else name, rms

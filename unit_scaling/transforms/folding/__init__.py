@@ -1,0 +1,1 @@
+"""The plain model with the function of a unit-scaled one: its equations and their solution."""

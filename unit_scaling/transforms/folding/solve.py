@@ -1,0 +1,128 @@
+"""The factors of a plain model's parameters, from the equations of `folding.ratios`.
+
+Equations that have to hold are eliminated one by one, so that one that contradicts those before it
+is known by its call. What they leave open (queries may be larger and keys smaller) is chosen by
+least squares: inputs of norms have ratios near 1, as their eps then counts for the same, then
+inputs of products, then the parameters keep their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from ..plan.steps import Tie
+
+__all__ = ["Folded", "folded"]
+
+_Row = dict[str, float]
+"""Unknown -> coefficient, "" -> the constant."""
+
+_WEIGHTS = {"norm": 1.0, "input": 1e-2}
+_SIZE = 1e-5
+"""How much the ratio of an input counts, and how much the factor of a parameter."""
+
+_TOLERANCE = 1e-6
+"""Of a binary logarithm: factors are products of float64 numbers."""
+
+_NAMED = 5
+"""How many calls an error names."""
+
+
+class Folded(NamedTuple):
+    """factors: parameter or buffer -> what it is multiplied by in the plain model. inputs: module
+    with a product -> how many times larger its input is than in the plain model."""
+
+    factors: dict[str, float]
+    inputs: dict[str, float]
+
+
+def folded(ties: Iterable[Tie]) -> Folded:
+    """The solution of the equations.
+
+    Raises ValueError where there is none, with the calls that contradict others.
+    """
+    ties = list(dict.fromkeys(ties))
+    known: dict[str, _Row] = {}
+    against = [tie for tie in ties if not tie.soft and not _eliminate(tie, known)]
+    if against:
+        raise ValueError(_refusal(against))
+    for name in reversed(known):  # later rows are free of earlier unknowns
+        known[name] = _reduced(known[name], known)
+    free = _chosen(ties, known)
+    values = {name: _value(row, free) for name, row in known.items()} | free
+    left = max((abs(_value(_row(tie), values)) for tie in ties if not tie.soft), default=0.0)
+    assert left < 10 * _TOLERANCE, f"the factors leave a residual of {left:.3g}"
+    inputs: dict[str, set[float]] = {}
+    for tie in ties:
+        if tie.soft == "input":
+            ratio = 2.0 ** round(_value(_row(tie), values), 9)
+            inputs.setdefault(tie.path, set()).add(ratio)
+    factors = {name: 2.0**value for name, value in values.items()}
+    return Folded(
+        {name: factor for name, factor in factors.items() if abs(factor - 1) > 1e-12},
+        {path: found.pop() for path, found in inputs.items() if len(found) == 1},
+    )
+
+
+def _row(tie: Tie) -> _Row:
+    return {**dict(tie.terms), "": tie.constant}
+
+
+def _eliminate(tie: Tie, known: dict[str, _Row]) -> bool:
+    """Solves an equation for an unknown; False if it contradicts those that are known."""
+    row = _reduced(_row(tie), known)
+    unknowns = [name for name in row if name]
+    if not unknowns:
+        return abs(row.get("", 0.0)) < _TOLERANCE
+    name = unknowns[-1]
+    share = row.pop(name)
+    known[name] = {other: -value / share for other, value in row.items()}
+    return True
+
+
+def _reduced(row: _Row, known: dict[str, _Row]) -> _Row:
+    """The row in terms of unknowns that no other row is solved for."""
+    row = dict(row)
+    while found := [name for name in row if name in known]:
+        for name in found:
+            share = row.pop(name)
+            for other, value in known[name].items():
+                row[other] = row.get(other, 0.0) + share * value
+        row = {name: value for name, value in row.items() if not name or abs(value) > 1e-9}
+    return row
+
+
+def _value(row: _Row, values: dict[str, float]) -> float:
+    return sum(share * (values.get(name, 0.0) if name else 1.0) for name, share in row.items())
+
+
+def _chosen(ties: list[Tie], known: dict[str, _Row]) -> dict[str, float]:
+    """The unknowns that the equations leave open, by weighted least squares."""
+    soft = [(_reduced(_row(tie), known), _WEIGHTS[tie.soft]) for tie in ties if tie.soft]
+    soft += [(row, _SIZE) for row in known.values()]
+    names = list(dict.fromkeys(name for row, _ in soft for name in row if name))
+    soft += [({name: 1.0}, _SIZE) for name in names]
+    place = {name: i for i, name in enumerate(names)}
+    matrix, right = np.zeros((len(names), len(names))), np.zeros(len(names))
+    for row, weight in soft:
+        terms = [(place[name], value) for name, value in row.items() if name]
+        for i, a in terms:
+            right[i] -= weight**2 * a * row.get("", 0.0)
+            for j, b in terms:
+                matrix[i, j] += weight**2 * a * b
+    return dict(zip(names, np.linalg.solve(matrix, right).tolist(), strict=True))
+
+
+def _refusal(against: list[Tie]) -> str:
+    calls = list(
+        dict.fromkeys((tie.call, tie.path or "the model itself", tie.why) for tie in against)
+    )
+    named = "; ".join(f"{call} in {path} ({why})" for call, path, why in calls[:_NAMED])
+    more = f"; and {len(calls) - _NAMED} more" if len(calls) > _NAMED else ""
+    return (
+        "the weights of the plain model cannot hold the factors of unit_scale at: "
+        f"{named}{more}. Keep the unit-scaled model, or use init='preserve', which has no factors"
+    )

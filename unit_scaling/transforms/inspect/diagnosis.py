@@ -1,0 +1,100 @@
+"""What the rows of `verify` say in words, cause first: what to mend before looking at the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from ...first_call_checks import LOW_GRADIENT
+
+__all__ = ["diagnosis"]
+
+_INIT = (
+    "bring a plain model to RMS 1 by unit_scale; weights of uu layers were overwritten after the "
+    "layers had drawn them: leave them out of the init, or call reset_parameters() after it"
+)
+_LOSS = (
+    "a loss outside of the model divides by the size of the batch: use that of "
+    "unit_scaling.functional (U.cross_entropy), or compute it in the model's forward"
+)
+_HIDDEN = "see what unit_scaling.report says of it, and whether a function of torch stands for U's"
+
+
+class _Row(Protocol):
+    @property
+    def path(self) -> str: ...
+    @property
+    def call(self) -> str: ...
+    @property
+    def tensor(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def rms(self) -> float: ...
+    @property
+    def inside(self) -> bool | None: ...
+
+
+def diagnosis(rows: Sequence[_Row], loss: float | None, readouts: frozenset[str]) -> list[str]:
+    """Sentences, the cause of others before them; one that says so where all is well.
+
+    loss: the RMS of the gradient at the model's output, None where the loss is inside the model and
+    where the model brings that gradient to RMS 1, as one of `unit_scale` does.
+    readouts: the paths of the readouts, whose output is small by design.
+    """
+    found = [*_weights(rows), *_values(rows, readouts), *_loss(loss)]
+    if loss is None or loss >= LOW_GRADIENT:  # else all gradients are as small
+        found += _gradients(rows)
+    small = [row for row in rows if _is_readout(row, readouts)]
+    others = [row for row in rows if row.inside is False and row not in small]
+    return found or (["every tensor is in the range of its kind"] if not others else [])
+
+
+def _weights(rows: Sequence[_Row]) -> Iterator[str]:
+    weights = [row for row in rows if row.kind == "weight"]
+    outside = [row for row in weights if row.inside is False]
+    if outside:
+        low, high = min(row.rms for row in outside), max(row.rms for row in outside)
+        rms = f"{low:.2g}" if high < 1.1 * low else f"{low:.2g} to {high:.2g}"
+        yield (
+            f"{len(outside)} of {len(weights)} weights have RMS {rms} instead of 1, the first in "
+            f"{_place(outside[0])}: {_INIT}"
+        )
+
+
+def _values(rows: Sequence[_Row], readouts: frozenset[str]) -> Iterator[str]:
+    values = [row for row in rows if row.kind == "activation" and not _is_readout(row, readouts)]
+    first = next((row for row in values if row.inside is False), None)
+    if first is not None:
+        verb = "shrink" if first.rms < 1 else "grow"
+        yield (
+            f"activations {verb} from the {first.tensor} of {_place(first)} on, RMS "
+            f"{first.rms:.2g}: {_HIDDEN}"
+        )
+
+
+def _loss(loss: float | None) -> Iterator[str]:
+    if loss is not None and 0 < loss < LOW_GRADIENT:
+        yield f"the loss's gradient at the model's output has RMS {loss:.2g} instead of 1: {_LOSS}"
+
+
+def _gradients(rows: Sequence[_Row]) -> Iterator[str]:
+    """Backward, the first that is outside is that of the last call; those of weights go no further
+    and come after the others."""
+    outside = [r for r in reversed(rows) if r.inside is False and r.kind.endswith("gradient")]
+    outside.sort(key=lambda row: row.kind == "weight gradient")
+    if outside:
+        first = outside[0]
+        verb = "shrink" if first.rms < 1 else "grow"
+        yield (
+            f"gradients {verb} from the {first.tensor} of {_place(first)} on, backward, RMS "
+            f"{first.rms:.2g}: {_HIDDEN}"
+        )
+
+
+def _is_readout(row: _Row, readouts: frozenset[str]) -> bool:
+    return row.tensor == "output" and row.path in readouts and row.rms < 1
+
+
+def _place(row: _Row) -> str:
+    return f"{row.path or 'the model'} ({row.call})"

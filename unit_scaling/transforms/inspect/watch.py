@@ -1,0 +1,311 @@
+"""Seeing the products of a model: their operands, outputs and gradients, where they are computed.
+
+What is measured is the operands as the model hands them over and its result: the transforms of the
+model do their work in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fp8.autocast import OPAQUE
+from fp8.autocast import PRODUCTS as FP8_PRODUCTS
+from fp8.function import FIRST_LOOK
+
+from ..capture.calls import EMBEDDINGS, KINDS, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.observe import Observer, mapped, unseen
+from ..capture.record import Slot, tensors_in
+from ..run.replay import Replay, factor_after
+
+__all__ = ["Watch"]
+
+_UNCAST = frozenset(["_grouped_mm", "chain_matmul", "multi_dot"])
+"""Products that no recipe is for: these can be seen all the same."""
+
+_ATTENTION = "scaled_dot_product_attention"
+_WEIGHTED = EMBEDDINGS | {kind for kind in PRODUCTS if kind.startswith(("linear", "conv"))}
+"""Products whose second operand is a weight, whatever tensor it is."""
+
+_ADDED = {"addmm": 0, "addmv": 0, "addbmm": 0, "baddbmm": 0, _ATTENTION: 3, "bilinear": 3}
+"""Product -> the place of the argument that is added to it; in all others it is the third."""
+
+_ADDED_NAMES = frozenset(["bias", "attn_mask", "out", "per_sample_weights"])
+
+
+@dataclass
+class _Operand:
+    """label: its name in the call. factor: what the plan multiplies it by. after: what the plan
+    multiplies its gradient by before a kernel gets that."""
+
+    label: str
+    kind: str
+    norm: Tensor
+    numel: int
+    sources: frozenset[int] = frozenset()
+    factor: float = 1.0
+    after: float = 1.0
+    grad: Tensor | None = None
+    probabilities: bool = False
+
+    def note(self, grad: Tensor | None) -> None:
+        self.grad = None if grad is None else _norm(grad)
+
+
+PASSED = "passed gradient"
+"""The kind of gradients that no cast sees: they go on to calls in high precision, or to the next
+product, where they are those of an output."""
+
+#: Functions of `unit_scaling` that return what they are given, and scale its gradient.
+_SAME = {"scale_bwd", "residual_split"}
+
+
+@dataclass
+class _Product:
+    """A call. scores: its output goes into the softmax of an attention.
+
+    biases: the products that what is added to the logits comes from.
+    """
+
+    path: str
+    call: str
+    number: int
+    tensors: list[_Operand] = field(default_factory=list)
+    scores: bool = False
+    biases: frozenset[int] = frozenset()
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it multiplies activations with each other, as queries are with keys."""
+        return self.call != _ATTENTION and all(t.kind == "activation" for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a tensor comes from.
+
+    sources: the nearest products above it. parameter: whether it is one, or a view or copy of one.
+    probabilities: whether it is the softmax of the scores of an attention.
+    """
+
+    sources: frozenset[int] = frozenset()
+    parameter: bool = False
+    probabilities: bool = False
+
+
+class Watch(Observer):
+    """Measures one call of a model. parameters: names by id. notes: what could not be measured.
+
+    computing: the paths of modules that compute a weight; their products are none of the model's.
+    """
+
+    def __init__(self, parameters: dict[int, str], computing: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self.active = True
+        self.notes: list[str] = []
+        self._parameters = parameters
+        self._computing = computing
+        self._products: list[_Product] = []
+        self._origins = WeakTensorKeyDictionary()
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        """One that measures nothing: copies are made to see what a model does, not how."""
+        twin = Watch({})
+        twin.active = False
+        return twin
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._products.clear()
+        self._counts.clear()
+        self.notes.clear()
+
+    def observe(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        kind = KINDS.get(function, getattr(function, "__name__", ""))
+        product = function in FP8_PRODUCTS or kind in PRODUCTS | RECURRENT | EMBEDDINGS | _UNCAST
+        product = product and self.path.items[-1] not in self._computing
+        place = self.path.items[-1] or "the model itself"
+        if kind in RECURRENT:
+            self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
+        elif function in OPAQUE and not product:
+            self.notes.append(f"{kind} in {place} is not measured: {OPAQUE[function]}")
+        tensors = [t for _, t in tensors_in((args, kwargs))]
+        origins = [self._origin(t) for t in tensors]
+        origin = self._joined(kind, origins)
+        # what is made of constants, the angles of rotary embeddings say, is none of the model's
+        product = product and any(
+            o.parameter or o.sources or t.requires_grad
+            for o, t in zip(origins, tensors, strict=True)
+        )
+        if product:
+            output = self._product(function, kind, args, kwargs)
+            origin = _Origin(frozenset([len(self._products) - 1]))
+        else:
+            output = function(*args, **kwargs)
+        for _, tensor in tensors_in(output):
+            self._origins[tensor] = origin
+        return output
+
+    def _origin(self, tensor: Tensor) -> _Origin:
+        if id(tensor) in self._parameters:
+            return _Origin(parameter=True)
+        return self._origins.get(tensor, _Origin())
+
+    def _joined(self, kind: str, origins: list[_Origin]) -> _Origin:
+        """The origin of what a call returns that is not a product."""
+        sources = frozenset[int]().union(*(o.sources for o in origins))
+        if kind == "softmax":
+            scores = {s for s in sources if self._products[s].mixes}
+            for index in scores:
+                self._products[index].scores = True
+                self._products[index].biases |= sources - scores
+            return _Origin(probabilities=bool(scores))
+        first = origins[0] if origins and kind in TRANSPARENT | _SAME else _Origin()
+        return _Origin(sources, first.parameter, first.probabilities)
+
+    def _product(
+        self,
+        function: Callable[..., Any],
+        kind: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        path = self.path.items[-1]
+        product = _Product(path, kind, self._counts[path, kind])
+        self._counts[path, kind] += 1
+        args, kwargs, slots = self._hooked(product, args, kwargs)
+        replay = next((mode for mode in FIRST_LOOK.items[::-1] if isinstance(mode, Replay)), None)
+        if replay is not None:
+            replay.latest = None
+        output = function(*args, **kwargs)
+        step = None if replay is None else replay.latest
+        for slot, forward, _ in () if step is None else step.slots:
+            if slot in slots:
+                slots[slot].factor = forward
+        with unseen():
+            first = next((t for _, t in tensors_in(output)), None)  # recurrent ones return states
+            if first is not None and _measurable(first):
+                result = _Operand("output", "activation", _norm(first), first.numel())
+                if step is not None:
+                    result.after = factor_after(step, function, args, kwargs)
+                product.tensors.append(result)
+                if first.requires_grad:
+                    first.register_hook(result.note)
+        self._products.append(product)
+        return output
+
+    def _hooked(
+        self, product: _Product, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[Slot, _Operand]]:
+        """The arguments with a hook on each operand, and the operands by slot."""
+        slots: dict[Slot, _Operand] = {}
+
+        def watched(slot: Slot, tensor: Tensor) -> Tensor:
+            if _is_added(product.call, slot):
+                product.biases |= self._origin(tensor).sources
+                return tensor
+            state = product.call in RECURRENT and slot not in ((0,), ("input",))
+            weight = self._origin(tensor).parameter and tensor.dim() > 1
+            if not _measurable(tensor) or (state and not weight):
+                return tensor
+            operand = self._operand(product, slot, tensor)
+            slots[slot] = operand
+            product.tensors.append(operand)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                # Its gradient is that of this call alone. A view could not pass a sparse one on.
+                tensor = torch.ops.aten.alias.default(tensor)
+                tensor.register_hook(operand.note)
+            return tensor
+
+        with unseen():
+            return mapped(watched, args), mapped(watched, kwargs), slots
+
+    def _operand(self, product: _Product, slot: Slot, tensor: Tensor) -> _Operand:
+        origin = self._origin(tensor)
+        if product.call == _ATTENTION:
+            label = slot[0] if isinstance(slot[0], str) else ("query", "key", "value")[slot[0]]
+        elif origin.parameter or (product.call in _WEIGHTED and slot[0] in (1, "weight")):
+            label = "weight"
+        else:
+            label = "other" if any(t.label == "input" for t in product.tensors) else "input"
+        kind = "weight" if label == "weight" else "activation"
+        operand = _Operand(label, kind, _norm(tensor), tensor.numel(), origin.sources)
+        operand.probabilities = origin.probabilities
+        return operand
+
+    # What was found
+
+    def results(self) -> Iterator[tuple[str, str, int, str, str, float]]:
+        """(path, call, number, tensor, kind, rms) of everything measured, in order."""
+        small = self._small()
+        for index, product in enumerate(self._products):
+            for t in product.tensors:
+                label, kind, of_grad = _named(product, t, index in small)
+                place = (product.path, product.call, product.number)
+                root = t.numel**0.5
+                yield (*place, label, kind, abs(t.factor) * t.norm.item() / root)
+                if t.grad is not None:
+                    yield (
+                        *place,
+                        f"gradient of {label}",
+                        of_grad,
+                        abs(t.after) * t.grad.item() / root,
+                    )
+
+    def _small(self) -> set[int]:
+        """The products that compute queries, keys or biases of logits, and nothing else."""
+        small: set[int] = set()
+        other: set[int] = set()
+        for index in reversed(range(len(self._products))):
+            product = self._products[index]
+            if index in other:
+                small.discard(index)
+            small |= product.biases if product.call == _ATTENTION or product.scores else set()
+            for t in product.tensors:
+                logits = product.scores or t.label in ("query", "key")
+                (small if logits or index in small else other).update(t.sources)
+        return small
+
+
+def _named(product: _Product, t: _Operand, small: bool) -> tuple[str, str, str]:
+    """The label, kind and kind of gradient that a tensor is reported with."""
+    if product.scores:
+        if t.label == "output":
+            return "logits", "attention", "attention"
+        return "query" if t.label == "input" else "key", t.kind, PASSED
+    if t.probabilities:
+        return "probabilities", "attention", "attention"
+    if t.label == "weight":
+        return t.label, t.kind, "weight gradient"
+    if t.label != "output" or product.call in EMBEDDINGS:
+        averages = any(each.probabilities for each in product.tensors)
+        return "value" if averages and t.label in ("input", "other") else t.label, t.kind, PASSED
+    return t.label, t.kind, "query-key gradient" if small else "gradient"
+
+
+def _is_added(call: str, slot: Slot) -> bool:
+    """Whether an argument is a bias, a mask or the like: added, not multiplied."""
+    if isinstance(slot[0], str):
+        return slot[0] in _ADDED_NAMES or (slot[0] == "input" and _ADDED.get(call) == 0)
+    if call in ("einsum", *EMBEDDINGS, *RECURRENT):
+        return False
+    return slot[0] == _ADDED.get(call, 2) or slot[0] > 3
+
+
+def _measurable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0
+
+
+@torch.no_grad()
+def _norm(tensor: Tensor) -> Tensor:
+    """In float64, so that no square overflows."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return torch.linalg.vector_norm(values, dtype=torch.float64)

@@ -1,0 +1,342 @@
+"""The gauge of gradients: a power of two for each region of a model, measured in one step.
+
+Let the gradient that leaves call v be the true gradient of the scaled function times 2**c(v). Where
+a gradient goes from v back to u it is multiplied by 2**(c(u) - c(v)). Then the gradient of every
+parameter is the true one times a power of two of its own, whatever the exponents c: they may be
+chosen so that all gradients that enter a product have RMS 1.
+
+A *region* is what hangs together by calls that have no factor anyway. Products and weighted adds
+have factors: they take the ratio of two gauges along, and regions end there. A region has one
+exponent, which suits most of its products; a product that it does not suit has one of its own, with
+factors where it meets the region. The exponent is the one that needs the fewest of these.
+
+What is measured is in `measure.measuring`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from ...ops import OPS
+from ..capture.calls import PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.record import Input, Node, Slot, tensors_in
+from ..plan.planner import Planned
+from ..plan.steps import MEASURED, Row, Settled, Step, with_slots
+from ..run.replay import factor_after
+from .measuring import REACH, Measured
+
+__all__ = ["place", "with_true_gradients"]
+
+
+class _Regions:
+    """The gauges of a plan. exponents: of the result of each call, and of each parameter."""
+
+    def __init__(
+        self, planned: Planned, measured: Measured, settled: Settled, true_gradients: bool
+    ) -> None:
+        self.flow, self.plan = planned.flow, planned.plan
+        self.nodes = planned.flow.nodes
+        self._measured, self._settled = measured, settled
+        self._true = true_gradients
+        self._root = list(range(len(self.nodes)))
+        self.edges = [
+            (index, i)
+            for index, node in enumerate(self.nodes)
+            if node.function
+            for i in node.inputs
+            if node.live and self._has_gradient(i.node)
+        ]
+        self._free = {
+            (index, slot) for index in range(len(self.nodes)) for slot in self._riding(index)
+        }
+        self._tied = self._join()
+        self._boundary = self._boundaries()
+        self.exponents: list[int] = [0] * len(self.nodes)
+        self._shift = self._offset()
+        if not any(node.function is torch.autograd.grad for node in self.nodes):
+            self._choose()  # what takes gradients itself has one gauge
+
+    def _riding(self, index: int) -> Iterable[Slot]:
+        """The slots of a call whose factors cost nothing more, or no more than that of a parameter,
+        which they make unnecessary."""
+        node = self.nodes[index]
+        step = None if node.key is None else self.plan.steps.get(node.key)
+        weighted = [slot for slot, fwd, _ in (step.slots if step else ()) if fwd != 1]
+        weights = [i.slot for i in node.inputs if self.nodes[i.node].computed]
+        inner = weights if not node.computed else []
+        return (*weighted, *inner, *operands(node, step).values())
+
+    def _has_gradient(self, index: int) -> bool:
+        return self.nodes[index].live and (
+            self.nodes[index].function is not None or self._is_leaf(index)
+        )
+
+    def _find(self, index: int) -> int:
+        while self._root[index] != index:
+            self._root[index] = self._root[self._root[index]]
+            index = self._root[index]
+        return index
+
+    def _union(self, a: int, b: int) -> None:
+        a, b = self._find(a), self._find(b)
+        self._root[max(a, b)] = min(a, b)
+
+    def _is_leaf(self, index: int) -> bool:
+        """Whether a node is a parameter, or an input that requires a gradient."""
+        node = self.nodes[index]
+        return node.function is None and (node.parameter is not None or node.wanted)
+
+    def _join(self) -> set[int]:
+        """Joins what has no factor between; returns the nodes with an edge that can have none."""
+        tied: set[int] = set()
+        for index, i in self.edges:
+            node = self.nodes[index]
+            fixed = node.key is None or bool(node.inside) or self._is_written(node, i)
+            if fixed:
+                tied |= {index, i.node}
+                self._union(index, i.node)
+                if self._is_written(node, i):
+                    tied |= self._join_base(i.node)
+            elif (index, i.slot) not in self._free and not self._is_leaf(i.node):
+                self._union(index, i.node)
+        return tied
+
+    def _boundaries(self) -> Counter[int]:
+        """How many edges of each call would need a factor if it had a gauge of its own."""
+        edges = [(r, i.node) for r, i in self.edges if (r, i.slot) not in self._free]
+        return Counter(n for edge in edges if not self._is_leaf(edge[1]) for n in edge)
+
+    def _is_written(self, node: Node, i: Input) -> bool:
+        return i.slot in node.written
+
+    def _join_base(self, index: int) -> set[int]:
+        """What is written to in place is one value with all that it is a view of."""
+        joined = {index}
+        while self.nodes[index].kind in TRANSPARENT and self.nodes[index].inputs:
+            above = self.nodes[index].inputs[0].node
+            self._union(index, above)
+            index = above
+            joined.add(index)
+        return joined
+
+    def _wanted(self, index: int) -> float | None:
+        """The exponent that brings the gradient of a call to RMS 1; of a product whose factor is
+        not in its kernels, the gradient that these get."""
+        node, key = self.nodes[index], self.nodes[index].key
+        found = None if key is None else self._measured.gradients.get(key)
+        step = None if key is None else self.plan.steps.get(key)
+        if found is None or step is None or not self.is_product(index):
+            return None if found is None else -found
+        return -found - math.log2(abs(factor_after(step, node.function, node.args, node.kwargs)))
+
+    def _choose(self) -> None:
+        members: dict[int, list[int]] = defaultdict(list)
+        for index, node in enumerate(self.nodes):
+            if node.live and not self._is_leaf(index):
+                members[self._find(index)].append(index)
+        chosen = {root: self._of_region(calls) for root, calls in members.items()}
+        for index in reversed(range(len(self.nodes))):  # zero gradients: as what reads them
+            root = self._find(index)
+            if root in chosen and chosen[root] is None:
+                chosen[root] = next(
+                    (
+                        c
+                        for r in self.flow.readers[index]
+                        if (c := chosen.get(self._find(r))) is not None
+                    ),
+                    None,
+                )
+        for root, calls in members.items():
+            for index in calls:
+                self.exponents[index] = self._own(index, chosen[root] or 0)
+        leaves = [index for index in range(len(self.nodes)) if self._is_leaf(index)]
+        for index in leaves:
+            self.exponents[index] = self._of_leaf(index, chosen)
+        for bias, weight in self._biases():  # the product gives it the factor of its weight
+            own = self._measured.parameters.get(self.nodes[bias].parameter or "")
+            if own is None or abs(self.exponents[weight] + own) <= REACH:
+                self.exponents[bias] = self.exponents[weight]
+
+    def _biases(self) -> Iterator[tuple[int, int]]:
+        """The parameters that are biases of one product and nothing else, and its weight."""
+        uses = Counter(i.node for _, i in self.edges)
+        for node in self.nodes:
+            step = None if node.key is None else self.plan.steps.get(node.key)
+            names, at = operands(node, step), {i.slot: i.node for i in node.inputs}
+            if "bias" in names and "weight" in names:
+                bias, weight = at[names["bias"]], at[names["weight"]]
+                known = self.nodes[bias].parameter in self._settled.parameters
+                if self._is_leaf(bias) and uses[bias] == 1 and not known and not self._true:
+                    yield bias, weight
+
+    def _offset(self) -> int:
+        """What is added to the gauges that another form of call has settled: its gradient may start
+        with another size."""
+        known = self._settled.gauges
+        moves = [-g - known[key] for key, g in self._measured.gradients.items() if key in known]
+        return round(sorted(moves)[len(moves) // 2]) if moves else 0
+
+    def _of_region(self, calls: list[int]) -> int | None:
+        if self._true and any(self._is_leaf(i.node) for i in self._forced(calls)):
+            return 0
+        for index in calls:
+            key = self.nodes[index].key
+            if key in self._settled.gauges and self.is_product(index):
+                return self._settled.gauges[key] + self._shift
+        found = [(i, w) for i in calls if (w := self._wanted(i)) is not None]
+        products = [(i, w) for i, w in found if self.is_product(i)]
+        wanted = [(w, self._boundary[i]) for i, w in products or found]
+        if not wanted:
+            return None
+        middle = sorted(wanted)[len(wanted) // 2][0]
+        candidates = sorted({round(w) for w, _ in wanted}, key=lambda c: (abs(c - middle), c))
+        return min(candidates, key=lambda c: sum(n for w, n in wanted if abs(c - w) > REACH))
+
+    def _forced(self, calls: list[int]) -> list[Input]:
+        members = set(calls)
+        return [
+            i
+            for index, i in self.edges
+            if index in members and (self.nodes[index].key is None or self.nodes[index].inside)
+        ]
+
+    def is_product(self, index: int) -> bool:
+        return self.nodes[index].kind in PRODUCTS | RECURRENT
+
+    def _own(self, index: int, region: int) -> int:
+        """The exponent of a call: that of its region, unless it is a product that it does not
+        suit."""
+        wanted = self._wanted(index)
+        if not self.is_product(index) or index in self._tied or wanted is None:
+            return region
+        key = self.nodes[index].key
+        if key in self._settled.gauges:
+            return self._settled.gauges[key] + self._shift
+        return region if abs(region - wanted) <= REACH else round(wanted)
+
+    def _of_leaf(self, index: int, chosen: Mapping[int, int | None]) -> int:
+        node = self.nodes[index]
+        if self._find(index) in chosen or index in self._tied:
+            return chosen.get(self._find(index)) or 0
+        name = node.parameter
+        if name is None or self._true:
+            return 0
+        if name in self._settled.parameters:
+            return self._settled.parameters[name] - (self.plan.outside or 0)
+        readers = [r for r, i in self.edges if i.node == index]
+        near = [self.exponents[r] for r in readers]
+        found = self._measured.parameters.get(name)
+        if found is None:
+            return near[0] if near else 0
+        return next((c for c in near if abs(c + found) <= REACH), round(-found))
+
+
+def operands(node: Node, step: Step | None) -> dict[str, Slot]:
+    """The tensors of a product, by the names of the scales that its op takes for them."""
+    if step is None or step.op not in OPS or node.kind not in PRODUCTS | {"linear_readout"}:
+        return {}
+    op = OPS[step.op]
+    if not op.constrainable:
+        return {}
+    given = op.bind(node.args, node.kwargs, node.function)
+    if given.get("more"):
+        return {}
+    slots = {id(t): slot for slot, t in (*tensors_in(node.args), *tensors_in(node.kwargs))}
+    names = op.scales(node.args, node.kwargs, func=node.function).keys()
+    found = {name: slots[id(t)] for name in names if id(t := given.get(name)) in slots}
+    if "mat1" in found and given["input"].dim() > 1:  # a term of its own, not a bias
+        found.pop("input", None)
+    return found
+
+
+def with_true_gradients(planned: Planned) -> None:
+    """Gives the products of a plan the gradients of the function that they compute: the rules of
+    their ops scale those of weights by themselves."""
+    steps = planned.plan.steps
+    for node in planned.flow.nodes:
+        step = None if node.key is None else steps.get(node.key)
+        if node.key is not None and operands(node, step):
+            steps[node.key] = _gauged(node, step, {})
+
+
+def place(planned: Planned, measured: Measured, settled: Settled, true_gradients: bool) -> None:
+    """Writes corrections and gauges into a plan.
+
+    true_gradients: whether the gradients of parameters are those of the model, exactly.
+    """
+    plan, nodes = planned.plan, planned.flow.nodes
+    for index, node in enumerate(nodes):
+        if node.key is not None and index in planned.checked:
+            exponent = plan.corrections[node.place] = measured.corrections.get(node.place, 0)
+            if exponent:
+                known = plan.steps.get(node.key) or Step()
+                plan.steps[node.key] = replace(known, output=known.output * 2.0**exponent)
+    for node in nodes:
+        step = None if node.key is None else plan.steps.get(node.key)
+        if node.key is not None and step is not None and (0,) in node.written:
+            plan.steps[node.key] = replace(step, writes=True)
+    regions = _Regions(planned, measured, settled, true_gradients)
+    ratios: dict[int, dict[Slot, int]] = defaultdict(dict)
+    for index, i in regions.edges:
+        ratio = regions.exponents[i.node] - regions.exponents[index]
+        if ratio:
+            ratios[index][i.slot] = ratio
+    for index, node in enumerate(nodes):
+        step = None if node.key is None else plan.steps.get(node.key)
+        if node.key is not None and (index in ratios or operands(node, step)):
+            plan.steps[node.key] = _gauged(node, step, ratios[index])
+    for index, node in enumerate(nodes):
+        if node.key in plan.steps and regions.is_product(index):
+            plan.gauges[node.key] = regions.exponents[index]
+            if node.key not in measured.gradients:
+                plan.unseen += (node.key,)
+        if node.parameter is not None:
+            plan.parameters[node.parameter] = regions.exponents[index]
+            if node.parameter not in measured.parameters:
+                plan.idle += (node.parameter,)
+    planned.exponents.extend(regions.exponents)
+    for number, (row, index) in enumerate(zip(plan.rows, planned.rows, strict=True)):
+        node = nodes[index]
+        correction = plan.corrections.get(node.place, 0) if index in planned.checked else 0
+        plan.rows[number] = _told(row, node, regions.exponents[index], correction)
+
+
+def _gauged(node: Node, step: Step | None, ratios: dict[Slot, int]) -> Step:
+    """The step with a power of two for the gradient of each argument."""
+    names = operands(node, step)
+    if not names:
+        return with_slots(step, [(slot, 1.0, 2.0**e) for slot, e in ratios.items()]) or Step()
+    assert step is not None
+    output = step.output * _rule(node, step)
+    scales = {name: output * 2.0 ** ratios.pop(slot, 0) for name, slot in names.items()}
+    if "bias" in scales:  # the product gives it the factor of the weight
+        rest = scales["bias"] / scales["weight"]
+        scales["bias"] = scales["weight"]
+        if rest != 1:
+            ratios[names["bias"]] = round(math.log2(rest))
+    step = replace(step, output=1.0, constraint=(("output", output), *scales.items()))
+    return with_slots(step, [(slot, 1.0, 2.0**e) for slot, e in ratios.items()]) or step
+
+
+def _rule(node: Node, step: Step) -> float:
+    """The factor that the op of a product gives its result."""
+    assert step.op is not None
+    op, constraint = OPS[step.op], step.constraint
+    return op.scales(node.args, node.kwargs, func=node.function, constraint=constraint)["output"]
+
+
+def _told(row: Row, node: Node, exponent: int, correction: int) -> Row:
+    """The row of a call with what was measured: the correction of its factor, and of a product the
+    gauge of its gradient."""
+    said = [row.why] if row.why else []
+    if correction:
+        said.append(f"measured: times {2.0**correction:g}")
+    if node.kind in PRODUCTS | RECURRENT:
+        said.append(f"gradient times {2.0**exponent:g}")
+    done = MEASURED if correction and row.left_alone else row.done
+    return replace(row, done=done, why=", ".join(said))

@@ -1,0 +1,286 @@
+"""How a plan is made: a copy of the model is recorded, then measured.
+
+The copies share the parameters of the model, have buffers of their own and no hooks. The random
+state is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fp8.report import LEFT_ALONE
+from fp8.threads import Setting, Stack
+
+from ..capture.copies import detached, fresh, twin_of
+from ..capture.observe import plain
+from ..capture.record import Key, Place, Recorder, Slot, tensors_in
+from ..folding.ratios import find_ties
+from ..plan.planner import Planned, make_plan
+from ..plan.steps import Plan, Row, Settings, Settled, Step, Weights
+from ..plan.weights import parametrizations, pruned, tagged_weights
+from ..run.border import records
+from ..run.install import Call, Places, Scope, find_scope, is_sharded
+from .gauge import place, with_true_gradients
+from .measuring import Actual, Measuring, measure
+from .ranks import fingerprint
+
+__all__ = ["RUNNING", "UNSEEN", "Given", "Looking", "look"]
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call."""
+
+RUNNING = Stack()
+"""The scopes that are running in this thread, innermost last: at most one, in practice."""
+
+UNSEEN = "unit_scale has not seen this form of call yet"
+
+
+class Looking(Scope, Protocol):
+    """What a look at a model needs to know of its `unit_scale`.
+
+    arriving: the exponent of what arrives from outside in the first form of call, once it is known.
+    """
+
+    kinds: dict[Callable[..., Any], str]
+    replacements: dict[Callable[..., Any], Callable[..., Any]]
+    settled: Settled
+    init: str
+    residual: str
+    context_length: int | None
+    arriving: int | None
+
+    def settle(self) -> None:
+        """Takes over what the plans so far have measured."""
+
+    def within(self, path: str, call: Call) -> Any:
+        """``call()``, the forward of the module named ``path``."""
+
+    def forget_loose(self, plan: Plan) -> None:
+        """Drops plans that were made with less known than ``plan``."""
+
+
+def _without_warnings() -> AbstractContextManager[Any]:
+    quiet = warnings.catch_warnings()
+    quiet.__enter__()
+    warnings.simplefilter("ignore")
+    return quiet
+
+
+# While a model is recorded: its warnings come when it runs. Filters belong to the process.
+_SILENT = Setting(_without_warnings)
+
+
+def look(
+    scope: Looking,
+    module: nn.Module,
+    path: str,
+    given: Given,
+    *,
+    evaluate: bool = False,
+    actual: Actual | None = None,
+) -> Plan:
+    """The plan for a call of ``module``, which is at ``path`` in the model of ``scope``.
+
+    evaluate: whether the copy runs in evaluation, whatever ``module`` does. actual: what a step of
+    the model itself has shown.
+    Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
+    """
+    if is_sharded(module):
+        raise RuntimeError(
+            f"{UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
+            "once before fully_shard, with arguments of the same form, in the same mode, and with "
+            "gradients if they are taken"
+        )
+    copies = [twin_of(module, scope, _Recorded(scope)) for _ in range(2)]
+    if evaluate:
+        copies = [twin.eval() for twin in copies]
+    weights = tagged_weights(copies[0], path)
+    recorder, ends = _record(scope, copies[0], path, given, weights)
+    planned = make_plan(recorder.graph, _settings(scope, weights, whole=not path))
+    gradients = _measure(scope, planned, copies[1], path, given, actual)
+    _end(planned, ends, gradients)
+    if not path and scope.init == "unit":
+        buffers = {id(b): name for name, b in copies[0].named_buffers()}
+        results = list(ends.values())
+        planned.plan.ties = find_ties(recorder.graph, planned.plan, buffers, results)
+    return planned.plan
+
+
+def _record(
+    scope: Looking, twin: nn.Module, path: str, given: Given, weights: Weights
+) -> tuple[Recorder, dict[Slot, int]]:
+    """Runs a copy without gradients: (what it did, the nodes of its results)."""
+    wanted = [t.requires_grad for _, t in tensors_in(given)]
+    args, kwargs = detached(given)
+    copies = [id(t) for _, t in tensors_in((args, kwargs))]
+    inputs = dict(zip(copies, wanted, strict=True))
+    running, computing = scope.path.items, parametrizations(twin, f"{path}." if path else "")
+    path_now = lambda: running[-1]  # noqa: E731
+    rest = (inputs, path_now, computing)
+    recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
+    with torch.random.fork_rng(_devices(twin)), torch.no_grad(), _SILENT:
+        result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
+    return recorder, recorder.ends(plain(result))
+
+
+def _measure(
+    scope: Looking,
+    planned: Planned,
+    twin: nn.Module,
+    path: str,
+    given: Given,
+    actual: Actual | None,
+) -> Mapping[Key, float]:
+    """Measures what the plan of a recorded model leaves to measurement, and completes it.
+
+    Returns the RMS of the true gradient at each call.
+    """
+    with_true_gradients(planned)
+    scope.settle()
+    names = sorted(name for name, _ in twin.named_parameters())
+    planned.plan.name = fingerprint([node.key for node in planned.flow.nodes], names)
+    plan, settled = planned.plan, scope.settled
+    loss = None if actual is None else actual.loss
+    known: Mapping[Place, int] = settled.corrections
+    if planned.settled:  # the factors are those for that length, the gradients those of this one
+        other = twin_of(twin, find_scope(twin, _Recorded), _Recorded(scope))
+        with torch.no_grad():
+            known = _step(scope, planned, other, path, given, known, True)[0].finish({}).corrections
+    mode, failed = _step(scope, planned, twin, path, given, known, False, loss)
+    preserve = scope.init == "preserve"
+    if actual is not None:
+        plan.final, plan.outside = True, actual.outside
+    elif settled.parameters and not plan.final:
+        plan.outside = scope.arriving or 0  # as in the form of call that was first
+    if preserve:
+        plan.outside = 0  # gradients of parameters are the true ones
+    found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
+    place(planned, found, settled, preserve)
+    if failed:
+        plan.rows.append(Row(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
+    if not path:
+        scope.forget_loose(plan)
+    return found.gradients
+
+
+def _step(
+    scope: Looking,
+    planned: Planned,
+    twin: nn.Module,
+    path: str,
+    given: Given,
+    known: Mapping[Place, int],
+    at_settled_length: bool,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> tuple[Measuring, str]:
+    """Runs a copy forward, and backward where gradients are recorded: (what was measured, why
+    there was no backward pass).
+
+    known: corrections that were measured before. at_settled_length: as in `Measuring`.
+    """
+    rest = (scope.kinds, scope.replacements, scope.path.items)
+    mode = Measuring(planned, known, at_settled_length, *rest)
+    find_scope(twin, _Recorded).measuring = mode
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _run_in(scope, mode, path, lambda: twin(*args, **kwargs))
+
+    prefix = f"{path}." if path else ""
+    with torch.random.fork_rng(_devices(twin)), _SILENT:
+        failed = measure(mode, twin, run, fresh(*given, records()), prefix, loss)
+    return mode, failed
+
+
+def _settings(scope: Looking, weights: Weights, whole: bool) -> Settings:
+    return Settings(
+        weights=weights,
+        replaced=frozenset(scope.kinds[f] for f in scope.replacements),
+        preserve=scope.init == "preserve",
+        residual=scope.residual,
+        context=scope.context_length,
+        settled=scope.settled,
+        whole=whole,
+    )
+
+
+def _run_in(scope: Looking, mode: TorchFunctionMode, path: str, call: Call) -> Any:
+    """``call()``, the forward of a copy of the module named ``path``, in a mode."""
+    RUNNING.items.append(scope)
+    try:
+        with mode:
+            return scope.within(path, call)
+    finally:
+        RUNNING.items.pop()
+
+
+def _devices(model: nn.Module) -> list[int]:
+    return sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+
+
+def _names(model: nn.Module, path: str) -> dict[int, str]:
+    """The names of parameters, and of what they are once they are pruned, by id."""
+    prefix = f"{path}." if path else ""
+    names = {id(p): prefix + n for n, p in model.named_parameters(remove_duplicate=True)}
+    for name, child in model.named_modules(prefix=path):
+        masked = {id(getattr(child, n)): p for p, n in pruned(child).items()}
+        names |= {key: f"{name}.{p}" if name else p for key, p in masked.items()}
+    return names
+
+
+class _Recorded:
+    """The scope of the copy that is recorded, in place of that of the model."""
+
+    order = 0
+
+    def __init__(self, scope: Looking) -> None:
+        self.scope = scope
+        self.path = scope.path
+        #: What measures it, in the backward pass too.
+        self.measuring: Measuring | None = None
+
+    def inside(self, path: str) -> Places | None:
+        """As of the scope. Raises RuntimeError in a thread that the forward pass has started: it
+        has no part in the plan, and would wait for the recording, which waits for it."""
+        if not RUNNING.items and self.measuring is not None:
+            return None  # a checkpoint computes it again
+        if not RUNNING.items:
+            raise RuntimeError(
+                f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
+                "part of; a plan belongs to one thread: transform the parts, each by itself"
+            )
+        return self.scope.inside(path)
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """As of the scope; raises as `inside`."""
+        if self.inside(path) is not None or self.measuring is None:
+            return self.scope.run(call, module, path, args, kwargs)
+        RUNNING.items.append(self.scope)
+        try:
+            with self.measuring.again():
+                return self.scope.within(path, call)
+        finally:
+            RUNNING.items.pop()
+
+
+def _end(planned: Planned, ends: Mapping[Slot, int], sizes: Mapping[Key, float]) -> None:
+    """Writes into a plan what the results of the model need, which come from the calls ``ends``."""
+    plan, flow = planned.plan, planned.flow
+    for slot, index in ends.items():
+        node = flow.nodes[index]
+        size = 0.0 if node.key is None else sizes.get(node.key, 0.0)
+        single = sum(other == index for other in ends.values()) == 1 and node.results == 1
+        if node.key is None or flow.readers[index] or not single:
+            plan.outputs[slot] = planned.exponents[index], size
+        else:
+            step = plan.steps.get(node.key) or Step()
+            plan.steps[node.key] = replace(step, end=(planned.exponents[index], size))

@@ -1,0 +1,287 @@
+"""One step of a recorded model under its plan: what the factors of calls miss, and the gradients.
+
+The recorded copy runs forward and backward once, with the model's own loss, or with a unit normal
+gradient of its outputs. On the way forward rules that miss RMS 1 by more than `REACH` are
+corrected by a power of two: they take positions for uncorrelated, and inputs for RMS 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fp8.measuring import uncast
+
+from ..capture.observe import find_loss, plain
+from ..capture.record import Key, Place, rms_of, tensors_in
+from ..plan.planner import Planned
+from ..plan.steps import Plan, Step
+from ..plan.weights import pruned
+from ..run.border import records
+from ..run.replay import Replay
+from .ranks import agreed, is_alone
+
+__all__ = ["REACH", "Actual", "Measured", "Measuring", "Watching", "measure"]
+
+REACH = 1.5
+"""By how many octaves an RMS may miss 1: [1/4, 4] is 2, and half of one is for what differs from
+batch to batch. The factor of a rule is corrected where it misses by more, and a gauge is another
+one for a product that it misses by more."""
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+@dataclass
+class Measured:
+    """The binary logarithms of RMS values. gradients: of the results of calls. parameters: of the
+    gradients of parameters. corrections: place of a call -> exponent of a factor of its result: all
+    passes of a loop have one."""
+
+    gradients: dict[Key, float] = field(default_factory=dict)
+    parameters: dict[str, float] = field(default_factory=dict)
+    corrections: dict[Place, int] = field(default_factory=dict)
+
+    def shared(self, name: str) -> Measured:
+        """That of the first process of the job: see `measure.ranks`."""
+        if is_alone():
+            return self
+        tables = [[[k, v] for k, v in getattr(self, f.name).items()] for f in fields(self)]
+        found = json.loads(agreed(name, json.dumps(tables)))
+        return Measured(*({_tupled(k): v for k, v in table} for table in found))
+
+
+class Actual(NamedTuple):
+    """What a step of the model itself has shown. gradients: of calls, the binary logarithm of their
+    RMS. outside: as in `Plan`, of the plan to be made. loss: the model's output -> its loss, where
+    that is known in place of gradients."""
+
+    gradients: Mapping[Key, float]
+    outside: int | None
+    loss: Callable[[Any], Tensor] | None = None
+
+
+class Watching(Replay):
+    """Executes a plan, and measures the gradients of the results of its calls.
+
+    keys: of these calls alone; None for all.
+    """
+
+    def __init__(self, plan: Plan, keys: Collection[Key] | None, *rest: Any) -> None:
+        super().__init__(plan, *rest)
+        self._keys = keys
+        self._squares: dict[Key, list[tuple[float, int]]] = defaultdict(list)
+        self._key: Key | None = None
+
+    def _next(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        step = super()._next(kind, args, kwargs)
+        self._key = (self._path[-1], kind, self._counts.get((self._path[-1], kind), 0) - 1)
+        return step
+
+    def _called(
+        self, step: Step | None, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        output = super()._called(step, function, args, kwargs)
+        key, self._key = self._key, None  # no plan knows the next call, perhaps
+        if key is not None and (self._keys is None or key in self._keys):
+            output = self._seen(key, output)
+        return output
+
+    def _seen(self, key: Key, output: Any) -> Any:
+        for _, tensor in tensors_in(output):
+            if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
+                self._watch(key, tensor)
+        return output
+
+    def _watch(self, key: Key, tensor: Tensor) -> None:
+        def note(grad: Tensor | None) -> None:
+            if grad is None:
+                return
+            try:
+                norm = torch.linalg.vector_norm(grad.detach(), dtype=_wide(grad)).item()
+            except RuntimeError:  # what vmap computes shows no values
+                return
+            self._squares[key].append((norm**2, grad.numel()))
+
+        tensor.register_hook(note)
+
+    def gradients(self) -> dict[Key, float]:
+        """The binary logarithm of the RMS of each gradient that has come and is not zero."""
+        found = {}
+        for key, parts in list(self._squares.items()):
+            mean = sum(square for square, _ in parts) / max(1, sum(count for _, count in parts))
+            if 0 < mean < math.inf:
+                found[key] = math.log2(mean) / 2
+        return found
+
+
+class Measuring(Watching):
+    """Corrects the factors of a plan on the way forward.
+
+    known: corrections that were measured before. at_settled_length: whether attention that is
+    scaled for another length than this one counts as one of RMS 1, as it is for that length.
+    """
+
+    def __init__(
+        self,
+        planned: Planned,
+        known: Mapping[Place, int],
+        at_settled_length: bool,
+        *rest: Any,
+    ) -> None:
+        super().__init__(planned.plan, None, *rest)
+        self.plan = planned.plan
+        self._rest = (planned, known, at_settled_length, *rest)
+        nodes = planned.flow.nodes
+        self._checked = {nodes[i].key: nodes[i].place for i in planned.checked}
+        self._writing = {nodes[i].key for i in planned.checked if (0,) in nodes[i].written}
+        self._attends = {nodes[i].key for i in planned.settled if at_settled_length}
+        self.found = Measured(corrections=dict(known))
+        self._passes: dict[Place, list[int]] = defaultdict(list)
+
+    def again(self) -> Measuring:
+        """The same for what is computed once more in the backward pass."""
+        other = Measuring(*self._rest)
+        other.found, other._squares = self.found, self._squares
+        other._passes = defaultdict(list)
+        return other
+
+    def _called(
+        self, step: Step | None, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if self._key not in self._checked:
+            return super()._called(step, function, args, kwargs)
+        if self._key not in self._writing:
+            return super()._called(step, function, args, kwargs)
+        output = super()._called(step, function, (args[0].clone(), *args[1:]), kwargs)
+        return args[0].copy_(output)
+
+    def _seen(self, key: Key, output: Any) -> Any:
+        floats = isinstance(output, Tensor) and output.is_floating_point()
+        if floats and (key in self._checked or key in self._attends):
+            output = self._corrected(key, output)
+        return super()._seen(key, output)
+
+    def _corrected(self, key: Key, output: Tensor) -> Tensor:
+        place = self._checked.get(key)
+        exponent = None if place is None else self.found.corrections.get(place)
+        if exponent is None:
+            size = math.log2(rms_of(output))
+            exponent = -round(size) if abs(size) > REACH else 0
+            if place is not None:
+                self._passes[place].append(exponent)
+        return output * 2.0**exponent if exponent else output
+
+    def finish(self, actual: Mapping[Key, float]) -> Measured:
+        """What was found, once the gradients are there. actual: the gradients of the model's own
+        step, of some calls; those of the others follow them."""
+        for place, exponents in self._passes.items():
+            self.found.corrections[place] = sorted(exponents)[len(exponents) // 2]
+        found = self.gradients()
+        moves = sorted(size - found[key] for key, size in actual.items() if key in found)
+        move = moves[len(moves) // 2] if moves else 0.0
+        self.found.gradients = {key: size + move for key, size in found.items()} | dict(actual)
+        own = self.found.parameters.items()
+        self.found.parameters = {name: size + move for name, size in own}
+        return self.found
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def measure(
+    mode: Measuring,
+    twin: nn.Module,
+    run: Callable[..., Any],
+    given: tuple[Any, dict[str, Any]],
+    prefix: str,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> str:
+    """Runs a step of ``twin`` with other tensors for its parameters, whose gradients are those of
+    the model.
+
+    run: calls the twin under ``mode``. given: its arguments. prefix: of the names of parameters.
+    loss: as in `Actual`.
+    Products are not cast, whatever the recipe in force. Returns why there is no backward pass where
+    it fails, as that of the model itself does.
+    """
+    grads, failed = records(), ""
+    parameters = {
+        name: p.detach().requires_grad_() if grads and p.requires_grad else p.detach()
+        for name, p in twin.named_parameters()
+    }
+
+    for path, child in twin.named_modules():  # a copy has no hooks that prune it
+        for original, name in pruned(child).items():
+            values = parameters[f"{path}.{original}" if path else original]
+            setattr(child, name, values * getattr(child, f"{name}_mask"))
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        nonlocal failed
+        result = run(*args, **kwargs)
+        try:
+            if grads:
+                named = {prefix + name: p for name, p in parameters.items()}
+                mode.plan.final = _backward(mode, result, named, loss)
+        except RuntimeError as error:
+            failed = str(error).splitlines()[0]
+
+    tensors = {f"module.{name}": tensor for name, tensor in parameters.items()}
+    with uncast():
+        functional_call(_Held(twin, step), tensors, *given)
+    return failed
+
+
+class _Held(nn.Module):
+    """A module, and what is called while it has other parameters."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+def _backward(
+    measuring: Measuring,
+    output: Any,
+    parameters: Mapping[str, Tensor],
+    outside: Callable[[Any], Tensor] | None,
+) -> bool:
+    """Computes the gradients of a model's loss, or of its outputs in a seeded normal direction.
+
+    Their ``.grad`` is written. Returns whether there is a loss.
+    """
+    loss = find_loss(output) if outside is None else outside(output)
+    ends = [t for _, t in tensors_in(plain(output)) if t.requires_grad]
+    named = {n: p for n, p in parameters.items() if p.requires_grad}
+    if not (ends and named):
+        return False
+    starts: list[Tensor | None] = [None]
+    if loss is None:
+        generator = torch.Generator().manual_seed(0)
+        starts = [torch.randn(t.shape, generator=generator).to(t) for t in ends]
+    torch.autograd.backward(ends if loss is None else [loss], starts)
+    for name, parameter in named.items():
+        size = 0.0 if parameter.grad is None else _rms(parameter.grad)
+        if 0 < size < math.inf:
+            measuring.found.parameters[name] = math.log2(size)
+    return loss is not None
+
+
+@torch.no_grad()
+def _rms(grad: Tensor) -> float:
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    norm: float = torch.linalg.vector_norm(values, dtype=_wide(values)).item()
+    return norm / math.sqrt(max(1, grad.numel()))

@@ -1,0 +1,80 @@
+"""Attention, in one call or spelled out: its factor follows from the number of keys.
+
+That number is settled by the first form of call, so that all others compute the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...ops import OPS
+from ..capture.flow import Flow
+from ..capture.record import Node, sees_the_past
+from .steps import Decision, Settings, Step
+
+__all__ = ["Attention"]
+
+
+class Attention:
+    """Decides on softmaxes that weigh values, products with them, and attention in one call."""
+
+    def __init__(self, flow: Flow, settings: Settings) -> None:
+        self.flow = flow
+        self._settings = settings
+        #: The calls whose factor is that of a settled number of keys, and that have another here.
+        self.of_others: set[int] = set()
+        self._averages: dict[int, int] = {}  # product of attention weights and values -> keys
+
+    def decide(self, index: int, node: Node) -> Decision | None:
+        """The decision of the plan for a call; None for one that is no part of attention."""
+        if index in self._averages:
+            keys = self._averages[index]
+            factor = keys**-0.5
+            constraint = (("output", factor), ("left", factor), ("right", factor))
+            return Step(op="matmul", constraint=constraint), "scaled", f"attention over {keys} keys"
+        if node.kind == "softmax":
+            return self._softmax(index, node)
+        return self._fused(index, node) if node.kind == "scaled_dot_product_attention" else None
+
+    def _softmax(self, index: int, node: Node) -> Decision | None:
+        """The softmax of attention: scaled for a fixed number of keys."""
+        product = self.flow.weighs(index)
+        if product is None or self.flow.nodes[product].kind != "matmul":
+            return None
+        dim = OPS["softmax"].bind(node.args, node.kwargs, node.function).get("dim", -1)
+        keys, _ = self._keys(index, node, node.shape[-1 if dim is None else dim])
+        if index in self.of_others:
+            self.of_others.add(product)
+        self._averages[product] = keys
+        factor = OPS["softmax"].rule(torch.empty(keys, device="meta"), 0)["output"]
+        return Step(output=factor), "scaled", f"attention over {keys} keys"
+
+    def _fused(self, index: int, node: Node) -> Decision:
+        """Attention in one call: the same factor in every form of call, whatever its length."""
+        op = OPS[node.kind]
+        given = op.bind(node.args, node.kwargs, node.function)
+        mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
+        keys, always = self._keys(
+            index, node, given["value"].shape[-2], causal or sees_the_past(mask)
+        )
+        settings: tuple[tuple[str, Any], ...]
+        settings, output = (("context_length", keys), ("is_causal", always)), 1.0
+        if mask is None and causal != always:  # the argument does more than choose the factor
+            factors = [
+                op.scales((), {**given, "context_length": keys, "is_causal": c})["output"]
+                for c in (always, causal)
+            ]
+            settings, output = settings[:1], factors[0] / factors[1]
+        step = Step(op=node.kind, settings=settings, output=output)
+        return step, "scaled", f"over {keys} keys" + (", of the past" if always else "")
+
+    def _keys(self, index: int, node: Node, seen: int, causal: bool = False) -> tuple[int, bool]:
+        """(the number of keys to scale for, whether queries see the past only), always the same."""
+        assert node.key is not None
+        found = (self._settings.context or seen, causal)
+        settled = self._settings.settled.keys.setdefault(node.key, found)
+        if settled != (seen, causal):
+            self.of_others.add(index)
+        return settled

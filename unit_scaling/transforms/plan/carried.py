@@ -1,0 +1,157 @@
+"""States that a Python loop carries from one position to the next: ``s = a * s + b``.
+
+A factor at each pass would be raised to the power of their number: the state would forget faster
+than that of the model, or grow. Calls that are made again from the same place, and depend on their
+own earlier results with no product on the way, therefore compute what they did, and so do:
+
+1. the rest of the loop: functions of the state, and what is linear in front of them;
+2. gates: what multiplies the state, up to the products that they are computed from.
+
+A loop around products (a recurrent cell, layers) is a network like any other, and is scaled.
+A running sum of nothing but terms, read at its end alone, is one sum and gets one factor; read or
+written in parts (of experts, say), it has none, and its terms keep one weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from ..capture.calls import AVERAGES, CASTS, ELEMENTWISE, LINEAR, MOVES
+from ..capture.flow import Flow, reached
+from ..capture.record import Place
+from .steps import Decision, Step
+from .units import Unit
+
+__all__ = ["Carried"]
+
+_MULTIPLY = frozenset("mul div lerp addcmul addcdiv".split())
+_ARITHMETIC = ELEMENTWISE - CASTS | _MULTIPLY
+_ADDS = frozenset(["add", "sub"])
+_FORMED = _ARITHMETIC | MOVES
+_SUMS = frozenset("sum norm vector_norm amax cumsum softmax normalize".split())
+_GATES = _FORMED | AVERAGES | _SUMS
+
+
+class Carried:
+    """The calls that are not scaled one by one, because a loop carries their results.
+
+    adds: the residual adds of the flow, which are none. known: place -> loop, of other forms of
+    call, to which this adds those of the flow: a single pass computes what a loop of them does.
+    """
+
+    def __init__(self, flow: Flow, adds: Collection[int], known: dict[Place, int]) -> None:
+        self.flow = flow
+        self.sums: dict[int, int] = {}  # call of a running sum -> terms if it is the last, or 1
+        self._members: dict[Place, list[int]] = defaultdict(list)
+        for index, node in enumerate(flow.nodes):
+            if node.function is not None and node.live and not node.computed:
+                self._members[node.place].append(index)
+        self._scaled = {flow.nodes[index].place for index in adds}
+        cycles = _cycles({p: set(self._places(m, flow.readers)) for p, m in self._members.items()})
+        states = [cycle for cycle in cycles if self._is_state(cycle)]
+        self._scaled |= {place for cycle in cycles if cycle not in states for place in cycle}
+        for cycle in states:
+            if not self._is_sum(cycle) and not cycle <= known.keys():
+                loop = len(known)
+                around = cycle if _is_plain(cycle) else self._around(cycle)
+                known.update({p: loop for p in around if p not in known})
+        self._states = {loop for p, loop in known.items() if not _is_plain({p})}
+        self._loops = {i: loop for p, loop in known.items() for i in self._members.get(p, ())}
+        self._first: dict[int, int] = {}
+        for index in sorted(self._loops, reverse=True):
+            if flow.nodes[index].kind in _ARITHMETIC:
+                self._first[self._loops[index]] = index
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._loops or index in self.sums
+
+    def spared(self, units: dict[int, Unit]) -> dict[int, Unit]:
+        """The units without any of these calls."""
+        return {end: u for end, u in units.items() if not any(call in self for call in u.calls)}
+
+    def decide(self, index: int, restored: Step | None) -> Decision:
+        """As a decision of the plan. restored: the step that brings back the call's weights."""
+        count = self.sums.get(index, 1)
+        if count > 1:
+            step = replace(restored or Step(), output=count**-0.5)
+            return step, "scaled", f"a running sum of {count} terms"
+        if index in self.sums or self._first.get(self._loops[index]) != index:
+            return restored, "", ""
+        if self._loops[index] not in self._states:
+            return restored, "unchanged", "a running sum in parts: its terms keep one weight"
+        return restored, "left alone", "a state carried through a loop: keeps its values"
+
+    def _places(self, calls: Iterable[int], edges: list[list[int]]) -> list[Place]:
+        found = (self.flow.nodes[other].place for call in calls for other in edges[call])
+        return [place for place in found if place in self._members]
+
+    def _is_state(self, cycle: set[Place]) -> bool:
+        product = any(self.flow.is_product(i) for place in cycle for i in self._members[place])
+        kinds = {kind for _, kind, _ in cycle}
+        return not product and bool(kinds & _ARITHMETIC) and not cycle & self._scaled
+
+    def _is_sum(self, cycle: set[Place]) -> bool:
+        """Whether a cycle is a running sum that nothing else reads; notes its factor if it is."""
+        calls = [i for place in cycle for i in self._members[place]]
+        chain = all(self.flow.readers[a] == [b] for a, b in pairwise(calls))
+        if len(cycle) > 1 or self.flow.nodes[calls[0]].kind != "add" or not chain:
+            return False
+        if self.flow.nodes[calls[-1]].numel > 1 and not self.flow.data[calls[-1]]:
+            self.sums |= dict.fromkeys(calls, 1)
+            self.sums[calls[-1]] = 1 + sum(len(self.flow.sources[i]) > 1 for i in calls)
+        return True
+
+    def _around(self, cycle: set[Place]) -> set[Place]:
+        """The places of a loop that keep their values: the state, its functions and its gates."""
+
+        def near(place: Place) -> set[Place]:
+            calls = self._members[place]
+            found = [p for p in self._places(calls, self.flow.readers) if p[1] in _FORMED]
+            found += [p for p in self._places(calls, self.flow.sources) if p[1] in LINEAR | MOVES]
+            return {p for p in found if len(self._members[p]) > 1} - self._scaled
+
+        def gates(place: Place) -> set[Place]:
+            above = self._places(self._members[place], self.flow.sources)
+            return {p for p in above if p[1] in _GATES} - cycle - self._scaled
+
+        return reached(cycle, near) | reached([p for p in cycle if p[1] in _MULTIPLY], gates)
+
+
+def _is_plain(places: set[Place]) -> bool:
+    """Whether nothing is done there but adding and moving."""
+    return not {kind for _, kind, _ in places} & (_ARITHMETIC - _ADDS)
+
+
+def _cycles(edges: Mapping[Place, set[Place]]) -> list[set[Place]]:
+    """The strongly connected parts of a graph that have an edge (Kosaraju's algorithm)."""
+    back: dict[Place, set[Place]] = {place: set() for place in edges}
+    for place, others in edges.items():
+        for other in others:
+            back[other].add(place)
+    seen: set[Place] = set()
+    order = [place for start in edges for place in _visited(edges, start, seen)]
+    seen = set()
+    parts = [_visited(back, start, seen) for start in reversed(order)]
+    return [set(part) for part in parts if len(part) > 1 or (part and part[0] in edges[part[0]])]
+
+
+def _visited(edges: Mapping[Place, set[Place]], start: Place, seen: set[Place]) -> list[Place]:
+    """What a depth-first search finds that was not seen before, each after all that it leads to."""
+    if start in seen:
+        return []
+    seen.add(start)
+    found, stack = [], [(start, iter(edges[start]))]
+    while stack:
+        place, rest = stack[-1]
+        for other in rest:
+            if other not in seen:
+                seen.add(other)
+                stack.append((other, iter(edges[other])))
+                break
+        else:
+            found.append(place)
+            stack.pop()
+    return found

@@ -1,0 +1,38 @@
+"""The interior of a model: the calls whose values a plan may scale.
+
+A call is interior if parameters have gone into its value and it goes on into a layer, a product
+with a weight. Everything else keeps its values: the inputs of the model and what is computed of
+them, its results, its losses and whatever it writes out after its last layer. A part of a model,
+and one without layers, which is a part of another, has layers around it: all of it is interior.
+"""
+
+from __future__ import annotations
+
+from ..capture.calls import EMBEDDINGS
+from ..capture.flow import Flow
+
+__all__ = ["Interior"]
+
+
+class Interior:
+    """The interior calls of a flow. whole: whether it is that of a model and not of a part."""
+
+    def __init__(self, flow: Flow, whole: bool) -> None:
+        nodes = flow.nodes
+        learned = [any(nodes[i.node].computed for i in node.inputs) for node in nodes]
+        layers = [
+            learned[index] and (flow.is_product(index) or node.kind in EMBEDDINGS)
+            for index, node in enumerate(nodes)
+        ]
+        above, below = [False] * len(nodes), [False] * len(nodes)
+        for index, sources in enumerate(flow.sources):
+            above[index] = learned[index] or any(above[source] for source in sources)
+        for index in reversed(range(len(nodes))):
+            below[index] = any(below[r] or layers[r] for r in flow.readers[index])
+        part = not (whole and any(layers))
+        self._inside = [part or (a and b) for a, b in zip(above, below, strict=True)]
+        #: For each node, whether its result goes on into a layer.
+        self.feeds_layers = below
+
+    def __contains__(self, index: int) -> bool:
+        return self._inside[index]

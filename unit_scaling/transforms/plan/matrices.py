@@ -1,0 +1,287 @@
+"""Formulas of matrices: what is multiplied with itself, added to an identity, inverted, a distance.
+
+An inverse by Newton's iteration, ``v = v @ (2 * eye - k @ v)``, is a polynomial of one matrix: it
+holds for the values as they are and for no others. With a factor at each product it would go to
+another matrix, or to infinity. Such calls are found by the data flow, from
+
+1. sums of an identity and a value: ``eye - k`` and what is multiplied by it;
+2. sums of a *power*, a product of values that come from the same one with no weight in between,
+   and a constant or that value: ``3 * x - x @ x.T @ x``;
+3. sums of a product and of squares of what is multiplied: ``x**2 + y**2 - 2 * x @ y``;
+4. means of products that go on into no layer: a correlation over samples, in a loss;
+5. functions of linear algebra, Fourier transforms and `torch.cdist`.
+
+They keep their values, and so does what they are made of from the last layer or softmax on, and
+what is made of them up to the next. Where a result goes on into the model it is multiplied by one
+number, which brings it to the RMS 1 that it does not have by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..capture.calls import (
+    ALGEBRA,
+    ATTENTION,
+    CASTS,
+    ELEMENTWISE,
+    MOVES,
+    PARTS,
+    RECURRENT,
+    SELECTIONS,
+)
+from ..capture.flow import Flow, reached
+from ..capture.record import Input, Key, rms_of, tensors_in
+from .steps import Decision, Step
+from .units import Factors, Unit, run_calls
+
+__all__ = ["Matrices"]
+
+KEEPS = "in a formula of matrices: keeps its values"
+"""What the report says."""
+
+_ADDS = frozenset(["add", "sub", "rsub"])
+_SQUARES = frozenset("pow square norm vector_norm".split())
+_ENDS = frozenset("softmax log_softmax sigmoid tanh normalize".split())
+"""What has values of its own, whatever it is made of."""
+_FEATURES = frozenset(
+    "relu relu6 leaky_relu rrelu elu selu celu gelu silu mish hardswish softplus hardtanh".split()
+)
+_SPELLED = ((ELEMENTWISE | MOVES) - _FEATURES - _ENDS) | frozenset(
+    "sum mean norm vector_norm var std amax amin max min maximum minimum logsumexp".split()
+)
+"""Kinds that a formula is written in, products apart."""
+_CHAINED = MOVES | CASTS | frozenset(["mul", "div", "neg"])
+
+_Root = tuple[int, int]
+"""(node, which of its results)."""
+
+
+class Matrices:
+    """calls: those of all formulas. factors: of the results among them.
+
+    settled: those that are known by their call, to which others are added. scales: what parameters
+    were divided by, by name; in a formula they are what they were.
+    """
+
+    def __init__(
+        self, flow: Flow, scales: Mapping[str, float], settled: dict[Key, Factors]
+    ) -> None:
+        self.flow, self._scales = flow, scales
+        self._roots: list[frozenset[_Root]] = []
+        for index in range(len(flow.nodes)):
+            self._roots.append(self._found(index))
+        self._mixing = self._before_products()
+        self._powers = {i for i in range(len(flow.nodes)) if self._is_power(i)}
+        self.calls = self._closed(self._seeds())
+        self.factors = self._results(settled)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self.calls
+
+    def spared(self, units: dict[int, Unit]) -> dict[int, Unit]:
+        """The units without any of these calls."""
+        return {end: u for end, u in units.items() if self.calls.isdisjoint(u.calls)}
+
+    def decide(self, index: int, restored: Step | None) -> Decision:
+        """As a decision of the plan. restored: the step that brings back the call's weights."""
+        if index in self.factors:
+            factor = self.factors[index]
+            step = replace(restored or Step(), output=factor)
+            return step, "scaled", f"the result of a formula of matrices, factor {factor:.3g}"
+        named = self.flow.is_product(index) or self.flow.nodes[index].kind in ALGEBRA
+        return restored, "unchanged" if named else "", KEEPS
+
+    # What values come from
+
+    def _found(self, index: int) -> frozenset[_Root]:
+        """The values that a call's are computed from, back to the last layer, softmax or slice."""
+        node, sources = self.flow.nodes[index], self.flow.sources[index]
+        whole = node.kind not in SELECTIONS or node.numel == node.inputs[0].numel
+        if not sources or not whole or node.kind in _ENDS or self._is_layer(index):
+            return frozenset([(index, 0)])
+        return frozenset[_Root]().union(*(self._from(i) for i in self._values(index)))
+
+    def _from(self, i: Input) -> frozenset[_Root]:
+        if self.flow.nodes[i.node].kind in PARTS:
+            return frozenset([(i.node, i.part)])
+        return self._roots[i.node]
+
+    def _values(self, index: int) -> list[Input]:
+        return [i for i in self.flow.nodes[index].inputs if i.node in self.flow.sources[index]]
+
+    def _is_layer(self, index: int) -> bool:
+        """Whether a call multiplies values by weights, or is a layer of another kind."""
+        node = self.flow.nodes[index]
+        weights = any(self.flow.nodes[i.node].computed for i in node.inputs)
+        return (weights and self.flow.is_product(index)) or node.kind in RECURRENT | ATTENTION
+
+    def _is_power(self, index: int) -> bool:
+        """Whether a call multiplies values that come from the same."""
+        values = self._values(index)
+        if not self.flow.is_product(index) or self._is_layer(index) or len(values) < 2:
+            return False
+        first, *others = (self._from(i) for i in values[-2:])
+        return any(first & other for other in others)
+
+    def _before_products(self) -> list[bool]:
+        """For each node, whether its result goes on into a product."""
+        before = [False] * len(self.flow.nodes)
+        for index in reversed(range(len(before))):
+            after = self.flow.readers[index]
+            before[index] = any(before[r] or self.flow.is_product(r) for r in after)
+        return before
+
+    # What a formula begins with
+
+    def _seeds(self) -> set[int]:
+        found = set[int]()
+        for index, node in enumerate(self.flow.nodes):
+            if node.inside or not self.flow.sources[index]:
+                continue
+            if node.kind in ALGEBRA:
+                found.add(index)
+            elif node.kind in _ADDS and len(node.inputs) == 2:
+                found |= self._summed(index)
+            elif node.kind in ("mul", "div") and not self._mixing[index]:
+                found |= self._averaged(index)
+        return found
+
+    def _averaged(self, index: int) -> set[int]:
+        """A product of values and its quotient, where that is a mean over all that is summed up."""
+        node, at = self.flow.nodes[index], self._product(index)
+        numbers = [n for n in node.args if isinstance(n, int | float) and n]
+        if at is None or not numbers or self._is_layer(at) or len(self._values(at)) < 2:
+            return set()
+        first = self.flow.nodes[at].inputs[0].node
+        count = self.flow.nodes[first].shape[-1]
+        divisor = numbers[0] if node.kind == "div" else 1 / numbers[0]
+        return {index, at} if round(divisor) in (count, count - 1) else set()
+
+    def _summed(self, index: int) -> set[int]:
+        """A sum and the product in it, where it is one of those that a formula is written in."""
+        nodes, inputs = self.flow.nodes, self.flow.nodes[index].inputs
+        given = dict(tensors_in(nodes[index].args))
+        for term, other in (inputs, inputs[::-1]):
+            at = self._product(term.node)
+            constant = not nodes[other.node].live and nodes[other.node].floating
+            if constant and nodes[term.node].live and _is_identity(given.get(other.slot)):
+                return {index}
+            if at is None:
+                continue
+            power = at in self._powers
+            if power and constant and other.numel > 1 and not nodes[other.node].masking:
+                return {index, at}
+            terms = frozenset[_Root]().union(*(self._from(i) for i in self._values(at)))
+            if terms & self._from(other) and (power or self._squares(other.node)):
+                return {index, at}
+        return set()
+
+    def _product(self, index: int) -> int | None:
+        """The product that a value is, but for moves and numbers."""
+        at = self._base(index)
+        return at if self.flow.is_product(at) else None
+
+    def _base(self, index: int) -> int:
+        while (above := self.flow.up(index, _CHAINED)) is not None:
+            index = above
+        return index
+
+    def _squares(self, index: int) -> bool:
+        """Whether a value is a sum of squares, and of nothing but such."""
+        above = reached([index], lambda i: self.flow.sources[i] if self._is_spelled(i) else ())
+        kinds = {self.flow.nodes[i].kind for i in above if self._is_spelled(i)}
+        return bool(kinds & _SQUARES) and bool(kinds & {"sum", "norm", "vector_norm"})
+
+    # All that belongs to it
+
+    def _is_spelled(self, index: int) -> bool:
+        node = self.flow.nodes[index]
+        return node.kind in _SPELLED and not node.inside and bool(self.flow.sources[index])
+
+    def _closed(self, seeds: set[int]) -> set[int]:
+        flow, places = self.flow, dict[object, list[int]]()
+        if not seeds:
+            return set()
+        for index in range(len(flow.nodes)):
+            if flow.is_product(index) or flow.nodes[index].kind in _ADDS:
+                places.setdefault(flow.nodes[index].place, []).append(index)
+        found: set[int] = set()
+        todo = seeds
+        while todo:
+            found |= todo
+            found = reached(found, lambda i: filter(self._is_above, flow.sources[i]))
+            again = {j for i in found for j in places.get(flow.nodes[i].place, ())}
+            below = {j for i in found for j in flow.readers[i] if self._is_below(i, j, found)}
+            todo = (again | below) - found
+        return {i for i in found if flow.nodes[i].function is not None}
+
+    def _is_above(self, index: int) -> bool:
+        """Whether a formula goes on above a call that it is made of."""
+        node = self.flow.nodes[index]
+        if index in self._powers or node.kind in _ENDS:
+            return True
+        if not self._is_spelled(index):
+            return False
+        first, *others = (self._from(i) for i in self._values(index))
+        if node.kind not in _ADDS or any(first & other for other in others):
+            return True
+        return all(self._is_spelled(self._base(i.node)) for i in self._values(index))
+
+    def _is_below(self, index: int, reader: int, found: set[int]) -> bool:
+        """Whether a formula goes on with a call that reads a part of it."""
+        node = self.flow.nodes[reader]
+        if self.flow.is_product(reader):
+            identity = self._identity(index)
+            return reader in self._powers or (identity and not self._is_layer(reader))
+        known = self._is_spelled(reader) or node.kind in ALGEBRA
+        return known and found.issuperset(self.flow.sources[reader])
+
+    def _identity(self, index: int) -> bool:
+        """Whether a value is the sum of an identity and others, but for moves and numbers."""
+        add = self.flow.nodes[self._base(index)]
+        return add.kind in _ADDS and any(_is_identity(t) for _, t in tensors_in(add.args))
+
+    # Its results
+
+    def _results(self, settled: dict[Key, Factors]) -> dict[int, float]:
+        """The factor of each result that goes on into products, and that nothing else reads."""
+        nodes, readers = self.flow.nodes, self.flow.readers
+        ends = [i for i in sorted(self.calls) if self.calls.isdisjoint(readers[i])]
+        ends = [i for i in ends if self._mixing[i]]
+        ends = [i for i in ends if not all(nodes[r].kind in _ENDS for r in readers[i])]
+        keys = {i: key for i in ends if (key := nodes[i].key) is not None}
+        if any(key not in settled for key in keys.values()):
+            values = run_calls(self.flow, tuple(sorted(self.calls)), self._weights())
+            for i, key in keys.items():
+                factor = 1 / rms_of(values[i][0]) if len(values[i]) == 1 else 1.0
+                settled.setdefault(key, (factor, factor))
+        return {i: settled[key][0] for i, key in keys.items() if settled[key][0] != 1}
+
+    def _weights(self) -> dict[int, Tensor]:
+        """The parameters in the formulas, as they were."""
+        found: dict[int, Tensor] = {}
+        for node in (self.flow.nodes[call] for call in self.calls):
+            given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
+            for i in node.inputs:
+                name = self.flow.parameters[i.node]
+                if name is not None:
+                    found[i.node] = given[i.slot] * self._scales.get(name, 1.0)
+        return found
+
+
+@torch.no_grad()
+def _is_identity(tensor: Tensor | None) -> bool:
+    """Whether it is a multiple of an identity, or several."""
+    if tensor is None or tensor.dim() < 2 or tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    *_, rows, columns = tensor.shape
+    if rows != columns or rows < 2 or not tensor.numel():
+        return False
+    first = tensor.reshape(-1, rows, columns)[0, 0, 0]
+    eye = first * torch.eye(rows, dtype=tensor.dtype, device=tensor.device)
+    return bool(first != 0) and bool((tensor == eye).all())

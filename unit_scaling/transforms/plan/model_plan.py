@@ -1,0 +1,226 @@
+"""The plan of a model as data: what `unit_scale` decided, printed, saved and applied again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
+from .steps import Plan, Row, Settled, Step, Tie
+
+__all__ = ["ModelPlan", "check_fits", "retag", "tags_in"]
+
+T = TypeVar("T")
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What `unit_scale` decided for a model: `unit_scaling.plan` gives it.
+
+    It prints as a table of the calls that have a factor. `to_json` writes it, `from_json` reads it,
+    and ``unit_scale(model, plan=...)`` applies it to another model of the same architecture, which
+    then needs no first run to be looked at: all processes have the same factors.
+
+    init, residual, context_length: as in `unit_scale`. tags: of the parameters, by name. rows: of
+    the report, for the weights. plans: form of call -> the steps of its calls. settled: what the
+    forms of call have in common.
+    """
+
+    init: str
+    residual: str
+    context_length: int | None
+    tags: dict[str, Tags]
+    rows: tuple[Row, ...]
+    plans: dict[Any, Plan]
+    settled: Settled
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lists, dicts, strings, numbers and None."""
+        settled = {f.name: _pairs(getattr(self.settled, f.name)) for f in fields(Settled)}
+        return {
+            "version": VERSION,
+            "init": self.init,
+            "residual": self.residual,
+            "context_length": self.context_length,
+            "tags": {name: list(tags) for name, tags in self.tags.items()},
+            "rows": [_listed(dataclasses.astuple(row)) for row in self.rows],
+            "plans": [_written(form, plan) for form, plan in self.plans.items()],
+            "settled": settled,
+        }
+
+    def to_json(self) -> str:
+        """What `from_json` reads. Numbers are exact."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelPlan:
+        """The plan that `to_dict` wrote. Raises ValueError for unknown and missing fields, and for
+        another version, by name."""
+        names = ["version", *(f.name for f in fields(cls))]
+        given = _checked("a plan", data, names)
+        version = given.pop("version")
+        if version != VERSION:
+            raise ValueError(f"a plan of version {VERSION} is needed, got version {version!r}")
+        settled = _checked("settled", given["settled"], [f.name for f in fields(Settled)])
+        return cls(
+            init=given["init"],
+            residual=given["residual"],
+            context_length=given["context_length"],
+            tags={name: Tags(*tags) for name, tags in given["tags"].items()},
+            rows=tuple(Row(*row) for row in given["rows"]),
+            plans=dict(_read(plan) for plan in given["plans"]),
+            settled=Settled(**{name: dict(_tupled(value)) for name, value in settled.items()}),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelPlan:
+        """The plan that `to_json` wrote. Raises as `from_dict`, and for what is no JSON."""
+        return cls.from_dict(json.loads(text))
+
+    def __str__(self) -> str:
+        calls = {
+            key: step
+            for plan in self.plans.values()
+            for key, step in plan.steps.items()
+            if step is not None
+        }
+        lines = [("module", "call", "step")]
+        for (path, kind, number), step in calls.items():
+            lines.append((path or "(model)", f"{kind} {number}", _said(step)))
+        widths = [max(len(line[i]) for line in lines) for i in range(2)]
+        table = ("  ".join((a.ljust(widths[0]), b.ljust(widths[1]), c)) for a, b, c in lines)
+        forms = f"{len(self.plans)} form{'s' * (len(self.plans) != 1)} of call"
+        head = f"plan of unit_scale(init={self.init!r}, residual={self.residual!r}), {forms}"
+        return "\n".join([head, *(line.rstrip() for line in table)])
+
+
+def _said(step: Step) -> str:
+    """What a step does, without what it does not."""
+    default = Step()
+    told = [step.op or "as it is"]
+    for field in fields(Step):
+        value = getattr(step, field.name)
+        if field.name != "op" and value != getattr(default, field.name):
+            told.append(f"{field.name}={value!r}")
+    return ", ".join(told)
+
+
+def _checked(what: str, data: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The fields of a dict; raises ValueError unless they are those."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{what} is a dict of fields, got {type(data).__name__}")
+    names = list(names)
+    unknown, missing = sorted(set(data) - {*names}), sorted({*names} - set(data))
+    if unknown or missing:
+        raise ValueError(f"{what}: unknown fields {unknown}, missing fields {missing}")
+    return dict(data)
+
+
+def _pairs(table: Mapping[Any, Any]) -> list[Any]:
+    return [[_listed(key), _listed(value)] for key, value in table.items()]
+
+
+def _listed(value: Any) -> Any:
+    """Tuples as lists, which is what JSON has."""
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
+
+
+def _named(value: Any) -> dict[str, Any]:
+    return {f.name: _listed(getattr(value, f.name)) for f in fields(value)}
+
+
+def _made(kind: type[T], data: Any) -> T:
+    given = _checked(f"a {kind.__name__.lower()}", data, [f.name for f in fields(kind)])  # type: ignore[arg-type]
+    return kind(**{name: _tupled(value) for name, value in given.items()})
+
+
+_MEASURED = (
+    "name",
+    "unseen",
+    "idle",
+    "outputs",
+    "outside",
+    "final",
+    "looks",
+    "corrections",
+    "gauges",
+    "parameters",
+)
+_PLAN = ("form", "steps", "rows", "inner", "depths", "ties", *_MEASURED)
+
+
+def _written(form: Any, plan: Plan) -> dict[str, Any]:
+    steps = [[*key, None if step is None else _named(step)] for key, step in plan.steps.items()]
+    rows = [_listed(dataclasses.astuple(row)) for row in plan.rows]
+    ties = [_named(tie) for tie in plan.ties]
+    measured = (getattr(plan, name) for name in _MEASURED)
+    values = (
+        *(_listed(form), steps, rows, sorted(plan.inner), plan.depths, ties),
+        *(_pairs(value) if isinstance(value, dict) else _listed(value) for value in measured),
+    )
+    return dict(zip(_PLAN, values, strict=True))
+
+
+def _read(data: Any) -> tuple[Any, Plan]:
+    given = _checked("the plan of a form of call", data, _PLAN)
+    plan = Plan(
+        steps={
+            (path, kind, number): None if step is None else _made(Step, step)
+            for path, kind, number, step in given["steps"]
+        },
+        rows=[Row(*row) for row in given["rows"]],
+        inner=frozenset(given["inner"]),
+        depths=dict(given["depths"]),
+        ties=tuple(_made(Tie, tie) for tie in given["ties"]),
+    )
+    for name in _MEASURED:
+        value = given[name]
+        table = isinstance(getattr(plan, name), dict)
+        setattr(plan, name, dict(_tupled(value)) if table else _tupled(value))
+    return _tupled(given["form"]), plan
+
+
+# A plan and a model
+
+
+def tags_in(model: nn.Module) -> dict[str, Tags]:
+    """The tags of the parameters of a model, by name."""
+    return {n: tags_of(p) for n, p in model.named_parameters() if has_parameter_data(p)}
+
+
+def check_fits(model: nn.Module, plan: ModelPlan) -> None:
+    """Raises ValueError for parameters and modules that only one of the two has."""
+    names = {name for name, _ in model.named_parameters()}
+    paths = {path for path, _ in model.named_modules()}
+    used = {path.partition(" > ")[0] for p in plan.plans.values() for path, _, _ in p.steps}
+    other = sorted(names ^ plan.tags.keys()) or sorted(used - paths)
+    if other:
+        more = ", ..." if len(other) > 3 else ""
+        raise ValueError(
+            f"the plan is of another model than this {type(model).__name__}: only one of them has "
+            f"{', '.join(map(repr, other[:3]))}{more}"
+        )
+
+
+def retag(model: nn.Module, plan: ModelPlan, rescale: bool) -> None:
+    """Gives the parameters the tags of the plan.
+
+    rescale: brings weights that were divided by their own RMS to what the plan divides them by.
+    """
+    for name, parameter in model.named_parameters():
+        own, planned = tags_of(parameter), plan.tags[name]
+        if rescale and own.mup_divisor and planned.mup_divisor:
+            parameter.data.mul_(own.mup_divisor / planned.mup_divisor)
+        tag(parameter, *planned)
+    remember_tags(model)

@@ -1,0 +1,288 @@
+"""From what a model does to what unit scaling does about it: a `Graph` in, a `Plan` out.
+
+A call gets what the first of these deciders says that knows it:
+
+1. a function that the caller replaces;
+2. calls inside of an autograd function: left alone;
+3. what computes a weight from parameters: it has the values that it had;
+4. calls that keep their values by a seed: distances of which only the argmin is taken, formulas of
+   matrices, states that a loop carries, cosines after the last layer;
+5. formulas that are composed of elementwise calls: one factor for their result, by quadrature;
+6. residual adds: the weights of their terms;
+7. what is not `interior`: keeps its values;
+8. the rule of the op, with the true gradient of the scaled function.
+
+What a rule misses by more than an octave is measured, and so are the gauges of all gradients
+(`measure.gauge`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fp8.report import LEFT_ALONE
+
+from ...ops import find_op
+from ..capture.calls import CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.flow import Flow
+from ..capture.record import DISTRIBUTION, Graph, Node, is_sparse, tensors_in
+from .arguments import Arguments
+from .attention import Attention
+from .carried import Carried
+from .cosines import cosine_calls
+from .interior import Interior
+from .matrices import Matrices
+from .residuals import Residuals, find_residuals
+from .selecting import DISTANCE, consumers, distances, one_hot
+from .steps import Decision, Plan, Row, Settings, Step, with_slots
+from .units import Unit, find_units
+
+__all__ = ["Planned", "make_plan"]
+
+_NOTHING: Decision = (None, "", "")
+_OUTSIDE = "not between two layers: keeps its values"
+_COSINE = "of a cosine, after the last layer: keeps its values"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, the flow that it was made of, and what the measurement needs to know of its calls.
+
+    rows: the call of each row of the plan. checked: calls whose factor is a rule that the
+    measurement may correct. settled: calls whose factor is that of another length, for which their
+    result has RMS 1. exponents: of the gauges, once they are chosen.
+    """
+
+    plan: Plan
+    flow: Flow
+    rows: list[int]
+    checked: frozenset[int]
+    settled: frozenset[int]
+    exponents: list[int] = field(default_factory=list)
+
+
+def make_plan(graph: Graph, settings: Settings) -> Planned:
+    """The plan for a recorded graph: the factors of values, with true gradients."""
+    planner = _Planner(graph, settings)
+    depths = planner.residuals.depths if settings.residual == "umup" else {}
+    plan = Plan(inner=planner.inner, depths=depths)
+    checked: set[int] = set()
+    rows: list[int] = []
+    for index, node in enumerate(graph.nodes):
+        if node.function is None:
+            continue
+        step, row = planner.decide(index, node)
+        if node.key is not None:
+            plan.steps[node.key] = step
+        if row is not None:
+            plan.rows.append(row)
+            rows.append(index)
+            if planner.is_checked(index, row):
+                checked.add(index)
+    settled = frozenset(planner.attention.of_others)
+    return Planned(plan, planner.flow, rows, frozenset(checked), settled)
+
+
+class _Planner:
+    def __init__(self, graph: Graph, settings: Settings) -> None:
+        self.settings = settings
+        self.nodes = graph.nodes
+        self.flow = flow = Flow(graph)
+        self.interior = Interior(flow, settings.whole)
+        self.units: dict[int, Unit] = {}
+        self.residuals = Residuals()
+        self.matrices = Matrices(flow, settings.weights.factors, settings.settled.units)
+        if not settings.preserve:
+            self.units = find_units(flow, _has_rule, settings.settled.units)
+            self.residuals = find_residuals(flow, settings.residual, self.matrices.calls)
+        self.carried = Carried(flow, self.residuals.adds, settings.settled.carried)
+        self.units = self.matrices.spared(self.carried.spared(self.units))
+        self.units = {i: u for i, u in self.units.items() if i in self.interior}
+        self.cosines = cosine_calls(flow, self.interior)
+        self.within = {call for unit in self.units.values() for call in unit.calls}
+        self.inner = self._inner_readouts()
+        self.arguments = Arguments(flow, settings)
+        self.attention = Attention(flow, settings)
+        self.special = {"add": self._add, "sub": self._add, "mul": self._mul, "div": self._mul}
+        self.consumers = consumers(graph)
+        self.distances = distances(self.consumers)
+
+    def _inner_readouts(self) -> frozenset[str]:
+        """The readout weights whose output goes on into layers or residual adds."""
+        mixes = self.flow.before(
+            {*self.residuals.adds, *filter(self.flow.is_product, range(len(self.nodes)))}
+        )
+        inner: set[str | None] = set()
+        for index in range(len(self.nodes)):
+            if self.flow.is_product(index) and mixes[index]:
+                inner |= {self.flow.parameters[i.node] for i in self.nodes[index].inputs}
+        named = frozenset(name for name in inner if name is not None)
+        return named & self.settings.weights.readouts
+
+    def is_checked(self, index: int, row: Row) -> bool:
+        """Whether a measurement may correct the factor of a call."""
+        free = row.done in ("scaled", LEFT_ALONE) and not self.settings.preserve
+        free = free and index not in self.residuals.adds and index not in self.attention.of_others
+        free = free and not self.nodes[index].inside and not row.why.startswith("readout")
+        seeds = (self.distances, self.matrices, self.carried, self.cosines)
+        if any(index in seed for seed in seeds):
+            return False
+        return free and (index in self.interior or self.flow.is_product(index))
+
+    def decide(self, index: int, node: Node) -> tuple[Step | None, Row | None]:
+        """The step for a call and its line in the report."""
+        kind, number = node.key[1:] if node.key is not None else (node.name, 0)
+        concerns = node.floating and any(self.nodes[i.node].live for i in node.inputs)
+        step, done, why = self._choose(index, node, kind) if concerns else _NOTHING
+        if done == LEFT_ALONE and node.where:
+            why = f"{why} ({node.where})"
+        return step, Row(node.path, node.name, done, why, number) if done else None
+
+    def _choose(self, index: int, node: Node, kind: str) -> Decision:
+        if kind in self.settings.replaced:
+            return Step(op="replace"), "replaced", "as asked"
+        if node.inside:
+            done = "unchanged" if node.inside == DISTRIBUTION else LEFT_ALONE
+            done = "" if node.continues(self.nodes[index - 1]) else done
+            return self.arguments.restored(node), done, f"inside {node.inside}, as all its calls"
+        if self.settings.preserve:
+            return self._preserve(node, kind)
+        if index in self.distances:
+            return None, "unchanged", DISTANCE
+        if node.computed:
+            return self._weight(node, kind)
+        kept = self._kept_by_seed(index, node)
+        if kept is not None:
+            return kept
+        if index in self.within:
+            return self._unit(index)
+        if index in self.residuals.adds:
+            slots, why = self.residuals.adds[index]
+            return Step(slots=tuple((s, f, f) for s, f in slots)), "scaled", why
+        if index not in self.interior and not self._is_layer(index):
+            return self._outside(node, kind)
+        special = self.special.get(kind, self.attention.decide)
+        return special(index, node) or self._by_rule(index, node, kind)
+
+    def _is_layer(self, index: int) -> bool:
+        """Whether a call is a layer with a weight: those at the ends of the interior are scaled."""
+        weights = any(self.nodes[i.node].computed for i in self.nodes[index].inputs)
+        return weights and self.nodes[index].kind in PRODUCTS | RECURRENT
+
+    # The kinds of calls
+
+    def _kept_by_seed(self, index: int, node: Node) -> Decision | None:
+        if index in self.matrices:
+            return self.matrices.decide(index, self.arguments.restored(node))
+        if index in self.carried and (index in self.interior or index not in self.carried.sums):
+            return self.carried.decide(index, self.arguments.restored(node))
+        if index in self.cosines:
+            return self.arguments.restored(node), "unchanged", _COSINE
+        return None
+
+    def _outside(self, node: Node, kind: str) -> Decision:
+        restored = self.arguments.restored(node)
+        silent = kind in NEUTRAL | CASTS and restored is None
+        return restored, "" if silent or find_op(node.function) is None else "unchanged", _OUTSIDE
+
+    def _weight(self, node: Node, kind: str) -> Decision:
+        """A call that computes a weight from parameters."""
+        if kind in TRANSPARENT:
+            return _NOTHING
+        step = self.arguments.restored(node)
+        return step, "unchanged" if step else "", "computes a weight, from parameters as they were"
+
+    def _unit(self, index: int) -> Decision:
+        unit = self.units.get(index)
+        if unit is None:
+            return _NOTHING
+        calls = f"{len(unit.calls)} calls" if len(unit.calls) > 1 else "one call"
+        why = f"{unit.name} of {calls}, factor {unit.output:.3g}"
+        return Step(output=unit.output), "scaled", why
+
+    def _add(self, index: int, node: Node) -> Decision | None:
+        sources = [self.nodes[i.node] for i in node.inputs]
+        if len(sources) < 2:
+            return None, "unchanged", "adds a number"
+        if node.numel == 1:
+            return None, "unchanged", "adds single numbers"
+        if any(source.masking for source in sources):
+            return None, "unchanged", "adds a mask"
+        if not all(source.live for source in sources):
+            return None, "unchanged", "adds a constant"
+        if set(self.consumers[index].values()) == {"detach"}:
+            return None, "unchanged", "is detached: the rest of a straight-through gradient"
+        weights = [self.flow.parameters[i.node] for i in node.inputs if self.nodes[i.node].computed]
+        if weights and not any(name in self.settings.weights.factors for name in weights):
+            return None, "unchanged", "adds a bias"
+        return (Step(op="add"), "scaled", "") if node.kind == "add" else None
+
+    def _mul(self, index: int, node: Node) -> Decision | None:
+        if self.flow.inverts(index):
+            return None
+        values = self.flow.sources[index]
+        numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
+        others = [self.nodes[i.node] for i in node.inputs if i.node not in values]
+        if len(values) == 1 and node.numel > 1 and not any(o.live or o.numel > 1 for o in others):
+            sign = math.copysign(1.0, numbers[0]) if numbers else 1.0
+            return Step(op="times", factor=sign), "scaled", "a number, taken out"
+        if len(values) == 1 and any(o.computed for o in others):
+            return self._gain(node)
+        if len(values) == 1 and not any(o.live for o in others):
+            return None, "scaled", "times a constant"
+        if node.kind == "mul" and find_op(node.function) is None:
+            return None, "unchanged", "the product of two values"
+        return None
+
+    def _gain(self, node: Node) -> Decision:
+        """A value times what is computed from parameters: a gain of RMS 1 at first."""
+        gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self.nodes[i.node].computed]
+        slots = [(slot, 1 / gain.rms, 1 / gain.rms) for slot, gain in gains if not gain.parameter]
+        why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
+        return with_slots(None, [s for s in slots if abs(s[1] - 1) > 0.1]), "scaled", f"a gain{why}"
+
+    def _by_rule(self, index: int, node: Node, kind: str) -> Decision:
+        assert node.function is not None
+        op = find_op(node.function)
+        if kind == "grouped_mm":
+            width = dict(tensors_in(node.args))[(0,)].shape[-1] or 1
+            return Step(output=width**-0.5), "scaled", ""
+        if op is None or is_sparse(node):
+            return self._without_rule(node, kind)
+        if kind in KEPT:
+            return None, "unchanged", "keeps the scale"
+        weights = {self.flow.parameters[i.node] for i in node.inputs}
+        slots = (*self.arguments.scaled(node), *one_hot(self.flow, node))
+        if kind == "linear" and weights & (self.settings.weights.readouts - self.inner):
+            return Step(op="linear_readout", slots=slots), "scaled", "readout: 1/fan_in"
+        if kind in PRODUCTS:
+            return Step(op=op.name, slots=slots), "scaled", ""
+        if kind in RECURRENT:
+            settings = (("weight_factor", False),)
+            return Step(op=op.name, slots=slots, settings=settings), "scaled", ""
+        scales = op.scales(node.args, node.kwargs, func=node.function)
+        weighted = any(self.nodes[i.node].computed for i in node.inputs)
+        if len(set(scales.values())) == 1 and not weighted:  # a weight's factor is that of a batch
+            return Step(op=op.name, slots=slots), "scaled", ""
+        return Step(slots=slots, output=scales["output"]), "scaled", ""
+
+    def _without_rule(self, node: Node, kind: str) -> Decision:
+        if kind in NEUTRAL:
+            return _NOTHING
+        restored = self.arguments.restored(node)
+        why = " of a sparse tensor" if is_sparse(node) else ""
+        why += "; its weight keeps its own scale" if restored else ""
+        return restored, LEFT_ALONE, f"no rule for {node.name}{why}"
+
+    def _preserve(self, node: Node, kind: str) -> Decision:
+        """Only what leaves the function alone: the casts of weights."""
+        static = self.arguments.static(node) if kind in PRODUCTS else ()
+        if not static:
+            return _NOTHING
+        scales = ", ".join(f"{2.0**exponent:g}" for _, exponent in static)
+        return Step(static=static), "preserved", f"static scale {scales}"
+
+
+def _has_rule(node: Node) -> bool:
+    return find_op(node.function) is not None

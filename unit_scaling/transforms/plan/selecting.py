@@ -1,0 +1,71 @@
+"""Calls that select: products with one-hot rows, and distances of which the least is looked for.
+
+A product with rows of zeros and a single one, as letters and codes are given, is a table that is
+looked up. An entry of its result is one of the weight, not a sum of fan-in of them, and each row of
+the weight has its share of the gradient: such rows count as ones of RMS 1, as other values do.
+
+A distance that is written out, ``a**2 + b**2 - 2 * a @ b.T``, is the sum of what is not scaled and
+what is. Where nothing but its argmin is taken it is computed as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..capture.calls import RECURRENT
+from ..capture.flow import Flow
+from ..capture.record import Graph, Node, tensors_in
+from .steps import Scaling
+
+__all__ = ["DISTANCE", "consumers", "distances", "one_hot"]
+
+DISTANCE = "in a distance whose argmin is taken: keeps its values"
+"""What the report says."""
+
+_CHANNELS = frozenset("conv1d conv2d conv3d".split())
+_ROWS = RECURRENT | frozenset("linear matmul mm".split())
+
+
+def one_hot(flow: Flow, node: Node) -> tuple[Scaling, ...]:
+    """Factors for what is selected with, where the first argument of a product is one-hot."""
+    if node.kind not in _CHANNELS | _ROWS:
+        return ()
+    (_, *slot), first = next(tensors_in((node.args, node.kwargs)))
+    source = node.inputs[0].node
+    if flow.nodes[source].computed or flow.nodes[source].live != flow.data[source]:
+        return ()  # a weight, or computed from one
+    dim = 1 if node.kind in _CHANNELS else -1
+    if first.dim() < 2 or first.shape[dim] < 2 or not _is_one_hot(first, dim):
+        return ()
+    factor = float(first.shape[dim]) ** 0.5
+    return ((tuple(slot), factor, factor),)
+
+
+@torch.no_grad()
+def _is_one_hot(tensor: Tensor, dim: int) -> bool:
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    ones = tensor == 1
+    return bool((ones.sum(dim) == 1).all()) and bool((ones | (tensor == 0)).all())
+
+
+def distances(readers: Sequence[Mapping[int, str]]) -> set[int]:
+    """The calls that go into an argmin and nothing else. readers: as `consumers` gives them."""
+    found: set[int] = set()
+    for index in reversed(range(len(readers))):
+        kinds = {kind for reader, kind in readers[index].items() if reader not in found}
+        if readers[index] and kinds <= {"argmin"}:
+            found.add(index)
+    return found
+
+
+def consumers(graph: Graph) -> list[dict[int, str]]:
+    """For each node the calls that read it, if only for an index, and their kinds."""
+    readers: list[dict[int, str]] = [{} for _ in graph.nodes]
+    for index, node in enumerate(graph.nodes):
+        for i in node.inputs:
+            readers[i.node][index] = node.kind
+    return readers

@@ -1,0 +1,228 @@
+"""Parameters at unit scale, tagged for the optimizers of `unit_scaling.optim`."""
+
+from __future__ import annotations
+
+import math
+from types import FunctionType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
+
+from fp8.operands import static_exponent
+from fp8.report import LEFT_ALONE
+from fp8.subclass import bare_class
+from fp8.swap import why_quantized
+
+from ...parameter import has_parameter_data, remember_tags, tag, tags_of
+from .steps import Row, Weights
+
+__all__ = [
+    "parametrizations",
+    "prepare",
+    "pruned",
+    "refuse_weights",
+    "tagged_weights",
+]
+
+
+def tagged_weights(model: nn.Module, path: str = "") -> Weights:
+    """The weights of ``model``, whose own path is ``path``, as they are tagged now."""
+    prefix = f"{path}." if path else ""
+    found = {prefix + n: p for n, p in model.named_parameters() if has_parameter_data(p)}
+    tags = {name: tags_of(p) for name, p in found.items()}
+    split = []
+    for name, module in model.named_modules(prefix=path):
+        for tensor, known in getattr(module, "mup_tags", {}).items():
+            if is_parametrized(module, tensor) and known.mup_divisor:
+                split.append(f"{name}.parametrizations.{tensor}".lstrip("."))
+    return Weights(
+        factors={n: divisor for n, t in tags.items() if (divisor := t.mup_divisor)},
+        exponents={n: exponent for n, p in found.items() if (exponent := static_exponent(p))},
+        readouts=frozenset(n for n, t in tags.items() if t.mup_type == "output"),
+        split=frozenset(split),
+    )
+
+
+def prepare(model: nn.Module, init: str) -> list[Row]:
+    """Tags all parameters of ``model``, and with init="unit" brings its weights to unit scale.
+
+    A matrix (two or more dimensions) is then divided by its RMS in place, its tag ``mup_divisor``,
+    and biases become zero. With init="preserve" no value is changed: a matrix gets the nearest
+    power of two of its RMS as its tag ``mup_scale``.
+    The last `nn.Linear` of the model is its readout, unless its weight is tied, or it is the only
+    layer with weights besides embeddings. The first call takes that back where it is not the end.
+    """
+    rows: list[Row] = []
+    readout = _readout(model)
+    owners = {
+        id(p): (module, path)
+        for path, module in reversed(list(model.named_modules()))
+        for p in module.parameters(recurse=False)
+    }
+    for name, parameter in model.named_parameters():
+        module, path = owners[id(parameter)]
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, ParametrizationList):
+            why = "parametrized: the weight is scaled where it is used"
+            rows.append(Row(path, leaf, "unchanged", why))
+            tag(parameter, "weight" if parameter.dim() > 1 else "norm")
+        elif init == "unit" and _is_empty_token(parameter):
+            nn.init.normal_(parameter)
+            why = "a token of zeros, drawn from a standard normal"
+            rows.append(Row(path, leaf, "unit scale", why))
+            tag(parameter, "weight")
+        elif parameter.dim() > 1 and not _is_gain(parameter):
+            tag(parameter, "output" if name == readout else "weight")
+            mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
+            rows.append(Row(path, leaf, *_rescale(parameter, init, mask)))
+        elif leaf.endswith("bias") or leaf.startswith("bias_"):  # of recurrent layers: bias_ih_l0
+            _zero_bias(parameter, init, path, leaf, rows)
+            tag(parameter, "bias")
+        else:
+            _unit_gain(parameter, init, path, leaf, rows)
+            tag(parameter, "norm")
+    rows += _scripted(model)
+    remember_tags(model)
+    return rows
+
+
+def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
+    """The paths of the modules that compute a weight of another module."""
+    lists = [m for m in model.modules() if isinstance(m, ParametrizationList)]
+    inside = {id(part) for many in lists for part in many.modules()}
+    return frozenset(prefix + path for path, m in model.named_modules() if id(m) in inside)
+
+
+def pruned(module: nn.Module) -> dict[str, str]:
+    """The parameters of a module that `torch.nn.utils.prune` masks -> what it calls the result."""
+    names = (n.removesuffix("_orig") for n, _ in module.named_parameters(recurse=False))
+    return {f"{n}_orig": n for n in names if hasattr(module, f"{n}_mask")}
+
+
+def refuse_weights(model: nn.Module) -> None:
+    """Raises ValueError for weights that are codes, and for those that a hook sets before each
+    call, which are neither parameters nor seen to be computed.
+
+    Those that are pruned are taken for the parameter that they are a mask of.
+    """
+    for path, module in model.named_modules():
+        if why := why_quantized(module):
+            raise ValueError(f"{path or 'the model'} is {why}; unit-scale the model before that")
+        for hook in module._forward_pre_hooks.values():
+            masks = isinstance(hook, BasePruningMethod)
+            if type(hook).__module__.startswith("torch.nn.utils.") and not masks:
+                raise ValueError(
+                    f"{path or 'the model'} has its weight computed by a hook "
+                    f"({type(hook).__name__}): use torch.nn.utils.parametrizations instead"
+                )
+
+
+def _scripted(model: nn.Module) -> list[Row]:
+    """Rows for the TorchScript functions that a forward names: nothing sees what they call."""
+    rows = []
+    for path, module in model.named_modules():
+        forward = getattr(bare_class(module), "forward", None)
+        if not isinstance(forward, FunctionType):
+            continue
+        for name in forward.__code__.co_names:
+            if isinstance(forward.__globals__.get(name), torch.jit.ScriptFunction):
+                rows.append(Row(path, name, LEFT_ALONE, "a TorchScript function: it is not seen"))
+    return rows
+
+
+def _readout(model: nn.Module) -> str | None:
+    """The name of the last linear layer's weight, or None if another module shares it."""
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if not linears:
+        return None
+    name, last = linears[-1]
+    leaf = "weight_orig" if "weight_orig" in pruned(last) else "weight"
+    weight = getattr(last, leaf)
+    uses = sum(p is weight for m in model.modules() for p in m.parameters(recurse=False))
+    if uses > 1 or not _has_other_layers(model, weight):
+        return None
+    return f"{name}.{leaf}" if name else leaf
+
+
+def _has_other_layers(model: nn.Module, weight: Tensor) -> bool:
+    """Whether the model has a matrix besides this one that is no embedding."""
+    return any(
+        parameter.dim() > 1 and parameter is not weight
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+@torch.no_grad()
+def _is_empty_token(parameter: nn.Parameter) -> bool:
+    """Whether it is one row of zeros, (1, 1, n), as class tokens are.
+
+    A norm of the row has no bound on its gradient, which is the only one where the model is read
+    off at this token.
+    """
+    row = parameter.dim() > 2 and parameter.numel() == parameter.shape[-1] > 1
+    return row and not parameter.is_meta and not bool(parameter.any())
+
+
+@torch.no_grad()
+def _is_gain(parameter: nn.Parameter) -> bool:
+    """Whether it is one number, repeated along one dimension: (1, 1, n) or (n, 1, 1), as the scales
+    of layers are.
+    """
+    along = not parameter.is_meta and parameter.numel() == max(parameter.shape)
+    return along and parameter.numel() > 0 and _is_one_number(parameter)
+
+
+def _is_one_number(parameter: nn.Parameter) -> bool:
+    return bool((parameter == parameter.flatten()[0]).all())
+
+
+@torch.no_grad()
+def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[str, str]:
+    """Divides a weight by its RMS, or tags it with its power of two; (what was done, why).
+
+    mask: what of the weight is used.
+    """
+    left = "unchanged" if init == "preserve" else LEFT_ALONE
+    if parameter.is_meta:
+        return left, "has no values yet (meta device)"
+    if not parameter.numel():
+        return "unchanged", "is empty"
+    if parameter.numel() < 2 or _is_one_number(parameter):
+        return left, f"is {parameter.flatten()[0].item():.4g} everywhere"
+    used = parameter if mask is None else parameter * mask
+    rms = used.abs().double().square().mean().sqrt().item() or 1.0
+    if not math.isfinite(rms):
+        return left, "holds Inf or NaN"
+    tags = tags_of(parameter)
+    if init == "preserve":
+        scale = 2.0 ** min(max(round(math.log2(rms)), -32), 32)
+        tag(parameter, *tags._replace(mup_scale=scale))
+        return "unchanged", f"static scale {scale:g}"
+    parameter.div_(rms)
+    tag(parameter, *tags._replace(mup_scale=1.0, mup_divisor=(tags.mup_divisor or 1.0) * rms))
+    return "unit scale", f"divided by {rms:.4g}"
+
+
+@torch.no_grad()
+def _zero_bias(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[Row]) -> None:
+    if init == "unit" and not parameter.is_meta and bool(parameter.any()):
+        parameter.zero_()
+        rows.append(Row(path, leaf, "set to zero", "init='unit'"))
+
+
+@torch.no_grad()
+def _unit_gain(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[Row]) -> None:
+    """A gain that starts as small as 1e-6 everywhere, or as noise (some libraries draw those of
+    batch norms as they draw weights), starts at RMS 1, so that its branch has values.
+    """
+    if init != "unit" or parameter.is_meta or parameter.numel() < 2:
+        return
+    rms = parameter.double().square().mean().sqrt().item()
+    same = bool(parameter.abs().min() == parameter.abs().max())
+    if 0 < rms < 0.5 or (same and 2 < rms < math.inf):
+        parameter.div_(rms)
+        rows.append(Row(path, leaf, "unit scale", f"a gain, divided by {rms:.4g}"))

@@ -1,0 +1,155 @@
+"""Where gradients enter and leave a model: the gauges of its results, and what comes from outside.
+
+A gradient that arrives at a result is multiplied by the gauge of the call that made it. A loss
+outside of the model gives it any size: a division by a count, by the steps of an accumulation, a
+loss scale. One more power of two, measured at the first backward pass and kept, brings it to RMS 1.
+Gradients of the model's inputs lose it again: they are the true ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fp8.pitfalls import ScaleWarning, warn_once
+
+from ...scale import scale_edge
+from ..capture.observe import mapped, plain
+from ..capture.record import Slot, rms_of, tensors_in
+from ..measure.ranks import agreed
+from ..plan.steps import Plan
+
+__all__ = ["ending", "entering", "leaving", "records"]
+
+
+_TWICE = (
+    "a gradient of a model under unit_scale is computed with create_graph=True: the gradients of "
+    "its calls have factors of their own, so second derivatives are not those of the function. "
+    "Take the gradient inside of the model's forward, where it is the true one"
+)
+
+
+def records(anyway: bool = False) -> bool:
+    """Whether a backward pass can be made here: gradients are recorded, and not by torch.func.
+
+    anyway: whether it could if `torch.no_grad` did not hold.
+    """
+    if torch.is_inference_mode_enabled() or not (anyway or torch.is_grad_enabled()):
+        return False
+    try:
+        return torch.empty(0).requires_grad_().requires_grad
+    except RuntimeError:
+        return False
+
+
+def leaving(output: Any, plan: Plan) -> Any:
+    """The results of a model under ``plan`` that its calls read too, with a gauge for the gradients
+    that come from outside. They are views that cannot be written to in place."""
+    if not (plan.outputs and torch.is_grad_enabled()):
+        return output
+
+    traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+    def gauged(slot: Slot, tensor: Tensor) -> Tensor:
+        if slot not in plan.outputs or not tensor.requires_grad:
+            return tensor
+        exponent, size = plan.outputs[slot]
+        if traced or not records():
+            return scale_edge(tensor, 1.0, 2.0 ** (exponent + (plan.outside or 0)))
+        return _View.apply(tensor, plan, exponent, size)
+
+    return _replaced(output, gauged)
+
+
+def ending(output: Tensor, plan: Plan, exponent: int, size: float) -> Tensor:
+    """The result of a call that is one of the model and of no other call, whose gradient gets its
+    gauge. It may be written to in place."""
+    if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
+        return output
+    traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    if traced or not records():
+        return scale_edge(output, 1.0, 2.0 ** (exponent + (plan.outside or 0)))
+    output.register_hook(lambda grad: _normalised(grad, plan, exponent, size))
+    return output
+
+
+class _View(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, plan: Plan, exponent: int, size: float) -> Tensor:
+        ctx.rest = plan, exponent, size
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _normalised(grad, *ctx.rest), None, None, None
+
+
+def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> Tensor | None:
+    """The gradient of a result, with its gauge and what brings it to RMS 1."""
+    if grad is None:
+        return None
+    if torch.is_grad_enabled():
+        warn_once(ScaleWarning, _TWICE, key=str(id(plan)))
+    if plan.outside is None:
+        plan.outside = _outside(grad, size, plan.name)
+    return grad * 2.0 ** (exponent + (plan.outside or 0))
+
+
+def entering(given: Any, plan: Plan) -> Any:
+    """Arguments whose gradients are the true ones."""
+    traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+    def restored(slot: Slot, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        if traced:
+            return scale_edge(tensor, 1.0, 2.0 ** -(plan.outside or 0))
+        view = tensor.view_as(tensor)
+        view.register_hook(
+            lambda grad: None if grad is None else grad * 2.0 ** -(plan.outside or 0)
+        )
+        return view
+
+    if not any(t.requires_grad for _, t in tensors_in(given)):
+        return given
+    return mapped(restored, given) if traced or records() else given
+
+
+def _outside(grad: Tensor, size: float, name: str) -> int | None:
+    """The exponent that brings a gradient to the RMS ``2**size``; None for zeros, and where it is
+    not finite."""
+    try:
+        values = grad.detach()
+        if not bool(values.any()) or not bool(values.isfinite().all()):
+            return None
+        exponent = round(size - math.log2(rms_of(values)))
+    except RuntimeError:  # what vmap computes shows no values
+        return None
+    return int(agreed(f"{name} outside", str(exponent)))
+
+
+def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
+    """The output of a model with its tensors changed; an object that holds them stays itself."""
+    if isinstance(output, Tensor) or type(output) in (list, tuple, dict):
+        return mapped(change, output)
+    if isinstance(output, tuple) and hasattr(output, "_make"):
+        return output._make(mapped(change, tuple(output)))
+    items = plain(output)
+    if isinstance(items, dict):
+        for name, value in items.items():
+            new = mapped(change, value, (name,))
+            if new is not value:
+                _set(output, name, new)
+    return output
+
+
+def _set(output: Any, name: str, value: Any) -> None:
+    if hasattr(output, "__setitem__"):
+        output[name] = value
+    else:
+        setattr(output, name, value)

@@ -1,0 +1,285 @@
+"""How a model gains a transform and stays itself.
+
+Every submodule's class is replaced by a subclass whose ``forward`` runs through the module's
+*scopes* (one for unit scaling, one for simulation) before the original. So the model keeps its
+type, names, parameters, hooks and signature, and every way into it runs transformed: the model, a
+submodule, one of its own methods, a copy, an unpickled copy, a compiled one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fp8.subclass import Gained, bare_class, check_not_scripted, gain, lose
+from fp8.threads import Stack
+
+from ...parameter import TaggedModule, forget_tags
+from . import marker
+from .plan_state import PlanState
+
+__all__ = [
+    "HOOKS",
+    "Places",
+    "Scope",
+    "find_scope",
+    "install",
+    "is_exported",
+    "is_sharded",
+    "uninstall",
+    "unwrapped",
+]
+
+HOOKS = " hooks"
+"""Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
+
+Call = Callable[..., Any]
+"""A module's forward: ``call()`` with its arguments, ``call((args, kwargs))`` with others."""
+
+
+Places = tuple[tuple[list[str], str], ...]
+"""Lists, and what is at the end of each while a module runs."""
+
+
+class Scope(Protocol):
+    """One transform of one model.
+
+    order: which scope is entered first, lowest first. path: the names of the modules that are
+    running in this thread, outermost first; empty while the model is not, or where the transform
+    needs no names.
+    """
+
+    order: int
+    path: Stack
+
+    def inside(self, path: str) -> Places | None:
+        """Where the name of a module goes while it runs, if the transform is active already.
+
+        None where the module has to `run` through the scope.
+        """
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """The result of ``call()``, the forward of ``module``, with the transform active."""
+
+
+class _Transformed(Gained, TaggedModule):
+    """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
+
+    _scopes: tuple[tuple[Any, str], ...] = ()
+    _attributes = ("_scopes", "mup_tags")
+
+    @property
+    def fp8_unit_scaled(self) -> bool:  # type: ignore[override]
+        """Whether its own class is one of unit_scaling, or a scope has ``unit_scaled``."""
+        own = bool(getattr(bare_class(self), "fp8_unit_scaled", False))
+        return own or any(getattr(scope, "unit_scaled", False) for scope, _ in self._scopes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call, hooks included, told apart from its forward.
+
+        A hook may do anything; none of it belongs to the model. A forward that was set on the
+        instance is not told apart.
+        """
+        inside = "" if "forward" in vars(self) else HOOKS
+        for scope, path in self._scopes:
+            if scope.path.items:
+                scope.path.items.append(path + inside)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            for scope, _ in self._scopes:
+                if scope.path.items:
+                    scope.path.items.pop()
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Of a part, few calls deep: a compiler follows each by dozens of its own, and Python
+        allows 1000.
+        """
+        if not self._scopes:
+            _take_scopes(self)
+        places = _inside(self._scopes)
+        if places is None:
+            return _run(self, forward, self._scopes, args, kwargs)
+        for names, name in places:
+            names.append(name)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for names, _ in places:
+                names.pop()
+
+    # What tells the weights of a unit-scaled model from those of the plain one.
+
+    def _own_weights(self, prefix: str) -> list[str]:
+        """The names of the weights that a scope has scaled: of its model, or of a part of which
+        the state_dict is asked for. Any other module has none.
+        """
+        scopes = [path for scope, path in self._scopes if getattr(scope, "unit_scaled", False)]
+        if not scopes or (scopes[0] and prefix):
+            return []
+        types = ("weight", "output")
+        return [n for n, p in self.named_parameters() if getattr(p, "mup_type", "") in types]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._own_weights(prefix):  # the first key that is missed says what is wrong
+            marker.mark(destination, prefix)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        weights = self._own_weights(prefix)
+        if weights:
+            marked = marker.accepted(prefix, unexpected_keys)
+            if not marked and marker.unmarked(state_dict, prefix, weights):  # strictly or not
+                missing_keys.append(prefix + marker.MARKER)
+                marker.warn_of(self)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's. Raises RuntimeError, before anything is loaded, for weights of the plain
+        model under ``strict``, and warns of them otherwise.
+        """
+        if marker.unmarked(state_dict, "", self._own_weights("")):
+            if strict:
+                raise RuntimeError(marker.message(self))
+            marker.warn_of(self)
+            state_dict = {**state_dict, marker.MARKER: marker.VERSION}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+setattr(_Transformed, marker.MARKER, marker.VERSION)  # who asks for what a key names finds it
+
+
+def _take_scopes(module: Any) -> None:
+    """Gives a module that one of a transformed class has made (a slice of an `nn.Sequential`) the
+    transforms of its parts, where they are not part of a model that runs.
+    """
+    parts = [scopes for child in module.children() if (scopes := getattr(child, "_scopes", ()))]
+    if not parts or any(scope.path.items for scope, _ in parts[0]):
+        return
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        from .first_call import outside_graph
+
+        outside_graph(lambda: _take_scopes(module))
+        return
+    for scope, _ in parts[0]:
+        install(module, scope.anew() if hasattr(scope, "anew") else scope)
+
+
+def _inside(scopes: tuple[tuple[Any, str], ...]) -> Places | None:
+    """Where names go in all scopes; None where one of them is not active yet."""
+    places: Places = ()
+    for scope, path in scopes:
+        more = scope.inside(path)
+        if more is None:
+            return None
+        places += more
+    return places
+
+
+def _run(
+    module: Any,
+    forward: Callable[..., Any],
+    scopes: tuple[tuple[Any, str], ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if not scopes:
+        return forward(*args, **kwargs)
+    (scope, path), inner = scopes[0], scopes[1:]
+
+    def call(given: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)) -> Any:
+        return _run(module, forward, inner, *given)
+
+    return scope.run(call, module, path, args, kwargs)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped, or the model itself."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP has sharded a part of it: these have methods to gather it again."""
+    gathers = ("unshard", "summon_full_params")
+    return any(hasattr(child, name) for child in model.modules() for name in gathers)
+
+
+def find_scope(model: nn.Module, kind: type) -> Any:
+    """The model's scope of a kind, or None."""
+    scopes = getattr(unwrapped(model), "_scopes", ())
+    return next((scope for scope, _ in scopes if isinstance(scope, kind)), None)
+
+
+def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
+    """Gives every module of ``model`` the scope, in place of any other of the same kind.
+
+    prefix: the name that ``model`` has in the scope.
+    Raises TypeError for a TorchScript module, which has no Python forward to run, and for a model
+    whose forward goes on after its call: a generator or a coroutine.
+    """
+    forward = inspect.unwrap(unwrapped(model).forward)
+    if any(goes_on(forward) for goes_on in _GO_ON):
+        raise TypeError(
+            f"the forward of {type(unwrapped(model)).__name__} goes on after its call, where no "
+            "transform is in force: let it return a value, and yield or await around the model"
+        )
+    for path, module in unwrapped(model).named_modules(prefix=prefix):
+        if unwrapped(module) is not module:
+            continue  # what torch.compile wrapped is a module of its own, further down
+        check_not_scripted(path, module)
+        gain(module, _Transformed)
+        gained: Any = module
+        kept = [item for item in gained._scopes if type(item[0]) is not type(scope)]
+        gained._scopes = tuple(sorted([*kept, (scope, path)], key=lambda item: item[0].order))
+        _keep_plan(gained)
+
+
+def _keep_plan(module: Any) -> None:
+    """Gives a model whose weights are scaled its plan in the state_dict; no other, and no part."""
+    scaled = any(
+        getattr(scope, "unit_scaled", False) and not path for scope, path in module._scopes
+    )
+    (gain if scaled else lose)(module, PlanState)
+
+
+def uninstall(model: nn.Module, kind: type) -> None:
+    """Takes the scope of a kind away from every module of ``model``, and from those that then have
+    none the class made here and the tags of their parameters.
+    """
+    for module in unwrapped(model).modules():
+        if not isinstance(module, _Transformed):
+            continue
+        module._scopes = tuple(item for item in module._scopes if not isinstance(item[0], kind))
+        _keep_plan(module)
+        if not module._scopes:
+            lose(module, _Transformed)
+            del module._scopes
+            forget_tags(module)
+
+
+_GO_ON = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def is_exported() -> bool:
+    """Whether `torch.export` traces the model. In torch 2.11 every graph that the compiler traces
+    says that it is exported."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()

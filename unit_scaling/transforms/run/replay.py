@@ -1,0 +1,233 @@
+"""Running a plan: a torch-function mode that does at each call what its step says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from fp8.active import with_static
+from fp8.autocast import EXPANDED
+from fp8.checkpoint import checkpointed
+from fp8.function import FIRST_LOOK, called
+
+from ...ops import OPS
+from ...scale import scale_edge
+from ..capture.calls import KINDS, RECURRENT, canonical
+from ..capture.hidden import reveal
+from ..capture.record import Key, Slot, tensors_in
+from ..plan.steps import Plan, Step
+from .border import ending
+from .install import HOOKS
+
+__all__ = ["PlanMissError", "Replay", "factor_after"]
+
+
+class PlanMissError(RuntimeError):
+    """The model made a call that its plan does not know."""
+
+
+def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The value that a call multiplies by a number, times the factor instead."""
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    value = tensors[0]
+    for other in tensors[1:]:  # a number may be a tensor of one element
+        value = other if other.dim() > value.dim() else value
+    return value * step.factor
+
+
+def _scaled(value: Any, slot: Slot, fwd: float, bwd: float) -> Any:
+    if not slot:
+        return scale_edge(value, fwd, bwd)
+    first, rest = slot[0], slot[1:]
+    if isinstance(value, dict):
+        return {**value, first: _scaled(value[first], rest, fwd, bwd)}
+    items = list(value)
+    items[first] = _scaled(items[first], rest, fwd, bwd)  # type: ignore[index]
+    return tuple(items) if isinstance(value, tuple) else items
+
+
+def _at(args: tuple[Any, ...], kwargs: dict[str, Any], slot: Slot) -> Any:
+    """The argument in a slot."""
+    value: Any = kwargs if isinstance(slot[0], str) else args
+    for part in slot:
+        value = value[part]
+    return value
+
+
+_OPERATORS = tuple(
+    (function, kind)
+    for function, kind in KINDS.items()
+    if isinstance(function, FunctionType) and function.__qualname__.startswith("Tensor")
+)
+"""The methods of Tensor that are written in Python (``**``, ``1 - x``, ``1 / x``, ``x.norm()``).
+
+The compiler of torch 2.13 knows them by identity, but does not find them in a dict.
+"""
+
+
+class Replay(TorchFunctionMode):
+    """Executes ``plan``. ``path`` gives the module that is running.
+
+    kinds: the table of `capture.calls`. replacements: torch function -> what the caller of
+    unit_scale wants in its place.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        kinds: dict[Callable[..., Any], str],
+        replacements: dict[Callable[..., Any], Callable[..., Any]],
+        path: list[str],
+    ) -> None:
+        super().__init__()
+        self._plan, self._steps = plan, plan.steps
+        self._kinds = kinds
+        self._replacements = replacements
+        self._path = path
+        self._counts: dict[tuple[str, str], int] = {}
+        self._busy = False
+        self.latest: Step | None = None  # the step of the call before, for who measures it
+
+    def __enter__(self) -> Replay:
+        FIRST_LOOK.items.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        FIRST_LOOK.items.pop()
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._busy:
+            return called(function, args, kwargs)
+        if function is checkpoint:
+            return checkpointed(self, *args, **kwargs)
+        if function in EXPANDED:
+            with self:
+                return EXPANDED[function](*args, **kwargs)
+        self._busy = True
+        try:
+            kind = self._kind(function)
+            step = None if kind is None else self._next(kind, args, kwargs)
+            self.latest = step
+            return self._called(step, function, args, kwargs)
+        finally:
+            self._busy = False
+
+    def _called(
+        self,
+        step: Step | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if step is None:
+            return called(function, args, kwargs)
+        output = self._execute(step, function, args, kwargs)
+        return output if step.end is None else ending(output, self._plan, *step.end)
+
+    def _kind(self, function: Callable[..., Any]) -> str | None:
+        if torch.compiler.is_compiling():
+            for operator, kind in _OPERATORS:
+                if function is operator:
+                    return kind
+        return self._kinds.get(function)
+
+    def _next(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        path = self._path[-1]
+        if path.endswith(HOOKS):
+            return None
+        count = self._counts.get((path, kind), 0)
+        self._counts[path, kind] = count + 1
+        key: Key = (path, kind, count)
+        if key not in self._steps:
+            if not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
+                return None  # positions and masks, which have no scale
+            place = path or "the model itself"
+            raise PlanMissError(
+                f"unit_scale has not seen call {count} of {kind} in {place!r}: torch.export takes "
+                "the branch of the model that its calls have taken"
+            )
+        return self._steps[key]
+
+    def _execute(
+        self,
+        step: Step,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if step.slots:
+            args, kwargs = canonical(function, args, kwargs)
+        for slot, fwd, bwd in step.slots:
+            if isinstance(slot[0], str):
+                kwargs = _scaled(kwargs, slot, fwd, bwd)
+            else:
+                args = _scaled(args, slot, fwd, bwd)
+        if step.slots and kwargs.get("inplace"):  # no writing into what an autograd function gave
+            kwargs = {**kwargs, "inplace": False}
+        if step.writes and step.output != 1.0:  # its derivative may be computed of what it writes
+            output = self._compute(step, function, (args[0].clone(), *args[1:]), kwargs)
+            return args[0].copy_(output * step.output)
+        output = self._compute(step, function, args, kwargs)
+        if step.output == 1.0 or not isinstance(output, Tensor):
+            return output
+        return output * step.output
+
+    def _compute(
+        self,
+        step: Step,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if step.static:
+            operands = [(_at(args, kwargs, slot), exponent) for slot, exponent in step.static]
+            return with_static(operands, function, args, kwargs)
+        if step.op is None:
+            return called(function, args, kwargs)
+        if step.op == "replace":
+            return self._replacements[function](*args, **kwargs)
+        if step.op == "times":
+            return _times(step, args, kwargs)
+        if step.op == "linear_readout":
+            return OPS["linear_readout"].fn(*args, **kwargs, constraint=step.constraint)
+        settings = {"constraint": step.constraint, **dict(step.settings)}
+        return OPS[step.op].call(args, kwargs, func=function, **settings)
+
+
+def factor_after(step: Step, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> float:
+    """The factor that a product's result gets after its kernel, as its gradient does before it
+    enters that. 1 where the kernels take the factor along."""
+    if isinstance(step.constraint, tuple):
+        return 1.0
+    if step.op not in OPS or step.op in RECURRENT:
+        return step.output
+    rule = OPS[step.op].scales(args, kwargs, func=function, **dict(step.settings))
+    return step.output * rule["output"]
+
+
+reveal()
+
+
+def is_torch_function(function: Any) -> bool:
+    """Whether a call of ``function`` passes through torch-function modes."""
+    return callable(function) and function in _overridable()
+
+
+def _overridable() -> set[Any]:
+    table = torch.overrides.get_overridable_functions()
+    return {function for functions in table.values() for function in functions}

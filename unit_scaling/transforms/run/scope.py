@@ -1,0 +1,450 @@
+"""The scope of unit scaling: what a transformed model does at a call, and its plans."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8.autocast import outside_compiler
+from fp8.threads import Stack
+
+from ...parameter import has_parameter_data, remember_tags, tag
+from ..capture.calls import KINDS
+from ..capture.copies import Example, example_of, remade
+from ..capture.forms import described, form_of, without_shapes
+from ..capture.record import tensors_in
+from ..capture.structure import Structure, has_changed, part, structure_of, warn_of_new_weights
+from ..folding.solve import Folded, folded
+from ..measure.look import RUNNING, UNSEEN, look
+from ..measure.measuring import Actual, Watching
+from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
+from ..plan.steps import MEASURED, Plan, Row, Settled
+from .border import entering, leaving, records
+from .install import (
+    Call,
+    Places,
+    find_scope,
+    install,
+    is_exported,
+    is_sharded,
+)
+from .replay import PlanMissError, Replay
+
+__all__ = ["Replacements", "UnitScale"]
+
+Replacements = dict[Callable[..., Any], Callable[..., Any]]
+
+LOOKS = 8
+"""How many steps are watched for gradients that were zero at first: those of weights of zeros come
+after the first step of the optimizer, of two such weights in a row after the second."""
+
+
+class UnitScale:
+    """The scope of unit scaling: the plans of a model, one for each form of call."""
+
+    order = 0
+
+    def __init__(
+        self,
+        rows: list[Row],
+        replacements: Replacements,
+        *,
+        init: str,
+        residual: str,
+        strict: bool,
+        context_length: int | None,
+    ) -> None:
+        self.rows = rows
+        self.replacements = replacements
+        self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(replacements)}
+        self.init = init
+        self.residual = residual
+        self.strict = strict
+        self.context_length = context_length
+        self.settled = Settled()
+        self.plans: dict[Any, Plan] = {}
+        self.structure: Structure = {}
+        #: A name for the structure, which compiled code compares.
+        self.edition = "0"
+        self.path = Stack()
+        self._recording = threading.RLock()
+        self._latest: dict[bool, Plan] = {}
+        self._watched: dict[Any, Watching] = {}
+        #: The exponent of what arrives from outside in the first form of call, once it is known.
+        self.arriving: int | None = None
+        self._held: Any = None
+        self._example: Example | None = None
+
+    @property
+    def unit_scaled(self) -> bool:
+        """Whether it brings weights, activations and gradients to RMS 1. With init="preserve" they
+        are those of the plain model."""
+        return self.init == "unit"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **self.__dict__,
+            "kinds": None,
+            "_recording": None,
+            "_example": None,
+            "_watched": {},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
+        self._recording = threading.RLock()
+
+    def anew(self) -> UnitScale:
+        """The same transform of another model, without plans."""
+        settings: dict[str, Any] = {"init": self.init, "residual": self.residual}
+        settings |= {"strict": self.strict, "context_length": self.context_length}
+        return UnitScale([], self.replacements, **settings)
+
+    def inside(self, path: str) -> Places | None:
+        """Its name in the scope that is running: a part with a transform of its own is in the plan
+        of the whole.
+        """
+        if not RUNNING.items:
+            return None
+        outer = RUNNING.items[-1]
+        names = outer.path.items
+        return ((names, path if outer is self else f"{names[-1]} > {path}"),)
+
+    def run(
+        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """``call()`` under the plan for this form of call, made at its first time."""
+        for _, name in self.inside(path) or ():
+            return RUNNING.items[-1].within(name, call)
+        # Of this thread: `is_compiling` is true in all threads while one compiles (torch
+        # 2.13). Written out at each place: a function of it would be compiled itself, to True.
+        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        changed = bool(self.edition) and has_changed(module, self, path)
+        if changed and not compiling:
+            with self._recording:
+                self.follow(module, path)
+        traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        # In training the gradients are measured even under `torch.no_grad`: it may be a rehearsal.
+        wanted = module.training or torch.is_grad_enabled()
+        grads = wanted if traced else records(wanted)
+        form = (path, module.training, form_of(args), form_of(kwargs), grads)
+        plan = self._known(form, path, module.training)
+        if compiling:
+            if plan is not None and not changed:
+                return self._replay(plan, call, path, (args, kwargs))
+            if is_exported():
+                raise RuntimeError(f"{UNSEEN}: call the model once before torch.export")
+            from .first_call import outside_graph
+
+            return outside_graph(lambda: self.run(call, module, path, args, kwargs))
+        return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
+
+    def settle(self) -> None:
+        """Takes over what the plans so far have measured."""
+        for known in list(self.plans.values()):
+            self.settled.settle(known)
+            if not known.final and self.arriving is None:
+                self.arriving = known.outside
+
+    def follow(self, module: nn.Module, path: str = "") -> None:
+        """Takes the structure of ``module``, which is at ``path``, for that of the model: new parts
+        get the scope, and plans are made anew.
+
+        Raises ValueError for a part that has the factors of init="unit" in a model without.
+        """
+        for name, child in module.named_modules(prefix=path):
+            other = find_scope(child, UnitScale)
+            if other is not None and other.init == "unit" and self.init == "preserve":
+                raise ValueError(
+                    f"{name or 'the model'} was unit-scaled with init='unit', and the model around "
+                    "it with init='preserve', which has no factors: use one init for both"
+                )
+        if self.structure and self.unit_scaled:
+            warn_of_new_weights(module, self)
+        install(module, self, path)
+        gone = part(self.structure, path)
+        kept = {name: entry for name, entry in self.structure.items() if name not in gone}
+        self.structure = kept | structure_of(module, self, path)
+        self.plans, self._latest, self.settled = {}, {}, Settled()
+        self.edition = str(int(self.edition) + 1)
+
+    def _known(self, form: Any, path: str, training: bool) -> Plan | None:
+        """The plan for a form of call; for a part, that of the whole if it has run."""
+        plan = self.plans.get(form)
+        if plan is None and not form[-1]:  # without gradients, as with them
+            plan = self.plans.get((*form[:-1], True))
+        if plan is None and path:
+            plan = self._latest.get(training)
+            return plan if plan is not None and _covers(plan, path) else None
+        if plan is not None and not path:
+            self._latest[training] = plan
+        return plan
+
+    def _eager(
+        self,
+        form: Any,
+        call: Call,
+        module: nn.Module,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        missed = None
+        if form in self._watched:
+            with self._recording:
+                self._look_again(form, module, path, args, kwargs)
+        while True:
+            plan = self._known(form, path, module.training)
+            if plan is not None and plan is not missed:
+                try:
+                    return self._replay(plan, call, path, (args, kwargs), form)
+                except PlanMissError:
+                    missed = plan  # it has taken another branch: see it again
+            else:
+                with self._recording:
+                    if self._known(form, path, module.training) is plan:
+                        plan = self._first(form, module, path, args, kwargs)
+                        break
+                # another thread has made a plan meanwhile
+        return self._replay(plan, call, path, (args, kwargs), form)
+
+    def _look_again(
+        self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Makes a plan anew once a step of the model itself has shown what the first look could
+        not: the gradients of a loss outside of the model, and those that were zero."""
+        watch, plan = self._watched.pop(form, None), self.plans.get(form)
+        found = {} if watch is None else watch.gradients()
+        if plan is None or not found:
+            return
+        plan.looks = LOOKS if is_sharded(module) else plan.looks + 1
+        if plan.looks == LOOKS:
+            return
+        outside, later = (0, plan.outside) if plan.final else (plan.outside or 0, 0)
+        if plan.final and found.keys().isdisjoint(plan.unseen):
+            return
+        true = {key: size - plan.gauges[key] - outside for key, size in found.items()}
+        self.settled.settle(plan)
+        refined = look(self, module, path, (args, kwargs), actual=Actual(true, later))
+        refined.looks = plan.looks
+        self.plans[form] = refined
+        if not path:
+            self._latest[module.training] = refined
+
+    def _mode(self, plan: Plan, form: Any) -> Replay:
+        """What executes a plan; in a step that may show more than is known, it watches."""
+        rest = (self.kinds, self.replacements, self.path.items)
+        shows = plan.looks < LOOKS and (not plan.final or bool(plan.unseen))
+        if form is None or form[0] or not (form[-1] and shows and plan is self.plans.get(form)):
+            return Replay(plan, *rest)
+        self._watched[form] = watch = Watching(plan, plan.gauges.keys(), *rest)
+        return watch
+
+    def within(self, path: str, call: Call) -> Any:
+        """``call()``, the forward of the module named ``path``."""
+        self.path.items.append(path)
+        try:
+            return call()
+        finally:
+            self.path.items.pop()
+
+    def _replay(
+        self, plan: Plan, call: Call, path: str, given: Any, form: Any = None, eager: bool = False
+    ) -> Any:
+        traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+        if not (eager or traced):
+            return outside_compiler(lambda: self._replay(plan, call, path, given, form, True))
+        # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
+        # the mode is active. Inside try, it leaves this frame, from its start, to eager mode.
+        given = entering(given, plan)
+        mode = (
+            Replay(plan, self.kinds, self.replacements, self.path.items)
+            if traced
+            else self._mode(plan, form)
+        )
+        RUNNING.items.append(self)
+        mode.__enter__()
+        try:
+            output = self.within(path, lambda: call(given))
+        finally:
+            mode.__exit__(None, None, None)
+            RUNNING.items.pop()
+        return leaving(output, plan)
+
+    def _first(
+        self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Plan:
+        """Records the model and makes the plan for this form of call."""
+        try:
+            with torch.set_grad_enabled(form[-1]):
+                plan = look(self, module, path, (args, kwargs))
+        except RuntimeError as error:
+            if not str(error).startswith("vmap:"):
+                raise
+            return self._mapped(form, args, kwargs, error)
+        if not path:
+            with contextlib.suppress(TypeError):
+                self._example = example_of((args, kwargs))
+            self._demote(module, plan.inner)
+            self._deepen(module, plan.depths)
+            remember_tags(module)
+        if self.strict:
+            rows = (*self.rows, *plan.rows)
+            alone = [row for row in rows if row.left_alone or row.done == MEASURED]
+            if alone:
+                row = alone[0]
+                raise ValueError(
+                    f"unit_scale(strict=True): {row.call} in {row.path or 'the model itself'!r} "
+                    f"has no rule: {row.why}"
+                )
+        self.plans[form] = plan
+        if not path:
+            self._latest[module.training] = plan
+        return plan
+
+    def _mapped(self, form: Any, args: Any, kwargs: Any, error: Exception) -> Plan:
+        """Under vmap, whose values cannot be looked at: the plan of a call that differs from this
+        one in dimensions alone, as that of a batch does from that of its examples.
+        """
+        shapeless, plans = without_shapes(form[:-1]), list(self.plans.items())
+        similar = [plan for seen, plan in plans if without_shapes(seen[:-1]) == shapeless]
+        if similar:
+            return similar[-1]
+        given = ", ".join(described(t) for _, t in tensors_in((args, kwargs))) or "no tensor"
+        mode = "training" if form[1] else "evaluation"
+        raise RuntimeError(
+            f"{UNSEEN}: call the model once before torch.vmap, in {mode} mode and with arguments "
+            f"as each example has them: {given}"
+        ) from error
+
+    def _demote(self, model: nn.Module, names: frozenset[str]) -> None:
+        """Tags as weights what was taken for the readout before the model had run."""
+        for name in sorted(names):
+            tag(model.get_parameter(name), "weight")
+            path, _, leaf = name.rpartition(".")
+            why = "not the readout: make the optimizer after the first call"
+            self.rows.append(Row(path, leaf, "tagged as weight", why))
+
+    def _deepen(self, model: nn.Module, depths: dict[str, int]) -> None:
+        """Tags parameters of residual branches, as far as they have no depth, with that found."""
+        counts: Counter[int] = Counter()
+        for name, depth in depths.items():
+            parameter: Any = model.get_parameter(name)
+            if has_parameter_data(parameter) and parameter.mup_scaling_depth is None:
+                tag(model.get_parameter(name), parameter.mup_type, depth)
+                counts[depth] += 1
+        for depth, count in counts.items():
+            why = f"depth {depth}, in residual branches: make the optimizer after the first call"
+            self.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
+
+    def held(self, model: nn.Module) -> str:
+        """The plan as JSON, as a state_dict of ``model`` holds it: "" where there is none."""
+        plans = list(self.plans.values())
+        state = [(id(plan), plan.outside, plan.looks) for plan in plans]
+        if self._held is None or self._held[0] != state:
+            known = plans and not self.replacements
+            text = self.plan(model, seen=False).to_json() if known else ""
+            self._held = state, text
+        return str(self._held[1])
+
+    def take_over(self, model: nn.Module, text: str) -> None:
+        """Takes the plan of a checkpoint over, if it is one of ``model``."""
+        plan = ModelPlan.from_json(text)
+        with contextlib.suppress(ValueError):
+            check_fits(model, plan)
+            retag(model, plan, rescale=False)
+            self.adopt(plan)
+
+    def recalibrate(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Callable[[Any], Tensor] | None,
+    ) -> None:
+        """Measures the gauges of all calls anew; the exponents of parameters stay."""
+        with self._recording, torch.enable_grad():
+            self.settle()
+            self.settled.gauges = {}
+            self.plans, self._latest, self._watched = {}, {}, {}
+            actual = None if loss is None else Actual({}, 0, loss)
+            plan = look(self, module, "", (args, kwargs), actual=actual)
+            form = ("", module.training, form_of(args), form_of(kwargs), True)
+            self.plans[form] = self._latest[module.training] = plan
+
+    def plan(self, model: nn.Module, seen: bool = True) -> ModelPlan:
+        """The plan as data. Raises ValueError for functions in replace, which are no data, and
+        unless ``seen`` is False before the first call.
+        """
+        if seen:
+            self._check_seen(model)
+        if self.replacements:
+            raise ValueError("the plan of a model with functions in replace is no data")
+        given = (self.init, self.residual, self.context_length, tags_in(model), tuple(self.rows))
+        return ModelPlan(*given, *copy.deepcopy((self.plans, self.settled)))
+
+    def adopt(self, plan: ModelPlan) -> None:
+        """Takes a plan over, in place of a first look at the model."""
+        self.rows = list(plan.rows)
+        self.plans, self.settled = copy.deepcopy((plan.plans, plan.settled))
+        self._latest = {form[1]: p for form, p in self.plans.items() if not form[0]}
+
+    def _check_seen(self, model: nn.Module) -> None:
+        if not any(form[0] == "" for form in self.plans):
+            raise ValueError(
+                f"{type(model).__name__} is unit-scaled and has not run: its factors are found at "
+                "its first call, so call it once with an example batch"
+            )
+
+    def outside(self, model: nn.Module) -> Folded:
+        """The factors of the weights of the plain model with the same function.
+
+        Raises ValueError before the first call of the model, and where weights cannot hold all
+        that the plain model lacks, with the calls.
+        """
+        if self.init == "preserve":
+            if self.replacements:
+                raise ValueError("functions that unit_scale was given in replace are in no weight")
+            return Folded({}, {})
+        self._check_seen(model)
+        seen = [plan for form, plan in list(self.plans.items()) if form[0] == "" and not form[1]]
+        if not seen:
+            seen = [self._evaluated(model)]
+        return folded([tie for plan in seen for tie in plan.ties])
+
+    def _evaluated(self, model: nn.Module) -> Plan:
+        """The plan of a model in evaluation that has run in training alone."""
+        if self._example is None:
+            raise ValueError(
+                f"{type(model).__name__} is unit-scaled and has run in training alone: call it "
+                "once in evaluation, with an example batch"
+            )
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            given = remade(self._example, device)
+        return look(self, model, "", given, evaluate=True)
+
+    def report(self) -> list[Row]:
+        """The rows of the weights, then of the calls of each plan, without repeats."""
+        calls = [row for plan in list(self.plans.values()) for row in plan.rows]
+        return list(dict.fromkeys([*self.rows, *calls]))
+
+    def forget_loose(self, plan: Plan) -> None:
+        """Drops plans that were made with less known than ``plan`` of the whole model: of its
+        parts, and without its loss."""
+        for form, other in list(self.plans.items()):
+            if form[0] or (plan.final and not other.final and other.outside is None):
+                del self.plans[form]
+
+
+def _covers(plan: Plan, path: str) -> bool:
+    return any(p == path or p.startswith(f"{path}.") for p, _, _ in plan.steps)
