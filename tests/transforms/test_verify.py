@@ -100,10 +100,10 @@ def test_every_spelling_of_a_product(name: str):
         "gradient of input": "passed gradient",
         "weight": "weight",
         "gradient of weight": "weight gradient",
-        "output": "activation",
+        "output": "output",
         "gradient of output": "gradient",
     }
-    assert {row.kind for row in result if row.inside is None} == {"passed gradient"}
+    assert {row.kind for row in result if row.inside is None} == {"passed gradient", "output"}
 
 
 def test_products_of_constants_have_no_row():
@@ -170,7 +170,8 @@ def test_attention(spelled: str):
         "gradient of value": "passed gradient",
         "gradient of output": "gradient",
     }
-    assert named["query"] == named["key"] == named["value"] == named["output"] == "activation"
+    assert named["query"] == named["key"] == named["value"] == "activation"
+    assert named["output"] == "output"
     inner = {"logits", "gradient of logits", "probabilities", "gradient of probabilities"}
     assert {t for t, kind in named.items() if kind == "attention"} == (
         set() if spelled == "fused" else inner
@@ -427,9 +428,22 @@ def test_a_diagnosis_begins_with_the_cause():
     weights, activations, gradients = found.diagnosis
     assert weights.startswith("4 of 4 weights have RMS 0.02 instead of 1, the first in 0 (linear)")
     assert "reset_parameters" in weights
-    assert activations.startswith("activations shrink from the output of 0 (linear) on, RMS 0.0")
+    assert activations.startswith("activations shrink from the input of 1 (linear) on, RMS 0.0")
     assert gradients.startswith("gradients shrink from the gradient of output of 2 (linear) on")
     assert str(found).endswith("\n".join(found.diagnosis))
+
+
+def test_zeros_have_rows_and_do_not_count():
+    """A head of zeros sends none of the loss's gradient to the layers in front of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(uu.Linear(64, 64), uu.Linear(64, 64))
+    nn.init.zeros_(model[1].weight)
+    result = uu.verify(model, torch.randn(64, 64), loss=lambda y: y.square().sum())
+    zeros = [row.tensor for row in result if row.rms == 0 and row.kind == "gradient"]
+    assert zeros == ["gradient of output"] * 2
+    assert math.isnan(result.share("gradient"))
+    assert result.diagnosis[0].startswith("every gradient is zero")
+    assert "gradient: 0 of 0 inside [0.25, 4], 2 of zeros" in str(result)
 
 
 WELL = ["every tensor is in the range of its kind"]

@@ -36,6 +36,7 @@ __all__ = ["RANGES", "Measurement", "Verification", "verify"]
 
 RANGES: dict[str, tuple[float, float] | None] = {
     "activation": (1 / 4, 4.0),
+    "output": None,
     "weight": (1 / 4, 4.0),
     "gradient": (1 / 4, 4.0),
     "query-key gradient": (1 / 64, 4.0),
@@ -46,11 +47,12 @@ RANGES: dict[str, tuple[float, float] | None] = {
 """Kind of tensor -> the RMS it should have.
 
 A factor of 4 is two steps of the exponent: of the range of a format little is lost by it. What is
-zero everywhere is in no range and outside of none.
+zero everywhere is in no range and outside of none, and does not count.
 
-"gradient" is that of the output of a product: the one that a cast sees. "passed gradient" is what a
-product hands on to its input: it has no range, as no cast sees it before it is the gradient of an
-output again. "weight gradient" is what the optimizer gets.
+"activation" is an operand of a product, which a cast sees; an "output" is one where another product
+reads it. "gradient" is that of the output of a product: the one that a cast sees. "passed gradient"
+is what a product hands on to its input: it has no range, as no cast sees it before it is the
+gradient of an output again. "weight gradient" is what the optimizer gets.
 
 The gradient of queries and keys of unit RMS, with logits q.k/d for heads of width d, is about
 1/sqrt(d): the gradient of a logit is that of its probability times the probability, about 1/n for
@@ -69,7 +71,7 @@ class Measurement:
 
     path: of the module. call: the kind of product. number: how many of it came before in the
     module. tensor: "input", "weight", "output", ..., "gradient of input", ... kind: a key of
-    RANGES. inside: whether rms is in the range of the kind; None where it has none.
+    RANGES. inside: whether rms is in the range of the kind; None where it has none, and of zeros.
     """
 
     path: str
@@ -93,13 +95,11 @@ class Verification(Rows[Measurement]):
         rows: Iterable[Measurement],
         notes: Iterable[str] = (),
         loss: float | None = None,
-        readouts: frozenset[str] = frozenset(),
     ) -> None:
         """loss: the RMS of its gradient at the output, None where it is inside of the model or
-        brought to RMS 1.
-        readouts: the paths of the modules whose output is small by design."""
+        brought to RMS 1."""
         super().__init__(rows, notes)
-        self.diagnosis = diagnosis(self.rows, loss, readouts)
+        self.diagnosis = diagnosis(self.rows, loss)
 
     @property
     def outside(self) -> list[Measurement]:
@@ -107,12 +107,13 @@ class Verification(Rows[Measurement]):
         return [row for row in self.rows if row.inside is False]
 
     def share(self, kind: str) -> float:
-        """The share of the rows of a kind that are inside; NaN where there is no such row.
+        """The share of the rows of a kind that are inside; NaN where there is no such row but of
+        zeros.
 
         Raises ValueError for an unknown kind and for one without a range.
         """
         check_name("kind", kind, [name for name, limits in RANGES.items() if limits is not None])
-        inside = [bool(row.inside) for row in self.rows if row.kind == kind]
+        inside = [row.inside for row in self.rows if row.kind == kind and row.inside is not None]
         return sum(inside) / len(inside) if inside else math.nan
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -139,9 +140,11 @@ class Verification(Rows[Measurement]):
         for kind, limits in RANGES.items():
             rows = [row for row in self.rows if row.kind == kind]
             if rows and limits is not None:
-                count = sum(bool(row.inside) for row in rows)
                 low, high = limits
-                yield f"{kind}: {count} of {len(rows)} inside [{low:g}, {high:g}]"
+                inside = [row.inside for row in rows if row.inside is not None]
+                zeros = len(rows) - len(inside)
+                also = f", {zeros} of zeros" if zeros else ""
+                yield f"{kind}: {sum(inside)} of {len(inside)} inside [{low:g}, {high:g}]{also}"
 
 
 def verify(
@@ -204,7 +207,7 @@ def verify(
         outside_compiler(lambda: _backward(output, loss, seed))
     rows = [_measurement(*found) for found in watch.results()]
     at_loss = None if _is_gauged(twin) else max(at_output, default=None)
-    return Verification(rows, watch.notes, at_loss, _readouts(twin))
+    return Verification(rows, watch.notes, at_loss)
 
 
 def _is_gauged(model: nn.Module) -> bool:
@@ -219,12 +222,6 @@ def _forget_losses(model: nn.Module) -> None:
         scope = find_scope(part, UnitScale)
         for plan in [] if scope is None else scope.plans.values():
             plan.outside = None
-
-
-def _readouts(model: nn.Module) -> frozenset[str]:
-    named = model.named_parameters()
-    tagged = [name for name, p in named if getattr(p, "mup_type", None) == "output"]
-    return frozenset(name.rpartition(".")[0] for name in tagged)
 
 
 def _measured(output: Any) -> list[float]:

@@ -35,19 +35,16 @@ class _Row(Protocol):
     def inside(self) -> bool | None: ...
 
 
-def diagnosis(rows: Sequence[_Row], loss: float | None, readouts: frozenset[str]) -> list[str]:
+def diagnosis(rows: Sequence[_Row], loss: float | None) -> list[str]:
     """Sentences, the cause of others before them; one that says so where all is well.
 
     loss: the RMS of the gradient at the model's output, None where the loss is inside the model and
     where the model brings that gradient to RMS 1, as one of `unit_scale` does.
-    readouts: the paths of the readouts, whose output is small by design.
     """
-    found = [*_weights(rows), *_values(rows, readouts), *_loss(loss)]
+    found = [*_weights(rows), *_values(rows), *_loss(loss)]
     if loss is None or loss >= LOW_GRADIENT:  # else all gradients are as small
         found += _gradients(rows)
-    small = [row for row in rows if _is_readout(row, readouts)]
-    others = [row for row in rows if row.inside is False and row not in small]
-    return found or (["every tensor is in the range of its kind"] if not others else [])
+    return found or ["every tensor is in the range of its kind"]
 
 
 def _weights(rows: Sequence[_Row]) -> Iterator[str]:
@@ -62,8 +59,8 @@ def _weights(rows: Sequence[_Row]) -> Iterator[str]:
         )
 
 
-def _values(rows: Sequence[_Row], readouts: frozenset[str]) -> Iterator[str]:
-    values = [row for row in rows if row.kind == "activation" and not _is_readout(row, readouts)]
+def _values(rows: Sequence[_Row]) -> Iterator[str]:
+    values = [row for row in rows if row.kind == "activation"]
     first = next((row for row in values if row.inside is False), None)
     if first is not None:
         verb = "shrink" if first.rms < 1 else "grow"
@@ -81,6 +78,9 @@ def _loss(loss: float | None) -> Iterator[str]:
 def _gradients(rows: Sequence[_Row]) -> Iterator[str]:
     """Backward, the first that is outside is that of the last call; those of weights go no further
     and come after the others."""
+    gradients = [row for row in rows if row.kind == "gradient"]
+    if gradients and not any(row.rms for row in gradients):
+        yield "every gradient is zero: weights of zeros, or a loss that no product goes into"
     outside = [r for r in reversed(rows) if r.inside is False and r.kind.endswith("gradient")]
     outside.sort(key=lambda row: row.kind == "weight gradient")
     if outside:
@@ -90,10 +90,6 @@ def _gradients(rows: Sequence[_Row]) -> Iterator[str]:
             f"gradients {verb} from the {first.tensor} of {_place(first)} on, backward, RMS "
             f"{first.rms:.2g}: {_HIDDEN}"
         )
-
-
-def _is_readout(row: _Row, readouts: frozenset[str]) -> bool:
-    return row.tensor == "output" and row.path in readouts and row.rms < 1
 
 
 def _place(row: _Row) -> str:

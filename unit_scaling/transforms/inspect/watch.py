@@ -83,7 +83,7 @@ class _Product:
     @property
     def mixes(self) -> bool:
         """Whether it multiplies activations with each other, as queries are with keys."""
-        return self.call != _ATTENTION and all(t.kind == "activation" for t in self.tensors)
+        return self.call != _ATTENTION and all(t.kind != "weight" for t in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Watch(Observer):
         with unseen():
             first = next((t for _, t in tensors_in(output)), None)  # recurrent ones return states
             if first is not None and _measurable(first):
-                result = _Operand("output", "activation", _norm(first), first.numel())
+                result = _Operand("output", "output", _norm(first), first.numel())
                 if step is not None:
                     result.after = factor_after(step, function, args, kwargs)
                 product.tensors.append(result)
