@@ -44,7 +44,7 @@ LENGTH = 64
 KINDS = {
     "gradients": ("gradient", "query-key gradient"),
     "weight gradients": ("weight gradient",),
-    "activations": ("activation",),
+    "activations": ("activation", "output"),
 }
 """What a row is of -> the kinds of `uu.verify`."""
 

@@ -116,8 +116,8 @@ QUESTION = """\
 what `unit_scale` makes of architectures of the transformers library, in small configurations with
 random weights, measured by `uu.verify` in one training step: calls of torch functions that are
 scaled by a rule, in no need of a factor, and left alone by name; the shares of tensors with an RMS
-in [1/4, 4] among inputs and outputs of matrix products, convolutions, embeddings and attention,
-their weights, and the gradients of these but for queries and keys; verified where each is 0.95 or
+in [1/4, 4] among inputs of matrix products, convolutions and attention, weights of these and of
+embeddings, and the gradients of outputs but for queries and keys; verified where each is 0.95 or
 more"""
 
 

@@ -55,8 +55,8 @@ def test_what_is_written_in_place_is_corrected_once() -> None:
         nn.Sequential(nn.Linear(64, 256), sums, nn.Linear(256, 64), nn.Linear(64, 8))
     )
     result = uu.verify(model, torch.randn(256, 64))
-    assert result.diagnosis in ([], WELL)
-    assert [row.path for row in result.outside if row.path != "3"] == []
+    assert result.diagnosis == WELL
+    assert result.outside == []
 
 
 @pytest.mark.parametrize("written", [torch.exp_, torch.relu_, torch.sigmoid_, torch.tanh_])

@@ -422,6 +422,9 @@ def overwritten(layers: int = 4) -> nn.Sequential:
     return model
 
 
+WELL = ["every tensor is in the range of its kind"]
+
+
 def test_a_diagnosis_begins_with_the_cause():
     """Weights before activations, which are small for that, and before gradients."""
     found = uu.verify(overwritten(), torch.randn(64, 64))  # it warns of nothing by itself
@@ -434,19 +437,26 @@ def test_a_diagnosis_begins_with_the_cause():
 
 
 def test_zeros_have_rows_and_do_not_count():
-    """A head of zeros sends none of the loss's gradient to the layers in front of it."""
+    """A head of zeros sends nothing to the layers in front of it, and gets nothing from a loss that
+    is least there."""
     torch.manual_seed(0)
-    model = nn.Sequential(uu.Linear(64, 64), uu.Linear(64, 64))
+    model, x = nn.Sequential(uu.Linear(64, 64), uu.Linear(64, 64)), torch.randn(256, 64)
     nn.init.zeros_(model[1].weight)
-    result = uu.verify(model, torch.randn(64, 64), loss=lambda y: y.square().sum())
+    result = uu.verify(model, x)
+    assert {row.path: row.rms == 0 for row in result if row.kind == "gradient"} == {
+        "0": True,
+        "1": False,
+    }
+    assert result.share("weight") == result.share("gradient") == 1
+    assert "gradient: 1 of 1 inside [0.25, 4], 1 of zeros" in str(result).splitlines()
+    assert result.diagnosis == WELL
+    result = uu.verify(model, x, loss=lambda y: y.square().sum())
     zeros = [row.tensor for row in result if row.rms == 0 and row.kind == "gradient"]
     assert zeros == ["gradient of output"] * 2
     assert math.isnan(result.share("gradient"))
-    assert result.diagnosis[0].startswith("every gradient is zero")
-    assert "gradient: 0 of 0 inside [0.25, 4], 2 of zeros" in str(result)
-
-
-WELL = ["every tensor is in the range of its kind"]
+    (found,) = result.diagnosis
+    assert found.startswith("every gradient is zero: ")
+    assert "gradient: 0 of 0 inside [0.25, 4], 2 of zeros" in str(result).splitlines()
 
 
 def labelled() -> tuple[Tensor, Tensor]:

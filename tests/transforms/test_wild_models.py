@@ -226,7 +226,7 @@ def test_wild_models(kind: type[nn.Module]) -> None:
     assert not uu.report(model).left_alone
     checked = uu.verify(model, batch)
     assert checked.share("weight") == 1
-    assert [row.tensor for row in checked.outside if row.kind == "activation"] in ([], ["output"])
+    assert not [row for row in checked.outside if row.kind == "activation"]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert loss_of(twin, batch) == loss
     assert loss_of(simulate_fp8(model), batch).isfinite()

@@ -164,8 +164,9 @@ def verify(
     There are rows for each call of a linear map, matrix product, convolution, embedding and
     attention: each operand, the output, and the gradient of each. A gradient of an operand is what
     leaves this call towards it, its factor included; the gradient of the output is what arrives
-    there. Biases, masks, integer and empty tensors have no row, nor have products within a
-    parametrization, nor a gradient that is not computed.
+    there. Judged are operands, the gradients of outputs and those of weights; an output is where
+    another product reads it. Biases, masks, integer and empty tensors have no row, nor have
+    products within a parametrization, nor a gradient that is not computed.
 
     The step is made by a copy of the model, in the model's mode (training or evaluation), eagerly:
     the model, its gradients, buffers and the random state stay as they are. Of a recurrent layer,
