@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8.report import as_table
+from fp8.common.report import as_table
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -23,7 +23,7 @@ from torch import nn
 
 import fp8
 from benchmarks.common import Row, compare, fix_allocator, report, show
-from fp8.native import why_not_here
+from fp8.native.product import why_not_here
 
 QUESTION = "what does a step of a bf16 layer cost under an FP8 recipe on a GPU, relative to bf16?"
 

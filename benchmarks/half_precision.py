@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common import Finished, Row, report
 from benchmarks.recipe_loss import asked
-from fp8.adapters import probe
+from fp8.common.libraries import probe
 from notebooks.nanogpt.data import Corpus
 from notebooks.nanogpt.settings import Settings
 from notebooks.nanogpt.train import Training, deterministic

@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8
 from benchmarks.common import Row, compare, fix_allocator, report
-from fp8.formats import dtype_name
+from fp8.formats.format import dtype_name
 
 QUESTION = (
     "what does an optimizer step over one matrix of 4 million or 40 million parameters cost, "

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from benchmarks.common import Row, compare, fix_allocator, write
 from benchmarks.ops import COMPILERS, leaf, step
-from unit_scaling.ops import OPS, Op
+from unit_scaling.rules.table import OPS, Op
 
 QUESTION = "What does a forward and backward pass of each op cost, relative to plain torch?"
 

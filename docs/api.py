@@ -17,19 +17,19 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from unit_scaling.ops import OPS
+from unit_scaling.rules.table import OPS
 
 #: The public modules. A name of several of them is documented in the first.
 MODULES = (
     "fp8",
     "fp8.optim",
-    "fp8.norm",
-    "fp8.scaling",
-    "fp8.where",
-    "fp8.distributed",
-    "fp8.fsdp",
-    "fp8.files",
-    "fp8.adapters",
+    "fp8.norms.norm",
+    "fp8.recipes.scaling",
+    "fp8.surgery.where",
+    "fp8.distributed.gradient_hook",
+    "fp8.distributed.fsdp",
+    "fp8.checkpoints.files",
+    "fp8.common.libraries",
     "fp8.adapters.accelerate",
     "fp8.adapters.bitsandbytes",
     "fp8.adapters.composer",

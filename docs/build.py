@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
-import fp8.layer_norm2d
+import fp8.norms.layer_norm2d
 import unit_scaling.functional  # noqa: F401 - fills OPS
 from fp8.__main__ import LEVEL_HEADS, level_row
-from fp8.formats import FORMATS, Format
-from fp8.levels import LEVELS
-from fp8.moments import ENCODINGS, MASTERS, MOMENTS, Encoding
-from fp8.products import EXPANDED, OPAQUE, PRODUCTS
-from fp8.recipe import RECIPES, Cast, Recipe
-from fp8.scaling import RULES, SCALINGS, Scaling
-from fp8.where import WHERE
+from fp8.formats.format import FORMATS, Format
+from fp8.levels.initialize import LEVELS
+from fp8.modes.dispatch import EXPANDED, OPAQUE, PRODUCTS
+from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, Encoding
+from fp8.recipes.recipe import RECIPES, Cast, Recipe
+from fp8.recipes.scaling import RULES, SCALINGS, Scaling
+from fp8.surgery.where import WHERE
 from unit_scaling.constraints import CONSTRAINTS
-from unit_scaling.ops import OPS, Op
 from unit_scaling.optim import LR_RULES
+from unit_scaling.rules.table import OPS, Op
 
 TABLES = Path(__file__).with_name("tables.md")
 BENCHMARKS = Path(__file__).with_name("benchmarks.md")
@@ -55,7 +55,7 @@ NAMESPACES = {
     "torch.special": torch.special,
     "torch.sparse": torch.sparse,
     "operator": operator,
-    "fp8.layer_norm2d": fp8.layer_norm2d,
+    "fp8.norms.layer_norm2d": fp8.norms.layer_norm2d,
     "torch.ops.higher_order": torch.ops.higher_order,
 }
 
@@ -173,15 +173,15 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Scalings",
-        "`fp8.scaling.SCALINGS`: what shares a scale. Tile: elements across x along the axis that "
-        "the product sums over. Each product casts along its own axis, the second time again from "
-        "high precision where the tile is not square.",
+        "`fp8.recipes.scaling.SCALINGS`: what shares a scale. Tile: elements across x along the "
+        "axis that the product sums over. Each product casts along its own axis, the second time "
+        "again from high precision where the tile is not square.",
         "name | scale | tile | rules, the usual first",
         [scaling(name, row) for name, row in SCALINGS.items()],
     ),
     (
         "Rules",
-        "`fp8.scaling.RULES`: how a scale follows from the largest magnitude (amax).",
+        "`fp8.recipes.scaling.RULES`: how a scale follows from the largest magnitude (amax).",
         "name | scale",
         documented(RULES),
     ),
@@ -195,8 +195,8 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Choices of layers",
-        "`fp8.where.WHERE`: what `fp8.convert(where=...)` takes by name. A block is an item of a "
-        "list of modules of one class, its part an attention or an MLP.",
+        "`fp8.surgery.where.WHERE`: what `fp8.convert(where=...)` takes by name. A block is an "
+        "item of a list of modules of one class, its part an attention or an MLP.",
         "name | layers",
         documented(WHERE),
     ),
@@ -209,7 +209,8 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Optimizer states",
-        "`fp8.moments.ENCODINGS`: how `fp8.optim` keeps a tensor, in units of a power of two.",
+        "`fp8.optim.encodings.ENCODINGS`: how `fp8.optim` keeps a tensor, in units of a power of "
+        "two.",
         "name | stored as | one scale for | may be",
         [encoding(name, row) for name, row in ENCODINGS.items()],
     ),
@@ -221,8 +222,8 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Operations",
-        "`unit_scaling.ops.OPS`: what `unit_scaling.functional` (`U`) holds, and what `unit_scale` "
-        "puts in place of torch's.",
+        "`unit_scaling.rules.table.OPS`: what `unit_scaling.functional` (`U`) holds, and what "
+        "`unit_scale` puts in place of torch's.",
         "operation | replaces | constraint= | the rule",
         [ops(row) for row in OPS.values()],
     ),

@@ -1,24 +1,8 @@
 """Numbers: low-precision formats, casts, and matrix products computed from them."""
 
 from . import optim
-from .autocast import autocast, checkpoint_contexts
-from .calibrate import calibrate, calibration
-from .convert import convert, report, revert
-from .export import export
-from .formats import FORMATS, Format, get_format
-from .frozen import store_frozen
-from .history import AmaxHistory, reduce_amax
-from .level_state import state
-from .levels import LEVELS, Level, initialize
-from .low_precision import (
-    NoEffectWarning,
-    apply_low_precision_layernorm,
-    low_precision_norms,
-    norm_report,
-    revert_norms,
-)
-from .norm import LayerNorm2d, is_fast_norm, set_fast_norm
-from .pitfalls import (
+from .checkpoints.compressed_tensors import export
+from .common.pitfalls import (
     CheckpointWarning,
     ConvertWarning,
     OptimizerWarning,
@@ -27,11 +11,27 @@ from .pitfalls import (
     ScaleWarning,
     strict,
 )
-from .quantize import quantize, quantize_backward, quantize_forward
-from .recipe import RECIPES, Cast, Recipe, get_recipe
-from .scaled_tensor import ScaledTensor, scaled
-from .scaled_weights import export_weights
-from .stats import stats
+from .formats.format import FORMATS, Format, get_format
+from .formats.quantize import quantize, quantize_backward, quantize_forward
+from .levels.frozen import store_frozen
+from .levels.initialize import LEVELS, Level, initialize
+from .levels.memory import state
+from .levels.weights import export_weights
+from .modes.autocast import autocast, checkpoint_contexts
+from .norms.low_precision import (
+    NoEffectWarning,
+    apply_low_precision_layernorm,
+    low_precision_norms,
+    norm_report,
+    revert_norms,
+)
+from .norms.norm import LayerNorm2d, is_fast_norm, set_fast_norm
+from .recipes.history import AmaxHistory, reduce_amax
+from .recipes.recipe import RECIPES, Cast, Recipe, get_recipe
+from .studies.stats import stats
+from .surgery.calibrate import calibrate, calibration
+from .surgery.convert import convert, report, revert
+from .tensors.scaled_tensor import ScaledTensor, scaled
 from .version import __version__
 
 __all__ = [

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import doctor
-from .formats import FORMATS, Format
-from .levels import LEVELS, Level
-from .recipe import RECIPES, Cast, Recipe
-from .report import as_table
+from .common.report import as_table
+from .formats.format import FORMATS, Format
+from .levels.initialize import LEVELS, Level
+from .recipes.recipe import RECIPES, Cast, Recipe
+from .studies import doctor
 from .version import __version__
 
 __all__ = ["main"]

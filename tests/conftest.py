@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     if native:
         import torch
 
-        from fp8.kernels import why_not_device
+        from fp8.native.kernels import why_not_device
 
         why_not = why_not_device(torch.device("cpu"))
         refuses = torch.__version__ < (2, 13)

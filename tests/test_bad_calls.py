@@ -16,14 +16,14 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
-from fp8.names import check_name
-from tests.unit_scaling.test_module_table import EXAMPLES
-from tests.unit_scaling.test_ops import op_kwargs
-from unit_scaling.argument_errors import check_arguments
+from fp8.common.validation import check_name
+from tests.unit_scaling.layers.test_module_table import EXAMPLES
+from tests.unit_scaling.ops.test_ops import op_kwargs
+from unit_scaling.common.argument_errors import check_arguments
 from unit_scaling.formats import FPFormat
 from unit_scaling.modules import MODULES
-from unit_scaling.ops import OPS
 from unit_scaling.parameter import set_depth, tag
+from unit_scaling.rules.table import OPS
 from unit_scaling.transforms import simulate_format, simulate_fp8, track_scales, unit_scale
 
 OURS = tuple(str(Path(__file__).parents[1] / name) for name in ("fp8", "unit_scaling"))

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import fp8.formats
-import fp8.recipe
-from unit_scaling import ops
+import fp8.formats.format
+import fp8.recipes.recipe
+from unit_scaling.rules import table as ops
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,7 +67,13 @@ def blocks(path: Path) -> list[Block]:
 @pytest.fixture
 def _tables() -> Iterator[None]:
     """Puts back what the examples of CONTRIBUTING add to the tables."""
-    tables = [ops.OPS, ops._BY_FUNCTION, ops._SIGNATURES, fp8.formats.FORMATS, fp8.recipe.RECIPES]
+    tables = [
+        ops.OPS,
+        ops._BY_FUNCTION,
+        ops._SIGNATURES,
+        fp8.formats.format.FORMATS,
+        fp8.recipes.recipe.RECIPES,
+    ]
     before = [dict(table) for table in tables]
     yield
     for table, rows in zip(tables, before, strict=True):

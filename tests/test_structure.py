@@ -6,7 +6,6 @@ import ast
 import functools
 import importlib
 import io
-import itertools
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ MAX_FILE = 600
 
 #: Functions longer than that -> why.
 LONG = {
-    "fp8/multi_head.py:multi_head_attention_forward": "torch's signature alone is 27 lines",
+    "fp8/products/multi_head.py:multi_head_attention_forward": "torch's signature is 27 lines",
 }
 
 #: Files longer than that -> why.
@@ -38,16 +37,16 @@ PRIVATE = {
     "benchmarks/strangers/operands.py": {
         "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen",
     },
-    "fp8/autocast.py": {
+    "fp8/modes/autocast.py": {
         "torch._dynamo": "asks sys.modules whether the compiler is loaded, without loading it",
     },
-    "fp8/fsdp.py": {
+    "fp8/distributed/fsdp.py": {
         "torch.Tensor._make_wrapper_subclass": "FSDP2's extension asks for a tensor subclass",
     },
-    "fp8/products.py": {
+    "fp8/modes/dispatch.py": {
         "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
     },
-    "fp8/scaled_tensor.py": {
+    "fp8/tensors/scaled_tensor.py": {
         "torch.Tensor._make_wrapper_subclass": "how a tensor of other tensors is made",
         "torch._C": "_disabled_torch_function_impl: what it computes is no ScaledTensor by itself",
         "torch.utils._python_dispatch": "return_and_correct_aliasing: compiled views share memory",
@@ -120,45 +119,25 @@ def _absolute(path: Path, node: ast.ImportFrom) -> str:
     return ".".join([*package, *filter(None, [node.module])])
 
 
-@functools.cache
-def layers() -> dict[str, set[str]]:
-    """Name of a layer -> the layers it may import, from `LAYERS`."""
-    below: dict[str, set[str]] = {}
-    for line in filter(None, LAYERS.splitlines()):
-        groups = [[name.strip() for name in group.split(",")] for group in line.split("<-")]
-        for name in groups[0]:
-            below.setdefault(name, set())
-        for lower, upper in itertools.pairwise(groups):
-            for name in upper:
-                below.setdefault(name, set()).update(lower)
-    for name in TopologicalSorter(below).static_order():
-        below[name] |= {deeper for lower in below[name] for deeper in below[lower]}
-    return below
-
-
-def layer_of(module: str, names: dict[str, set[str]]) -> str | None:
-    """The layer that a module belongs to; None for a package's own __init__."""
-    if module in PACKAGES:
-        return None
-    found = [name for name in names if module == name or module.startswith(f"{name}.")]
-    assert found, f"{module} has no place in LAYERS: add it to tests/layers.py"
-    return max(found, key=len)
+def height(module: str) -> int:
+    """How many layers of its package a module may import."""
+    package, name = module.split(".")[:2]
+    names = LAYERS[package].split()
+    assert name in names, f"{module} has no place in LAYERS: add it to tests/layers.py"
+    return names.index(name)
 
 
 @each_file
 def test_imports_point_down(path: Path):
-    below = layers()
     module = module_of(path)
-    layer = layer_of(module, below)
-    if layer is None:  # the package itself: it may import all of its modules
-        allowed = {name for name in MODULES if name.startswith(f"{module}.")}
-        assert imported(path) <= allowed
+    if module in PACKAGES:  # it may import all of its modules
+        assert all(name.startswith(f"{module}.") for name in imported(path))
         return
     for name in sorted(imported(path) - {module}):
         assert name not in PACKAGES, f"{module} imports the package {name}, not a module of it"
-        target = layer_of(name, below)
-        crosses = layer.startswith("unit_scaling.") and target.startswith("fp8.")
-        assert crosses or target in below[layer] | {layer}, f"{module} imports {name}"
+        crosses = module.startswith("unit_scaling.") and name.startswith("fp8.")
+        assert crosses or name.partition(".")[0] == module.partition(".")[0]
+        assert crosses or height(name) <= height(module), f"{module} imports {name}"
 
 
 def test_imports_make_no_circle():
@@ -234,8 +213,10 @@ def assigned(tree: ast.Module, name: str) -> ast.expr | None:
 
 
 def exported(path: Path) -> list[str] | None:
+    """The names that a module lists; None where it re-exports what others list."""
     value = assigned(parse(path), "__all__")
-    return None if value is None else ast.literal_eval(value)
+    listed = isinstance(value, ast.List) and all(isinstance(e, ast.Constant) for e in value.elts)
+    return ast.literal_eval(value) if listed else None
 
 
 def defined(path: Path) -> list[str]:

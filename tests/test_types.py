@@ -11,7 +11,7 @@ import fp8
 import fp8.optim
 import unit_scaling as uu
 import unit_scaling.functional as U
-from fp8.report import Row
+from fp8.common.report import Row
 from unit_scaling.parameter import has_parameter_data
 from unit_scaling.transforms import compile, simulate_fp8, track_scales, unit_scale
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from fp8.formats import FORMATS
+from fp8.common.step import find_loss
+from fp8.formats.format import FORMATS
 
-from .transforms.capture.observe import find_loss
 from .transforms.inspect.metrics import Metrics
 from .transforms.inspect.prune import prune_non_float_tensors, prune_same_scale_tensors
 from .transforms.track_scales import track_scales

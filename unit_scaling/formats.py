@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fp8.formats import Format
-from fp8.names import check_name
-from fp8.quantize import quantize, quantize_backward, quantize_forward
+from fp8.common.validation import check_name
+from fp8.formats.format import Format
+from fp8.formats.quantize import quantize, quantize_backward, quantize_forward
 
 __all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
 

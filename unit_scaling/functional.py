@@ -1,292 +1,35 @@
 """Unit-scaled versions of `torch.nn.functional`: at initialisation, with standard normal inputs,
 the output of every function and the gradient of every argument have RMS about 1.
 
-Each function is a row of `unit_scaling.ops.OPS`. ``constraint`` names how its scales are tied (see
-`unit_scaling.constraints`), ``mult`` is the op's u-muP hyper-parameter: how non-linear it is.
+Each function is a row of `unit_scaling.rules.table.OPS`. ``constraint`` names how its scales are
+tied (see `unit_scaling.constraints`), ``mult`` is the op's u-muP hyper-parameter: how non-linear it
+is.
 """
 
-from ._functional.activations import (
-    add,
-    dropout,
-    gelu,
-    silu,
-    silu_glu,
-    softmax,
-)
-from ._functional.arithmetic import (
-    addcmul,
-    cat,
-    div,
-    lerp,
-    mul,
-    stack,
-    sub,
-)
-from ._functional.attention import (
-    rotary,
-    scaled_dot_product_attention,
-)
-from ._functional.channel_norms import (
-    batch_norm,
-    group_norm,
-    instance_norm,
-    layer_norm2d,
-    local_response_norm,
-    normalize,
-)
-from ._functional.contraction import (
-    einsum,
-)
-from ._functional.convolution import (
-    conv1d,
-    conv2d,
-    conv3d,
-    conv_transpose1d,
-    conv_transpose2d,
-    conv_transpose3d,
-)
-from ._functional.dropouts import (
-    alpha_dropout,
-    dropout1d,
-    dropout2d,
-    dropout3d,
-    feature_alpha_dropout,
-)
-from ._functional.embedding import (
-    embedding,
-    embedding_bag,
-)
-from ._functional.gated import (
-    geglu,
-    glu,
-    log_softmax,
-    prelu,
-    reglu,
-    softmin,
-)
-from ._functional.losses import (
-    cross_entropy,
-    ctc_loss,
-    nll_loss,
-)
-from ._functional.norms import (
-    layer_norm,
-    rms_norm,
-)
-from ._functional.pooling import (
-    adaptive_avg_pool1d,
-    adaptive_avg_pool2d,
-    adaptive_avg_pool3d,
-    adaptive_max_pool1d,
-    adaptive_max_pool2d,
-    adaptive_max_pool3d,
-    avg_pool1d,
-    avg_pool2d,
-    avg_pool3d,
-    lp_pool1d,
-    lp_pool2d,
-    lp_pool3d,
-    max_pool1d,
-    max_pool2d,
-    max_pool3d,
-)
-from ._functional.products import addmm, bilinear, linear, linear_readout, matmul
-from ._functional.recurrent import (
-    gru,
-    gru_cell,
-    lstm,
-    lstm_cell,
-    rnn_relu,
-    rnn_relu_cell,
-    rnn_tanh,
-    rnn_tanh_cell,
-)
-from ._functional.reductions import (
-    cosine_similarity,
-    cumsum,
-    mean,
-    std,
-    sum,
-    var,
-)
-from ._functional.regression import (
-    binary_cross_entropy,
-    binary_cross_entropy_with_logits,
-    cosine_embedding_loss,
-    huber_loss,
-    kl_div,
-    l1_loss,
-    mse_loss,
-    smooth_l1_loss,
-)
-from ._functional.residuals import (
-    residual_add,
-    residual_apply,
-    residual_split,
-)
-from ._functional.resizing import (
-    interpolate,
-)
-from ._functional.unary import (
-    abs,
-    atan,
-    celu,
-    clamp,
-    cos,
-    elu,
-    erf,
-    exp,
-    hardshrink,
-    hardsigmoid,
-    hardswish,
-    hardtanh,
-    leaky_relu,
-    logsigmoid,
-    mish,
-    pow,
-    relu,
-    relu6,
-    relu_squared,
-    selu,
-    sigmoid,
-    sin,
-    softplus,
-    softshrink,
-    softsign,
-    square,
-    tanh,
-    tanhshrink,
-)
+from .ops.activations import *
+from .ops.arithmetic import *
+from .ops.attention import *
+from .ops.channel_norms import *
+from .ops.contraction import *
+from .ops.convolution import *
+from .ops.dropouts import *
+from .ops.embedding import *
+from .ops.gated import *
+from .ops.losses import *
+from .ops.norms import *
+from .ops.pooling import *
+from .ops.products import *
+from .ops.recurrent import *
+from .ops.reductions import *
+from .ops.regression import *
+from .ops.residuals import *
+from .ops.resizing import *
+from .ops.unary import *
 
 # Other names of the same.
 mm = bmm = mv = matmul
 baddbmm = addmm
 swiglu = silu_glu
 
-__all__ = [
-    "abs",
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "adaptive_max_pool1d",
-    "adaptive_max_pool2d",
-    "adaptive_max_pool3d",
-    "add",
-    "addcmul",
-    "addmm",
-    "alpha_dropout",
-    "atan",
-    "avg_pool1d",
-    "avg_pool2d",
-    "avg_pool3d",
-    "baddbmm",
-    "batch_norm",
-    "bilinear",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "bmm",
-    "cat",
-    "celu",
-    "clamp",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "cos",
-    "cosine_embedding_loss",
-    "cosine_similarity",
-    "cross_entropy",
-    "ctc_loss",
-    "cumsum",
-    "div",
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "einsum",
-    "elu",
-    "embedding",
-    "embedding_bag",
-    "erf",
-    "exp",
-    "feature_alpha_dropout",
-    "geglu",
-    "gelu",
-    "glu",
-    "group_norm",
-    "gru",
-    "gru_cell",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "huber_loss",
-    "instance_norm",
-    "interpolate",
-    "kl_div",
-    "l1_loss",
-    "layer_norm",
-    "layer_norm2d",
-    "leaky_relu",
-    "lerp",
-    "linear",
-    "linear_readout",
-    "local_response_norm",
-    "log_softmax",
-    "logsigmoid",
-    "lp_pool1d",
-    "lp_pool2d",
-    "lp_pool3d",
-    "lstm",
-    "lstm_cell",
-    "matmul",
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool3d",
-    "mean",
-    "mish",
-    "mm",
-    "mse_loss",
-    "mul",
-    "mv",
-    "nll_loss",
-    "normalize",
-    "pow",
-    "prelu",
-    "reglu",
-    "relu",
-    "relu6",
-    "relu_squared",
-    "residual_add",
-    "residual_apply",
-    "residual_split",
-    "rms_norm",
-    "rnn_relu",
-    "rnn_relu_cell",
-    "rnn_tanh",
-    "rnn_tanh_cell",
-    "rotary",
-    "scaled_dot_product_attention",
-    "selu",
-    "sigmoid",
-    "silu",
-    "silu_glu",
-    "sin",
-    "smooth_l1_loss",
-    "softmax",
-    "softmin",
-    "softplus",
-    "softshrink",
-    "softsign",
-    "square",
-    "stack",
-    "std",
-    "sub",
-    "sum",
-    "swiglu",
-    "tanh",
-    "tanhshrink",
-    "var",
-]
+# Every name that is imported here without an underscore is public.
+__all__ = sorted(name for name in dir() if not name.startswith("_"))

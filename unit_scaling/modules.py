@@ -5,288 +5,34 @@ Each is a subclass of the module of the same name in torch, where there is one: 
 one to the other.
 """
 
-from torch import nn
+from torch import nn as _nn
 
-from ._modules.activations import (
-    CELU,
-    ELU,
-    SELU,
-    Hardshrink,
-    Hardsigmoid,
-    Hardswish,
-    Hardtanh,
-    LeakyReLU,
-    LogSigmoid,
-    Mish,
-    ReLU,
-    ReLU6,
-    Sigmoid,
-    Softplus,
-    Softshrink,
-    Softsign,
-    Tanh,
-    Tanhshrink,
-)
-from ._modules.attention import MHSA, KeyValueCache, MultiheadAttention
-from ._modules.containers import DepthModuleList, DepthSequential
-from ._modules.convolution import (
-    Conv1d,
-    Conv2d,
-    Conv3d,
-    ConvTranspose1d,
-    ConvTranspose2d,
-    ConvTranspose3d,
-)
-from ._modules.embedding import Embedding, EmbeddingBag
-from ._modules.layers import GELU, CrossEntropyLoss, Dropout, LayerNorm, RMSNorm, SiLU, Softmax
-from ._modules.linear import Bilinear, Linear, LinearReadout
-from ._modules.losses import (
-    BCELoss,
-    BCEWithLogitsLoss,
-    CosineEmbeddingLoss,
-    CTCLoss,
-    HuberLoss,
-    KLDivLoss,
-    L1Loss,
-    MSELoss,
-    NLLLoss,
-    SmoothL1Loss,
-)
-from ._modules.norms import (
-    BatchNorm1d,
-    BatchNorm2d,
-    BatchNorm3d,
-    GroupNorm,
-    InstanceNorm1d,
-    InstanceNorm2d,
-    InstanceNorm3d,
-    LayerNorm2d,
-)
-from ._modules.pooling import (
-    AdaptiveAvgPool1d,
-    AdaptiveAvgPool2d,
-    AdaptiveAvgPool3d,
-    AdaptiveMaxPool1d,
-    AdaptiveMaxPool2d,
-    AdaptiveMaxPool3d,
-    AvgPool1d,
-    AvgPool2d,
-    AvgPool3d,
-    LPPool1d,
-    LPPool2d,
-    LPPool3d,
-    MaxPool1d,
-    MaxPool2d,
-    MaxPool3d,
-    Upsample,
-)
-from ._modules.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
-from ._modules.regularizers import (
-    GLU,
-    AlphaDropout,
-    CosineSimilarity,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    FeatureAlphaDropout,
-    LocalResponseNorm,
-    LogSoftmax,
-    PReLU,
-    Softmin,
-)
-from ._modules.transformer import MLP, TransformerDecoder, TransformerLayer, TransformerStack
-from .argument_errors import named_in_errors
+from .common.argument_errors import named_in_errors as _named_in_errors
+from .layers.activations import *
+from .layers.attention import *
+from .layers.containers import *
+from .layers.convolution import *
+from .layers.embedding import *
+from .layers.layers import *
+from .layers.linear import *
+from .layers.losses import *
+from .layers.norms import *
+from .layers.pooling import *
+from .layers.recurrent import *
+from .layers.regularizers import *
+from .layers.transformer import *
 
-__all__ = [
-    "CELU",
-    "ELU",
-    "GELU",
-    "GLU",
-    "GRU",
-    "LSTM",
-    "MHSA",
-    "MLP",
-    "MODULES",
-    "RNN",
-    "SELU",
-    "AdaptiveAvgPool1d",
-    "AdaptiveAvgPool2d",
-    "AdaptiveAvgPool3d",
-    "AdaptiveMaxPool1d",
-    "AdaptiveMaxPool2d",
-    "AdaptiveMaxPool3d",
-    "AlphaDropout",
-    "AvgPool1d",
-    "AvgPool2d",
-    "AvgPool3d",
-    "BCELoss",
-    "BCEWithLogitsLoss",
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "Bilinear",
-    "CTCLoss",
-    "Conv1d",
-    "Conv2d",
-    "Conv3d",
-    "ConvTranspose1d",
-    "ConvTranspose2d",
-    "ConvTranspose3d",
-    "CosineEmbeddingLoss",
-    "CosineSimilarity",
-    "CrossEntropyLoss",
-    "DepthModuleList",
-    "DepthSequential",
-    "Dropout",
-    "Dropout1d",
-    "Dropout2d",
-    "Dropout3d",
-    "Embedding",
-    "EmbeddingBag",
-    "FeatureAlphaDropout",
-    "GRUCell",
-    "GroupNorm",
-    "Hardshrink",
-    "Hardsigmoid",
-    "Hardswish",
-    "Hardtanh",
-    "HuberLoss",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "KLDivLoss",
-    "KeyValueCache",
-    "L1Loss",
-    "LPPool1d",
-    "LPPool2d",
-    "LPPool3d",
-    "LSTMCell",
-    "LayerNorm",
-    "LayerNorm2d",
-    "LeakyReLU",
-    "Linear",
-    "LinearReadout",
-    "LocalResponseNorm",
-    "LogSigmoid",
-    "LogSoftmax",
-    "MSELoss",
-    "MaxPool1d",
-    "MaxPool2d",
-    "MaxPool3d",
-    "Mish",
-    "MultiheadAttention",
-    "NLLLoss",
-    "PReLU",
-    "RMSNorm",
-    "RNNCell",
-    "ReLU",
-    "ReLU6",
-    "SiLU",
-    "Sigmoid",
-    "SmoothL1Loss",
-    "Softmax",
-    "Softmin",
-    "Softplus",
-    "Softshrink",
-    "Softsign",
-    "Tanh",
-    "Tanhshrink",
-    "TransformerDecoder",
-    "TransformerLayer",
-    "TransformerStack",
-    "Upsample",
-]
+_CLASSES = {name: value for name, value in globals().items() if isinstance(value, type)}
 
 #: Module of torch.nn -> its unit-scaled version, which takes its arguments in the same order.
-MODULES: dict[type[nn.Module], type[nn.Module]] = {
-    nn.AdaptiveAvgPool1d: AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d: AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d: AdaptiveAvgPool3d,
-    nn.AdaptiveMaxPool1d: AdaptiveMaxPool1d,
-    nn.AdaptiveMaxPool2d: AdaptiveMaxPool2d,
-    nn.AdaptiveMaxPool3d: AdaptiveMaxPool3d,
-    nn.AlphaDropout: AlphaDropout,
-    nn.AvgPool1d: AvgPool1d,
-    nn.AvgPool2d: AvgPool2d,
-    nn.AvgPool3d: AvgPool3d,
-    nn.BCELoss: BCELoss,
-    nn.BCEWithLogitsLoss: BCEWithLogitsLoss,
-    nn.CTCLoss: CTCLoss,
-    nn.BatchNorm1d: BatchNorm1d,
-    nn.BatchNorm2d: BatchNorm2d,
-    nn.BatchNorm3d: BatchNorm3d,
-    nn.Bilinear: Bilinear,
-    nn.CELU: CELU,
-    nn.Conv1d: Conv1d,
-    nn.Conv2d: Conv2d,
-    nn.Conv3d: Conv3d,
-    nn.ConvTranspose1d: ConvTranspose1d,
-    nn.ConvTranspose2d: ConvTranspose2d,
-    nn.ConvTranspose3d: ConvTranspose3d,
-    nn.CosineEmbeddingLoss: CosineEmbeddingLoss,
-    nn.CosineSimilarity: CosineSimilarity,
-    nn.CrossEntropyLoss: CrossEntropyLoss,
-    nn.Dropout: Dropout,
-    nn.Dropout1d: Dropout1d,
-    nn.Dropout2d: Dropout2d,
-    nn.Dropout3d: Dropout3d,
-    nn.ELU: ELU,
-    nn.Embedding: Embedding,
-    nn.EmbeddingBag: EmbeddingBag,
-    nn.FeatureAlphaDropout: FeatureAlphaDropout,
-    nn.GELU: GELU,
-    nn.GLU: GLU,
-    nn.GRU: GRU,
-    nn.GRUCell: GRUCell,
-    nn.GroupNorm: GroupNorm,
-    nn.Hardshrink: Hardshrink,
-    nn.Hardsigmoid: Hardsigmoid,
-    nn.Hardswish: Hardswish,
-    nn.Hardtanh: Hardtanh,
-    nn.HuberLoss: HuberLoss,
-    nn.InstanceNorm1d: InstanceNorm1d,
-    nn.InstanceNorm2d: InstanceNorm2d,
-    nn.InstanceNorm3d: InstanceNorm3d,
-    nn.KLDivLoss: KLDivLoss,
-    nn.L1Loss: L1Loss,
-    nn.LPPool1d: LPPool1d,
-    nn.LPPool2d: LPPool2d,
-    nn.LPPool3d: LPPool3d,
-    nn.LSTM: LSTM,
-    nn.LSTMCell: LSTMCell,
-    nn.LayerNorm: LayerNorm,
-    nn.LeakyReLU: LeakyReLU,
-    nn.Linear: Linear,
-    nn.LocalResponseNorm: LocalResponseNorm,
-    nn.LogSigmoid: LogSigmoid,
-    nn.LogSoftmax: LogSoftmax,
-    nn.MSELoss: MSELoss,
-    nn.MaxPool1d: MaxPool1d,
-    nn.MaxPool2d: MaxPool2d,
-    nn.MaxPool3d: MaxPool3d,
-    nn.Mish: Mish,
-    nn.MultiheadAttention: MultiheadAttention,
-    nn.NLLLoss: NLLLoss,
-    nn.PReLU: PReLU,
-    nn.RMSNorm: RMSNorm,
-    nn.RNN: RNN,
-    nn.RNNCell: RNNCell,
-    nn.ReLU: ReLU,
-    nn.ReLU6: ReLU6,
-    nn.SELU: SELU,
-    nn.SiLU: SiLU,
-    nn.Sigmoid: Sigmoid,
-    nn.SmoothL1Loss: SmoothL1Loss,
-    nn.Softmax: Softmax,
-    nn.Softmin: Softmin,
-    nn.Softplus: Softplus,
-    nn.Softshrink: Softshrink,
-    nn.Softsign: Softsign,
-    nn.Tanh: Tanh,
-    nn.Tanhshrink: Tanhshrink,
-    nn.Upsample: Upsample,
+MODULES: dict[type[_nn.Module], type[_nn.Module]] = {
+    _base: unit
+    for name, unit in _CLASSES.items()
+    if (_base := getattr(_nn, name, None)) and issubclass(unit, _base)
 }
 
-for _name in __all__:
-    if isinstance(_class := globals()[_name], type):
-        named_in_errors(_class)
+for _class in _CLASSES.values():
+    _named_in_errors(_class)
+
+# Every name that is imported here without an underscore is public.
+__all__ = sorted(name for name in dir() if not name.startswith("_"))

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fp8.names import check_name, check_number
+from fp8.common.validation import check_name, check_number
 
 from .parameter import MupType, ParameterData, has_parameter_data
 

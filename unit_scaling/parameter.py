@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.weak import TensorWeakRef
 
-from fp8.names import check_name
-from fp8.subclass import check_module
+from fp8.common.mixin import check_module
+from fp8.common.validation import check_name
 
-from .first_call_checks import check_weights_at_first_call, skip_weight_check
-from .optimizer_checks import check_optimizers
+from .checks.first_call import check_weights_at_first_call, skip_weight_check
+from .checks.optimizers import check_optimizers
 
 __all__ = [
     "MupType",

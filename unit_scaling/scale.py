@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from fp8.function import apply, in_graph, is_inference_graph
+from fp8.common.compiler import apply, in_graph, is_inference_graph
 
-from .watched import watched
+from .common.watched import watched
 
 __all__ = ["scale_bwd", "scale_fwd"]
 
@@ -80,7 +80,7 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     if not (input.is_floating_point() or input.is_complex()):
         return input
     if is_compiling():
-        from fp8.traced import apply as apply_in_graph
+        from fp8.common.traced import apply as apply_in_graph
 
         return apply_in_graph("unit_scaling.scale._Scale", input, fwd, bwd)
     return input if _is_one(fwd) and _is_one(bwd) else apply(_Scale, input, fwd, bwd)
@@ -138,7 +138,7 @@ def kept_in(out: Tensor | None, output: Tensor) -> Tensor:
 def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
     """``value``, whose gradient is ``scale`` times that of ``total`` (of the same shape)."""
     if is_compiling():
-        from fp8.traced import apply as apply_in_graph
+        from fp8.common.traced import apply as apply_in_graph
 
         return apply_in_graph("unit_scaling.scale._Instead", total, value, scale)
     return apply(_Instead, total, value, scale)

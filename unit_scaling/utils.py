@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
 
-from fp8.autocast import outside_compiler
-from fp8.subclass import check_module
+from fp8.common.mixin import check_module
+from fp8.common.step import unwrapped
+from fp8.modes.autocast import outside_compiler
 
 from . import functional
 from .transforms.capture.copies import deep_copy
 from .transforms.capture.observe import mapped
 from .transforms.inspect.metrics import Metrics
-from .transforms.run.install import install, unwrapped
+from .transforms.run.install import install
 from .transforms.track_scales import Tap, Taps, differentiable
 
 __all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_module"]

@@ -13,15 +13,16 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..active import BACKENDS
-from ..convert import ADAPTERS, convert, expand, revert
-from ..levels import initialize
-from ..names import check_name
-from ..recipe import AUTO, Recipe
-from ..subclass import check_module
-from ..swap import Where
-from ..where import checked_function
-from . import msamp, need
+from ..common.libraries import need
+from ..common.mixin import check_module
+from ..common.validation import check_name
+from ..context.active import BACKENDS
+from ..levels.initialize import initialize
+from ..recipes.recipe import AUTO, Recipe
+from ..surgery.convert import ADAPTERS, adapter, convert, expand, revert
+from ..surgery.swap import Where
+from ..surgery.where import checked_function
+from . import msamp
 from .te_recipe import delayed_scaling, format_of, te_recipe
 
 __all__ = ["prepare"]
@@ -68,10 +69,10 @@ def prepare(
     names: TERecipeKwargs ("transformer_engine"), AORecipeKwargs ("torchao"), MSAMPRecipeKwargs
     ("msamp").
     backend: as in `fp8.convert`, or "msamp", which is `fp8.adapters.msamp.initialize`.
-    opt_level: one of `fp8.levels.LEVELS`; None: none of them ("O2" for "msamp"). With the layers of
-    TransformerEngine, "O1" and "O2" are about the states of the optimizer: weights and gradients
-    stay as these layers have them.
-    where: as in `fp8.convert`; with a recipe object of Accelerate's, a function.
+    opt_level: one of `fp8.levels.initialize.LEVELS`; None: none of them ("O2" for "msamp"). With
+    the layers of TransformerEngine, "O1" and "O2" are about the states of the optimizer: weights
+    and gradients stay as these layers have them. where: as in `fp8.convert`; with a recipe object
+    of Accelerate's, a function.
 
     Raises ValueError for an Accelerator with mixed_precision="fp8", which would convert the model
     once more ("no" and "bf16" are right), for a second model, for a recipe object of another
@@ -115,8 +116,8 @@ def _converted(model: nn.Module, plan: _Plan) -> nn.Module:
         return model
     if isinstance(plan.recipe, str | Recipe):
         return convert(model, plan.recipe, backend=plan.backend, where=plan.where)
-    adapter = ADAPTERS[plan.backend]
-    return expand(adapter.convert(revert(model), plan.recipe, where=plan.where, **plan.options))
+    library = adapter(plan.backend)
+    return expand(library.convert(revert(model), plan.recipe, where=plan.where, **plan.options))
 
 
 def _leveled(

@@ -7,8 +7,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ..names import check_name
-from . import need
+from ..common.libraries import need
+from ..common.validation import check_name
 
 __all__ = ["optimizer"]
 

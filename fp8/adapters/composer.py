@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ..low_precision import apply_low_precision_layernorm
-from . import need
+from ..common.libraries import need
+from ..norms.low_precision import apply_low_precision_layernorm
 
 __all__: list[str] = []
 

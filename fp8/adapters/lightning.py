@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..active import checked_backend
-from ..convert import ADAPTERS, convert
-from ..history import histories, settle
-from ..names import check_name
-from ..recipe import AUTO, RECIPES, Recipe, given_recipe
-from ..swap import Where
-from . import need
+from ..common.libraries import need
+from ..common.validation import check_name
+from ..context.active import checked_backend
+from ..recipes.history import histories, settle
+from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
+from ..surgery.convert import ADAPTERS, convert
+from ..surgery.swap import Where
 
 __all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
 

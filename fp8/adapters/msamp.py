@@ -1,7 +1,7 @@
 """MS-AMP: its levels, by the library itself where it can be imported, else by `fp8.initialize`.
 
 There is no distribution of it to install, it patches torch when it is imported, and its last
-version was written for torch 2.1. Its levels and their arithmetic are `fp8.levels`.
+version was written for torch 2.1. Its levels and their arithmetic are `fp8.levels.initialize`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from .. import levels
-from ..recipe import AUTO, Recipe
-from ..report import note
-from . import need, probe
+from ..common.libraries import need, probe
+from ..common.report import note
+from ..levels import initialize as levels
+from ..recipes.recipe import AUTO, Recipe
 
 __all__ = ["clip_grad_norm_", "initialize"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn import functional as F
 
-from ..subclass import Gained
+from ..common.mixin import Gained
 
 __all__ = ["Padded"]
 

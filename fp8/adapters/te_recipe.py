@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipe import RECIPES, Cast, Recipe, given_recipe
-from . import need
+from ..common.libraries import need
+from ..recipes.recipe import RECIPES, Cast, Recipe, given_recipe
 
 __all__ = ["delayed_scaling", "format_of", "scale_of_one", "te_recipe"]
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..formats import get_format
-from ..kernels import ALIGNMENT, why_not_device
-from ..recipe import AUTO, RECIPES, Cast, Recipe, given_recipe
-from ..subclass import bare_class, gain
-from ..swap import Where, forget, inside_attention, swap, why_not_exact
-from ..where import checked_function
-from . import need
+from ..common.libraries import need
+from ..common.mixin import bare_class, gain
+from ..formats.format import get_format
+from ..native.kernels import ALIGNMENT, why_not_device
+from ..recipes.recipe import AUTO, RECIPES, Cast, Recipe, given_recipe
+from ..surgery.swap import Where, forget, inside_attention, swap, why_not_exact
+from ..surgery.where import checked_function
 from .padding import Padded
 
 __all__ = ["ao_config", "convert", "revert"]
@@ -126,7 +126,7 @@ def convert(
     elif getattr(config, "enable_fsdp_float8_all_gather", False):
         raise ValueError(
             "enable_fsdp_float8_all_gather must be False: it replaces parameters, which neither "
-            "ties nor optimizers follow; fp8.fsdp.gather_in_fp8 gathers weights in FP8"
+            "ties nor optimizers follow; fp8.distributed.fsdp.gather_in_fp8 gathers weights in FP8"
         )
     emulated = config.kernel_preference == "emulated" if _is_mx(config) else config.emulate
     multiple = _MX_BLOCK if _is_mx(config) else 1 if emulated else ALIGNMENT

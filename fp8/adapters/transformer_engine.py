@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..recipe import AUTO, Recipe
-from ..subclass import Gained, bare_class, gain, lose
-from ..swap import Where, forget, inside_attention, shared, swap, why_not_exact
-from ..where import checked_function
-from . import need
+from ..common.libraries import need
+from ..common.mixin import Gained, bare_class, gain, lose
+from ..recipes.recipe import AUTO, Recipe
+from ..surgery.swap import Where, forget, inside_attention, shared, swap, why_not_exact
+from ..surgery.where import checked_function
 from .padding import Padded
 from .te_recipe import delayed_scaling, te_recipe
 

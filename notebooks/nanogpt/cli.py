@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fp8.files import CheckpointError
+from fp8.checkpoints.files import CheckpointError
 
 from .data import TOKENS, load_corpus
 from .optimizers import OPTIMIZERS, check_installed

@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8
 import unit_scaling as uu
-from fp8.adapters import need
+from fp8.common.libraries import need
 from unit_scaling.parameter import has_parameter_data
 
 if TYPE_CHECKING:

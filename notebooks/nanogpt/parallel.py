@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8.distributed import HookState, all_reduce_hook
-from fp8.fsdp import gather_in_fp8, portable_state_dict
+from fp8.distributed.fsdp import gather_in_fp8, portable_state_dict
+from fp8.distributed.gradient_hook import HookState, all_reduce_hook
 from unit_scaling.parameter import has_parameter_data
 
 T = TypeVar("T")

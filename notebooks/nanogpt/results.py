@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fp8.files import write_atomically
+from fp8.checkpoints.files import write_atomically
 
 from .train import Training
 from .variants import VARIANTS

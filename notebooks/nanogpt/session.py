@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 
-from fp8.files import CheckpointError, load_checkpoint, save_checkpoint, write_atomically
+from fp8.checkpoints.files import (
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+    write_atomically,
+)
 
 from .data import Corpus
 from .gradients import flushed_share

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8.fsdp import update_scales
+from fp8.distributed.fsdp import update_scales
 from unit_scaling import batch_multiplier
 
 from .data import Corpus, window_starts, windows

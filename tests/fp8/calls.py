@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import fp8
 from fp8 import Cast, Recipe
-from tests.fp8.test_matmul import randn
+from tests.fp8.products.test_matmul import randn
 
 A, B, V = (5, 8), (8, 6), (8,)
 BATCH = ((3, 5, 8), (3, 8, 6))

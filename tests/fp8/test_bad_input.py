@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import fp8
 from fp8 import RECIPES, AmaxHistory, Cast
-from fp8.casting import cast_forward, is_whole
-from fp8.scaling import scaled_tiles
+from fp8.casts.casting import cast_forward, is_whole
+from fp8.recipes.scaling import scaled_tiles
 from tests import reference
-from tests.fp8.test_matmul import randn
+from tests.fp8.products.test_matmul import randn
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import fp8
 from fp8 import Cast, get_format
-from fp8.casting import cast_forward
-from fp8.matmul import linear
-from fp8.scaling import scale_of, scaled_tiles
+from fp8.casts.casting import cast_forward
+from fp8.products.matmul import linear
+from fp8.recipes.scaling import scale_of, scaled_tiles
 from tests.reference import product
 
 with warnings.catch_warnings():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8.files import load_checkpoint, save_checkpoint
+from fp8.checkpoints.files import load_checkpoint, save_checkpoint
 from notebooks.nanogpt.cli import main
 from tests.nanogpt.killed import killed
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8
 import unit_scaling as uu
-from fp8.fsdp import gather_in_fp8
+from fp8.distributed.fsdp import gather_in_fp8
 from tests.launch import as_rank
 from unit_scaling.transforms import unit_scale
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import fp8
-from fp8.files import load_checkpoint, save_checkpoint
+from fp8.checkpoints.files import load_checkpoint, save_checkpoint
 from unit_scaling.transforms import simulate_fp8, unit_scale
 from unit_scaling.transforms.run.marker import MARKER
 from unit_scaling.transforms.run.plan_state import EXTRA_STATE

@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 
 import unit_scaling.functional as U
-from fp8.pitfalls import ScaleWarning
+from fp8.common.pitfalls import ScaleWarning
 from tests.transforms.models import batch, gpt
 from unit_scaling.transforms import unit_scale
 

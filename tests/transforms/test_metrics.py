@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fp8
-from fp8.formats import FORMATS
+from fp8.formats.format import FORMATS
 from unit_scaling.transforms import Metrics
 
 

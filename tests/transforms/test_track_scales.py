@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import unit_scaling as uu
 import unit_scaling.functional as U
-from fp8.formats import FORMATS
+from fp8.formats.format import FORMATS
 from tests.transforms.models import Checkpointed, batch, gpt, same, step, tiny
 from tests.transforms.test_metrics import check
 from unit_scaling.transforms import (
@@ -331,7 +331,7 @@ def test_what_is_refused():
 
 def test_a_call_that_is_recorded_and_expanded_is_watched() -> None:
     """The recording of the first call ended with another's place in the order of modes."""
-    from fp8.function import FIRST_LOOK
+    from fp8.common.compiler import FIRST_LOOK
 
     tracked = track_scales(unit_scale(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)))
     tracked(torch.randn(2, 3, 8)).sum().backward()

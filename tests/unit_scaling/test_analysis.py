@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8.formats import FORMATS
+from fp8.formats.format import FORMATS
 from tests.transforms.models import batch, tiny
 from unit_scaling.analysis import example_batch, graph_to_dataframe, plot, visualiser
 from unit_scaling.transforms import Metrics, prune_non_float_tensors, track_scales, unit_scale

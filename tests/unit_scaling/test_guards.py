@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 import unit_scaling as uu
 import unit_scaling.functional as U
-from fp8.function import taken_as_constant
-from unit_scaling.watched import WATCHERS
+from fp8.common.compiler import taken_as_constant
+from unit_scaling.common.watched import WATCHERS
 
 
 def call(space, name: str, *args, **settings):

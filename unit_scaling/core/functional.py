@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fp8.names import check_number
+from fp8.common.validation import check_number
 
-from ..ops import tie
+from ..rules.table import tie
 from ..scale import scale_bwd, scale_fwd
 
 __all__ = [

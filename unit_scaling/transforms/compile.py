@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from fp8.subclass import check_module
-from fp8.threads import Stack
+from fp8.common.mixin import check_module
+from fp8.common.step import unwrapped
+from fp8.common.threads import Stack
 
-from ..optimizer_checks import remember_copy
+from ..checks.optimizers import remember_copy
 from .capture.copies import deep_copy
 from .capture.observe import unseen
-from .run.install import Call, Places, find_scope, install, unwrapped
+from .run.install import Call, Places, find_scope, install
 
 __all__ = ["Backend", "Compile", "compile", "copied", "with_scope"]
 

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fp8.subclass import check_module, lose
+from fp8.common.mixin import check_module, lose
+from fp8.common.step import unwrapped
 
 from .compile import copied
-from .run.install import find_scope, uninstall, unwrapped
+from .run.install import find_scope, uninstall
 from .run.pretrained import Pretrained
 from .run.scope import UnitScale
 

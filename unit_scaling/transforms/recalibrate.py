@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from torch import nn
 
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from fp8.common.mixin import check_module
+from fp8.common.step import Batch, Loss, arguments, unwrapped
 
-from fp8.subclass import check_module
-
-from .run.install import find_scope, unwrapped
+from .run.install import find_scope
 from .run.scope import UnitScale
 
 __all__ = ["recalibrate"]
 
 
-def recalibrate(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> None:
+def recalibrate(model: nn.Module, batch: Batch, loss: Loss | None = None) -> None:
     """Measures the gauges of a unit-scaled model anew, in one forward and backward pass of a copy.
 
     batch: a tensor, a tuple or list of arguments, or a mapping of keyword arguments. loss: output
@@ -40,15 +37,7 @@ def recalibrate(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | No
     """
     check_module("recalibrate", model)
     inner = unwrapped(model)
-    if isinstance(inner, DistributedDataParallel):
-        inner = unwrapped(inner.module)
     scope = find_scope(inner, UnitScale)
     if scope is None:
         raise ValueError(f"recalibrate: {type(inner).__name__} has no unit_scale")
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(batch, Mapping):
-        kwargs = dict(batch)
-    else:
-        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    scope.recalibrate(inner, args, kwargs, loss)
+    scope.recalibrate(inner, *arguments(batch), loss)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from fp8.report import Report
-from fp8.subclass import check_module
+from fp8.common.mixin import check_module
+from fp8.common.report import Report
+from fp8.common.step import unwrapped
 
 from .plan.model_plan import ModelPlan
 from .plan.steps import Row
-from .run.install import find_scope, unwrapped
+from .run.install import find_scope
 from .run.scope import UnitScale
 from .simulate import Simulate
 

@@ -7,16 +7,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fp8.autocast import autocast, outside_compiler
-from fp8.formats import Format, get_format
-from fp8.recipe import Cast, Recipe
-from fp8.subclass import check_module
-from fp8.tally import forget_looks
-from fp8.threads import Stack
+from fp8.casts.counts import forget_looks
+from fp8.common.mixin import check_module
+from fp8.common.step import unwrapped
+from fp8.common.threads import Stack
+from fp8.formats.format import Format, get_format
+from fp8.modes.autocast import autocast, outside_compiler
+from fp8.recipes.recipe import Cast, Recipe
 
 from ..formats import FPFormat
 from .compile import copied
-from .run.install import Call, Places, install, unwrapped
+from .run.install import Call, Places, install
 
 __all__ = ["Simulate", "simulate_format", "simulate_fp8"]
 

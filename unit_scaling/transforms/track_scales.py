@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from fp8.autocast import outside_compiler
-from fp8.formats import Format, get_format
-from fp8.subclass import check_module
-from fp8.threads import Stack
+from fp8.common.mixin import check_module
+from fp8.common.step import plain, unwrapped
+from fp8.common.threads import Stack
+from fp8.formats.format import Format, get_format
+from fp8.modes.autocast import outside_compiler
 
-from .capture.observe import Observer, mapped, plain, unseen
+from .capture.observe import Observer, mapped, unseen
 from .capture.record import Slot, tensors_in
 from .compile import copied
 from .inspect.history import History, Pass
 from .inspect.metrics import Metrics
-from .run.install import Call, Places, install, is_exported, unwrapped
+from .run.install import Call, Places, install, is_exported
 
 __all__ = ["Tap", "Taps", "Track", "track_scales"]
 

@@ -9,19 +9,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fp8.convert import choose_recipes
-from fp8.names import check_flag, check_name
-from fp8.subclass import check_module
+from fp8.common.mixin import check_module
+from fp8.common.step import unwrapped
+from fp8.common.validation import check_flag, check_name
+from fp8.surgery.convert import choose_recipes
 
 from .capture.calls import KINDS
 from .compile import copied
 from .plan.model_plan import ModelPlan, check_fits, retag
 from .plan.residuals import RESIDUALS
 from .plan.weights import prepare, refuse_weights
-from .run.install import (
-    find_scope,
-    unwrapped,
-)
+from .run.install import find_scope
 from .run.pretrained import keep_transform, register
 from .run.replay import is_torch_function
 from .run.scope import Replacements, UnitScale

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from fp8.subclass import check_module
+from fp8.common.mixin import check_module
 
 from .compile import Backend, Compile, with_scope
 from .run.install import find_scope

@@ -7,29 +7,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
-from fp8.autocast import outside_compiler
-from fp8.names import check_name, check_whole
-from fp8.report import Rows, as_table
-from fp8.subclass import check_module
+from fp8.common.mixin import check_module
+from fp8.common.report import Rows, as_table
+from fp8.common.step import Batch, Loss, call, starts, tensors, unwrapped
+from fp8.common.validation import check_name, check_whole
+from fp8.modes.autocast import outside_compiler
 
-from ..first_call_checks import skip_checks
+from ..checks.first_call import skip_checks
 from .capture.copies import deep_copy
-from .capture.observe import find_loss, plain
-from .capture.record import rms_of, tensors_in
+from .capture.record import rms_of
 from .inspect.diagnosis import diagnosis
 from .inspect.rows import as_csv, as_json
 from .inspect.watch import Watch
 from .plan.weights import parametrizations
-from .run.install import find_scope, install, is_sharded, unwrapped
+from .run.install import find_scope, install, is_sharded
 from .run.scope import UnitScale
 
 __all__ = ["RANGES", "Measurement", "Verification", "verify"]
@@ -149,9 +148,9 @@ class Verification(Rows[Measurement]):
 
 def verify(
     model: nn.Module,
-    batch: Any,
+    batch: Batch,
     *,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: Loss | None = None,
     seed: int = 0,
 ) -> Verification:
     """One training step of ``model``, and the RMS of the operands of its products.
@@ -187,8 +186,6 @@ def verify(
     if not (loss is None or callable(loss)):
         raise TypeError(f"loss must be a function of the model's output, got {loss!r}")
     model = unwrapped(model)
-    if isinstance(model, DistributedDataParallel):
-        model = unwrapped(model.module)
     if is_sharded(model):
         raise ValueError(
             f"verify cannot copy {type(model).__name__}, which FSDP has sharded: call it before"
@@ -202,7 +199,7 @@ def verify(
         _forget_losses(twin)
     devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), torch.enable_grad():
-        output = outside_compiler(lambda: _call(twin, _detached(batch)))
+        output = outside_compiler(lambda: call(twin, _detached(batch)))
         watch.active = False  # checkpoints compute parts of the model again
         at_output = _measured(output)
         outside_compiler(lambda: _backward(output, loss, seed))
@@ -228,9 +225,9 @@ def _forget_losses(model: nn.Module) -> None:
 def _measured(output: Any) -> list[float]:
     """The RMS of each gradient that reaches the output, once it has; none of a loss inside."""
     found: list[float] = []
-    tensors = [t for _, t in tensors_in(plain(output)) if t.requires_grad]
-    if all(t.dim() for t in tensors):
-        for tensor in tensors:
+    ends = [t for t in tensors(output) if t.requires_grad]
+    if all(t.dim() for t in ends):
+        for tensor in ends:
             tensor.register_hook(lambda grad: found.append(rms_of(grad)) if grad.any() else None)
     return found
 
@@ -243,35 +240,16 @@ def _measurement(
     return Measurement(path, call, number, tensor, kind, rms, inside)
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
 def _detached(batch: Any) -> Any:
     """A copy that shares no storage with ``batch``, nor its part of the graph."""
     memo: dict[int, Any] = {}
-    for _, t in tensors_in(dict(batch) if isinstance(batch, Mapping) else batch):
+    for t in tensors(batch):
         memo[id(t)] = t.detach().clone().requires_grad_(t.requires_grad)
     return copy.deepcopy(batch, memo)
 
 
-def _backward(output: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> None:
-    if loss is not None:
-        value = loss(output)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            shape = getattr(value, "shape", type(value).__name__)
-            raise ValueError(f"loss must return a tensor of one number, got {shape}")
-        value.backward()
-        return
-    found = find_loss(output)
-    if found is not None:
-        found.backward()
-        return
-    tensors = [t for _, t in tensors_in(plain(output)) if t.requires_grad]
-    if not tensors:
+def _backward(output: Any, loss: Loss | None, seed: int) -> None:
+    ends, gradients = starts(output, loss, seed)
+    if not ends:
         raise ValueError("no tensor in the model's output requires a gradient: nothing to measure")
-    generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randn(t.shape, generator=generator).to(t) for t in tensors]
-    torch.autograd.backward(tensors, grads)
+    torch.autograd.backward(ends, gradients)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8 import Cast, Recipe
-from fp8.matmul import linear
+from fp8.products.matmul import linear
 from tests.fp8.adapters.te_signatures import kept
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8.adapters import LIBRARIES, need, probe
+from fp8.common.libraries import LIBRARIES, need, probe
 
 BREAKS = {
     "raise RuntimeError('Found empty meta package')": "RuntimeError: Found empty meta package",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fp8
-from fp8.scaled_tensor import ScaledTensor
+from fp8.tensors.scaled_tensor import ScaledTensor
 from unit_scaling.transforms import unit_scale
 
 with warnings.catch_warnings():

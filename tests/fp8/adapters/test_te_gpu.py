@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8.adapters import probe
+from fp8.common.libraries import probe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ import fp8
 import unit_scaling as uu
 from fp8.adapters import accelerate
 from fp8.adapters.lightning import FP8Precision
-from fp8.scaled_tensor import plain
+from fp8.tensors.scaled_tensor import plain
 from tests.fp8.adapters.accelerate_loop import accelerated
 from tests.launch import as_rank
 from unit_scaling.transforms import unit_scale

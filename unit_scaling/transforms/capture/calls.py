@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from ... import functional as _rows  # noqa: F401 - fills OPS
-from ...ops import OPS
+from ...rules.table import OPS
 
 __all__ = [
     "ALGEBRA",
@@ -33,11 +33,8 @@ __all__ = [
     "MOVES",
     "NEUTRAL",
     "PARTS",
-    "POSITIVE",
     "PRODUCTS",
-    "RANGED",
     "RECURRENT",
-    "SCATTERS",
     "SELECTIONS",
     "TRANSPARENT",
     "UNRULED_LOSSES",
@@ -90,9 +87,6 @@ NEUTRAL = (
 )
 """Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
 
-EXTREMES = frozenset("max min amax amin".split())
-"""Kinds that take the largest or smallest of some dimensions."""
-
 KEPT = frozenset("abs cat stack".split())
 """Neutral kinds with a rule, which gives a factor of 1: the call stays as it is."""
 
@@ -132,12 +126,6 @@ ELEMENTWISE = LINEAR | frozenset(
 )
 """Kinds that act on each element by itself, where their other arguments are numbers."""
 
-POSITIVE = frozenset("relu relu6 sigmoid hardsigmoid softplus exp abs square softmax".split())
-"""Kinds whose results are all of one sign: their mean is not near 0."""
-
-RANGED = frozenset("sigmoid hardsigmoid tanh softplus exp softmax softmin normalize".split())
-"""Kinds whose results mean something by their range: probabilities, pixels, widths, directions."""
-
 AVERAGES = frozenset(
     (
         "mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
@@ -145,9 +133,6 @@ AVERAGES = frozenset(
     ).split()
 )
 """Kinds that average over positions."""
-
-SCATTERS = frozenset("index_add scatter_add scatter_reduce".split())
-"""Kinds that sum rows up where an index says."""
 
 ALGEBRA = frozenset(
     (
@@ -180,7 +165,7 @@ _OTHERS = (
     "batch_norm instance_norm local_response_norm normalize embedding_bag interpolate "
     "alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout nll_loss l1_loss "
     "smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "cosine_similarity multi_dot logsumexp prod vector_norm"
+    "cosine_similarity multi_dot logsumexp prod vector_norm index_add scatter_add scatter_reduce"
 ).split()
 
 _OPERATORS = {
@@ -221,7 +206,7 @@ def _spellings(kind: str) -> list[Callable[..., Any]]:
 
 
 def _kinds() -> dict[Callable[..., Any], str]:
-    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, SCATTERS, UNRULED_LOSSES, ALGEBRA)
+    sets = (NEUTRAL, PRODUCTS, RECURRENT, ELEMENTWISE, AVERAGES, UNRULED_LOSSES, ALGEBRA)
     names = dict.fromkeys([*_OTHERS, *itertools.chain(*map(sorted, sets)), *_OPERATORS])
     table = {function: kind for kind in names for function in _spellings(kind)}
     getters = {"T": "t", "mT": "transpose", "H": "adjoint", "mH": "adjoint"}

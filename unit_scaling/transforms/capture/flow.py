@@ -93,14 +93,6 @@ class Flow:
                     return found
         return None
 
-    def feeds_products(self, index: int) -> bool:
-        """Whether products read the result of a call, moved at most, and nothing else does."""
-        readers = self.readers[index]
-        moves = (r for r in readers if not self.is_product(r))
-        return bool(readers) and all(
-            self.nodes[r].kind in TRANSPARENT and self.feeds_products(r) for r in moves
-        )
-
     def before(self, ends: Collection[int]) -> list[bool]:
         """For each node, whether its result goes on into one of these calls."""
         found = [False] * len(self.nodes)
@@ -132,11 +124,6 @@ class Flow:
 
         found = reached([index], arguments)
         return {name for i in found if (name := self.nodes[i].parameter) is not None}
-
-    def is_waist(self, index: int) -> bool:
-        """Whether all that the node depends on goes on through it alone."""
-        above = reached([index], self.sources.__getitem__)
-        return all(above.issuperset(self.readers[i]) for i in above - {index})
 
     def up(self, index: int, kinds: Iterable[str]) -> int | None:
         """The source of a call of one of these kinds; None for another, or with more sources."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fp8.autocast import EXPANDED
-from fp8.function import FIRST_LOOK
-from fp8.threads import Stack
+from fp8.common.compiler import FIRST_LOOK
+from fp8.common.threads import Stack
+from fp8.modes.autocast import EXPANDED
 
-from ...watched import WATCHERS
+from ...common.watched import WATCHERS
 from ..run.install import HOOKS, Call, Places
 from .record import Recorder, Slot, tensors_in
 
-__all__ = ["Observer", "find_loss", "mapped", "plain", "unseen"]
+__all__ = ["Observer", "mapped", "unseen"]
 
 
 def unseen() -> AbstractContextManager[None]:
@@ -37,23 +37,6 @@ def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -
         return {name: mapped(change, item, (*slot, name)) for name, item in value.items()}
     items = [mapped(change, item, (*slot, i)) for i, item in enumerate(value)]
     return items if isinstance(value, list) else tuple(items)
-
-
-def plain(output: Any) -> Any:
-    """The output of a model as a dict, list or tuple: models also return dataclasses."""
-    if isinstance(output, Mapping):
-        return dict(output)
-    if isinstance(output, Tensor | list | tuple) or not hasattr(output, "__dict__"):
-        return output
-    return dict(vars(output))
-
-
-def find_loss(output: Any) -> Tensor | None:
-    """The ``loss`` of a model's output, or its first tensor without dimensions, or None."""
-    given = plain(output)
-    named = given.get("loss") if isinstance(given, dict) else getattr(given, "loss", None)
-    found = [t for _, t in tensors_in([named, given]) if t.dim() == 0 and t.requires_grad]
-    return found[0] if found else None
 
 
 _OBSERVERS = Stack()

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from fp8.autocast import EXPANDED
-from fp8.function import FIRST_LOOK
+from fp8.common.compiler import FirstLook
+from fp8.modes.autocast import EXPANDED
 
 from ..run import install
 from .calls import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
@@ -161,7 +160,7 @@ def replaced(value: Any, tensors: dict[Slot, Any], slot: Slot = ()) -> Any:
     return value
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(FirstLook):
     """Fills a `Graph` while a model runs.
 
     kinds: the table of `capture.calls`. parameters: names by id. factors: what the parameters
@@ -194,15 +193,6 @@ class Recorder(TorchFunctionMode):
         self._node_of: dict[int, tuple[int, int]] = {}
         self._kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
         self._busy = False
-
-    def __enter__(self) -> Recorder:
-        FIRST_LOOK.items.append(self)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        FIRST_LOOK.items.pop()
-        super().__exit__(*error)
 
     def __torch_function__(
         self,

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fp8.function import taken_as_constant
-from fp8.pitfalls import ScaleWarning, warn_once
+from fp8.common.compiler import taken_as_constant
+from fp8.common.pitfalls import ScaleWarning, warn_once
 
 from ...parameter import has_parameter_data
 from .record import rms_of

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...ops import OPS, find_op
+from ...rules.table import OPS, find_op
 from ..capture.calls import AVERAGES, CASTS, LOSSES, PARTS, PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.record import MASKING, Graph, Input, Node, tensors_in
 from ..plan.steps import Plan, Step, Tie

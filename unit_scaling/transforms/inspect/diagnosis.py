@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from ...first_call_checks import LOW_GRADIENT
+from ...checks.first_call import LOW_GRADIENT
 
 __all__ = ["diagnosis"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from fp8.report import as_table
+from fp8.common.report import as_table
 
 from .rows import as_csv, as_json
 

@@ -10,8 +10,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from fp8.formats import Format, get_format
-from fp8.names import check_name
+from fp8.common.validation import check_name
+from fp8.formats.format import Format, get_format
 
 __all__ = ["InFormat", "Metrics"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8.autocast import OPAQUE
-from fp8.autocast import PRODUCTS as FP8_PRODUCTS
-from fp8.function import FIRST_LOOK
+from fp8.common.compiler import FIRST_LOOK
+from fp8.modes.autocast import OPAQUE
+from fp8.modes.autocast import PRODUCTS as FP8_PRODUCTS
 
 from ..capture.calls import EMBEDDINGS, KINDS, PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.observe import Observer, mapped, unseen

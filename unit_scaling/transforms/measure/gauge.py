@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import torch
 
-from ...ops import OPS
+from ...rules.table import OPS
 from ..capture.calls import PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.record import Input, Node, Slot, tensors_in
 from ..plan.planner import Planned

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fp8.report import LEFT_ALONE
-from fp8.threads import Setting, Stack
+from fp8.common.report import LEFT_ALONE
+from fp8.common.step import plain
+from fp8.common.threads import Setting, Stack
 
 from ..capture.copies import detached, fresh, twin_of
-from ..capture.observe import plain
 from ..capture.record import Key, Place, Recorder, Slot, tensors_in
 from ..folding.ratios import find_ties
 from ..plan.planner import Planned, make_plan

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fp8.measuring import uncast
+from fp8.casts.measuring import uncast
+from fp8.common.step import Loss, starts
 
-from ..capture.observe import find_loss, plain
 from ..capture.record import Key, Place, rms_of, tensors_in
+from ..plan.model_plan import pairs, tupled
 from ..plan.planner import Planned
 from ..plan.steps import Plan, Step
 from ..plan.weights import pruned
@@ -35,10 +36,6 @@ REACH = 1.5
 """By how many octaves an RMS may miss 1: [1/4, 4] is 2, and half of one is for what differs from
 batch to batch. The factor of a rule is corrected where it misses by more, and a gauge is another
 one for a product that it misses by more."""
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 @dataclass
@@ -55,9 +52,9 @@ class Measured:
         """That of the first process of the job: see `measure.ranks`."""
         if is_alone():
             return self
-        tables = [[[k, v] for k, v in getattr(self, f.name).items()] for f in fields(self)]
+        tables = [pairs(getattr(self, f.name)) for f in fields(self)]
         found = json.loads(agreed(name, json.dumps(tables)))
-        return Measured(*({_tupled(k): v for k, v in table} for table in found))
+        return Measured(*(dict(tupled(table)) for table in found))
 
 
 class Actual(NamedTuple):
@@ -67,7 +64,7 @@ class Actual(NamedTuple):
 
     gradients: Mapping[Key, float]
     outside: int | None
-    loss: Callable[[Any], Tensor] | None = None
+    loss: Loss | None = None
 
 
 class Watching(Replay):
@@ -205,7 +202,7 @@ def measure(
     run: Callable[..., Any],
     given: tuple[Any, dict[str, Any]],
     prefix: str,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: Loss | None = None,
 ) -> str:
     """Runs a step of ``twin`` with other tensors for its parameters, whose gradients are those of
     the model.
@@ -257,27 +254,22 @@ def _backward(
     measuring: Measuring,
     output: Any,
     parameters: Mapping[str, Tensor],
-    outside: Callable[[Any], Tensor] | None,
+    outside: Loss | None,
 ) -> bool:
     """Computes the gradients of a model's loss, or of its outputs in a seeded normal direction.
 
     Their ``.grad`` is written. Returns whether there is a loss.
     """
-    loss = find_loss(output) if outside is None else outside(output)
-    ends = [t for _, t in tensors_in(plain(output)) if t.requires_grad]
+    ends, gradients = starts(output, outside)
     named = {n: p for n, p in parameters.items() if p.requires_grad}
     if not (ends and named):
         return False
-    starts: list[Tensor | None] = [None]
-    if loss is None:
-        generator = torch.Generator().manual_seed(0)
-        starts = [torch.randn(t.shape, generator=generator).to(t) for t in ends]
-    torch.autograd.backward(ends if loss is None else [loss], starts)
+    torch.autograd.backward(ends, gradients)
     for name, parameter in named.items():
         size = 0.0 if parameter.grad is None else _rms(parameter.grad)
         if 0 < size < math.inf:
             measuring.found.parameters[name] = math.log2(size)
-    return loss is not None
+    return gradients[0] is None
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...ops import OPS
+from ...rules.table import OPS
 from ..capture.flow import Flow
 from ..capture.record import Node, sees_the_past
 from .steps import Decision, Settings, Step

@@ -24,11 +24,10 @@ class Interior:
             learned[index] and (flow.is_product(index) or node.kind in EMBEDDINGS)
             for index, node in enumerate(nodes)
         ]
-        above, below = [False] * len(nodes), [False] * len(nodes)
+        above = [False] * len(nodes)
         for index, sources in enumerate(flow.sources):
             above[index] = learned[index] or any(above[source] for source in sources)
-        for index in reversed(range(len(nodes))):
-            below[index] = any(below[r] or layers[r] for r in flow.readers[index])
+        below = flow.before({index for index, layer in enumerate(layers) if layer})
         part = not (whole and any(layers))
         self._inside = [part or (a and b) for a, b in zip(above, below, strict=True)]
         #: For each node, whether its result goes on into a layer.

@@ -37,7 +37,7 @@ from ..capture.calls import (
 from ..capture.flow import Flow, reached
 from ..capture.record import Input, Key, rms_of, tensors_in
 from .steps import Decision, Step
-from .units import Factors, Unit, run_calls
+from .units import Unit, run_calls
 
 __all__ = ["Matrices"]
 
@@ -68,14 +68,12 @@ class Matrices:
     were divided by, by name; in a formula they are what they were.
     """
 
-    def __init__(
-        self, flow: Flow, scales: Mapping[str, float], settled: dict[Key, Factors]
-    ) -> None:
+    def __init__(self, flow: Flow, scales: Mapping[str, float], settled: dict[Key, float]) -> None:
         self.flow, self._scales = flow, scales
         self._roots: list[frozenset[_Root]] = []
         for index in range(len(flow.nodes)):
             self._roots.append(self._found(index))
-        self._mixing = self._before_products()
+        self._mixing = flow.before({i for i in range(len(flow.nodes)) if flow.is_product(i)})
         self._powers = {i for i in range(len(flow.nodes)) if self._is_power(i)}
         self.calls = self._closed(self._seeds())
         self.factors = self._results(settled)
@@ -127,14 +125,6 @@ class Matrices:
             return False
         first, *others = (self._from(i) for i in values[-2:])
         return any(first & other for other in others)
-
-    def _before_products(self) -> list[bool]:
-        """For each node, whether its result goes on into a product."""
-        before = [False] * len(self.flow.nodes)
-        for index in reversed(range(len(before))):
-            after = self.flow.readers[index]
-            before[index] = any(before[r] or self.flow.is_product(r) for r in after)
-        return before
 
     # What a formula begins with
 
@@ -248,7 +238,7 @@ class Matrices:
 
     # Its results
 
-    def _results(self, settled: dict[Key, Factors]) -> dict[int, float]:
+    def _results(self, settled: dict[Key, float]) -> dict[int, float]:
         """The factor of each result that goes on into products, and that nothing else reads."""
         nodes, readers = self.flow.nodes, self.flow.readers
         ends = [i for i in sorted(self.calls) if self.calls.isdisjoint(readers[i])]
@@ -259,8 +249,8 @@ class Matrices:
             values = run_calls(self.flow, tuple(sorted(self.calls)), self._weights())
             for i, key in keys.items():
                 factor = 1 / rms_of(values[i][0]) if len(values[i]) == 1 else 1.0
-                settled.setdefault(key, (factor, factor))
-        return {i: settled[key][0] for i, key in keys.items() if settled[key][0] != 1}
+                settled.setdefault(key, factor)
+        return {i: settled[key] for i, key in keys.items() if settled[key] != 1}
 
     def _weights(self) -> dict[int, Tensor]:
         """The parameters in the formulas, as they were."""

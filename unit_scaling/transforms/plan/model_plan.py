@@ -13,11 +13,11 @@ from torch import nn
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from .steps import Plan, Row, Settled, Step, Tie
 
-__all__ = ["ModelPlan", "check_fits", "retag", "tags_in"]
+__all__ = ["ModelPlan", "check_fits", "pairs", "retag", "tags_in", "tupled"]
 
 T = TypeVar("T")
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ModelPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings, numbers and None."""
-        settled = {f.name: _pairs(getattr(self.settled, f.name)) for f in fields(Settled)}
+        settled = {f.name: pairs(getattr(self.settled, f.name)) for f in fields(Settled)}
         return {
             "version": VERSION,
             "init": self.init,
@@ -76,7 +76,7 @@ class ModelPlan:
             tags={name: Tags(*tags) for name, tags in given["tags"].items()},
             rows=tuple(Row(*row) for row in given["rows"]),
             plans=dict(_read(plan) for plan in given["plans"]),
-            settled=Settled(**{name: dict(_tupled(value)) for name, value in settled.items()}),
+            settled=Settled(**{name: dict(tupled(value)) for name, value in settled.items()}),
         )
 
     @classmethod
@@ -123,7 +123,8 @@ def _checked(what: str, data: Any, names: Iterable[str]) -> dict[str, Any]:
     return dict(data)
 
 
-def _pairs(table: Mapping[Any, Any]) -> list[Any]:
+def pairs(table: Mapping[Any, Any]) -> list[Any]:
+    """A dict as JSON has it, whatever its keys; ``dict(tupled(...))`` reads it."""
     return [[_listed(key), _listed(value)] for key, value in table.items()]
 
 
@@ -132,8 +133,9 @@ def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list | tuple) else value
+def tupled(value: Any) -> Any:
+    """Lists as tuples, through all levels."""
+    return tuple(map(tupled, value)) if isinstance(value, list | tuple) else value
 
 
 def _named(value: Any) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def _named(value: Any) -> dict[str, Any]:
 
 def _made(kind: type[T], data: Any) -> T:
     given = _checked(f"a {kind.__name__.lower()}", data, [f.name for f in fields(kind)])  # type: ignore[arg-type]
-    return kind(**{name: _tupled(value) for name, value in given.items()})
+    return kind(**{name: tupled(value) for name, value in given.items()})
 
 
 _MEASURED = (
@@ -167,7 +169,7 @@ def _written(form: Any, plan: Plan) -> dict[str, Any]:
     measured = (getattr(plan, name) for name in _MEASURED)
     values = (
         *(_listed(form), steps, rows, sorted(plan.inner), plan.depths, ties),
-        *(_pairs(value) if isinstance(value, dict) else _listed(value) for value in measured),
+        *(pairs(value) if isinstance(value, dict) else _listed(value) for value in measured),
     )
     return dict(zip(_PLAN, values, strict=True))
 
@@ -187,8 +189,8 @@ def _read(data: Any) -> tuple[Any, Plan]:
     for name in _MEASURED:
         value = given[name]
         table = isinstance(getattr(plan, name), dict)
-        setattr(plan, name, dict(_tupled(value)) if table else _tupled(value))
-    return _tupled(given["form"]), plan
+        setattr(plan, name, dict(tupled(value)) if table else tupled(value))
+    return tupled(given["form"]), plan
 
 
 # A plan and a model

@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from fp8.report import LEFT_ALONE
+from fp8.common.report import LEFT_ALONE
 
-from ...ops import find_op
+from ...rules.table import find_op
 from ..capture.calls import CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.flow import Flow
 from ..capture.record import DISTRIBUTION, Graph, Node, is_sparse, tensors_in

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fp8.report import LEFT_ALONE
+from fp8.common.report import LEFT_ALONE
 
-from ...ops import Constraint
+from ...rules.table import Constraint
 from ..capture.record import Key, Place, Slot
 
 __all__ = [
@@ -35,14 +35,14 @@ Scaling = tuple[Slot, float, float]
 class Step:
     """What to do at one call. Plain data: it is pickled with the model and read by the compiler.
 
-    op: the row of OPS that computes it, one of `replay.SPECIAL`, or None for the call as it is.
-    constraint: as in OPS; in a product, its scales, which hold the ratios of gauges
+    op: the row of OPS that computes it, "replace" or "times" (see `run.replay`), or None for the
+    call as it is. constraint: as in OPS; in a product, its scales, which hold the ratios of gauges
     (`measure.gauge`). factor: what the special steps are called with. slots: for arguments.
     output: the factor of the result. writes: whether the call writes it into its first argument.
     end: of a call whose result is one of the model and of no other call, the gauge of its gradient
     and the binary logarithm of the RMS that it was measured with. settings: further arguments of
     the row.
-    static: arguments that are cast at a static scale, with its exponent; see `fp8.operands`.
+    static: arguments that are cast at a static scale, with its exponent; see `fp8.casts.operands`.
     """
 
     op: str | None = None
@@ -131,13 +131,13 @@ class Settled:
     """What the first form of call settles for all others, so that they compute the same.
 
     keys: attention call -> (the number of keys it is scaled for, whether each query sees only the
-    keys before it). units: last call of a unit -> factors of its output and of its gradient.
+    keys before it). units: last call of a unit -> the factor of its output.
     carried: as in `plan.carried`. corrections, gauges, parameters: exponents of factors of
     results, and of the gauges of calls and of parameters, as in `measure.gauge`.
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
-    units: dict[Key, tuple[float, float]] = field(default_factory=dict)
+    units: dict[Key, float] = field(default_factory=dict)
     carried: dict[Place, int] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
     gauges: dict[Key, int] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...elementwise import elementwise_rms
+from ...rules.elementwise import elementwise_rms
 from ..capture.calls import CASTS, ELEMENTWISE, LINEAR, MOVES
 from ..capture.flow import Flow, reached
 from ..capture.record import Key, Node, Slot, replaced, tensors_in
@@ -50,21 +50,17 @@ UNITS: dict[str, Pattern] = {
 @dataclass(frozen=True)
 class Unit:
     """Calls that belong together. entry: the node whose value goes in; the last call gives the
-    result. output, input: factors of the result and of its gradient.
+    result. output: the factor of the result.
     """
 
     name: str
     entry: int
     calls: tuple[int, ...]
     output: float = 1.0
-    input: float = 1.0
-
-
-Factors = tuple[float, float]
 
 
 def find_units(
-    flow: Flow, alone: Callable[[Node], bool], settled: dict[Key, Factors]
+    flow: Flow, alone: Callable[[Node], bool], settled: dict[Key, float]
 ) -> dict[int, Unit]:
     """The units of a model by their last call.
 
@@ -72,7 +68,7 @@ def find_units(
     call; those that are not are added.
     """
     found = {}
-    spelled: dict[str, Factors] = {}
+    spelled: dict[str, float] = {}
     for unit in _candidates(flow, alone):
         last = unit.calls[-1]
         key = flow.nodes[last].key
@@ -82,9 +78,8 @@ def find_units(
             if spelling not in spelled:
                 spelled[spelling] = _measured(flow, unit)
             settled[key] = spelled[spelling]
-        output, input = settled[key]
-        if math.isfinite(output * input) and output * input > 0:
-            found[last] = replace(unit, output=output, input=input)
+        if math.isfinite(settled[key]) and settled[key] > 0:
+            found[last] = replace(unit, output=settled[key])
     return found
 
 
@@ -233,8 +228,8 @@ _NEAR_ONE = 0.05
 """A sampled factor that is nearer to 1 than this is 1: it would cost more than it gives."""
 
 
-def _measured(flow: Flow, unit: Unit) -> Factors:
-    """The factors of a unit; NaN where it has none: it is not finite, or constant."""
+def _measured(flow: Flow, unit: Unit) -> float:
+    """The factor of a unit; NaN where it has none: it is not finite, or constant."""
     with torch.inference_mode(False), torch.enable_grad():
         return _integrated(flow, unit) if unit.name == "formula" else _sampled(flow, unit)
 
@@ -256,17 +251,17 @@ def _mark(tensor: Tensor) -> str:
     return repr(tensor.item() if tensor.numel() == 1 else tuple(tensor.shape))
 
 
-def _integrated(flow: Flow, unit: Unit) -> Factors:
-    """1/RMS of a formula of a standard normal number and of its derivative, by quadrature."""
+def _integrated(flow: Flow, unit: Unit) -> float:
+    """1/RMS of a formula of a standard normal number, by quadrature."""
     try:
         output, slope = elementwise_rms(lambda x: run_unit(flow, unit, x), 1.0, ())
     except ValueError:
-        return math.nan, math.nan
-    return 1 / output, 1 / slope
+        return math.nan
+    return 1 / output if 0 < slope < math.inf else math.nan
 
 
-def _sampled(flow: Flow, unit: Unit) -> Factors:
-    """1/RMS of the result for normal numbers, in both directions."""
+def _sampled(flow: Flow, unit: Unit) -> float:
+    """1/RMS of the result for normal numbers."""
     shape = _entry_shape(flow, unit)
     draws = min(MOST_DRAWS, -(-SAMPLES // max(1, math.prod(shape))))
     generator = torch.Generator().manual_seed(0)
@@ -275,8 +270,7 @@ def _sampled(flow: Flow, unit: Unit) -> Factors:
         result = run_unit(flow, unit, torch.randn(shape, generator=generator))
         squares += result.detach().float().square().mean().item() / draws
     factor = squares**-0.5 if squares else math.nan
-    factor = 1.0 if abs(factor - 1) < _NEAR_ONE else factor
-    return factor, factor
+    return 1.0 if abs(factor - 1) < _NEAR_ONE else factor
 
 
 def _entry_shape(flow: Flow, unit: Unit) -> tuple[int, ...]:

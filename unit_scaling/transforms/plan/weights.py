@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 
-from fp8.operands import static_exponent
-from fp8.report import LEFT_ALONE
-from fp8.subclass import bare_class
-from fp8.swap import why_quantized
+from fp8.casts.operands import static_exponent
+from fp8.common.mixin import bare_class
+from fp8.common.report import LEFT_ALONE
+from fp8.surgery.swap import why_quantized
 
 from ...parameter import has_parameter_data, remember_tags, tag, tags_of
 from .steps import Row, Weights

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fp8.pitfalls import ScaleWarning, warn_once
+from fp8.common.pitfalls import ScaleWarning, warn_once
+from fp8.common.step import plain
 
 from ...scale import scale_edge
-from ..capture.observe import mapped, plain
+from ..capture.observe import mapped
 from ..capture.record import Slot, rms_of, tensors_in
 from ..measure.ranks import agreed
 from ..plan.steps import Plan
@@ -47,19 +48,26 @@ def records(anyway: bool = False) -> bool:
         return False
 
 
+def _is_traced() -> bool:
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
+def _is_settled() -> bool:
+    """Whether no backward pass of this call can measure what arrives from outside."""
+    return _is_traced() or not records()
+
+
 def leaving(output: Any, plan: Plan) -> Any:
     """The results of a model under ``plan`` that its calls read too, with a gauge for the gradients
     that come from outside. They are views that cannot be written to in place."""
     if not (plan.outputs and torch.is_grad_enabled()):
         return output
 
-    traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-
     def gauged(slot: Slot, tensor: Tensor) -> Tensor:
         if slot not in plan.outputs or not tensor.requires_grad:
             return tensor
         exponent, size = plan.outputs[slot]
-        if traced or not records():
+        if _is_settled():
             return scale_edge(tensor, 1.0, 2.0 ** (exponent + (plan.outside or 0)))
         return _View.apply(tensor, plan, exponent, size)
 
@@ -71,8 +79,7 @@ def ending(output: Tensor, plan: Plan, exponent: int, size: float) -> Tensor:
     gauge. It may be written to in place."""
     if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
         return output
-    traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-    if traced or not records():
+    if _is_settled():
         return scale_edge(output, 1.0, 2.0 ** (exponent + (plan.outside or 0)))
     output.register_hook(lambda grad: _normalised(grad, plan, exponent, size))
     return output
@@ -102,7 +109,7 @@ def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> 
 
 def entering(given: Any, plan: Plan) -> Any:
     """Arguments whose gradients are the true ones."""
-    traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    traced = _is_traced()
 
     def restored(slot: Slot, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:

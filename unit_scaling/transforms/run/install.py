@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fp8.subclass import Gained, bare_class, check_not_scripted, gain, lose
-from fp8.threads import Stack
+from fp8.common.mixin import Gained, bare_class, check_not_scripted, gain, lose
+from fp8.common.step import unwrapped
+from fp8.common.threads import Stack
 
 from ...parameter import TaggedModule, forget_tags
 from . import marker
@@ -31,7 +32,6 @@ __all__ = [
     "is_exported",
     "is_sharded",
     "uninstall",
-    "unwrapped",
 ]
 
 HOOKS = " hooks"
@@ -209,12 +209,6 @@ def _run(
         return _run(module, forward, inner, *given)
 
     return scope.run(call, module, path, args, kwargs)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wrapped, or the model itself."""
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else model
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from fp8.pitfalls import CheckpointWarning, warn_once
+from fp8.common.pitfalls import CheckpointWarning, warn_once
 
 __all__ = ["MARKER", "VERSION", "accepted", "mark", "message", "unmarked", "warn_of"]
 

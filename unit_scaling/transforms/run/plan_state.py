@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8.subclass import Gained
+from fp8.common.mixin import Gained
 
 __all__ = ["EXTRA_STATE", "PlanState"]
 

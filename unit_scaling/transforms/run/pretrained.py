@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from fp8.adapters import need
-from fp8.subclass import Gained, gain
+from fp8.common.libraries import need
+from fp8.common.mixin import Gained, gain
 
 from ..plan.model_plan import ModelPlan
 from .marker import MARKER

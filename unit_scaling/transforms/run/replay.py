@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from fp8.active import with_static
-from fp8.autocast import EXPANDED
-from fp8.checkpoint import checkpointed
-from fp8.function import FIRST_LOOK, called
+from fp8.common.compiler import FirstLook, called
+from fp8.context.activation_checkpointing import checkpointed
+from fp8.context.active import with_static
+from fp8.modes.autocast import EXPANDED
 
-from ...ops import OPS
+from ...rules.table import OPS
 from ...scale import scale_edge
 from ..capture.calls import KINDS, RECURRENT, canonical
 from ..capture.hidden import reveal
@@ -71,7 +70,7 @@ The compiler of torch 2.13 knows them by identity, but does not find them in a d
 """
 
 
-class Replay(TorchFunctionMode):
+class Replay(FirstLook):
     """Executes ``plan``. ``path`` gives the module that is running.
 
     kinds: the table of `capture.calls`. replacements: torch function -> what the caller of
@@ -93,15 +92,6 @@ class Replay(TorchFunctionMode):
         self._counts: dict[tuple[str, str], int] = {}
         self._busy = False
         self.latest: Step | None = None  # the step of the call before, for who measures it
-
-    def __enter__(self) -> Replay:
-        FIRST_LOOK.items.append(self)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        FIRST_LOOK.items.pop()
-        super().__exit__(*error)
 
     def __torch_function__(
         self,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8.autocast import outside_compiler
-from fp8.threads import Stack
+from fp8.common.threads import Stack
+from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
 from ..capture.calls import KINDS

@@ -1,0 +1,297 @@
+"""An operand on its way into a product: rotated, scaled tile by tile, rounded; and its gradient.
+
+A `Cast` crosses autograd functions as a plain tuple, its *spec*; () is none. An operand is seen as
+a matrix, or a batch of them, of which the product sums over one axis: -1 (its rows are multiplied)
+or -2 (its columns are).
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..common.compiler import apply, own
+from ..formats.format import Format, get_format
+from ..formats.quantize import check_dtype, quantize_operand
+from ..formats.random_bits import KEY_START
+from ..recipes.recipe import Cast, Recipe
+from ..recipes.scaling import E8M0, history_scale, inverse_of, scale_of, scaled_tiles, with_margin
+from ..tensors.scaled_tensor import plain
+from .counts import labelled, observe
+from .measuring import measuring
+
+__all__ = [
+    "cast_backward",
+    "cast_forward",
+    "format_of",
+    "is_symmetric",
+    "is_whole",
+    "rotated",
+    "round_straight",
+    "rounded",
+    "shifted",
+    "spec_of",
+    "static_scale",
+    "untiled",
+    "without_autocast",
+]
+
+aten = torch.ops.aten
+
+Spec = tuple[Any, ...]
+"""A Cast as strings and numbers, or () for none: no object crosses an autograd function."""
+
+
+def spec_of(cast: Cast | None) -> Spec:
+    """``cast`` as plain values: format (a name or a `Format.text`), rule (followed by `E8M0` where
+    the scale is stored so), tile, margin, rounding, overflow, random bits, size of the rotation,
+    and a label for `fp8.stats`, "" for none.
+
+    Without a rule the scale is that of the operand's history (scaling "static"), or ``2**margin``:
+    1, or static, as `shifted` sets it."""
+    if cast is None:
+        return ()
+    return _spec(cast.text) if torch.compiler.is_compiling() else _known_spec(cast.text)
+
+
+def _spec(text: str) -> Spec:
+    format, scaling, rule, rounding, overflow, *numbers = text.rsplit(";", 10)
+    rule += E8M0 if scaling == "mx" else ""
+    across, along, margin, _, random_bits, hadamard = [int(number) for number in numbers]
+    tile = (across, along)
+    return (format, rule or None, tile, margin, rounding, overflow, random_bits, hadamard, "")
+
+
+_known_spec = cache(_spec)
+
+
+def shifted(spec: Spec, exponent: int) -> Spec:
+    """The spec with its static scale times ``2**exponent``; one that finds its scale by a rule as
+    it is."""
+    if not spec or spec[1] is not None:
+        return spec
+    return (*spec[:3], spec[3] + exponent, *spec[4:])
+
+
+def is_symmetric(spec: Spec) -> bool:
+    """Whether the cast is the same along both axes of a matrix, so that one copy serves both."""
+    if not spec:
+        return True
+    _, _, (across, along), *_, hadamard, _ = spec
+    return across == along and not hadamard
+
+
+def is_whole(recipe: Recipe) -> bool:
+    """Whether no operand has a scale by rows or blocks: none needs to know what is summed over."""
+    return all(cast is None or cast.tile == (0, 0) for cast in recipe.casts)
+
+
+def cast_forward(
+    x: Tensor,
+    cast: Cast | None,
+    axis: int = -1,
+    history: Tensor | None = None,
+    name: str = "",
+    operand: str = "input",
+    exponent: int = 0,
+) -> Tensor:
+    """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not.
+
+    name: that of the product, for `fp8.stats`. exponent: as in `shifted`. While `fp8.calibrate`
+    measures, ``x`` is measured and returned as it is.
+    """
+    if cast is not None and (pass_ := measuring()) is not None:
+        pass_.operand(history, x)
+        return x
+    spec = labelled(shifted(spec_of(cast), exponent), name, operand)
+    return round_straight(x, spec, axis, history)
+
+
+def cast_backward(
+    x: Tensor,
+    cast: Cast | None,
+    axis: int = -1,
+    history: Tensor | None = None,
+    name: str = "",
+) -> Tensor:
+    """``x`` itself; its gradient is rounded under ``cast``, or measured as in `cast_forward`."""
+    if cast is not None and (pass_ := measuring()) is not None:
+        return pass_.gradient(history, x)
+    spec = labelled(spec_of(cast), name, "grad")
+    return apply(_RoundGradient, x, history, spec, axis, written=history) if spec else x
+
+
+def round_straight(
+    x: Tensor,
+    spec: Spec,
+    axis: int = -1,
+    history: Tensor | None = None,
+    record: bool | None = None,
+) -> Tensor:
+    """``x`` under a spec, rotated if it says so; differentiable, straight through the rounding.
+
+    history: that of the operand, where the scaling is "delayed" or "static"; record: whether x
+    enters it (None: where gradients are recorded).
+    """
+    return rounded(x, spec, axis, history, record)[0]
+
+
+def rounded(
+    x: Tensor,
+    spec: Spec,
+    axis: int = -1,
+    history: Tensor | None = None,
+    record: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`round_straight`, and the scale of all of ``x``; None where that is 1 or each tile has its
+    own. A static scale does not depend on ``x``."""
+    if not spec:
+        return x, None
+    x = plain(x)
+    check_dtype(x)
+    *_, hadamard, _ = spec
+    if hadamard:
+        x = rotated(x, hadamard, axis)
+    scale = _whole_scale(x, spec, history, record)
+    if not torch.is_grad_enabled():
+        return _rounded(x, scale, spec, axis), scale
+    return apply(_Round, x, scale, spec, axis), scale
+
+
+def _whole_scale(
+    x: Tensor, spec: Spec, history: Tensor | None, record: bool | None
+) -> Tensor | None:
+    _, rule, tile, margin, *_ = spec
+    if history is not None:
+        record = torch.is_grad_enabled() if record is None else record
+        return history_scale(x, history, format_of(spec), rule, margin, record)
+    if rule is None:
+        return static_scale(margin, x) if margin else None
+    if tile != (0, 0) or not x.numel():
+        return None
+    return with_margin(scale_of(x, None, format_of(spec), rule), margin, rule)
+
+
+def static_scale(exponent: int, x: Tensor) -> Tensor:
+    """``2**exponent`` in the dtype of the scales of ``x``, 0-dim."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.full((), 2.0**exponent, dtype=dtype, device=x.device)
+
+
+def format_of(spec: Spec) -> Format:
+    """The format of a spec that is not ()."""
+    return Format.from_text(spec[0]) if "|" in spec[0] else get_format(spec[0])
+
+
+def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
+    """``x`` in the spec's format, with its scales multiplied in again; ``scale`` is that of all of
+    x, None where there is one for each tile. No gradient."""
+    _, rule, tile, margin, rounding, overflow, random_bits, _, label = spec
+    format = format_of(spec)
+    how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
+    if rule is None or x.numel() == 0:
+        inverse = None if scale is None else inverse_of(scale, rule)
+        y, whole = quantize_operand(x, format, scale=scale, inverse=inverse, **how), scale
+    else:
+        tiles, dims = scaled_tiles(x, tile, axis)
+        if scale is None:
+            scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
+        how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
+        y = untiled(quantize_operand(tiles, format, **how), x, tile, axis)
+        whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
+    if label:
+        measured = rule is None and not margin and scale is not None
+        observe(label, x, y, whole, format, measured)
+    return y
+
+
+def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
+    """What has the shape of the result of `scaled_tiles`, in that of ``x`` again."""
+    if y.shape == x.shape:
+        return y
+    rows, columns = tile if axis == -1 else tile[::-1]
+    if columns > 1:
+        y = y.flatten(-2)
+    if rows > 1:
+        y = y.flatten(-3, -2)
+    return y[..., : x.shape[-2], : x.shape[-1]]
+
+
+class _Round(Function):
+    """Saves nothing, as a tensor: activation checkpointing counts what is saved, and so notices
+    when it recomputes outside of the block what was cast inside."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
+        return own(_rounded(x, scale, spec, axis))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(output.new_empty(0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None
+
+
+class _RoundGradient(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, history: Tensor | None, spec: Spec, axis: int) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.history, ctx.spec, ctx.axis = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        g = round_straight(grad, ctx.spec, ctx.axis, ctx.history, record=True)
+        return g, None, None, None
+
+
+def _hadamard_matrix(size: int) -> list[list[float]]:
+    """Sylvester's Hadamard matrix, its columns with fixed random signs, as an orthogonal matrix.
+
+    Entry (i, j) is (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the first bits of
+    the fraction of pi: one vector for all layers and steps (arXiv:2509.25149, section 4.2). size is
+    a power of two.
+    """
+    signs = [(KEY_START >> (62 - j % 63)) & 1 for j in range(size)]
+    return [
+        [(-1.0) ** ((i & j).bit_count() + signs[j]) / math.sqrt(size) for j in range(size)]
+        for i in range(size)
+    ]
+
+
+def rotated(x: Tensor, size: int, axis: int) -> Tensor:
+    """``x`` multiplied along ``axis``, ``size`` elements at a time, by an orthogonal matrix.
+
+    Two operands rotated along the axis that their product sums over have the same product, and an
+    outlier of one element is spread over all. Zeros fill the last block, so the axis grows to a
+    multiple of ``size``.
+    """
+    count = -(-x.shape[axis] // size)
+    missing = count * size - x.shape[axis]
+    if missing:
+        x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
+    matrix = torch.tensor(_hadamard_matrix(size), dtype=x.dtype, device=x.device)
+    blocks = torch.unflatten(x, axis, (count, size))
+    with without_autocast(x):
+        if axis == -1:
+            return aten.matmul.default(blocks, matrix.mT).flatten(-2)
+        return aten.matmul.default(matrix, blocks).flatten(-3, -2)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Within the block `torch.autocast` of the device of ``x`` is off; the meta device has none."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,300 @@
+"""What a cast did to an operand, counted: for `fp8.stats`, and in the first pass without scales.
+
+A recorder is open while a sampled pass runs. The products of that pass get a name, which goes with
+the spec of each of their casts as a string, the backward ones included; a cast whose spec has one
+hands what it did to the recorder.
+
+A `Look` is such a recorder for products under a recipe that casts without scales: of each weight
+the first that is recorded for a backward pass, and of products without a weight those that follow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import threading
+import weakref
+from collections import Counter, deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..common.pitfalls import RecipeWarning, ScaleWarning, warn_once
+from ..formats.format import Format
+
+if TYPE_CHECKING:
+    from ..recipes.recipe import Recipe
+
+__all__ = [
+    "COUNTS",
+    "OPEN",
+    "Look",
+    "Observed",
+    "Recorder",
+    "forget_looks",
+    "is_sampled",
+    "labelled",
+    "look_here",
+    "observe",
+    "product_name",
+]
+
+COUNTS = ("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise")
+"""What is added up for an operand; shares are of the sampled elements, nonfinite of all."""
+
+
+class _Open(threading.local):
+    """The recorders whose pass runs in this thread, innermost last, each with how many products of
+    a kind without a name the pass has made; and what looks at products without a weight."""
+
+    def __init__(self) -> None:
+        self.recorders: list[tuple[Recorder, Counter[str]]] = []
+        self.look: Look | None = None
+
+
+OPEN = _Open()
+
+_TOKENS = itertools.count()
+_RECORDERS: weakref.WeakValueDictionary[str, Recorder | Look] = weakref.WeakValueDictionary()
+"""Token of a recorder -> the recorder: backward may run when no pass is open any more."""
+
+
+class Observed(NamedTuple):
+    """What became of an operand, as `observe` is told."""
+
+    x: Tensor
+    y: Tensor
+    scale: Tensor | None
+    format: Format
+    static: bool
+
+
+class Recorder:
+    """Sums of COUNTS for each operand: (layer, operand, format) -> float64 (8,)."""
+
+    def __init__(self, model: nn.Module, sample: int) -> None:
+        self.sample = sample
+        self.sums: dict[tuple[str, str, str], Tensor] = {}
+        self.lock = threading.Lock()  # of the sums
+        self.token = str(next(_TOKENS))
+        _RECORDERS[self.token] = self
+        self._model = model
+
+    def layers(self) -> dict[int, str]:
+        """id of a parameter -> the name of the module that has it."""
+        found: dict[int, str] = {}
+        for name, parameter in self._model.named_parameters():
+            found.setdefault(id(parameter), name.rpartition(".")[0] or "(model)")
+        return found
+
+    def count(self, layer: str, operand: str, seen: Observed) -> None:
+        """Adds what became of an operand."""
+        x, y, scale, format, static = seen
+        step = -(-x.numel() // self.sample) | 1  # odd, so that it meets all columns
+        xs, ys = (t.detach().flatten()[::step].double() for t in (x, y))
+        low, high = torch.ops.aten.aminmax.default(x.detach())
+        clean = bool((low.isfinite() & high.isfinite()).item())  # as a rule, and quickly
+        finite = xs.isfinite() & ys.isfinite()  # a NaN E8M0 scale makes all of its tile NaN
+        xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
+        unit: Any = 1.0
+        if scale is not None:
+            unit = scale.double() if scale.dim() == 0 else scale.flatten()[::step].double()
+        counts = (
+            torch.full((), x.numel(), device=x.device),
+            torch.full((), xs.numel(), device=x.device),
+            ((ys == 0) & (xs != 0)).sum(),
+            ((ys != 0) & (ys.abs() < unit * format.min_normal)).sum(),
+            (xs.abs() > unit * format.max).sum(),
+            xs.new_zeros(()) if clean else x.numel() - x.isfinite().sum(),
+            xs.square().sum(),
+            (xs - ys).square().sum(),
+        )
+        key = (layer, operand, str(format))
+        total = torch.stack([count.double() for count in counts])
+        if static:
+            self._check_scale(layer, operand, total, unit)
+        with self.lock:
+            self.sums[key] = self.sums[key] + total if key in self.sums else total
+
+    def _check_scale(self, layer: str, operand: str, total: Tensor, scale: Tensor) -> None:
+        """Warns, once for each model, where a static scale is far from the RMS of its operand."""
+        counts = dict(zip(COUNTS, total.tolist(), strict=True))
+        ratio = math.sqrt(counts["signal"] / counts["sampled"]) / float(scale)
+        if ratio and not 1 / DRIFT <= ratio <= DRIFT:
+            message = _DRIFTED.format(operand, layer, ratio)
+            warn_once(ScaleWarning, message, self._model, "static")
+
+
+DRIFT = 64.0
+"""How far the RMS of an operand may be from its static scale before `fp8.stats` warns, as a factor,
+up or down: 6 of the 18 octaves of e4m3, of which 8 are above the RMS that calibration sets."""
+_DRIFTED = (
+    "the RMS of the {} of {} is {:.2g} times the scale that fp8.calibrate has set, beyond "
+    "[2**-6, 2**6]: call fp8.calibrate again"
+)
+
+LOST = 0.1
+"""The share of an operand, beyond what it is for a unit normal one (e4m3: 0.0008 become zero, e5m2:
+0.000006), from which on a `Look` warns. Half of the smallest number of e4m3 is 2**-10, of e5m2
+2**-17: a normal operand loses as much where its RMS is below 2**-7 and 2**-14. In unit-scaled
+models a GELU or the product of two unit normals loses less than 0.01 in e4m3, and the gradients of
+queries and keys, the smallest at the start, up to 0.06 in e5m2."""
+LEAST = 1024
+"""Of how many elements that are not zero a share is taken."""
+_SAMPLE = 1 << 14
+
+
+class Look:
+    """Warns once of what is lost of operands that are cast without a scale, when their first
+    gradient is cast. recipe: its name."""
+
+    def __init__(self, recipe: str) -> None:
+        self.recipe = recipe
+        self.unnamed: Counter[str] = Counter()
+        self.worst = (0.0, "")
+        self.warned = False
+        self.token = str(next(_TOKENS))
+        _RECORDERS[self.token] = self
+        _LATEST.append(self)
+
+    def count(self, layer: str, operand: str, seen: Observed) -> None:
+        """As `Recorder.count`. Not under `torch.vmap`, which has no numbers to look at."""
+        x, y, scale, format, _ = seen
+        if self.warned or scale is not None or x.is_meta:
+            return
+        try:
+            used, zero, saturated = _lost(x, y, format)
+        except RuntimeError:
+            return
+        if used >= LEAST:
+            usual = math.erf(format.min_subnormal / 2 / math.sqrt(2))
+            for share, beyond, what in (
+                (zero / used, zero / used - usual, "become zero"),
+                (saturated / used, saturated / used, "saturate"),
+            ):
+                which = operand.removesuffix(" again")
+                text = f"{share:.0%} of the {which} of {layer} {what} in {format}"
+                self.worst = max(self.worst, (beyond, text))
+        if operand.startswith("grad") and self.worst[0] > LOST:
+            self.warned = True
+            warn_once(RecipeWarning, _FLUSHED.format(self.worst[1], self.recipe), self)
+
+
+_FLUSHED = (
+    "{}, which recipe {!r} casts without a scale. It is for unit-scaled models and their losses; "
+    'recipe "tensor" has a scale for each tensor, and fp8.stats counts what is lost of each'
+)
+
+_LATEST: deque[Look] = deque(maxlen=64)
+"""Those that may still be asked: the backward pass comes after the block."""
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, Look | None] = weakref.WeakKeyDictionary()
+"""Models whose layers have a name -> what looks at them."""
+_PLACES: set[tuple[str, int, str]] = set()
+"""Lines that have opened a block around products without a weight, and its recipe."""
+_LOOKED = "fp8_looked"
+"""The attribute of a parameter with the recipes under which its product was looked at."""
+_OWN = str(Path(__file__).parents[1])
+
+
+def _lost(x: Tensor, y: Tensor, format: Format) -> list[float]:
+    """How many numbers of a sample are finite and not zero, and of them become zero, saturate."""
+    step = -(-x.numel() // _SAMPLE) | 1
+    xs, ys = (t.detach().flatten()[::step].float() for t in (x, y))
+    used = xs.isfinite() & (xs != 0)
+    counts = (used, used & (ys == 0), used & (xs.abs() > format.max))
+    return torch.stack([count.sum() for count in counts]).tolist()
+
+
+def forget_looks(model: nn.Module) -> None:
+    """The layers of ``model`` are known by its names, and looked at anew."""
+    _OF_MODELS[model] = None
+    for parameter in model.parameters():
+        vars(parameter).pop(_LOOKED, None)
+
+
+def look_here(recipe: Recipe | None) -> Look | None:
+    """What looks at products without a weight in a block that is being opened; None where that line
+    of the caller's code was looked at, and for a recipe with scales."""
+    if recipe is None or not recipe.unscaled:
+        return None
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    place = (frame.f_code.co_filename, frame.f_lineno, recipe.name)
+    if place in _PLACES or not torch.is_grad_enabled():
+        return None
+    _PLACES.add(place)
+    return Look(recipe.name)
+
+
+def _look_at(weight: Tensor | None, recipe: str) -> tuple[Look | None, str]:
+    """What looks at the product of a weight, if anything does, and the name of the layer or ""."""
+    if not isinstance(weight, nn.Parameter):
+        return OPEN.look, ""
+    seen = vars(weight).get(_LOOKED, ())
+    if recipe in seen or not torch.is_grad_enabled():
+        OPEN.look = None
+        return None, ""
+    setattr(weight, _LOOKED, (*seen, recipe))
+    for model in list(_OF_MODELS):
+        for name, parameter in model.named_parameters():
+            if parameter is weight:
+                look = _OF_MODELS[model] = _OF_MODELS[model] or Look(recipe)
+                OPEN.look = look
+                return look, repr(name.rpartition(".")[0] or type(model).__name__)
+    OPEN.look = OPEN.look or Look(recipe)
+    return OPEN.look, ""
+
+
+def is_sampled(name: str) -> bool:
+    """Whether a name is that of a product in a pass of `fp8.stats`."""
+    return bool(name and OPEN.recorders)
+
+
+def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None = None) -> str:
+    """A name for the casts of a product: "" where nobody counts what they do."""
+    if OPEN.recorders:
+        recorder, unnamed = OPEN.recorders[-1]
+        layer = None if weight is None else recorder.layers().get(id(weight))
+        if layer is None:
+            unnamed[kind] += 1
+            layer = f"{kind} {unnamed[kind]}"
+        return f"{recorder.token}|{layer}"
+    if torch.compiler.is_compiling() or recipe is None or not recipe.unscaled:
+        return ""
+    look, layer = _look_at(weight, recipe.name)
+    if look is None or look.warned:
+        return ""
+    if not layer:
+        look.unnamed[kind] += 1
+        layer = f"{kind} {look.unnamed[kind]}"
+        layer += "" if weight is None else f" (weight {tuple(weight.shape)})"
+    return f"{look.token}|{layer}"
+
+
+def labelled(spec: tuple[Any, ...], name: str, operand: str) -> tuple[Any, ...]:
+    """The spec, whose last value is a label, with that of an operand of the product ``name``."""
+    return (*spec[:-1], f"{name}|{operand}") if name and spec else spec
+
+
+def observe(
+    label: str,
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | None,
+    format: Format,
+    static: bool = False,
+) -> None:
+    """Adds to a recorder what became of ``x``: ``y``, with ``scale`` for each element or for all.
+
+    Inf and NaN are looked for in all of x, the rest in a sample of evenly spaced elements. static:
+    whether `fp8.calibrate` has set the scale.
+    """
+    token, layer, operand = label.split("|")
+    recorder = _RECORDERS.get(token)
+    if recorder is None or x.numel() == 0:
+        return
+    recorder.count(layer, operand, Observed(x, y, scale, format, static))

@@ -1,0 +1,80 @@
+"""The cast of each operand of a layer's three products, and where one copy serves two of them.
+
+A recipe without a rule for scales ("unit") casts an operand as it is. An operand of a known size
+may have a *static* scale instead: a power of two that is a constant of the call, ``f * Q(x / f)``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..recipes.recipe import Recipe
+from .casting import Spec, is_symmetric, shifted, spec_of
+from .counts import labelled
+
+__all__ = ["Casts", "Exponents", "casts_of", "one_copy", "static_exponent", "with_copies"]
+
+
+Exponents = tuple[int, ...]
+"""The base-two logarithms of the static scales of operands, 0 for none."""
+
+
+class Casts(NamedTuple):
+    """The specs of the six operands of a layer's three products. An operand of the backward
+    products is () where no cast, or no further one, is needed."""
+
+    a: Spec = ()
+    b: Spec = ()
+    grad_for_a: Spec = ()
+    b_again: Spec = ()
+    grad_for_b: Spec = ()
+    a_again: Spec = ()
+
+
+def static_exponent(weight: object) -> int:
+    """The exponent of the static scale that a parameter has by its tag ``mup_scale``, which
+    `unit_scaling.parameter` gives it; 0 without one."""
+    return math.frexp(getattr(weight, "mup_scale", 1.0))[1] - 1
+
+
+def casts_of(
+    recipe: Recipe | None, layer: bool = True, name: str = "", static: Exponents = (0, 0)
+) -> Casts:
+    """The specs of a recipe. layer: whether b is a weight; else it is cast as a is. name: that of
+    the product, for `fp8.stats`. static: the exponents of the static scales of a and b."""
+    if recipe is None:
+        return Casts()
+    a, b = (spec_of(cast) for cast in recipe.forward)
+    grad_for_a, b_again = (spec_of(cast) for cast in recipe.grad_input)
+    grad_for_b, a_again = (spec_of(cast) for cast in recipe.grad_weight)
+    if not layer:
+        b = b_again = a
+    if any(static):
+        a, a_again = (shifted(spec, static[0]) for spec in (a, a_again))
+        b, b_again = (shifted(spec, static[1]) for spec in (b, b_again))
+    casts = Casts(a, b, grad_for_a, b_again, grad_for_b, a_again)
+    if not name:
+        return casts
+    operands = ("input", "weight" if layer else "other", "grad")
+    again = [f"{operand} again" for operand in operands]
+    roles = (*operands, again[1], again[2], again[0])
+    return Casts(*map(labelled, casts, [name] * len(casts), roles))
+
+
+def one_copy(first: Spec, second: Spec) -> bool:
+    """Whether an operand cast under ``first`` serves where ``second`` is asked for, along the other
+    axis."""
+    return first[:-1] == second[:-1] and is_symmetric(first)
+
+
+def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
+    """What backward casts instead of the cast a and b, None where it uses those; and ``casts``, ()
+    for a copy that needs none."""
+    keep_a, keep_b = one_copy(casts.a, casts.a_again), one_copy(casts.b, casts.b_again)
+    needed = casts._replace(
+        a_again=() if keep_a else casts.a_again, b_again=() if keep_b else casts.b_again
+    )
+    return None if keep_a else a, None if keep_b else b, needed

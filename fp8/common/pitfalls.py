@@ -1,0 +1,120 @@
+"""Warnings of what runs without an error and is probably not what was meant, each shown once.
+
+Every such warning is a `PitfallWarning`; `strict` makes all of them errors.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .validation import check_flag
+
+__all__ = [
+    "CheckpointWarning",
+    "ConvertWarning",
+    "OptimizerWarning",
+    "PitfallWarning",
+    "RecipeWarning",
+    "ScaleWarning",
+    "strict",
+    "warn_once",
+]
+
+
+class PitfallWarning(UserWarning):
+    """The base of all warnings of this module. Filter it, or a subclass, with `warnings`."""
+
+
+class RecipeWarning(PitfallWarning):
+    """A recipe does not fit the model: its casts lose values that another recipe keeps."""
+
+
+class ConvertWarning(PitfallWarning):
+    """A conversion changed nothing, or not what its arguments seem to ask for."""
+
+
+class ScaleWarning(PitfallWarning):
+    """A tensor of a unit-scaled model is far from RMS 1, or an operand from its static scale."""
+
+
+class OptimizerWarning(PitfallWarning):
+    """An optimizer steps the wrong parameters, or at a rate that is not theirs."""
+
+
+class CheckpointWarning(PitfallWarning):
+    """A checkpoint was loaded that is not in the form of the model."""
+
+
+_LOCK = threading.Lock()
+_SHOWN: set[tuple[type[PitfallWarning], str]] = set()
+"""Of warnings about no object."""
+_SHOWN_ABOUT: weakref.WeakKeyDictionary[Any, set[tuple[type[PitfallWarning], str]]] = (
+    weakref.WeakKeyDictionary()
+)
+_STRICT = [False]
+_OWN = tuple(
+    str(Path(folder).resolve())
+    for folder in (Path(__file__).parents[1], Path(__file__).parents[2] / "unit_scaling")
+)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class strict:
+    """Raises every `PitfallWarning` as an error; call it once, or use it as a context manager.
+
+    enabled: False goes back to warnings. It holds for the whole process, all threads included.
+
+    >>> import fp8
+    >>> with fp8.strict():
+    ...     pass  # a PitfallWarning in here is an exception
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        check_flag("enabled", enabled)
+        self._before = _STRICT[0]
+        _STRICT[0] = enabled
+
+    def __enter__(self) -> strict:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _STRICT[0] = self._before
+
+
+def warn_once(
+    category: type[PitfallWarning], message: str, about: Any = None, key: str = ""
+) -> None:
+    """Shows ``message`` the first time for ``about`` and ``key``; raises it under `strict`.
+
+    about: a module or an optimizer, held weakly; None: once in the process. key: what tells the
+    warnings of one category about one object apart. The warning names the line of the caller's
+    code. Does nothing while a compiler traces.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if _STRICT[0]:
+        raise category(message)
+    with _LOCK:
+        shown = _SHOWN if about is None else _SHOWN_ABOUT.setdefault(about, set())
+        if (category, key) in shown:
+            return
+        shown.add((category, key))
+    warnings.warn(message, category, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """The stacklevel, for `warn_once`, of the innermost frame outside of this project and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_OWN, _TORCH)):
+            return level
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    return 2

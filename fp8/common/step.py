@@ -1,0 +1,105 @@
+"""One step of a user's model: what wraps it, how a batch calls it, where its backward pass starts.
+
+Everything that measures a model uses this: calibration, `verify`, the gauges of `unit_scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "Batch",
+    "Loss",
+    "arguments",
+    "call",
+    "find_loss",
+    "plain",
+    "starts",
+    "tensors",
+    "unwrapped",
+]
+
+Batch = Any
+"""A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments."""
+
+Loss = Callable[[Any], Tensor]
+"""A function of a model's output that returns a tensor of one element."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without the wrappers of torch.compile and DistributedDataParallel."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.Module):
+        return unwrapped(inner)
+    return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments that a batch stands for."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """The output of the model for a batch."""
+    args, kwargs = arguments(batch)
+    return model(*args, **kwargs)
+
+
+def plain(output: Any) -> Any:
+    """The output of a model as a dict, list or tuple: models also return dataclasses."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, Tensor | list | tuple) or not hasattr(output, "__dict__"):
+        return output
+    return dict(vars(output))
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a batch or a model's output: in lists, tuples, dicts and a dataclass."""
+    value = plain(value)
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            if isinstance(part, Tensor | list | tuple | Mapping):
+                yield from tensors(part)
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The ``loss`` of a model's output, or its first tensor without dimensions that requires a
+    gradient, or None."""
+    given = plain(output)
+    named = given.get("loss") if isinstance(given, dict) else getattr(given, "loss", None)
+    scalars = [t for t in tensors([named, given]) if t.dim() == 0 and t.requires_grad]
+    return scalars[0] if scalars else None
+
+
+def starts(
+    output: Any, loss: Loss | None = None, seed: int = 0
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The tensors that a backward pass starts from, and their gradients: None for a loss.
+
+    Without a loss of the user or of the model these are all outputs that require a gradient, with
+    gradients of independent standard normal numbers. Empty where nothing requires one.
+    Raises ValueError for a loss of more than one element.
+    """
+    value = find_loss(output) if loss is None else loss(output)
+    if value is not None:
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ValueError(f"loss must return a tensor of one element, got {_described(value)}")
+        return ([value], [None]) if value.requires_grad else ([], [])
+    ends = [t for t in tensors(output) if t.requires_grad]
+    generator = torch.Generator().manual_seed(seed)
+    return ends, [torch.randn(t.shape, generator=generator).to(t) for t in ends]
+
+
+def _described(value: Any) -> str:
+    shaped = isinstance(value, Tensor)
+    return f"a tensor of shape {tuple(value.shape)}" if shaped else type(value).__name__

@@ -1,0 +1,237 @@
+"""What the open `fp8.autocast` blocks say of a product: its recipe, its backend, its histories."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..casts.measuring import measuring
+from ..common.compiler import called
+from ..common.validation import check_name
+from ..native import product as native
+from ..recipes.recipe import Cast, Recipe
+from .activation_checkpointing import in_reentrant
+
+__all__ = [
+    "ACTIVE",
+    "BACKENDS",
+    "Block",
+    "Entered",
+    "active_recipe",
+    "checked_backend",
+    "chosen",
+    "entered",
+    "histories",
+    "index_of",
+    "layer_histories",
+    "product_recipe",
+    "static_exponents",
+    "unit_products",
+    "with_static",
+]
+
+BACKENDS = ("simulate", "native", "auto")
+"""Where a product is computed: from rounded operands in the dtype of the tensors; by torch's FP8
+kernels where they take it; by those on the devices that they are for."""
+
+
+def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) -> str:
+    """``backend``; "simulate" for "auto" where the recipe has no kernels. Raises ValueError for
+    an unknown one, naming ``others`` too, and for "native" with such a recipe."""
+    check_name("backend", backend, (*BACKENDS, *others))
+    why_not = "" if backend == "simulate" else native.why_not_recipe(recipe)
+    if why_not and backend == "native":
+        raise ValueError(f"recipe {recipe.name!r} has no kernels: {why_not}")
+    return "simulate" if why_not else backend
+
+
+class Entered(NamedTuple):
+    """By which `fp8.autocast` a block was opened, and in which task of asyncio, if in one."""
+
+    block: Any
+    task: asyncio.Task[Any] | None
+
+
+class Block(NamedTuple):
+    """What an open `fp8.autocast` block says. recipe: None where it is not enabled. unit_recipe:
+    that of products of unit-scaled functions, another one under "auto". modes: its own, and those
+    that it has put on top of it. counter: [number of products so far]. reenters: whether what is
+    recomputed in the backward pass opens it again by itself. entered: None where a compiler has
+    traced it. outer_look: what looked at products without a weight before the block."""
+
+    recipe: Recipe | None
+    unit_recipe: Recipe | None
+    opaque: str
+    modes: tuple[Any, ...]
+    history: Any
+    counter: list[int]
+    backend: str
+    reenters: bool
+    entered: Entered | None
+    outer_look: Any = None
+
+
+class _Active(threading.local):
+    """The `fp8.autocast` blocks that are open in this thread, innermost last.
+
+    A list that is changed, not an attribute that is set: what the compiler makes of setting an
+    attribute of a thread-local is lost.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        #: The operands of the call that runs, as far as they have a static scale, and its exponent.
+        self.static: list[tuple[Tensor, int]] = []
+
+
+ACTIVE = _Active()
+
+
+def with_static(
+    operands: list[tuple[Tensor, int]], function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """``function(*args, **kwargs)``, a product of which some operands have static scales.
+
+    operands: tensors among the arguments, each with the exponent of its scale.
+    """
+    ACTIVE.static.extend(operands)
+    try:
+        return called(function, args, kwargs)
+    finally:
+        del ACTIVE.static[-len(operands) :]
+
+
+def static_exponents(recipe: Recipe | None, *operands: Tensor) -> tuple[int, ...]:
+    """The exponents of the static scales of the operands of a product, 0 for those without."""
+    if recipe is None or not ACTIVE.static or recipe.keeps_history:
+        return (0,) * len(operands)
+    return tuple(_exponent(operand) for operand in operands)
+
+
+def _exponent(operand: Tensor) -> int:
+    for tensor, exponent in ACTIVE.static:
+        if tensor is operand:
+            return exponent
+    return 0
+
+
+def entered(block: Any) -> Entered:
+    """What says that ``block`` is opened here."""
+    return Entered(block, _task())
+
+
+def _task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None
+
+
+def index_of(block: Any) -> int:
+    """Which of the open blocks of this thread ``block`` has opened, the last of them. Raises
+    RuntimeError where there is none."""
+    for index in reversed(range(len(ACTIVE.blocks))):
+        opened = ACTIVE.blocks[index].entered
+        if opened is None or opened.block is block:
+            return index
+    raise RuntimeError("fp8.autocast: a block is closed in the thread that has opened it")
+
+
+def active_recipe() -> Recipe | None:
+    """The recipe of the innermost `fp8.autocast` block of this thread; None outside of all, and
+    where it is not enabled."""
+    return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
+
+
+def product_recipe(unit: bool = False) -> Recipe | None:
+    """`active_recipe` for a product. unit: whether it is one of unit-scaled tensors. Raises
+    RuntimeError where it would be computed again outside of the block, without casts, and where a
+    task of asyncio that awaits has left a block open."""
+    block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
+    if block is not None and not torch.compiler.is_dynamo_compiling():
+        _check_task(block)
+    if block is None or block.recipe is None:
+        return None
+    if not block.reenters and in_reentrant():
+        raise RuntimeError(_REENTRANT)
+    return block.unit_recipe if unit else block.recipe
+
+
+class unit_products:
+    """Within the block, under the recipe "auto", torch's own products are those of unit-scaled
+    tensors."""
+
+    def __enter__(self) -> None:
+        if ACTIVE.blocks:
+            block = ACTIVE.blocks[-1]
+            ACTIVE.blocks.append(block._replace(recipe=block.unit_recipe))
+
+    def __exit__(self, *error: Any) -> None:
+        if ACTIVE.blocks:
+            ACTIVE.blocks.pop()
+
+
+def _check_task(block: Block) -> None:
+    task = None if block.entered is None else block.entered.task
+    if task is not None and not task.done() and _task() is not task:
+        raise RuntimeError(
+            f"fp8.autocast is open in {task.get_name()}, another task of this thread: a block "
+            "belongs to its thread, as torch.no_grad does; close it before await"
+        )
+
+
+_REENTRANT = (
+    "checkpoint(use_reentrant=True) inside fp8.autocast would recompute products outside of the "
+    "block, without casts: use checkpoint(use_reentrant=False, context_fn=fp8.checkpoint_contexts) "
+    "or fp8.convert"
+)
+
+
+def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
+    """The histories of the operands of a product, and of its gradient, which has the last of
+    ``casts``; None where the scaling keeps none.
+
+    They belong to the enclosing `fp8.autocast`, which numbers its products.
+    """
+    if recipe is None or not recipe.keeps_history:
+        return [None] * len(casts)
+    block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
+    if block is None or block.history is None:
+        raise ValueError(
+            f"recipe {recipe.name!r} needs a history for its scales: "
+            "open fp8.autocast(recipe, history=fp8.AmaxHistory()) around the product"
+        )
+    if (pass_ := measuring()) is not None:
+        pass_.histories[id(block.history)] = block.history
+    block.counter[0] += 1
+    number = f"{block.counter[0]:03d}"
+    names = [f"{number}.{product}.{i}" for i in range(len(casts) - 1)]
+    return [
+        block.history.tensor(name, cast.history, like.device)
+        if cast and cast.keeps_history and (pass_ is None or not cast.history)
+        else None
+        for name, cast in zip([*names, f"{number}.{product}.grad"], casts, strict=True)
+    ]
+
+
+def layer_histories(
+    recipe: Recipe | None, product: str, a: Tensor, layer: bool = True
+) -> list[Any]:
+    """Those of a product with an input and a weight (layer) or two inputs, and its gradient."""
+    if recipe is None:
+        return [None] * 3
+    b = recipe.weight if layer else recipe.input
+    return histories(recipe, product, a, recipe.input, b, recipe.grad)
+
+
+def chosen(recipe: Recipe | None, backend: str, unit: bool) -> tuple[Recipe | None, str]:
+    """Recipe and backend of a product: those of the enclosing block if it names no recipe.
+    unit: as in `product_recipe`."""
+    if recipe is not None or not ACTIVE.blocks:
+        return recipe, backend
+    return product_recipe(unit), ACTIVE.blocks[-1].backend

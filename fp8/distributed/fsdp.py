@@ -1,0 +1,373 @@
+"""FSDP2 gathers weights in one byte an element: each process rounds its shard before it is sent.
+
+Through FSDP2's own extension: a tensor subclass with ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather``. The shard stays what it was, in the dtype that it had, and so do gradients
+and what the optimizer sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from ..casts.casting import static_scale
+from ..casts.operands import static_exponent
+from ..common.mixin import bare_class, check_module
+from ..common.report import LEFT_ALONE, Report, Row
+from ..formats.format import get_format
+from ..formats.quantize import quantize_operand
+from ..optim.encodings import decode
+from ..optim.state import PARTS, parameters_of, read
+from ..recipes.recipe import AUTO, Cast, Recipe, given_recipe
+from ..recipes.scaling import largest_finite, scale_of
+from ..surgery.convert import LAYERS, auto_recipe
+from ..surgery.where import checked_function
+
+__all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
+
+aten = torch.ops.aten
+
+SCALINGS = ("unit", "tensor")
+"""What a weight's cast may have: a scale that does not depend on how the weight is sharded."""
+
+
+def gather_in_fp8(
+    model: nn.Module,
+    recipe: str | Recipe = AUTO,
+    *,
+    where: Callable[[str, nn.Module], bool] | None = None,
+) -> Report[Row]:
+    """Has FSDP2 send the weights of ``model`` rounded as ``recipe`` casts weights. Call it before
+    `fully_shard`.
+
+        model = fp8.convert(model)
+        gather_in_fp8(model)
+        fully_shard(model)
+
+    The weights of linear layers and convolutions (`fp8.surgery.convert.LAYERS`) are sent as FP8 and
+    used, forward and backward, as what arrives, in the dtype that FSDP2 computes in. A layer that
+    runs under the same recipe casts them to the same values again: its result is bit for bit that
+    without FSDP2. Gradients reach the shards as FSDP2 reduces them. In the model, its state_dict
+    and its optimizer a weight is a plain tensor or DTensor of its dtype, and keeps its attributes:
+    the tags of u-muP.
+
+    recipe: its cast of the weight must be to a format of torch's, scaled by "unit" or "tensor";
+    "auto" is the one or the other for each layer, as in `fp8.convert`. For
+    "tensor", each weight needs its largest magnitude over all shards: call `update_scales` after
+    each optimizer step, or every gathering of a weight waits for an all-reduce of one number.
+    where: (name, layer) -> whether to; None is every layer.
+    Inf becomes the format's largest value, NaN stays NaN, as in the simulation.
+
+    Returns a report, one row for each layer with a weight. Raises TypeError for what is not a
+    module, ValueError for a recipe with another cast and for a model that is sharded already.
+    """
+    check_module("gather_in_fp8", model)
+    given, where = given_recipe(recipe), checked_function(where)
+    if given is not None:
+        _checked(given)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is sharded: call gather_in_fp8 before fully_shard")
+    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    replaced: dict[int, nn.Parameter] = {}
+    rows = []
+    for name, module in model.named_modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is None or weight.dim() < 2:
+            continue
+        why_not = _why_not(module, weight, looked_up)
+        if not why_not and where is not None and not where(name, module):
+            why_not = "not chosen"
+        if not why_not:
+            cast = _checked(given or auto_recipe(module))
+            if id(weight) not in replaced:
+                replaced[id(weight)] = _wrapped(weight, cast)
+            module.register_state_dict_post_hook(_as_plain)
+            module.weight = replaced[id(weight)]
+        done = LEFT_ALONE if why_not else f"sent as {cast}"
+        rows.append(Row(name, bare_class(module).__name__, done, why_not))
+    return Report(rows)
+
+
+def _why_not(module: nn.Module, weight: nn.Parameter, looked_up: set[int]) -> str:
+    """Why the weight of a module is sent as it is; "" if it can be rounded."""
+    if not isinstance(module, LAYERS):
+        return "its weight is no operand of a product"
+    if id(weight) in looked_up:
+        return "an embedding shares its weight"
+    kind = type(weight.detach())
+    return "" if kind is Tensor else f"its weight is a {kind.__name__}"
+
+
+@torch.no_grad()
+def update_scales(model: nn.Module) -> None:
+    """Finds the scale of every weight that `gather_in_fp8` sends with one: one all-reduce for all.
+
+    Call it after each optimizer step. Whatever is written into a weight afterwards makes its scale
+    unknown again, and it is found when the weight is gathered. Nothing happens under "unit".
+    """
+    shards = [(p, p.to_local()) for p in model.parameters() if isinstance(p, DTensor)]
+    scaled = [(p, w) for p, w in shards if isinstance(w, _Weight) and w.cast.rule]
+    if not scaled:
+        return
+    largest = torch.stack([w.largest() for _, w in scaled])
+    mesh = scaled[0][0].device_mesh
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(dimension))
+    for (_, weight), amax in zip(scaled, largest.unbind(), strict=True):
+        weight.remember(amax)
+
+
+@torch.no_grad()
+def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """The state_dict of ``optimizer`` for another number of processes.
+
+    What `fp8.optim` keeps in units of a scale, which belongs to a shard, is here the numbers
+    themselves, float32, under the name without a suffix (``exp_avg``); and what is of a weight's
+    shape is a DTensor as the weight is, so that `torch.distributed.checkpoint` cuts it anew. Every
+    optimizer of `fp8.optim` or torch of that kind loads it, and rounds to its own encodings.
+    """
+    state = optimizer.state_dict()
+    parameters = parameters_of(optimizer)
+    return {
+        **state,
+        "state": {i: _portable(parameters[i], own) for i, own in state["state"].items()},
+    }
+
+
+def _portable(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    shape = _local(parameter).shape
+    for key, value in state.items():
+        name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
+        if suffix == PARTS[0]:
+            value = decode(read(state, name)).view(shape)
+        if suffix in ("", PARTS[0]):
+            is_shard = isinstance(value, Tensor) and value.shape == shape
+            sharded = is_shard and not isinstance(value, DTensor)
+            found[name] = _like(parameter, value) if sharded else value
+    return found
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _checked(recipe: Recipe) -> Cast:
+    """The recipe's cast of the weight. Raises ValueError for one that cannot be sent."""
+    cast = recipe.weight
+    dtype = None if cast is None else get_format(cast.format).dtype
+    if cast is None or dtype is None or dtype.itemsize > 1:
+        raise ValueError(f"recipe {recipe.name!r} has no FP8 dtype for weights, got {cast}")
+    if cast.scaling not in SCALINGS:
+        raise ValueError(
+            f"recipe {recipe.name!r} has weights with scaling {cast.scaling!r}, which goes along "
+            f"what FSDP2 cuts; gather_in_fp8 takes {' and '.join(map(repr, SCALINGS))}"
+        )
+    if cast.rounding == "stochastic" or recipe.grad_input[1] != cast:
+        raise ValueError(
+            f"recipe {recipe.name!r} casts weights anew for each product; what is gathered is one "
+            "copy for all"
+        )
+    return cast
+
+
+def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:
+    exponent = static_exponent(weight)
+    wrapped = nn.Parameter(_Weight(weight.detach(), cast, exponent), weight.requires_grad)
+    for name, value in vars(weight).items():
+        if not name.startswith("__"):  # those belong to the instance, as the tags' __deepcopy__
+            setattr(wrapped, name, value)
+    return wrapped
+
+
+def _as_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook of state_dict: the weight in it is a plain tensor, or a DTensor of one."""
+    weight = state.get(f"{prefix}weight")
+    if isinstance(weight, nn.Parameter):  # with keep_vars
+        return
+    local = _local(weight)
+    if isinstance(local, _Weight):
+        state[f"{prefix}weight"] = _like(weight, local.plain)
+
+
+def _like(weight: Any, local: Tensor) -> Tensor:
+    """``local``, as the shard of a DTensor like ``weight`` if that is one."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+
+
+# What FSDP2 and torch do to a weight that leaves it a weight: those that alias it, and the others.
+_VIEWS = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.view.default,
+    aten.as_strided.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.copy_.default,
+}
+_COPIES = {
+    aten.clone.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+}
+
+
+def _each(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with every ``kind`` in its lists, tuples and dicts changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_each(kind, change, part) for part in value)
+    if isinstance(value, dict):
+        return {name: _each(kind, change, part) for name, part in value.items()}
+    return value
+
+
+class _Weight(Tensor):
+    """A weight, or a shard of one, that is rounded when it is sent; otherwise as ``plain`` is.
+
+    exponent: of its static scale, for a cast without a rule. known: its scale, where that is known,
+    and the version of ``plain`` that it was found for; shared by all views of it.
+    """
+
+    plain: Tensor
+    cast: Cast
+    exponent: int
+    known: list[Any]
+
+    @staticmethod
+    def __new__(
+        cls: type[_Weight],
+        plain: Tensor,
+        cast: Cast,
+        exponent: int = 0,
+        known: list[Any] | None = None,
+    ) -> _Weight:
+        self: _Weight = torch.Tensor._make_wrapper_subclass(
+            cls,
+            plain.size(),
+            strides=plain.stride(),
+            storage_offset=plain.storage_offset(),
+            dtype=plain.dtype,
+            layout=plain.layout,
+            device=plain.device,
+        )
+        self.plain, self.cast, self.exponent = plain, cast, exponent
+        self.known = [] if known is None else known
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override, unused-ignore]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        weights: list[_Weight] = []
+        first = args[0] if args else None
+
+        def unwrap(weight: _Weight) -> Tensor:
+            weights.append(weight)
+            return weight.plain
+
+        args, kwargs = _each(_Weight, unwrap, (args, kwargs or {}))
+        result = function(*args, **kwargs)
+        if function._schema.is_mutable:
+            for weight in weights:
+                weight.known.clear()
+        if function not in _VIEWS | _COPIES or not isinstance(first, _Weight):
+            return result
+        known = first.known if function in _VIEWS else None
+        return _each(Tensor, lambda t: _Weight(t, first.cast, first.exponent, known), result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, it is a plain tensor."""
+        return self.plain.__reduce_ex__(protocol)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"_Weight({self.plain!r}, {self.cast})"
+
+    def largest(self) -> Tensor:
+        """The largest finite magnitude of this shard: float32, 0-dim."""
+        if not self.plain.numel():
+            return self.plain.new_zeros((), dtype=torch.float32)
+        return largest_finite(self.plain, None).float()
+
+    def remember(self, amax: Tensor) -> Tensor:
+        """The scale of the weight whose largest magnitude is ``amax``, until it is written to."""
+        assert self.cast.rule is not None
+        scale = scale_of(amax, None, get_format(self.cast.format), self.cast.rule)
+        self.known[:] = [scale * 2.0**self.cast.margin, self.plain._version]
+        return self.known[0]
+
+    def scale(self, mesh: DeviceMesh) -> Tensor:
+        """The scale of the weight over all shards; an all-reduce where it is not known."""
+        if self.known and self.known[1] == self.plain._version:
+            return self.known[0]
+        amax = self.largest()
+        dist.all_reduce(amax, dist.ReduceOp.MAX, mesh.get_group())
+        return self.remember(amax)
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What this process sends, as bytes, and the scale; see torch's FSDP2."""
+        x, scale = self.plain, None
+        if self.cast.rule:
+            scale = self.scale(mesh)
+        elif self.exponent:
+            scale = static_scale(self.exponent, x)
+        x = x if scale is None else x.float() / scale
+        format = get_format(self.cast.format)
+        assert format.dtype is not None
+        how: Any = {
+            name: getattr(self.cast, name) for name in ("rounding", "overflow", "random_bits")
+        }
+        sent = quantize_operand(x, format, **how)
+        bits = sent.to(format.dtype).view(torch.uint8)
+        missing = -(-outer_size[0] // mesh.size()) - len(bits)  # of the last rows, if cut by rows
+        if missing > 0:
+            bits = F.pad(bits, [0, 0] * (bits.dim() - 1) + [0, missing])
+        return (bits,), scale
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Tensor | None,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole weight from what all have sent; into ``out`` from the second time on."""
+        (bits,) = all_gather_outputs
+        format = get_format(self.cast.format)
+        assert format.dtype is not None
+        weight = bits.view(format.dtype).to(torch.float32)
+        if metadata is not None:
+            weight = weight * metadata
+        weight = weight.to(param_dtype)
+        if out is None:
+            return weight, (weight,)
+        # Not a change in autograd's eyes: backward finds the values of the forward pass again.
+        out.data.copy_(weight.flatten()[: out.numel()].view(out.shape))
+        return None

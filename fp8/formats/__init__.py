@@ -1,0 +1,3 @@
+"""Low-precision formats and how numbers are rounded to them.
+Imports `fp8.common`.
+"""

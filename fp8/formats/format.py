@@ -1,0 +1,298 @@
+"""Floating-point formats: how many bits, which values, and what overflow, Inf, NaN and -0
+become."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..common.validation import check_name
+
+MAX_EXPONENT_BITS = 8
+"""Every value of a format must be a float32: no wider exponent field than float32's."""
+
+MAX_MANTISSA_BITS = 23
+"""As above: no more mantissa bits than float32 has."""
+
+_FLAGS = ("infinity", "nan", "negative_zero", "signed")
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "exponent_bits": int,
+    "mantissa_bits": int,
+    "bias": int,
+    "max": (int, float),
+    "dtype": (torch.dtype, type(None)),
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in torch.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+FORMATS: dict[str, Format] = {}
+"""The named formats. A new row is tested, documented and usable in recipes by existing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A binary floating-point format: a set of values and what stands for those outside it.
+
+    A code with exponent field E > 0 and mantissa field M is (1 + M / 2**mantissa_bits) * 2**(E -
+    bias); with E = 0 it is (M / 2**mantissa_bits) * 2**(1 - bias): zero and the subnormals. An
+    unsigned format (`signed=False`; only scales use one) has no sign bit, no zero and no
+    subnormals: E = 0 is like any other.
+
+    Attributes:
+        name: what `get_format` looks up and `str` prints.
+        exponent_bits: 1 to 8.
+        mantissa_bits: 0 to 23, the implicit leading bit not counted.
+        bias: subtracted from the exponent field. IEEE 754 uses 2**(exponent_bits - 1) - 1.
+        max: the largest finite value. Not implied by the fields: formats reserve different codes
+            for Inf and NaN.
+        infinity: whether there are codes for +-Inf.
+        nan: whether there is a code for NaN. NaN in a tensor stays NaN in any case.
+        negative_zero: whether -0 differs from +0. Where it does not, -0 becomes +0.
+        signed: False for a format of positive scales.
+        dtype: a torch dtype with these values that tensors can be cast to, if there is one.
+
+    Raises ValueError where the fields contradict each other, where a value would not be a float32,
+    for a dtype without these values and for the name of a row of `FORMATS` that has others (names
+    stand for formats in reports, files and graphs); TypeError for a name, number or dtype that is
+    none.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    infinity: bool = False
+    nan: bool = False
+    negative_zero: bool = True
+    signed: bool = True
+    dtype: torch.dtype | None = None
+
+    text: ClassVar[str]
+    """Of an instance: its fields in one string, which `from_text` reads. To a compiler a string is
+    a constant; under dynamic shapes a number that it reads from an object is not."""
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, what: str) -> None:
+            if not condition:
+                raise ValueError(f"format {self.name!r}: {what}")
+
+        self._check_types()
+        require(bool(self.name), "the name is empty")
+        for field, value, low, high in (
+            ("exponent_bits", self.exponent_bits, 1, MAX_EXPONENT_BITS),
+            ("mantissa_bits", self.mantissa_bits, 0, MAX_MANTISSA_BITS),
+        ):
+            require(low <= value <= high, f"{field} is {value}, allowed are {low} to {high}")
+        require(
+            self.min_exponent >= -127,
+            f"bias {self.bias} gives a min normal of 2**{self.min_exponent}, "
+            "below float32's range (2**-127)",
+        )
+        require(
+            math.isfinite(self.max) and self.max > 0, f"max is {self.max}, not finite and positive"
+        )
+        low, exponent = self.min_exponent, self.max_exponent
+        high = min(2**self.exponent_bits - 1 - self.bias, 127)
+        require(
+            low <= exponent <= high,
+            f"max {self.max} has exponent {exponent}, allowed are {low} to {high}",
+        )
+        steps = math.ldexp(self.max, self.mantissa_bits - exponent)
+        require(
+            steps == int(steps),
+            f"max {self.max} needs more than {self.mantissa_bits} mantissa bits",
+        )
+        require(self.signed or not self.negative_zero, "an unsigned format has no -0")
+        require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} has not its values")
+        row = FORMATS.get(self.name, self)
+        require(row == self, f"fp8.FORMATS has other values of that name: {row!r}; choose another")
+        flags = [getattr(self, flag) for flag in _FLAGS]
+        numbers = (self.exponent_bits, self.mantissa_bits, self.bias, self.max, *map(int, flags))
+        dtype = "" if self.dtype is None else dtype_name(self.dtype)
+        object.__setattr__(self, "text", "|".join([self.name, *map(repr, numbers), dtype]))
+
+    def _check_types(self) -> None:
+        for field, kind in _TYPES.items():
+            value = getattr(self, field)
+            if not isinstance(value, kind):
+                raise TypeError(f"format {self.name!r}: {field} cannot be {value!r}")
+
+    def _is_in(self, dtype: torch.dtype) -> bool:
+        """Whether a dtype has values this large, this small and this close to each other."""
+        if not dtype.is_floating_point:
+            return False
+        limits, low = torch.finfo(dtype), -self.max if self.signed else self.min_normal
+        fine = limits.eps <= 2.0**-self.mantissa_bits
+        smallest = limits.smallest_normal * 2.0**-self.mantissa_bits
+        return (
+            limits.min <= low and limits.max >= self.max and fine and smallest <= self.min_subnormal
+        )
+
+    @staticmethod
+    def from_text(text: str) -> Format:
+        """The format whose `text` this is, which was checked when that was made."""
+        name, exponent_bits, mantissa_bits, bias, largest, *flags, dtype = text.rsplit("|", 9)
+        values = {
+            "name": name,
+            "exponent_bits": int(exponent_bits),
+            "mantissa_bits": int(mantissa_bits),
+            "bias": int(bias),
+            "max": float(largest),
+            **dict(zip(_FLAGS, [flag == "1" for flag in flags], strict=True)),
+            "dtype": getattr(torch, dtype) if dtype else None,
+            "text": text,
+        }
+        made = object.__new__(Format)
+        for field, value in values.items():
+            object.__setattr__(made, field, value)
+        return made
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value: of field 1, or of field 0 without subnormals."""
+        return 1 - self.bias if self.signed else -self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of `max`."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest positive value with full precision."""
+        return 2.0**self.min_exponent
+
+    @property
+    def min_subnormal(self) -> float:
+        """The smallest positive value, and the distance between values below `2 * min_normal`."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def bits(self) -> int:
+        """Bits in a code: sign, exponent and mantissa."""
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def nonfinite(self) -> float | None:
+        """What overflow gives where it does not saturate: inf, else nan, else None (no code for
+        either)."""
+        return math.inf if self.infinity else math.nan if self.nan else None
+
+
+FORMATS.update(
+    (row.name, row)
+    for row in (
+        # OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 gives all but
+        # one code of its top exponent to finite values: no Inf, one NaN.
+        Format(
+            name="e4m3",
+            exponent_bits=4,
+            mantissa_bits=3,
+            bias=7,
+            max=448.0,
+            nan=True,
+            dtype=torch.float8_e4m3fn,
+        ),
+        Format(
+            name="e5m2",
+            exponent_bits=5,
+            mantissa_bits=2,
+            bias=15,
+            max=57344.0,
+            infinity=True,
+            nan=True,
+            dtype=torch.float8_e5m2,
+        ),
+        # Noune et al., "8-bit numerical formats for deep neural networks", 2022 (arXiv:2206.02915):
+        # the code of -0 is the only NaN, and the bias is one more than IEEE's. The FP8 of Graphcore
+        # and of AMD MI300.
+        Format(
+            name="e4m3fnuz",
+            exponent_bits=4,
+            mantissa_bits=3,
+            bias=8,
+            max=240.0,
+            nan=True,
+            negative_zero=False,
+            dtype=torch.float8_e4m3fnuz,
+        ),
+        Format(
+            name="e5m2fnuz",
+            exponent_bits=5,
+            mantissa_bits=2,
+            bias=16,
+            max=57344.0,
+            nan=True,
+            negative_zero=False,
+            dtype=torch.float8_e5m2fnuz,
+        ),
+        # OCP Microscaling Formats (MX) specification version 1.0, section 5.3: FP6, FP4 (every code
+        # is finite) and the scale of a block.
+        Format(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0),
+        Format(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5),
+        Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0),
+        Format(
+            name="e8m0",
+            exponent_bits=8,
+            mantissa_bits=0,
+            bias=127,
+            max=2.0**127,
+            nan=True,
+            negative_zero=False,
+            signed=False,
+            dtype=torch.float8_e8m0fnu,
+        ),
+        # The upper half of a float32.
+        Format(
+            name="bf16",
+            exponent_bits=8,
+            mantissa_bits=7,
+            bias=127,
+            max=(2 - 2.0**-7) * 2.0**127,
+            infinity=True,
+            nan=True,
+            dtype=torch.bfloat16,
+        ),
+        # IEEE 754-2019 binary16.
+        Format(
+            name="fp16",
+            exponent_bits=5,
+            mantissa_bits=10,
+            bias=15,
+            max=65504.0,
+            infinity=True,
+            nan=True,
+            dtype=torch.float16,
+        ),
+    )
+)
+
+
+def get_format(format: str | Format) -> Format:
+    """The row of `FORMATS` with this name, or `format` itself where it already is a `Format`.
+
+    Raises ValueError for an unknown name and TypeError for anything that is neither.
+    """
+    if isinstance(format, Format):
+        return Format.from_text(format.text) if torch.compiler.is_compiling() else format
+    if not isinstance(format, str):
+        names = ", ".join(map(repr, FORMATS))
+        raise TypeError(f"format is a {type(format).__name__}; give a name or a Format: {names}")
+    check_name("format", format, FORMATS)
+    return get_format(FORMATS[format])

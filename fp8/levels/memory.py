@@ -1,0 +1,126 @@
+"""`state`: what a model and its optimizer keep for each parameter, in bytes, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.mixin import bare_class, check_module
+from ..common.report import LEFT_ALONE, Report, Row, as_table
+from ..tensors.scaled_tensor import ScaledTensor
+
+__all__ = ["Bytes", "State", "state"]
+
+KINDS = {
+    "exp_avg_sq": "second_moment",
+    "exp_avg": "first_moment",
+    "momentum_buffer": "first_moment",
+    "master": "master",
+}
+"""How the name of a tensor of an optimizer's state begins -> what it is; the first that fits. The
+moments of Adam, SGD's momentum; scales have the name of what they scale."""
+
+NOT_COVERED = "no weight of a linear layer or convolution, or not trained when the level began"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes of a set of parameters, by what they are for. count: elements of the parameters."""
+
+    count: int
+    weight: int = 0
+    gradient: int = 0
+    master: int = 0
+    first_moment: int = 0
+    second_moment: int = 0
+    other: int = 0
+    """Of the optimizer's state: step counts and whatever else is there."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, kind) for kind in _KINDS)
+
+    @property
+    def per_parameter(self) -> float:
+        """The total, divided by count."""
+        return self.total / self.count if self.count else 0.0
+
+
+_KINDS = [field.name for field in fields(Bytes) if field.name != "count"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What `state` returns; printed, a table of bytes per parameter.
+
+    scaled: the weights that are ScaledTensors. others: all other parameters. report: one row for
+    each parameter with two or more dimensions: its format, or why it was left alone.
+    """
+
+    scaled: Bytes
+    others: Bytes
+    report: Report[Row]
+
+    def __str__(self) -> str:
+        heads = ["bytes per parameter", "count", *(kind.replace("_", " ") for kind in _KINDS)]
+        rows = [[*heads, "total"]]
+        for name, part in (("scaled weights", self.scaled), ("everything else", self.others)):
+            if part.count:
+                each = [getattr(part, kind) / part.count for kind in _KINDS]
+                numbers = [f"{value:.2f}" for value in [*each, part.per_parameter]]
+                rows.append([name, str(part.count), *numbers])
+        return as_table(rows)
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> State:
+    """What is kept for the parameters of ``model``, counted from the tensors that there are now.
+
+    A gradient counts while it is there: look after a backward pass, before ``zero_grad``. Tied
+    parameters count once.
+    """
+    check_module("state", model)
+    parameters = list(model.parameters())
+    return State(
+        scaled=_bytes((p for p in parameters if isinstance(p, ScaledTensor)), optimizer),
+        others=_bytes((p for p in parameters if not isinstance(p, ScaledTensor)), optimizer),
+        report=Report(_rows(model, optimizer)),
+    )
+
+
+def _rows(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Row]:
+    groups = () if optimizer is None else optimizer.param_groups
+    trained = {id(p) for group in groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            path = name.rpartition(".")[0]
+            kind = bare_class(model.get_submodule(path)).__name__
+            if isinstance(parameter, ScaledTensor):
+                yield Row(name, kind, parameter.format)
+            elif id(parameter) not in trained:
+                yield Row(name, kind, LEFT_ALONE, "not trained by the optimizer")
+            else:
+                yield Row(name, kind, LEFT_ALONE, NOT_COVERED)
+
+
+def _bytes(parameters: Iterable[Any], optimizer: torch.optim.Optimizer | None) -> Bytes:
+    sizes = dict.fromkeys(("count", *_KINDS), 0)
+    for parameter in parameters:
+        sizes["count"] += parameter.numel()
+        sizes["weight"] += _size(parameter)
+        sizes["gradient"] += _size(parameter.grad)
+        sizes["master"] += _size(vars(parameter).get("loaded"))
+        kept = {} if optimizer is None else optimizer.state.get(parameter, {})
+        for name, value in kept.items():
+            kinds = (kind for start, kind in KINDS.items() if name.startswith(start))
+            sizes[next(kinds, "other")] += _size(value)
+    return Bytes(**sizes)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, ScaledTensor):
+        return _size(value.stored) + _size(value.scale)
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

@@ -1,0 +1,177 @@
+"""Layers whose weights are ScaledTensors: how these get there, and come back as plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..common.mixin import Gained, check_module, gain, lose
+from ..optim.encodings import decode
+from ..optim.state import MASTER, carried, has, read, rounds_to
+from ..tensors.scaled_tensor import OWN, ScaledTensor, keep_gradients_in, plain, scaled
+
+__all__ = ["SHARDED", "export_weights", "plain_weights", "scale_weights"]
+
+SHARDED = (
+    "fully_shard keeps shards of its own: call fp8.distributed.fsdp.gather_in_fp8 before it, which "
+    "sends weights in FP8, and step its parameters with fp8.optim.AdamW, which keeps states in FP8"
+)
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class _ScaledWeights(Gained):
+    """A module with parameters that are ScaledTensors, and plain tensors in its state_dict.
+
+    In float32, which holds each of their numbers exactly, under the names that they have. Those of
+    a weight in 8 bits are the ones that it was rounded from, until a master takes them.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises ValueError for a shard in the place of a weight, which would lose its level."""
+        if hasattr(value, "device_mesh") and name in dict(_own(self)):
+            raise ValueError(f"{name} has a level, which no shard of it has: {SHARDED}")
+        super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        if not keep_vars:
+            for name, parameter in _own(self):
+                brought = carried(parameter)
+                weight: Any = parameter if brought is None else brought
+                destination[prefix + name] = weight.dequantize(torch.float32)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        before = dict(_own(self))
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        for name, old in before.items():
+            new, given = getattr(self, name), state_dict.get(prefix + name)
+            if not isinstance(given, Tensor) or given.shape != old.shape:
+                continue
+            if new is not old:  # assigned: numbers and dtype are, the parameter with its ties stays
+                exact, old.exact = old.exact, False  # a checkpoint is rounded
+                old.data = new.detach()
+                old.exact = exact
+                setattr(self, name, old)
+            _bring(old, given)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Torch puts another tensor in the place of each, and what was on it has to follow."""
+        attributes = {name: _attributes(parameter) for name, parameter in _own(self)}
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for name, parameter in _own(self):
+            vars(parameter).update(attributes[name])
+            for hooks in _HOOKS:
+                setattr(parameter, hooks, getattr(parameter, hooks))
+        return result
+
+
+def _own(module: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters of a module itself that are ScaledTensors."""
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        if isinstance(parameter, ScaledTensor):
+            yield name, parameter
+
+
+def _attributes(parameter: Tensor) -> dict[str, Any]:
+    """What others, tags among them, have put on a parameter."""
+    own = (*OWN, "_is_param", "__deepcopy__", "__reduce_ex__")
+    return {k: v for k, v in vars(parameter).items() if k not in own}
+
+
+@torch.no_grad()
+def _bring(parameter: Any, numbers: Tensor) -> None:
+    """Has a weight that holds less than a master bring that along: it is rounded from it. A weight
+    that no level trains has no master."""
+    if parameter.format != "fp16" and not parameter.exact:
+        parameter.loaded = scaled(numbers.to(parameter.device, torch.float32), "fp16")
+        parameter.copy_(parameter.loaded)
+
+
+def _with_all_of(old: Any, new: Any) -> Any:
+    """``new``, a parameter, with the attributes and hooks of ``old``."""
+    vars(new).update(_attributes(old))
+    for hooks in _HOOKS:
+        setattr(new, hooks, getattr(old, hooks))
+    return new
+
+
+def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
+    """A parameter with the numbers of ``old`` in ``format``, and all else that ``old`` has."""
+    new: Any = nn.Parameter(scaled(old, format), old.requires_grad)
+    new.exact = grad_format is None
+    _bring(new, old)
+    _with_all_of(old, new)
+    if grad_format is not None:
+        keep_gradients_in(new, grad_format)
+        if old.grad is not None:
+            new.grad = scaled(plain(old.grad), grad_format, old.dtype)
+    return new
+
+
+def scale_weights(
+    model: nn.Module, weights: Iterable[nn.Parameter], format: str, grad_format: str | None
+) -> dict[nn.Parameter, Any]:
+    """Puts ScaledTensors in the place of ``weights``, wherever ``model`` has them, tied or not.
+
+    grad_format: None for frozen weights, which have no gradient and no master (``exact``).
+    Returns parameter -> the one in its place, which has its gradient, hooks and attributes.
+    """
+    new = {parameter: _replacement(parameter, format, grad_format) for parameter in weights}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter in new:
+                gain(module, _ScaledWeights)
+                setattr(module, name, new[parameter])
+    return new
+
+
+def plain_weights(model: nn.Module) -> None:
+    """Puts plain parameters in the place of the ScaledTensors of frozen weights, with the same
+    numbers: what `scale_weights` did with ``grad_format=None``, undone but for its rounding."""
+    new: dict[Any, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(_own(module)):
+            if old.exact:
+                if old not in new:
+                    plain_one = nn.Parameter(old.dequantize(), old.requires_grad)
+                    new[old] = _with_all_of(old, plain_one)
+                    vars(new[old]).pop("exact", None)
+                setattr(module, name, new[old])
+        if not list(_own(module)):
+            lose(module, _ScaledWeights)
+
+
+def export_weights(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Tensor]:
+    """The state_dict of ``model`` as plain tensors, floating-point ones in ``dtype``.
+
+    dtype: None keeps each as it is, ScaledTensors in float32, which holds them exactly.
+    optimizer: one that has masters of the weights (level O3); these are exported in their place.
+    Loads into the model as it was before `initialize`, and into any level of it.
+    Raises TypeError for a dtype that is not floating point.
+    """
+    check_module("export_weights", model)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"weights are exported in a torch.dtype or None, got {dtype!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"weights are exported in a floating-point dtype, not {dtype}")
+    state = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    if optimizer is not None:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            kept = optimizer.state.get(parameter, {})
+            if has(kept, MASTER):
+                master = decode(read(kept, MASTER)).view(parameter.shape)
+                if rounds_to(master, parameter):  # not what a checkpoint has taken the place of
+                    state[name] = master.clone()
+    return {
+        name: x.to(dtype) if dtype is not None and x.is_floating_point() else x
+        for name, x in state.items()
+    }

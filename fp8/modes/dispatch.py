@@ -1,0 +1,317 @@
+"""The calls that compute matrix products, and what computes them under a recipe.
+
+PRODUCTS, EXPANDED and OPAQUE are read by `fp8.autocast`. Every handler ends in the functions of
+`fp8.products.matmul`, `fp8.products.convolution`, `fp8.products.einsum` and
+`fp8.products.attention`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..casts.casting import cast_backward, cast_forward, is_whole
+from ..casts.counts import product_name
+from ..context.active import histories, static_exponents
+from ..formats.quantize import is_dense, refuse_nested
+from ..products import matmul
+from ..products.attention import attention, flex_attention
+from ..products.convolution import conv, conv_transpose
+from ..products.einsum import as_equation, einsum, sums_products
+from ..products.multi_head import multi_head_attention_forward
+from ..recipes.recipe import Recipe
+
+__all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler"]
+
+Handler = Callable[..., Any]
+"""(recipe, *args, **kwargs) -> the result; NotImplemented for a call that is left to torch; where
+the recipe cannot reach its products, a string that says why."""
+
+aten = torch.ops.aten
+
+
+def _refuse_out(out: object) -> None:
+    if out is not None:
+        raise ValueError(
+            "a product under fp8.autocast cannot write to out=; assign its result. (Compiled code "
+            "does this: it was compiled while the block was open. Compile the function that "
+            "contains the block, with fullgraph=True to see what would break it in two)"
+        )
+
+
+def _floating(*values: object) -> bool:
+    """Whether these are all tensors that a recipe applies to: not integer, complex or sparse."""
+    for value in values:
+        if isinstance(value, Tensor):
+            refuse_nested(value)
+        if not is_dense(value):
+            return False
+    return True
+
+
+def _layer(function: Callable[..., Any]) -> Handler:
+    """For functions with torch's own signature that find the open block themselves."""
+
+    def handler(recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not _floating(*tensors[:2]):
+            return NotImplemented
+        return function(*args, **kwargs)
+
+    return handler
+
+
+def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> bool:
+    """Whether torch takes these operands (if not, it says so) and sums over more than one term."""
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor) and _floating(left, right)):
+        return False
+    if ranks is not None:
+        equal_batch = ranks[0] < 3 or left.shape[:1] == right.shape[:1]
+        if (left.dim(), right.dim()) != ranks or not equal_batch:
+            return False
+    return left.dim() > 0 and left.shape[-1] != 1
+
+
+def _two(ranks: tuple[int, int] | None = None) -> Handler:
+    """``left @ right``, where torch asks for operands of these ranks; None: any that broadcast."""
+
+    def handler(
+        recipe: Recipe,
+        input: Tensor,
+        other: Tensor | None = None,
+        *,
+        mat2: Tensor | None = None,
+        vec: Tensor | None = None,
+        tensor: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Any:
+        _refuse_out(out)
+        right = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
+        if not _is_product(input, right, ranks):
+            return NotImplemented
+        assert right is not None
+        return matmul.matmul(input, right)
+
+    return handler
+
+
+def _reversed(recipe: Recipe, input: Tensor, other: Any) -> Any:
+    return _two()(recipe, other, input) if isinstance(other, Tensor) else NotImplemented
+
+
+def _inner(recipe: Recipe, input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Any:
+    _refuse_out(out)
+    if not _is_product(input, other, None) or other.dim() == 0:
+        return NotImplemented
+    right = other if other.dim() == 1 else other.flatten(0, -2).mT
+    y = matmul.matmul(input, right, static=static_exponents(recipe, input, other))
+    return y.reshape((*input.shape[:-1], *other.shape[:-1]))
+
+
+def _vecdot(
+    recipe: Recipe, x: Tensor, y: Tensor, *, dim: int = -1, out: Tensor | None = None
+) -> Any:
+    _refuse_out(out)
+    if not _floating(x, y):
+        return NotImplemented
+    rows, columns = x.movedim(dim, -1).unsqueeze(-2), y.movedim(dim, -1).unsqueeze(-1)
+    y = matmul.matmul(rows, columns)
+    return y.squeeze(-1).squeeze(-1)
+
+
+def _sum_of_products(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """``sum(left[b] @ right[b] for b)`` as one product of two matrices."""
+    return left.transpose(0, 1).flatten(1), right.flatten(0, 1)
+
+
+def _added(
+    first: str,
+    second: str,
+    ranks: tuple[int, int],
+    prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> Handler:
+    """``beta * input + alpha * first @ second``; input is not read where beta is 0, as in torch."""
+
+    def handler(
+        recipe: Recipe,
+        input: Tensor,
+        *args: Any,
+        beta: float = 1,
+        alpha: float = 1,
+        out: Tensor | None = None,
+        **named: Any,
+    ) -> Any:
+        _refuse_out(out)
+        left, right, *rest = (*args, *(named.pop(n, None) for n in (first, second)[len(args) :]))
+        if rest or not isinstance(input, Tensor):
+            raise TypeError("beta and alpha are keywords under fp8.autocast")
+        if named or not _floating(input) or not _is_product(left, right, ranks):
+            return NotImplemented
+        static = static_exponents(recipe, left, right)
+        if prepare is not None:
+            left, right = prepare(left, right)
+        product = matmul.matmul(left, right, scales=(alpha, alpha, alpha), static=static)
+        return product if beta == 0 else _add(product, input, beta)
+
+    return handler
+
+
+def _add(product: Tensor, input: Tensor, beta: float) -> Tensor:
+    (input,) = matmul.to_autocast_dtype(input)
+    if input.dtype != product.dtype:
+        raise TypeError(f"input is {input.dtype} and the product {product.dtype}; make them equal")
+    if torch.broadcast_shapes(input.shape, product.shape) != product.shape:
+        shapes = f"{tuple(input.shape)} does not broadcast to {tuple(product.shape)}"
+        raise ValueError(f"input of shape {shapes}, the shape of the product")
+    return product + (input if beta == 1 else input * beta)
+
+
+def _in_place(handler: Handler) -> Handler:
+    def write(recipe: Recipe, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = handler(recipe, input, *args, **kwargs)
+        return result if result is NotImplemented else input.copy_(result)
+
+    return write
+
+
+def _tensordot(
+    recipe: Recipe, a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None
+) -> Any:
+    """One product of two matrices: the dimensions that are summed, flattened, are the inner one."""
+    _refuse_out(out)
+    dims = dims.tolist() if isinstance(dims, Tensor) else dims
+    if not _floating(a, b) or (isinstance(dims, int) and not 0 < dims <= min(a.dim(), b.dim())):
+        return NotImplemented
+    if isinstance(dims, int):
+        dims = (range(a.dim() - dims, a.dim()), range(dims))
+    over_a, over_b = [d % a.dim() for d in dims[0]], [d % b.dim() for d in dims[1]]
+    terms = math.prod([a.shape[d] for d in over_a])
+    if terms == 1:
+        return NotImplemented
+    free_a = [d for d in range(a.dim()) if d not in over_a]
+    free_b = [d for d in range(b.dim()) if d not in over_b]
+    shape = [*[a.shape[d] for d in free_a], *[b.shape[d] for d in free_b]]
+    rows, columns = math.prod([a.shape[d] for d in free_a]), math.prod([b.shape[d] for d in free_b])
+    left = a.permute(*free_a, *over_a).reshape(rows, terms)
+    right = b.permute(*over_b, *free_b).reshape(terms, columns)
+    static = static_exponents(recipe, a, b)
+    return matmul.matmul(left, right, static=static).reshape(shape)
+
+
+def _einsum(recipe: Recipe, *args: Any) -> Any:
+    equation, operands = as_equation(args)
+    if not _floating(*operands) or not sums_products(equation, operands):
+        return NotImplemented
+    return einsum(equation, operands, recipe)
+
+
+def _bilinear(
+    recipe: Recipe, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Any:
+    """Operands cast, and the gradient of the result; what is computed on the way is not."""
+    if not _floating(input1, input2, weight):
+        return NotImplemented
+    if not is_whole(recipe):
+        return (
+            "it sums over two axes one after the other, and a scale belongs to one; write it with @"
+        )
+    casts = (recipe.input, recipe.input, recipe.weight)
+    *of, of_grad = histories(recipe, "bilinear", input1, *casts, recipe.grad)
+    name, roles = product_name("bilinear", weight, recipe), ("input 1", "input 2", "weight")
+    static = static_exponents(recipe, input1, input2, weight)
+    operands = zip((input1, input2, weight), casts, of, roles, static, strict=True)
+    rounded = [cast_forward(t, cast, -1, h, name, role, e) for t, cast, h, role, e in operands]
+    first, second, weight, bias = matmul.to_autocast_dtype(*rounded, bias)
+    y = aten.bilinear.default(first, second, weight, None)
+    y = cast_backward(y, recipe.grad, -1, of_grad, name)
+    return y if bias is None else y + bias
+
+
+_mm, _bmm, _mv, _dot = _two((2, 2)), _two((3, 3)), _two((2, 1)), _two((1, 1))
+_addmm, _addmv = _added("mat1", "mat2", (2, 2)), _added("mat", "vec", (2, 1))
+_baddbmm = _added("batch1", "batch2", (3, 3))
+_addbmm = _added("batch1", "batch2", (3, 3), _sum_of_products)
+
+PRODUCTS: dict[Callable[..., Any], Handler] = {
+    F.linear: _layer(matmul.linear),
+    torch.matmul: _two(),
+    torch.linalg.matmul: _two(),
+    torch.Tensor.matmul: _two(),
+    torch.Tensor.__matmul__: _two(),
+    torch.Tensor.__rmatmul__: _reversed,
+    operator.matmul: _two(),
+    torch.mm: _mm,
+    torch.Tensor.mm: _mm,
+    torch.bmm: _bmm,
+    torch.Tensor.bmm: _bmm,
+    torch.mv: _mv,
+    torch.Tensor.mv: _mv,
+    torch.dot: _dot,
+    torch.Tensor.dot: _dot,
+    torch.vdot: _dot,
+    torch.Tensor.vdot: _dot,
+    torch.linalg.vecdot: _vecdot,
+    torch.inner: _inner,
+    torch.Tensor.inner: _inner,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
+    torch.Tensor.addmm_: _in_place(_addmm),
+    torch.addmv: _addmv,
+    torch.addmv_: _in_place(_addmv),
+    torch.Tensor.addmv: _addmv,
+    torch.Tensor.addmv_: _in_place(_addmv),
+    torch.addbmm: _addbmm,
+    torch.Tensor.addbmm: _addbmm,
+    torch.Tensor.addbmm_: _in_place(_addbmm),
+    torch.baddbmm: _baddbmm,
+    torch.Tensor.baddbmm: _baddbmm,
+    torch.Tensor.baddbmm_: _in_place(_baddbmm),
+    torch.einsum: _einsum,
+    torch.tensordot: _tensordot,
+    F.bilinear: _bilinear,
+    F.conv1d: _layer(conv),
+    F.conv2d: _layer(conv),
+    F.conv3d: _layer(conv),
+    F.conv_transpose1d: _layer(conv_transpose),
+    F.conv_transpose2d: _layer(conv_transpose),
+    F.conv_transpose3d: _layer(conv_transpose),
+    F.scaled_dot_product_attention: _layer(attention),
+    torch.ops.higher_order.flex_attention: _layer(flex_attention),
+}
+"""Torch function -> its handler."""
+
+EXPANDED: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.multi_head_attention_forward: multi_head_attention_forward,
+}
+"""Torch function -> the same computation in calls that the mode sees."""
+
+_RECURRENT = "one kernel computes all its products; write it out step by step"
+_SPARSE = "sparse operands have no cast"
+_GROUPED = "the products of a group have no recipe yet; write them as a loop of @"
+
+OPAQUE: dict[Callable[..., Any], str] = {
+    torch.lstm: _RECURRENT,
+    torch.gru: _RECURRENT,
+    torch.rnn_tanh: _RECURRENT,
+    torch.rnn_relu: _RECURRENT,
+    torch.lstm_cell: _RECURRENT,
+    torch.gru_cell: _RECURRENT,
+    torch.rnn_tanh_cell: _RECURRENT,
+    torch.rnn_relu_cell: _RECURRENT,
+    torch.chain_matmul: "it chooses the order of its products itself; write them with @",
+    torch.linalg.multi_dot: "it chooses the order of its products itself; write them with @",
+    torch.conv_tbc: "call conv1d",
+    torch.sparse.mm: _SPARSE,
+    torch.sparse.addmm: _SPARSE,
+    torch.smm: _SPARSE,
+    torch.hspmm: _SPARSE,
+    torch.sspaddmm: _SPARSE,
+    torch._grouped_mm: _GROUPED,  # what a mode sees of torch.nn.functional.grouped_mm
+}
+"""Torch function whose products cannot run under a recipe -> why, and what to write instead."""

@@ -1,0 +1,239 @@
+"""Products by torch's kernels: operands of a byte or half a byte an element, scales applied there.
+
+The same casts as in simulation, and the same three products; what is kept for the backward pass are
+the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..casts.casting import Spec, format_of, shifted, spec_of
+from ..casts.saved_operands import Held, number_of, once, one_of
+from ..common.compiler import apply, own
+from ..formats.format import dtype_name
+from ..recipes.recipe import Recipe
+from ..tensors.scaled_tensor import ScaledTensor
+from . import selftest as proof
+from .kernels import ALIGNMENT, KERNELS, Stored, kernel_of, multiply, store, turned, why_not_device
+
+__all__ = [
+    "alignment",
+    "devices",
+    "fits",
+    "kernels",
+    "product",
+    "takes",
+    "why_not_here",
+    "why_not_recipe",
+]
+
+Pairs = tuple[tuple[Spec, Spec], ...]
+"""Of each of the three products the specs of its operands."""
+
+
+def _pairs(recipe: Recipe) -> Pairs:
+    products = (recipe.forward, recipe.grad_input, recipe.grad_weight)
+    return tuple((spec_of(a), spec_of(b)) for a, b in products)
+
+
+def why_not_recipe(recipe: Recipe) -> str:
+    """Why no kernel computes the products of ``recipe``, on whatever device; "" if some do."""
+    return next(filter(None, (kernel_of(*pair)[1] for pair in _pairs(recipe))), "")
+
+
+def why_not_here(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> str:
+    """Why the products of layers on ``device``, with results of ``dtype``, are simulated under
+    ``recipe``; "" if kernels compute them. Proves it where that was not done
+    (`fp8.native.selftest`)."""
+    why = why_not_device(device) or why_not_recipe(recipe)
+    return why or proof.why_not(_pairs(recipe), str(device), dtype_name(dtype))
+
+
+def alignment(recipe: Recipe) -> int:
+    """What the sizes of a weight must be multiples of; tokens are filled up to a multiple of it."""
+    kinds = [kernel_of(*pair)[0] for pair in _pairs(recipe)]
+    return max((KERNELS[kind].multiple for kind in kinds if kind), default=ALIGNMENT)
+
+
+def devices(recipe: Recipe) -> str:
+    """The devices whose kernels compute all products of a recipe that has some, in words."""
+    rows = {KERNELS[kernel_of(*pair)[0]] for pair in _pairs(recipe)}
+    return max(rows, key=lambda row: row.least).devices
+
+
+def kernels(
+    backend: str, a: Tensor, b: Tensor, casts: tuple[Spec, ...], dtype: torch.dtype
+) -> tuple[str, ...]:
+    """The kernels (rows of KERNELS) for a product of a (m, k) and b (n, k) that `takes`, with a
+    result of ``dtype``, and for its gradients; () where they are to be simulated.
+
+    casts: as in `product`. Where a device has FP8 products and not these, or one fails its proof,
+    a warning says so.
+    """
+    # One proof is for all static scales.
+    a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec[3]) for spec in casts)
+    pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
+    kinds = proof.kernels(backend, pairs, str(a.device), dtype_name(dtype))
+    return kinds if all(fits(a, b, KERNELS[kind].multiple) for kind in kinds) else ()
+
+
+def takes(backend: str, a: Tensor, b: Tensor) -> bool:
+    """Whether `kernels` are to be asked for a product of a (m, k) and b (n, k).
+
+    Raises RuntimeError where "native" is asked for on a device without FP8 products.
+    """
+    if backend == "simulate" or not fits(a, b):
+        return False
+    why_not = why_not_device(a.device)
+    if why_not and backend == "native":
+        raise RuntimeError(f"backend='native': {why_not}; 'simulate' runs everywhere")
+    return not why_not and (backend == "native" or a.device.type == "cuda")
+
+
+def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
+    """Whether kernels take an a (m, k) and b (n, k), and their gradients: two matrices that are not
+    empty, in float32, bfloat16 or float16, n and k multiples of a number."""
+    return (
+        a.dim() == b.dim() == 2
+        and a.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and min(*a.shape, *b.shape) > 0
+        and b.shape[0] % multiple == 0
+        and b.shape[1] % multiple == 0
+    )
+
+
+def _handed_on(x: Tensor, spec: Spec) -> Stored | None:
+    """The bytes and scale of a ScaledTensor in the format of a cast without scales; None of all
+    else."""
+    if not isinstance(x, ScaledTensor) or spec[1] is not None:
+        return None
+    same = x.stored.dtype == format_of(spec).dtype
+    return Stored(x.stored, x.scale) if same else None
+
+
+class _Native(Function):
+    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), which only carry the gradients.
+
+    Arguments: a, b and bias; the history of the gradient or None; the kernels of the three
+    products; three scales; the specs of the gradient; the name of the result's dtype; what is held
+    of a; and four operands of three tensors each (`Stored`): a and b for this product, then for the
+    backward ones, of None where the same serve, `turned`.
+    """
+
+    @staticmethod
+    def forward(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        history: Tensor | None,
+        kinds: tuple[str, ...],
+        s_y: float,
+        s_a: float,
+        s_b: float,
+        specs: tuple[Spec, ...],
+        dtype: str,
+        held: Held | None,
+        *operands: Tensor | None,
+    ) -> Tensor:
+        left, right, *_ = _stored(operands)
+        y = multiply(kinds[0], left, right, s_y, getattr(torch, dtype))
+        y = _first(y, a.shape[0])
+        return y if bias is None else own(y.add_(bias))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, _, ctx.history, ctx.kinds, _, *rest = inputs
+        ctx.s_a, ctx.s_b, ctx.specs, _, ctx.held, *operands = rest
+        used, again = _stored(operands[:6]), _stored(operands[6:])
+        pairs = list(zip(used, again, strict=True))
+        ctx.save_for_backward(*_flat(x if y.data is None else y for x, y in pairs))
+        ctx.turn = tuple(y.data is None for _, y in pairs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        once(ctx)
+        saved = zip(_stored(ctx.saved_tensors), ctx.turn, strict=True)
+        a, b = (turned(x) if turn else x for x, turn in saved)
+        for_a, for_b = ctx.specs
+        da = db = dbias = g = None
+        if ctx.needs_input_grad[0]:
+            g = store(grad, for_a, -1, ctx.history, record=True)
+            da = _first(multiply(ctx.kinds[1], g, b, ctx.s_a, grad.dtype), grad.shape[0])
+        if ctx.needs_input_grad[1]:
+            if g is None:
+                g = store(grad, for_b, -2, ctx.history, record=True)
+            else:
+                g = _again(grad, g, for_a, for_b) or turned(g)
+            db = multiply(ctx.kinds[2], g, a, ctx.s_b, grad.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = grad.sum(0) * ctx.s_b
+        return da, db, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+def _stored(tensors: Sequence[Any]) -> list[Stored]:
+    return [Stored(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+
+
+def _flat(operands: Iterable[Stored | None]) -> list[Tensor | None]:
+    return [tensor for operand in operands for tensor in operand or (None, None, None)]
+
+
+def _first(y: Tensor, rows: int) -> Tensor:
+    """``y`` without the rows that its first operand was filled up with."""
+    return y if y.shape[0] == rows else y[:rows]
+
+
+def _again(x: Tensor, stored: Stored, spec: Spec, other: Spec) -> Stored | None:
+    """``x`` for a product along its other axis; None where ``stored``, of one scale, serves."""
+    one = spec[:-1] == other[:-1] and not stored.scale.dim()
+    return None if one else store(x, other, -2)
+
+
+def _left(a: Tensor, spec: Spec, history: Tensor | None, record: bool, held: Held | None) -> Stored:
+    """`store` of a first operand, once for all products of it. A history sees each."""
+    if history is None:
+        return one_of(held, ("native", spec[:-1]), lambda: store(a, spec))
+    stored = store(a, spec, -1, history, record)
+    key = () if held is None else ("native", spec[:-1], number_of(stored.scale))
+    return one_of(held, key, lambda: stored)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    scales: tuple[float, float, float],
+    casts: tuple[Spec, ...],
+    histories: list[Tensor | None],
+    kinds: tuple[str, ...],
+    dtype: torch.dtype,
+    held: Held | None = None,
+) -> Tensor:
+    """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k) that `kernels` has kinds for.
+
+    casts: as in `fp8.casts.operands.Casts`. histories: of a, b and the output's gradient, None
+    where the scaling is not "delayed". The gradient of the bias is s_b times the sum of the
+    output's. An a that was handed on in the format of its cast (`fp8.norms.norm`) is not cast
+    again: its bytes are the operand.
+    """
+    for_a, for_b, grad_for_a, b_again, grad_for_b, a_again = casts
+    of_a, of_b, of_grad = histories
+    record = torch.is_grad_enabled()
+    with torch.no_grad():
+        left = _handed_on(a, for_a) or _left(a, for_a, of_a, record, held)
+        right = store(b, for_b, -1, of_b, record)
+        again: list[Stored | None] = [None, None]
+        if record:
+            key = ("native", for_a[:-1], a_again[:-1])
+            other = one_of(held, key, lambda: _again(a, left, for_a, a_again))
+            again = [other, _again(b, right, for_b, b_again)]
+    operands = _flat([left, right, *again])
+    specs, name = (grad_for_a, grad_for_b), dtype_name(dtype)
+    settings = (kinds, *scales, specs, name, held)
+    return apply(_Native, a, b, bias, of_grad, *settings, *operands, written=of_grad)

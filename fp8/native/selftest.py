@@ -1,0 +1,135 @@
+"""Whether a kernel computes on a device what simulation does: shown by a small product, once.
+
+Layouts are written by the book and devices are many. So the first product of a kind on a device
+waits for a proof: `fp8.native.kernels.multiply` of two matrices with scales that differ from tile
+to tile and with sizes that must be filled up. Where the kernel raises or is wrong, products of that
+kind are simulated there, and `fp8.report` and ``fp8 doctor`` say why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..casts.casting import Spec, round_straight
+from ..common.compiler import taken_as_constant
+from .kernels import kernel_of, multiply, store, why_not_kernel
+
+__all__ = ["kernels", "why_not"]
+
+Pair = tuple[Spec, Spec]
+
+_PRODUCTS = {
+    "output": (-1, -1),
+    "gradient of the input": (-1, -2),
+    "gradient of the weight": (-2, -2),
+}
+"""Name -> the axes that both operands are multiplied along."""
+
+_ROWS, _INNER, _OUTER = 130, 600, 256
+_SHARE = 1 / 8
+"""Of a sample, what is not zero: so few terms are summed that their sum is all but exact."""
+_BITS = 2.0**-13
+"""What a term of a sum may lose, relative to the largest: the FP8 products of Hopper align terms to
+that one and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+
+
+@taken_as_constant
+def kernels(backend: str, pairs: tuple[Pair, ...], device: str, dtype: str) -> tuple[str, ...]:
+    """The kernels that compute the products, () where these are to be simulated. As `why_not`."""
+    return _kernels(backend, pairs, device, dtype)
+
+
+@cache
+def _kernels(backend: str, pairs: tuple[Pair, ...], device: str, dtype: str) -> tuple[str, ...]:
+    """Warns, once, of a proof that failed, and of no kernel where ``backend`` asks for one."""
+    if why := why_not(pairs, device, dtype):
+        if backend == "native" or not _why_not_expected(pairs, device):
+            message = f"products are simulated on {device}: {why}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return ()
+    return tuple(kernel_of(*pair)[0] for pair in pairs)
+
+
+@cache
+def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
+    """Why the products of these operands, with results of a dtype, are not computed by kernels on a
+    device with FP8 products; "" if they are. Proves it, where that was not done yet.
+
+    pairs: of specs, the first operand's and the second's, for the output and both gradients.
+    device, dtype: their names, as "cuda:0" and "bfloat16".
+    """
+    if why := _why_not_expected(pairs, device):
+        return why
+    for (name, axes), (a, b) in zip(_PRODUCTS.items(), pairs, strict=True):
+        if why := _disproof(_at_rest(a), _at_rest(b), axes, device, dtype):
+            return f"{name}: {why}"
+    return ""
+
+
+def _why_not_expected(pairs: tuple[Pair, ...], device: str) -> str:
+    found = [kernel_of(*pair) for pair in pairs]
+    whys = (why or why_not_kernel(kind, torch.device(device)) for kind, why in found)
+    return next(filter(None, whys), "")
+
+
+def _at_rest(spec: Spec) -> Spec:
+    """Without what happens before the kernel: a rotation, random bits, a label."""
+    return (*spec[:4], "nearest", *spec[5:7], 0, "")
+
+
+@cache
+def _disproof(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: str) -> str:
+    """How the kernel for these operands fails; "" if it does not.
+
+    A thread of its own has none of the caller's modes: no autocast, no fake tensors, no gradients.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_tried, a, b, axes, device, getattr(torch, dtype)).result()
+
+
+@torch.no_grad()
+def _tried(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: torch.dtype) -> str:
+    kind, _ = kernel_of(a, b)
+    x = _sample(_ROWS, _INNER, a, seed=0).to(device)
+    y = _sample(_OUTER, _INNER, b, seed=1).to(device)
+    try:
+        left, right = (
+            store(t if axis == -1 else t.T.contiguous(), spec, axis)
+            for t, spec, axis in zip((x, y), (a, b), axes, strict=True)
+        )
+        got = multiply(kind, left, right, 0.5, dtype)[:_ROWS]
+        if got.dtype != dtype:
+            return f"the kernel gives {got.dtype}, asked for {dtype}"
+        excess = _excess(got.double(), round_straight(x, a).double(), round_straight(y, b).double())
+    except Exception as error:  # whatever it is, it is why there is no such product
+        return f"the kernel raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return "" if excess <= 1 else f"the kernel is off by {excess:.2g} times what rounding explains"
+
+
+def _sample(rows: int, columns: int, spec: Spec, seed: int) -> Tensor:
+    """Of 0, 1 and -1, times a power of two for each tile: the cast leaves it as it is."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [by or size for size, by in zip((rows, columns), spec[2], strict=True)]
+    tiles = [-(-size // by) for size, by in zip((rows, columns), sizes, strict=True)]
+    powers = 2.0 ** torch.randint(-2, 3, tiles, generator=generator)
+    spread = powers.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
+    draw = torch.rand(rows, columns, generator=generator)
+    signs = (draw < _SHARE / 2).float() - (draw > 1 - _SHARE / 2).float()
+    return signs * spread[:rows, :columns]
+
+
+def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
+    """The largest error of ``got``, 0.5 * a b^T, in units of the largest that rounding explains.
+
+    n terms lose at most n * 2**-13 of the largest, scales and the result are rounded: three times
+    to float32, once to a dtype of at least 8 bits, which is 2**-8 of the sum at most.
+    """
+    terms = (a != 0).double() @ (b != 0).double().T
+    allowed = 0.5 * (a.abs() @ b.abs().T) * (terms * _BITS + 2.0**-8 + 2.0**-22)
+    error = (got - 0.5 * a @ b.T).abs()
+    return float((error / allowed.clamp(min=2.0**-40)).nan_to_num(nan=torch.inf).amax())

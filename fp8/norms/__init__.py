@@ -1,0 +1,3 @@
+"""Norms in low precision.
+Imports `fp8.products` and below.
+"""

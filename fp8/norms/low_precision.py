@@ -1,0 +1,275 @@
+"""The norms of a model in low precision, and back: `low_precision_norms`, `revert_norms`, and
+Composer's `apply_low_precision_layernorm`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..common.compiler import FIRST_LOOK, called
+from ..common.mixin import Gained, bare_class, check_module, gain, lose
+from ..common.report import LEFT_ALONE, Report, Row
+from ..formats.format import dtype_name
+from . import norm
+from .layer_norm2d import layer_norm2d
+
+__all__ = [
+    "NORMS",
+    "PRECISIONS",
+    "NoEffectWarning",
+    "apply_low_precision_layernorm",
+    "low_precision_norms",
+    "norm_report",
+    "revert_norms",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+NORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.LayerNorm: lambda m, x, **how: norm.layer_norm(
+        x, m.normalized_shape, m.weight, m.bias, m.eps, **how
+    ),
+    nn.RMSNorm: lambda m, x, **how: norm.rms_norm(x, m.normalized_shape, m.weight, m.eps, **how),
+    nn.GroupNorm: lambda m, x, **how: norm.group_norm(
+        x, m.num_groups, m.weight, m.bias, m.eps, **how
+    ),
+    norm.LayerNorm2d: lambda m, x, **how: norm.layer_norm2d(x, m.weight, m.bias, m.eps, **how),
+}
+"""The norms that run in low precision, with the subclasses that keep their forward: type -> how."""
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    **how: Any,
+) -> Tensor:
+    """`norm.rms_norm` with torch's default for eps."""
+    return norm.rms_norm(input, normalized_shape, weight, eps, **how)
+
+
+_CALLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    F.layer_norm: norm.layer_norm,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,  # what the compiler shows of it
+    F.group_norm: norm.group_norm,
+    layer_norm2d: norm.layer_norm2d,
+}
+"""What their forwards call -> the same in low precision."""
+
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "amp": torch.float16,
+    "amp_fp16": torch.float16,
+    "amp_bf16": torch.bfloat16,
+    "amp_fp8": None,
+    "fp32": None,
+    "fp16": None,
+    "bf16": None,
+}
+"""Composer's name of a precision -> the dtype of its norms; None: no effect, they run in the dtype
+of their input already."""
+
+
+class NoEffectWarning(UserWarning):
+    """Nothing was changed, as Composer's warning of this name says."""
+
+
+class _LowPrecision(Gained):
+    """A norm in ``norm_dtype``, or where that is None in the dtype of the enclosing autocast, that
+    hands on ``norm_output``."""
+
+    norm_dtype: torch.dtype | None
+    norm_output: str | None
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["input"]
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        changed = autocast or self.norm_dtype or self.norm_output
+        if x.dtype == torch.float64 or not changed:
+            return forward(*args, **kwargs)
+        how = {"dtype": self.norm_dtype, "output": self.norm_output}
+        if FIRST_LOOK.items:
+            mode = _Beneath(how, autocast)
+            mode.__enter__()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                mode.__exit__(None, None, None)
+        y = NORMS[_kind(self)](self, x, **how)
+        return y if autocast else y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        own = super().extra_repr()  # type: ignore[misc]
+        return f"{own}, low_precision={_how(self)!r}"
+
+
+class _Beneath(TorchFunctionMode):
+    """The one call that a norm makes, in low precision once the modes of `FIRST_LOOK` have seen it:
+    a plan knows the call of torch, and holds in another precision or in none."""
+
+    def __init__(self, how: dict[str, Any], autocast: bool) -> None:
+        super().__init__()
+        self._how, self._autocast = how, autocast
+        self._above = tuple(FIRST_LOOK.items)
+
+    def __enter__(self) -> _Beneath:
+        FIRST_LOOK.items.insert(0, self)
+        for mode in (self, *self._above):
+            TorchFunctionMode.__enter__(mode)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in (*reversed(self._above), self):
+            TorchFunctionMode.__exit__(mode, *error)
+        del FIRST_LOOK.items[0]
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function not in _CALLS:
+            return called(function, args, kwargs)
+        y = _CALLS[function](*args, **kwargs, **self._how)
+        return y if self._autocast else y.to((args[0] if args else kwargs["input"]).dtype)
+
+
+def low_precision_norms(
+    model: M,
+    precision: str | None = None,
+    *,
+    output: str | None = None,
+    where: Callable[[str, nn.Module], bool] | None = None,
+) -> M:
+    """Has the norms of ``model`` (`NORMS`) compute in 16 bits; returns ``model``.
+
+    In place, and each stays what it is: the same parameters, of the same dtype, frozen or shared as
+    they were, the same type, eps, hooks and names, so that optimizers and checkpoints see the model
+    that they know. `norm_report` has one row for each norm; `revert_norms` undoes it. A model
+    changed before gets the new precision.
+
+    precision: a name in `PRECISIONS`, in any case, or Composer's enum. None: the dtype of the
+    enclosing `torch.autocast` of the input's device, and outside of one no effect. A dtype that is
+    named holds everywhere; outside of autocast, where nothing casts for the next layer, the result
+    is handed back in the dtype of the input. One without effect changes nothing.
+    output: "e4m3" or "e5m2": what the norms hand on, as in `fp8.norms.norm.layer_norm`, whatever
+    the precision; for norms of which nothing but FP8 products takes the output. None: their dtype.
+    where: (name, norm) -> whether to change it; None changes every norm. float64 inputs stay in
+    float64. Raises TypeError for what is not a module and a where that is no function, ValueError
+    for an unknown precision or output.
+
+    >>> import torch, fp8
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    >>> model = fp8.low_precision_norms(model)
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     print(model(torch.randn(2, 4)).dtype)
+    torch.bfloat16
+    >>> print(fp8.norm_report(model))
+    module  type       done           why
+    1       LayerNorm  low precision  the dtype of autocast
+    <BLANKLINE>
+    1 low precision
+    """
+    check_module("low_precision_norms", model)
+    if not (where is None or callable(where)):
+        raise TypeError(f"where is a {type(where).__name__}; give (name, norm) -> bool or None")
+    dtype = _dtype(precision)
+    if output is not None:
+        output = norm.checked_output(output).name
+    elif precision is not None and dtype is None:
+        return model
+    for name, module in _norms(model):
+        if _kind(module) in NORMS and (where is None or where(name, module)):
+            gain(module, _LowPrecision, inside=True)
+            module.norm_dtype, module.norm_output = dtype, output  # type: ignore[assignment]
+    return model
+
+
+def revert_norms(model: M) -> M:
+    """Takes back what `low_precision_norms` did, in place; returns ``model``."""
+    check_module("revert_norms", model)
+    for module in model.modules():
+        if isinstance(module, _LowPrecision):
+            lose(module, _LowPrecision)
+            del module.norm_dtype, module.norm_output
+    return model
+
+
+def norm_report(model: nn.Module) -> Report[Row]:
+    """One row for every norm: in which precision, or left alone and why.
+
+    A norm is one of `NORMS`, or a layer without layers of its own that is called one. Of a norm
+    that several names share, the first counts.
+    """
+    check_module("norm_report", model)
+    rows = []
+    for name, module in _norms(model):
+        kind = bare_class(module).__name__
+        if isinstance(module, _LowPrecision):
+            rows.append(Row(name, kind, "low precision", _how(module)))
+        else:
+            known = ", ".join(norm.__name__ for norm in NORMS)
+            why = "not chosen" if _kind(module) in NORMS else f"computes otherwise than {known}"
+            rows.append(Row(name, kind, LEFT_ALONE, why))
+    return Report(rows)
+
+
+def apply_low_precision_layernorm(
+    model: M,
+    precision: str | None = None,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+) -> M:
+    """Composer's function of this name: `low_precision_norms` for the layer norms of ``model``.
+
+    model, precision: as there; a `NoEffectWarning` tells where the precision or the model leaves
+    nothing to do. optimizers: those of the model, which need no change: the parameters stay.
+    Returns ``model``, in every case.
+    """
+    del optimizers
+    if precision is not None and _dtype(precision) is None:
+        warnings.warn(
+            NoEffectWarning(f"precision {precision!r}: only amp_fp16 and amp_bf16 have an effect"),
+            stacklevel=2,
+        )
+        return model
+    low_precision_norms(model, precision, where=lambda _, module: isinstance(module, nn.LayerNorm))
+    norms = (module for module in model.modules() if isinstance(module, nn.LayerNorm))
+    if not any(isinstance(module, _LowPrecision) for module in norms):
+        warnings.warn(NoEffectWarning("the model has no layer norm to change"), stacklevel=2)
+    return model
+
+
+def _dtype(precision: Any) -> torch.dtype | None:
+    """The dtype of a precision by name or as an enum of names; None for None."""
+    if precision is None:
+        return None
+    name = getattr(precision, "value", precision)
+    if not isinstance(name, str) or name.lower() not in PRECISIONS:
+        allowed = ", ".join(PRECISIONS)
+        raise ValueError(f"unknown precision {precision!r}; choose one of {allowed}, or None")
+    return PRECISIONS[name.lower()]
+
+
+def _how(module: Any) -> str:
+    dtype, output = module.norm_dtype, module.norm_output
+    name = "the dtype of autocast" if dtype is None else dtype_name(dtype)
+    return f"{name}, hands on {output}" if output else name
+
+
+def _kind(module: Any) -> Any:
+    """The norm of `NORMS` whose forward ``module`` has, None for none."""
+    forward = bare_class(module).forward
+    return next((kind for kind in NORMS if kind.forward is forward), None)
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        called = "norm" in bare_class(module).__name__.lower() and not any(module.children())
+        if called or isinstance(module, tuple(NORMS)):
+            yield name, module

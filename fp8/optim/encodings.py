@@ -1,0 +1,237 @@
+"""How an optimizer keeps a tensor: `ENCODINGS`, and the two ways between float32 and those.
+
+A scale is a power of two, the value of one unit of what is stored. Nothing is stored that could
+make a later step too long:
+
+- Below the smallest normal value of its format a first moment is rounded toward zero and a second
+  moment away from it: so the one decays to zero, and the other, which is divided by, is never zero
+  unless it was.
+- Elsewhere rounding is to nearest where a step's own decay is more than half a unit in the last
+  place (1 - beta > 2**-(mantissa bits + 1)). Where it is less a moment would stand still, and so
+  rounding is stochastic: right in the mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats.format import FORMATS, Format
+from ..formats.rounding import LAYOUTS, Grid, round_to_grid
+from ..recipes.scaling import scale_of, scale_of_number, scaled_tiles
+
+__all__ = ["BLOCK", "ENCODINGS", "MASTERS", "MOMENTS", "Encoding", "Stored"]
+
+BLOCK = 128
+"""Elements in a row that share the scale of a block, as in DeepSeek-V3 (arXiv:2412.19437)."""
+
+HEADROOM = 2.0**7
+"""How far a master weight may grow in one step: its scale is found before the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """A row of ENCODINGS: values of ``format`` in ``dtype``, and what shares a scale.
+
+    scale: "none", "tensor" or "block" (`BLOCK` elements in row-major order; the last is shorter).
+    """
+
+    name: str
+    dtype: torch.dtype
+    format: Format
+    scale: str = "none"
+
+    def rounds_stochastically(self, beta: float) -> bool:
+        """Whether a moment that decays by ``beta`` a step would stand still, rounded to nearest."""
+        coarse = self.dtype != torch.float32
+        return coarse and 1 - beta <= 2.0 ** -(self.format.mantissa_bits + 1)
+
+
+_FLOAT32 = Format(  # not in FORMATS: nothing is ever cast to it
+    name="float32", exponent_bits=8, mantissa_bits=23, bias=127, max=torch.finfo(torch.float32).max
+)
+_E5M3 = Format(name="e5m3", exponent_bits=5, mantissa_bits=3, bias=16, max=61440.0)
+_SHIFT = 23 - _E5M3.mantissa_bits
+_CODE = (127 - _E5M3.bias) << _E5M3.mantissa_bits
+"""What the code of an e5m3 number is less than the upper bits of the float32 that it is."""
+
+_TO_E4M3 = 23 - FORMATS["e4m3"].mantissa_bits
+_E4M3_CODE = (127 - FORMATS["e4m3"].bias) << FORMATS["e4m3"].mantissa_bits
+"""As _SHIFT and _CODE, for the normal numbers of e4m3 without their sign."""
+
+_bits = LAYOUTS[torch.float32].encode
+
+ENCODINGS: dict[str, Encoding] = {
+    row.name: row
+    for row in (
+        Encoding(name="float32", dtype=torch.float32, format=_FLOAT32),
+        Encoding(name="bfloat16", dtype=torch.bfloat16, format=FORMATS["bf16"]),
+        # FP8-LM's (arXiv:2310.18313, section 2.2): first moments in e4m3, second ones in fp16.
+        Encoding(name="float16", dtype=torch.float16, format=FORMATS["fp16"], scale="tensor"),
+        Encoding(name="e4m3", dtype=torch.float8_e4m3fn, format=FORMATS["e4m3"], scale="tensor"),
+        Encoding(
+            name="e4m3_block", dtype=torch.float8_e4m3fn, format=FORMATS["e4m3"], scale="block"
+        ),
+        # Not negative, so all eight bits are the number's; zero and the normal ones.
+        Encoding(name="e5m3_block", dtype=torch.uint8, format=_E5M3, scale="block"),
+    )
+}
+"""Name -> how a tensor is kept."""
+
+MOMENTS = {
+    "first_moment": ("float32", "bfloat16", "float16", "e4m3", "e4m3_block"),
+    "second_moment": ("float32", "bfloat16", "float16", "e5m3_block"),
+}
+"""Argument of the optimizers -> the names in ENCODINGS that it may have."""
+
+MASTERS = ("float32", "float16")
+"""The names in ENCODINGS that ``master_weights`` may have."""
+
+
+class Stored(NamedTuple):
+    """A tensor as it is kept. values: (n,). scale: None, 0-dim or (blocks,) float32.
+
+    amax: 0-dim float32, which no magnitude exceeds, where one scale is for the whole tensor.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+
+    def part(self, start: int, stop: int) -> Stored:
+        """Elements from ``start``, a multiple of `BLOCK`, to ``stop``, as views."""
+        scale = self.scale
+        if scale is not None and scale.dim():
+            scale = scale[start // BLOCK : -(-stop // BLOCK)]
+        return Stored(self.values[start:stop], scale, self.amax)
+
+
+def zeros(count: int, encoding: Encoding, device: torch.device) -> Stored:
+    """``count`` zeros."""
+    values = torch.zeros(count, dtype=encoding.dtype, device=device)
+    if encoding.scale == "none":
+        return Stored(values)
+    if encoding.scale == "block":
+        return Stored(values, torch.ones(-(-count // BLOCK), device=device))
+    return Stored(values, torch.ones((), device=device), torch.zeros((), device=device))
+
+
+def decode(stored: Stored) -> Tensor:
+    """float32 (n,)."""
+    values, scale, _ = stored
+    if values.dtype == torch.uint8:
+        code = values.to(torch.int32)
+        x = torch.where(code > 0, ((code + _CODE) << _SHIFT).view(torch.float32), 0.0)
+    elif _by_bits(values):
+        x = _from_e4m3(values.view(torch.uint8))
+    else:
+        x = values.to(torch.float32)
+    if scale is None:
+        return x
+    if not scale.dim():
+        return x * scale
+    return (_blocks(x) * scale[:, None]).flatten()[: len(x)]
+
+
+def scale_for(amax: float, encoding: Encoding) -> float | None:
+    """The scale of a tensor whose magnitudes are at most ``amax``; None where the encoding has none
+    for a whole tensor."""
+    return scale_of_number(amax, encoding.format) if encoding.scale == "tensor" else None
+
+
+def write(
+    x: Tensor,
+    to: Stored,
+    encoding: Encoding,
+    unit: Tensor | float | None,
+    *,
+    away: bool = False,
+    bits: Tensor | None = None,
+) -> None:
+    """Stores ``x``, float32 (n,), in place of ``to``. What is beyond the largest value saturates.
+
+    unit: 1 / scale of the whole tensor, whose scale the caller writes; not used where there is
+    none, or blocks have their own, which are written here.
+    away: round away from zero below the smallest normal value, else toward zero.
+    bits: int32 (n,) random bits, None to round to nearest.
+    """
+    y = x
+    if encoding.scale == "block":
+        assert to.scale is not None
+        tiles = _blocks(x)
+        scales = scale_of(tiles, (-1,), encoding.format, "up")
+        y = (tiles * scales.reciprocal()).flatten()[: len(x)]
+        to.scale.copy_(scales.flatten())
+    elif encoding.scale == "tensor":
+        assert unit is not None
+        y = x * unit
+    if bits is None and _by_bits(to.values):
+        to.values.view(torch.uint8).copy_(_to_e4m3(y))
+        return
+    unsigned = encoding.dtype == torch.uint8
+    to.values.copy_(_to_e5m3(y, bits) if unsigned else _rounded(y, encoding, away, bits))
+
+
+def _by_bits(values: Tensor) -> bool:
+    """Whether e4m3 is taken apart here: with torch's own casts, compiled for a CPU, a step takes
+    1.1 to 1.25 times as long."""
+    return torch.compiler.is_compiling() and values.is_cpu and values.dtype == torch.float8_e4m3fn
+
+
+def _from_e4m3(code: Tensor) -> Tensor:
+    """float32, of finite numbers in uint8."""
+    code = code.to(torch.int32)
+    size = code & 0x7F
+    small = (size.to(torch.float32) * FORMATS["e4m3"].min_subnormal).view(torch.int32)
+    word = torch.where(size < 8, small, (size + _E4M3_CODE) << _TO_E4M3)
+    return (word | ((code & 0x80) << 24)).view(torch.float32)
+
+
+def _to_e4m3(y: Tensor) -> Tensor:
+    """uint8, of finite ``y``: what `_rounded` and a cast to e4m3 make of it."""
+    word = y.view(torch.int32)
+    size = (word & 0x7FFFFFFF).clamp(max=_bits(FORMATS["e4m3"].max))
+    half = (1 << (_TO_E4M3 - 1)) - 1 + ((size >> _TO_E4M3) & 1)
+    normal = ((size + half) >> _TO_E4M3) - _E4M3_CODE
+    small = (size.view(torch.float32) * (1 / FORMATS["e4m3"].min_subnormal)).to(torch.int32)
+    code = torch.where(size < _bits(FORMATS["e4m3"].min_normal), small, normal)
+    return (code | ((word >> 24) & 0x80)).to(torch.uint8)
+
+
+def _to_e5m3(y: Tensor, bits: Tensor | None) -> Tensor:
+    """int32, of finite ``y`` that are not negative: zero stays zero, and what is below the smallest
+    normal number becomes that."""
+    word = y.view(torch.int32)
+    half = (1 << (_SHIFT - 1)) - 1 + ((word >> _SHIFT) & 1)
+    add = half if bits is None else (bits & 0x7FFFFFFF) >> (31 - _SHIFT)
+    code = ((word + add) >> _SHIFT) - _CODE
+    return torch.where(word > 0, code.clamp(1 << _E5M3.mantissa_bits, 0xFF), 0)
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """(blocks, BLOCK), the last one filled up with zeros."""
+    tiles, _ = scaled_tiles(x[None], (1, BLOCK), -1)
+    return tiles.flatten(0, 1)
+
+
+def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> Tensor:
+    """``y``, in units of its scale, as far as torch's cast, to nearest even, does not see to it."""
+    format = encoding.format
+    if encoding.dtype == torch.float32:
+        return y
+    rounded = y
+    if bits is not None:
+        grid = Grid(format.mantissa_bits, format.min_exponent, format.max, format.max, True, 0.0)
+        rounded = round_to_grid(y, grid, "stochastic", bits=bits)
+    if encoding.scale == "none":  # as many exponents as float32, or a weight
+        return rounded
+    step = format.min_subnormal
+    steps = y * (1 / step)
+    if away:  # not negative: in the order of its bits, which are compared in less time
+        rounded = rounded.view(torch.int32).clamp(max=_bits(format.max)).view(torch.float32)
+        return torch.where(y < format.min_normal, steps.ceil() * step, rounded)
+    rounded = rounded.clamp(-format.max, format.max)
+    return torch.where(y.abs() < format.min_normal, steps.trunc() * step, rounded)

@@ -1,0 +1,157 @@
+"""`SGD` for weights and gradients in low precision."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
+
+from ..common.validation import check_name, check_number
+from ..tensors.scaled_tensor import DTYPES, plain
+from .base import LowPrecision, refuse
+from .encodings import ENCODINGS, MASTERS, decode
+from .state import (
+    MASTER,
+    Group,
+    State,
+    check_numbers,
+    everywhere,
+    has,
+    is_plain,
+    keep,
+    local,
+    numbers_of,
+    parameters_of,
+    read,
+)
+
+__all__ = ["SGD"]
+
+MOMENTUM = "momentum_buffer"
+
+
+def _check(group: Group) -> None:
+    """Raises ValueError and TypeError for what a group cannot have."""
+    check_name("master_weights", group["master_weights"], (None, *MASTERS))
+    for field in ("lr", "momentum", "dampening", "weight_decay"):
+        check_number(field, group[field])
+    for field in ("lr", "momentum", "weight_decay"):
+        if not 0 <= group[field] < math.inf:
+            raise ValueError(f"{field} must be finite and not negative, got {group[field]}")
+    if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
+        raise ValueError("nesterov needs a momentum, and no dampening")
+    for parameter in group["params"]:
+        if parameter.dtype not in DTYPES:
+            raise TypeError(f"cannot step a parameter of {parameter.dtype}")
+
+
+def _converted(parameter: Tensor, saved: State, group: Group) -> State:
+    """``saved``, the state of an SGD of torch or of this module, as ``group`` keeps it."""
+    state: State = {}
+    buffer = saved.get(MOMENTUM)
+    if unknown := sorted(key for key in saved if not key.startswith((MOMENTUM, MASTER))):
+        raise ValueError(f"{', '.join(unknown)} is not part of the state of SGD")
+    if buffer is not None:
+        if buffer.shape != parameter.shape:
+            raise ValueError(
+                f"{MOMENTUM} has shape {tuple(buffer.shape)}, its parameter "
+                f"{tuple(parameter.shape)}: this is the state of another model"
+            )
+        check_numbers(MOMENTUM, buffer)
+        state[MOMENTUM] = buffer.to(parameter.device, torch.float32, copy=True)
+    kept = has(saved, MASTER)
+    master = decode(read(saved, MASTER)) if kept else numbers_of(parameter)
+    master = master.to(parameter.device)
+    if _master(parameter, group):
+        keep(state, MASTER, parameter, ENCODINGS[group["master_weights"]], master)
+    elif kept:
+        with torch.no_grad():
+            parameter.copy_(master.view(parameter.shape))
+    return state
+
+
+def _master(parameter: Tensor, group: Group) -> bool:
+    coarse = parameter.dtype != torch.float32 or not is_plain(local(parameter))
+    return group["master_weights"] is not None and coarse
+
+
+class SGD(LowPrecision):
+    """`torch.optim.SGD` that steps in float32 and keeps its momentum there.
+
+    Positions, names and defaults of torch's arguments are torch's. Parameters, master_weights and
+    gradients that are not finite: as in `fp8.optim.AdamW`.
+    Raises ValueError for values out of range and where foreach, fused or differentiable is True,
+    TypeError for a dtype other than float32, bfloat16 and float16.
+    """
+
+    options = ("master_weights",)
+    check = staticmethod(_check)
+    converted = staticmethod(_converted)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: str | None = None,
+    ) -> None:
+        refuse(foreach=foreach, differentiable=differentiable, fused=fused)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "master_weights": master_weights,
+            "skipped_steps": 0,
+        }
+        super().__init__(params, defaults)
+
+    def step_all(self) -> bool:
+        trained = [
+            (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        for parameter, _ in trained:
+            if parameter.grad.layout != torch.strided:
+                raise RuntimeError(f"SGD needs dense gradients, got {parameter.grad.layout}")
+        finite = [plain(local(p.grad)).isfinite().all().cpu() for p, _ in trained]
+        ours = not finite or bool(torch.stack(finite).all())
+        if not everywhere(ours, parameters_of(self)):
+            return False
+        for parameter, group in trained:
+            _step(parameter, self.state[parameter], group)
+        return True
+
+
+def _step(parameter: Any, state: State, group: Group) -> None:
+    master = _master(parameter, group)
+    if not master:
+        weight = plain(local(parameter).detach(), torch.float32)  # of float32, itself
+    elif has(state, MASTER):
+        weight = decode(read(state, MASTER)).view(parameter.shape)
+    else:
+        weight = numbers_of(parameter).view(parameter.shape)
+    buffers = [state.get(MOMENTUM)]
+    arguments = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    gradient = plain(local(parameter.grad), torch.float32)
+    sgd([weight], [gradient], buffers, foreach=False, **{k: group[k] for k in arguments})
+    if buffers[0] is not None:
+        state[MOMENTUM] = buffers[0]
+    if master:
+        encoding = ENCODINGS[group["master_weights"]]
+        keep(state, MASTER, parameter, encoding, weight.flatten())
+        weight = decode(read(state, MASTER)).view(parameter.shape)
+    parameter.copy_(weight)

@@ -1,0 +1,273 @@
+"""What `fp8.optim` keeps for a parameter: how it starts, is read, and is made from another."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from ..tensors.scaled_tensor import plain
+from .encodings import ENCODINGS, Encoding, Stored, decode, scale_for, write, zeros
+
+__all__ = [
+    "FIRST",
+    "MASTER",
+    "SECOND",
+    "carried",
+    "check_numbers",
+    "convert",
+    "everywhere",
+    "has",
+    "keep",
+    "local",
+    "names",
+    "numbers_of",
+    "parameters_of",
+    "prepare",
+    "read",
+    "rounds_to",
+    "warn_of_broadcasts",
+]
+
+FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
+"""What a state holds. The first two are torch's names."""
+
+PARTS = ("_values", "_scale", "_amax")
+"""What is added to these names where a tensor is kept in units of a scale."""
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that is here; any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """Those of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def everywhere(true: bool, parameters: Iterable[Tensor]) -> bool:
+    """Whether it is true on all processes that hold a shard of one of the parameters."""
+    meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in parameters)
+    for mesh in filter(None, meshes):  # in the same order on all of them
+        flag = torch.tensor(float(true), device=mesh.device_type)
+        for group in mesh.get_all_groups():
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+        true = bool(flag)
+    return true
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory is its numbers, in row-major order."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_contiguous()
+
+
+def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
+    """What is kept for a parameter, and how. Small ones keep float32, weights of float32 no master.
+
+    A tensor of another class that stands for float32 numbers, a ScaledTensor, may be coarser.
+    """
+    small = parameter.numel() < group["min_size"]
+    moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
+    coarse = parameter.dtype != torch.float32 or _stands_for(parameter)
+    if group["master_weights"] is not None and coarse:
+        moments[MASTER] = group["master_weights"]
+    return {name: ENCODINGS["float32" if small else kept] for name, kept in moments.items()}
+
+
+def _stands_for(parameter: Tensor) -> bool:
+    return type(local(parameter)) not in (Tensor, torch.nn.Parameter)
+
+
+def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
+    """Has the state be what a step needs: begun, and with a master if, and only if, the weight is
+    to have one, whose dtype may have changed since. Returns what `names` does."""
+    kept = names(parameter, group)
+    if not state:
+        state["step"] = torch.zeros(())
+        for name, encoding in kept.items():
+            weights = numbers_of(parameter) if name == MASTER else None
+            keep(state, name, parameter, encoding, weights)
+    elif (MASTER in kept) != has(state, MASTER):
+        for name in [name for name in state if name.startswith(MASTER)]:
+            del state[name]
+        if MASTER in kept:
+            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
+    return kept
+
+
+def numbers_of(parameter: Tensor) -> Tensor:
+    """What a master of a weight begins with, flat float32."""
+    brought = carried(parameter)
+    weight = local(parameter.detach()) if brought is None else brought
+    return plain(weight, torch.float32).reshape(-1)
+
+
+def carried(parameter: Tensor) -> Tensor | None:
+    """What a weight was rounded from, where it has brought that along (``loaded``): from before
+    `initialize`, or from a checkpoint. None once something else has been written to it."""
+    loaded: Tensor | None = vars(parameter).get("loaded")
+    if loaded is None or rounds_to(loaded, parameter):
+        return loaded
+    del vars(parameter)["loaded"]
+    warn_of_broadcasts()
+    return None
+
+
+def rounds_to(numbers: Tensor, parameter: Tensor) -> bool:
+    """Whether the weight is ``numbers``, of its shape, as they are written to it."""
+    rounded = parameter.detach().clone()
+    return torch.equal(rounded.copy_(numbers), parameter)
+
+
+def warn_of_broadcasts() -> None:
+    """To be called where a weight is not what its master, or what it was to begin with, rounds to.
+    Warns where there are other processes."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            "a weight was written to, and its master begins anew from it: if that was "
+            "DistributedDataParallel, which sends weights and no masters, the processes differ "
+            "from now on. Begin with the same weights in all of them (one seed, or a checkpoint)",
+            stacklevel=5,
+        )
+
+
+def keep(
+    state: State, name: str, parameter: Tensor, encoding: Encoding, numbers: Tensor | None
+) -> None:
+    """Puts float32 ``numbers``, None for zeros, into ``state`` in an encoding."""
+    here = local(parameter)
+    stored = zeros(here.numel(), encoding, here.device)
+    if numbers is not None and len(numbers):
+        amax = numbers.abs().amax()
+        scale = scale_for(float(amax), encoding)
+        if stored.scale is not None and stored.amax is not None and scale is not None:
+            stored.scale.fill_(scale)
+            stored.amax.copy_(amax)
+        unit = None if scale is None else 1 / scale
+        write(numbers, stored, encoding, unit, away=name == SECOND)
+    _put(state, name, stored, here.shape)
+
+
+def _put(state: State, name: str, stored: Stored, shape: torch.Size) -> None:
+    values = stored.values.view(shape)
+    if stored.scale is None:
+        state[name] = values
+        return
+    parts = (values, stored.scale, stored.amax)
+    state.update({name + part: x for part, x in zip(PARTS, parts, strict=True) if x is not None})
+
+
+def read(state: State, name: str) -> Stored:
+    """What is kept under a name, flat, sharing memory with the state."""
+    if name in state:
+        return Stored(local(state[name]).reshape(-1))
+    values = local(state[name + PARTS[0]]).reshape(-1)
+    return Stored(values, state[name + PARTS[1]], state.get(name + PARTS[2]))
+
+
+def convert(parameter: Tensor, saved: State, group: Group) -> State:
+    """``saved``, the state of an Adam of torch or of `fp8.optim`, as ``group`` keeps it.
+
+    A master that is not kept is written to the parameter. Raises ValueError for anything else, for
+    parts that are missing, a step that is no count and moments that no optimizer can have made.
+    """
+    kept = names(parameter, group)
+    known = {"step", *(n + part for n in (FIRST, SECOND, MASTER) for part in ("", *PARTS))}
+    if unknown := sorted(saved.keys() - known):
+        advice = "; amsgrad is not had here" if "max_exp_avg_sq" in unknown else ""
+        raise ValueError(f"{', '.join(unknown)} is not part of the state of Adam{advice}")
+    state: State = {"step": _step_of(saved)}
+    for name in (FIRST, SECOND):
+        _convert(state, name, parameter, kept[name], saved)
+    if MASTER in kept:
+        if has(saved, MASTER):
+            _convert(state, MASTER, parameter, kept[MASTER], saved)
+        else:
+            keep(state, MASTER, parameter, kept[MASTER], numbers_of(parameter))
+    elif has(saved, MASTER):
+        with torch.no_grad():
+            parameter.copy_(decode(read(saved, MASTER)).view(parameter.shape))
+    return state
+
+
+def _step_of(saved: State) -> Tensor:
+    """The number of steps that a saved state has taken: float32, 0-dim. Raises ValueError."""
+    if "step" not in saved:
+        raise ValueError("the state of a parameter has no step: it is not that of Adam")
+    step = torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()
+    if step.numel() != 1 or not float(step) >= 0 or float(step) % 1 != 0:
+        raise ValueError(f"step must be a whole number from 0 on, got {step.tolist()}")
+    return step.reshape(())
+
+
+def check_numbers(name: str, numbers: Tensor, *, low: float = -math.inf) -> None:
+    """Raises ValueError where ``numbers`` of a saved state are not finite or below ``low``."""
+    bad = numbers[~((numbers >= low) & (numbers.abs() < math.inf))]
+    if bad.numel():
+        allowed = "finite" if low < 0 else "finite and not negative"
+        raise ValueError(
+            f"{name} must be {allowed}, got {float(bad[0])} in {bad.numel()} of {numbers.numel()} "
+            "elements: the state is damaged, or that of another optimizer"
+        )
+
+
+def has(saved: State, name: str) -> bool:
+    """Whether something is kept under a name, in any encoding."""
+    return name in saved or name + PARTS[0] in saved
+
+
+def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State) -> None:
+    """One tensor of ``saved``: a copy where it is kept alike, else its numbers, encoded anew."""
+    _check_parts(saved, name)
+    here = local(parameter)
+    shape = local(saved[name] if name in saved else saved[name + PARTS[0]]).shape
+    if shape != here.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}, its parameter {tuple(here.shape)}: this is the "
+            "state of another model"
+        )
+    given = _copy(read(saved, name), here.device)
+    if given.scale is not None:
+        check_numbers(name + PARTS[1], given.scale)
+    if name != MASTER:
+        check_numbers(name, decode(given), low=0.0 if name == SECOND else -math.inf)
+    if _alike(given, zeros(0, encoding, here.device)):
+        _put(state, name, given, here.shape)
+    else:
+        keep(state, name, parameter, encoding, decode(given))
+
+
+def _check_parts(saved: State, name: str) -> None:
+    """Raises ValueError where a tensor, or a part that its encoding has, is not in ``saved``."""
+    missing = [] if has(saved, name) else [name]
+    if not missing and name not in saved:
+        scale = saved.get(name + PARTS[1])
+        parts = PARTS[1:] if scale is None or not scale.dim() else ()
+        missing = [name + part for part in parts if name + part not in saved]
+    if missing:
+        raise ValueError(
+            f"the state of a parameter has no {', '.join(missing)}: it is not that of Adam"
+        )
+
+
+def _copy(stored: Stored, device: torch.device) -> Stored:
+    values, *rest = stored
+    scale, amax = (None if x is None else x.to(device, copy=True) for x in rest)
+    return Stored(values.to(device, copy=True), scale, amax)
+
+
+def _alike(a: Stored, b: Stored) -> bool:
+    """Whether both are kept in the same way."""
+    dims = [None if x.scale is None else x.scale.dim() for x in (a, b)]
+    return a.values.dtype == b.values.dtype and dims[0] == dims[1]

@@ -1,0 +1,3 @@
+"""Matrix products, convolutions and attention under a recipe, forward and backward.
+Imports `fp8.context` and below.
+"""

@@ -1,0 +1,233 @@
+"""Activations that keep for the backward pass what a recipe's `saved_activations` says.
+
+Torch keeps the input of GELU and SiLU in full, and that input is four times as wide as the model.
+Here it is kept as it would be for a product: in the bytes of a format. The output is torch's to the
+bit; the gradient is the derivative at the rounded input. ReLU needs one bit, and its gradient is
+torch's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from ..casts.casting import Spec, rounded, spec_of
+from ..casts.saved_operands import keep, kept
+from ..common.compiler import apply
+from ..recipes.recipe import Cast
+
+__all__ = ["ACTIVATIONS", "KERNELS", "Kernel"]
+
+aten = torch.ops.aten
+
+
+class Kernel(NamedTuple):
+    """A row of KERNELS: a function of a tensor and its settings; its gradient, a function of the
+    output's gradient, the tensor and the settings; that in a form that has a gradient itself."""
+
+    function: Callable[..., Tensor]
+    gradient: Callable[..., Tensor]
+    differentiable: Callable[..., Tensor]
+
+
+def _gelu_gradient(grad: Tensor, x: Tensor, approximate: str) -> Tensor:
+    return aten.gelu_backward.default(grad, x, approximate=approximate)
+
+
+def _silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Torch's own kernel has no derivative."""
+    gate = torch.sigmoid(x)
+    return grad * gate * (1 + x * (1 - gate))
+
+
+def _relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return aten.threshold_backward.default(grad, x, 0)
+
+
+KERNELS: dict[str, Kernel] = {
+    "gelu": Kernel(
+        lambda x, approximate: aten.gelu.default(x, approximate=approximate),
+        _gelu_gradient,
+        _gelu_gradient,
+    ),
+    "silu": Kernel(aten.silu.default, aten.silu_backward.default, _silu_gradient),
+    "hardshrink": Kernel(
+        aten.hardshrink.default, aten.hardshrink_backward.default, aten.hardshrink_backward.default
+    ),
+    "relu": Kernel(aten.relu.default, _relu_gradient, _relu_gradient),
+    "glu": Kernel(aten.glu.default, aten.glu_backward.default, aten.glu_backward.default),
+}
+"""Name -> how it is computed."""
+
+
+class _Activation(Function):
+    """A function of KERNELS. Arguments: x; what is kept of it, and the scale of that; the name; the
+    settings; the spec under which it is kept."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        kept_x: Tensor,
+        scale: Tensor | None,
+        name: str,
+        settings: tuple[Any, ...],
+        spec: Spec,
+    ) -> Tensor:
+        return KERNELS[name].function(x, *settings)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, kept_x, scale, ctx.name, ctx.settings, spec = inputs
+        keep(ctx, (kept_x, spec, scale))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = kept(ctx, grad.dtype)
+        kernel = KERNELS[ctx.name]
+        gradient = kernel.differentiable if torch.is_grad_enabled() else kernel.gradient
+        return gradient(grad, x, *ctx.settings), *[None] * 5
+
+
+class _Gate(Function):
+    """``a * b``. Arguments: both; what is kept of them, and the scales of that; the spec."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        a: Tensor,
+        b: Tensor,
+        kept_a: Tensor,
+        kept_b: Tensor,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+        spec: Spec,
+    ) -> Tensor:
+        return aten.mul.Tensor(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, kept_a, kept_b, scale_a, scale_b, spec = inputs
+        keep(ctx, (kept_a, spec, scale_a), (kept_b, spec, scale_b))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = kept(ctx, grad.dtype)
+        return grad * b, grad * a, *[None] * 5
+
+
+class _Relu(Function):
+    """ReLU that keeps a bit for each element: whether its gradient passes (NaN's does)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return aten.relu.default(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(_bits(~(inputs[0] <= 0)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (bits,) = ctx.saved_tensors
+        return torch.where(_mask(bits, grad), grad, 0.0)
+
+
+def _eight(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)[:, None]
+
+
+def _bits(mask: Tensor) -> Tensor:
+    """A mask, eight elements to a byte: uint8 (ceil(elements / 8),), bit i from the i-th eighth."""
+    flat = aten.constant_pad_nd.default(mask.flatten(), [0, -mask.numel() % 8])
+    return (flat.view(8, -1).to(torch.uint8) << _eight(mask)).sum(0, dtype=torch.uint8)
+
+
+def _mask(bits: Tensor, like: Tensor) -> Tensor:
+    """What `_bits` packed, in the shape of ``like``."""
+    flat = ((bits >> _eight(bits)) & 1).flatten()
+    return flat[: like.numel()].view(like.shape).bool()
+
+
+def _applies(*tensors: object) -> bool:
+    """Whether anything is kept of these."""
+    return torch.is_grad_enabled() and all(
+        isinstance(t, Tensor) and t.requires_grad and t.is_floating_point() for t in tensors
+    )
+
+
+def _activated(x: Tensor, name: str, settings: tuple[Any, ...], cast: Cast) -> Tensor:
+    spec = spec_of(cast)
+    return apply(_Activation, x, *rounded(x, spec), name, settings, spec)
+
+
+def _gelu(cast: Cast, input: Tensor, *, approximate: str = "none") -> Any:
+    if not _applies(input) or approximate not in ("none", "tanh"):
+        return NotImplemented
+    return _activated(input, "gelu", (approximate,), cast)
+
+
+def _silu(cast: Cast, input: Tensor, inplace: bool = False) -> Any:
+    if not _applies(input):
+        return NotImplemented
+    output = _activated(input, "silu", (), cast)
+    return input.copy_(output) if inplace else output
+
+
+def _glu(cast: Cast, input: Tensor, dim: int = -1) -> Any:
+    return _activated(input, "glu", (dim,), cast) if _applies(input) else NotImplemented
+
+
+def _relu(cast: Cast, input: Tensor, inplace: bool = False) -> Any:
+    if not _applies(input):
+        return NotImplemented
+    output = apply(_Relu, input)
+    return input.copy_(output) if inplace else output
+
+
+def _relu_(cast: Cast, input: Tensor) -> Any:
+    return _relu(cast, input, inplace=True)
+
+
+def _gate(cast: Cast, input: Tensor, other: Any, *, out: Tensor | None = None) -> Any:
+    """Two tensors of one shape that both need a gradient: the gate of SwiGLU and its kin. A factor
+    that is broadcast (of a norm, of a rotary embedding) is not, nor is a square."""
+    if out is not None or input is other or not _applies(input, other):
+        return NotImplemented
+    if input.shape != other.shape or input.dtype != other.dtype:
+        return NotImplemented
+    spec = spec_of(cast)
+    (a, scale_a), (b, scale_b) = rounded(input, spec), rounded(other, spec)
+    return apply(_Gate, input, other, a, b, scale_a, scale_b, spec)
+
+
+ACTIVATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.gelu: _gelu,
+    F.silu: _silu,
+    F.glu: _glu,
+    F.relu: _relu,
+    F.relu_: _relu_,
+    torch.relu: _relu,
+    torch.relu_: _relu_,
+    torch.Tensor.relu: _relu,
+    torch.Tensor.relu_: _relu_,
+    torch.mul: _gate,
+    torch.multiply: _gate,
+    torch.Tensor.mul: _gate,
+    torch.Tensor.multiply: _gate,
+    torch.Tensor.__mul__: _gate,
+    torch.Tensor.__rmul__: _gate,
+    operator.mul: _gate,
+}
+"""Torch function -> what computes it under `saved_activations`: (cast, *args, **kwargs) -> the
+result, or NotImplemented for a call that is left to torch."""

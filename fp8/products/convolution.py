@@ -1,0 +1,286 @@
+"""Convolutions as products: the same three GEMMs, scales and casts as in `fp8.products.matmul`.
+
+For a cast by rows or blocks an operand is the matrix that it is in a channels-last layout: feature
+maps (positions, channels), a weight (outputs, kernel positions * inputs), that of a transposed
+convolution (inputs, kernel positions * outputs). Channels are summed over forward and in the
+gradient of the input, positions in that of the weight; what padding="same" adds on one side only
+counts as positions. A recipe's rotation has no place here, as
+the three products do not sum over the same positions; operands are cast without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from ..casts.casting import Spec, round_straight, rounded
+from ..casts.counts import product_name
+from ..casts.measuring import measuring
+from ..casts.operands import Casts, casts_of, one_copy, with_copies
+from ..casts.saved_operands import Held, kept, shared
+from ..common.compiler import apply, in_graph
+from ..context.active import layer_histories, product_recipe, static_exponents
+from .matmul import (
+    ONES,
+    Scales,
+    check_scales,
+    keep_operands,
+    measured,
+    to_autocast_dtype,
+)
+
+__all__ = ["conv", "conv_transpose"]
+
+aten = torch.ops.aten
+
+Ints = int | Sequence[int]
+
+
+def _cast_maps(
+    x: Tensor, spec: Spec, axis: int, history: Tensor | None = None, record: bool | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Feature maps (batch, channels, *size) under a spec, and the scale as `rounded` has it; axis:
+    -1 sums over channels, -2 over positions."""
+    if not spec or spec[2] == (0, 0):
+        return rounded(x, spec, axis, history, record)
+    last = x.movedim(1, -1)
+    y = round_straight(last.flatten(0, -2), spec, axis)
+    return y.reshape(last.shape).movedim(-1, 1), None
+
+
+def _cast_weight(
+    x: Tensor, spec: Spec, axis: int, history: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """A weight (first, second, *kernel) under a spec; axis: -1 sums over second, -2 over first."""
+    if not spec or spec[2] == (0, 0):
+        return rounded(x, spec, axis, history)
+    last = x.movedim(1, -1)
+    y = round_straight(last.flatten(1), spec, axis)
+    return y.reshape(last.shape).movedim(-1, 1), None
+
+
+class _Convolution(Function):
+    """A convolution, or its transpose, whose output and two gradients each have a scale.
+
+    A scale multiplies the smaller tensor (the weight, or the weight's gradient) rather than the
+    feature maps; `aten.convolution_backward` is itself differentiable. Arguments: input and
+    weight, cast, and the scales of all of them; what backward casts instead of them, or None; bias
+    or None; the history of the gradient or None; the three scales; (stride, padding, dilation,
+    transposed, output_padding, groups); `Casts`; what is held of the input.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor,
+        weight: Tensor,
+        scale_x: Tensor | None,
+        scale_w: Tensor | None,
+        other_input: Tensor | None,
+        other_weight: Tensor | None,
+        bias: Tensor | None,
+        history: Tensor | None,
+        s_y: float,
+        s_dx: float,
+        s_dw: float,
+        geometry: tuple[Any, ...],
+        casts: tuple[Any, ...],
+        held: Held | None,
+    ) -> Tensor:
+        return aten.convolution.default(input, _times(weight, s_y), bias, *geometry)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, w, scale_x, scale_w, other_x, other_w, _, ctx.history, *rest = inputs
+        _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.casts, held = rest
+        keep_operands(ctx, (x, scale_x, other_x), (w, scale_w, other_w), ctx.casts, held)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = kept(ctx, grad.dtype)
+        needs_x, needs_w, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
+        _, _, for_x, again_w, for_w, again_x = ctx.casts
+        gradient = aten.convolution_backward.default
+        one_call = needs_x and needs_w and not again_x and one_copy(for_x, for_w)
+        dx: Any = None
+        dw: Any = None
+        db = g = None
+        if needs_x:
+            g, _ = _cast_maps(grad, for_x, -1, ctx.history, record=True)
+            w_again, _ = _cast_weight(w, again_w, -1 if ctx.geometry[3] else -2)
+            scaled = _times(w_again.to(grad.dtype), ctx.s_dx)
+            wanted = [True, one_call, False]  # the gradient of the weight does not depend on it
+            dx, dw, _ = gradient(g, x.to(grad.dtype), scaled, None, *ctx.geometry, wanted)
+        if needs_w and not one_call:
+            if g is None or not one_copy(for_x, for_w):
+                g, _ = _cast_maps(grad, for_w, -2, ctx.history, record=True)
+            x = _cast_maps(x, again_x, -2)[0].to(grad.dtype)
+            _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *ctx.geometry, [False, True, False])
+        if dw is not None:
+            dw = _times(dw, ctx.s_dw)
+        if needs_bias:  # of the gradient that no cast has touched, as in fp8.products.matmul.linear
+            db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
+        return (dx, dw, *[None] * 4, db, *[None] * 7)
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Scales,
+    geometry: tuple[Any, ...],
+    unit: bool,
+) -> Tensor:
+    """`_Convolution` of operands that are still to be cast."""
+    recipe = product_recipe(unit)
+    if recipe is None and torch.compiler.is_compiling():
+        from ..common.traced import apply as apply_in_graph
+
+        function = "fp8.products.convolution._uncast_convolution"
+        return apply_in_graph(function, x, weight, bias, scales, geometry)
+    if recipe is not None and (pass_ := measuring()) is not None:
+        histories = layer_histories(recipe, "conv", x)
+        y = _uncast_convolution(x, weight, bias, scales, geometry)
+        return measured(pass_, histories, x, weight, y)
+    static = static_exponents(recipe, x, weight)
+    casts = casts_of(recipe, name=product_name("conv", weight, recipe), static=static)
+    casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
+    of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
+    held = shared(x, of_x, casts.a, casts.a_again)
+    first, second, casts = with_copies(x, weight, casts)
+    x, scale_x = _cast_maps(x, casts.a, -1, of_x)
+    weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
+    x, weight, bias = to_autocast_dtype(x, weight, bias)
+    if bias is not None and bias.dtype != x.dtype:  # torch takes a complex one, and its real part
+        raise ValueError(f"a bias has the dtype of the input, {x.dtype}: got {bias.dtype}")
+    operands = (x, weight, scale_x, scale_w, first, second)
+    settings = (*scales, geometry, tuple(casts), held)
+    return apply(_Convolution, *operands, bias, of_grad, *settings, written=of_grad)
+
+
+@in_graph
+def _uncast_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: tuple[Any, ...]
+) -> Tensor:
+    """`_Convolution` of operands that nothing casts, as the graph of a compiler has it."""
+    x, weight, bias = to_autocast_dtype(x, weight, bias)
+    settings = (*scales, geometry, tuple(Casts()), None)
+    return _Convolution.apply(x, weight, *[None] * 4, bias, None, *settings)
+
+
+def _times(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
+
+
+def _per_dim(value: Ints, dims: int, what: str) -> list[int]:
+    values = [value] * dims if isinstance(value, int) else list(value)
+    values = values * dims if len(values) == 1 else values
+    if len(values) != dims:
+        raise ValueError(f"{what} needs {dims} numbers, got {value!r}")
+    return values
+
+
+def _padded(
+    input: Tensor, weight: Tensor, padding: str | Ints, dilation: list[int]
+) -> tuple[Tensor, list[int]]:
+    """The input and the symmetric padding left to do, with "same" resolved as torch does."""
+    dims = weight.dim() - 2
+    if not isinstance(padding, str):
+        return input, _per_dim(padding, dims, "padding")
+    if padding == "valid":
+        return input, [0] * dims
+    if padding != "same":
+        raise ValueError(f"padding must be 'same', 'valid' or numbers, got {padding!r}")
+    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    odd = [t % 2 for t in total]
+    if any(odd):  # the extra element goes on the right, as in torch
+        input = F.pad(input, [side for extra in reversed(odd) for side in (0, extra)])
+    return input, [t // 2 for t in total]
+
+
+def _dims(input: Tensor, weight: Tensor) -> int:
+    """In how many dimensions to convolve, which the weight says."""
+    dims = weight.dim() - 2
+    if dims not in (1, 2, 3):
+        raise ValueError(f"conv needs a weight of 3 to 5 dimensions, got {tuple(weight.shape)}")
+    if input.dim() not in (dims + 1, dims + 2):
+        raise ValueError(
+            f"conv with a weight of shape {tuple(weight.shape)} needs an input of {dims + 1} or "
+            f"{dims + 2} dimensions, got shape {tuple(input.shape)}"
+        )
+    return dims
+
+
+def conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: str | Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    *,
+    scales: Scales = ONES,
+    unit: bool = False,
+) -> Tensor:
+    """``s_y * conv(input, weight) + bias`` in one, two or three dimensions.
+
+    input: (batch, in, *size) or (in, *size). weight: (out, in / groups, *kernel). The number of
+    dimensions of the weight says which convolution it is; the other arguments are those of
+    `torch.nn.functional.conv1d`, conv2d and conv3d.
+    scales, unit: as in `fp8.products.matmul.linear`, dtypes and errors too. The weight carries the
+    scale, so a scale that is not a power of two rounds it once more, in its own dtype. The recipe
+    is that of the enclosing `fp8.autocast`.
+    """
+    scales = check_scales(scales)
+    dims = _dims(input, weight)
+    x = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    steps = _per_dim(dilation, dims, "dilation")
+    strides = _per_dim(stride, dims, "stride")
+    if padding == "same" and any(step != 1 for step in strides):
+        raise ValueError(f"padding='same' needs stride 1, got {stride!r}")
+    x, margins = _padded(x, weight, padding, steps)
+    geometry = (strides, margins, steps, False, [0] * dims, groups)
+    y = _convolve(x, weight, bias, scales, geometry, unit)
+    return y if input.dim() == dims + 2 else y.squeeze(0)
+
+
+def conv_transpose(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    *,
+    scales: Scales = ONES,
+    unit: bool = False,
+) -> Tensor:
+    """``s_y * conv_transpose(input, weight) + bias`` in one, two or three dimensions.
+
+    weight: (in, out / groups, *kernel). The other arguments are those of
+    `torch.nn.functional.conv_transpose1d`, 2d and 3d; scales and unit as in `conv`.
+    """
+    scales = check_scales(scales)
+    dims = _dims(input, weight)
+    x = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    steps, margins, stretch, extra = (
+        _per_dim(value, dims, what)
+        for value, what in (
+            (stride, "stride"),
+            (padding, "padding"),
+            (dilation, "dilation"),
+            (output_padding, "output_padding"),
+        )
+    )
+    geometry = (steps, margins, stretch, True, extra, groups)
+    y = _convolve(x, weight, bias, scales, geometry, unit)
+    return y if input.dim() == dims + 2 else y.squeeze(0)

@@ -1,0 +1,139 @@
+"""`torch.einsum` under a recipe: two operands are one product of (batches of) matrices."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..casts.casting import cast_backward, cast_forward, is_whole
+from ..casts.counts import product_name
+from ..casts.operands import Exponents
+from ..context.active import histories, static_exponents
+from ..recipes.recipe import Recipe
+from .matmul import ONES, Scales, matmul
+
+__all__ = ["as_equation", "as_matmul", "einsum", "letters", "sums_products"]
+
+aten = torch.ops.aten
+
+
+def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | str:
+    """The value of an equation, as `fp8.products.matmul.matmul` computes it.
+
+    Three or more operands, an index twice in one of them and a sum over a broadcast size are
+    computed by torch from operands cast once, with the gradient of the result cast; what is
+    computed on the way stays in high precision. Where a scale belongs to a row or block that is not
+    defined: returns a string that says so.
+    """
+    static = static_exponents(recipe, *operands)
+    y = as_matmul(equation, operands, static=static)
+    if y is not None:
+        return y
+    if not is_whole(recipe):
+        return "a scale by rows or blocks needs one axis to sum over; write products of two"
+    cast, name = recipe.input, product_name("einsum", None, recipe)
+    *of, of_grad = histories(recipe, "einsum", operands[0], *[cast] * len(operands), recipe.grad)
+    operands = [
+        cast_forward(t, cast, -1, history, name, f"input {i}", exponent)
+        for i, (t, history, exponent) in enumerate(zip(operands, of, static, strict=True), 1)
+    ]
+    y = aten.einsum.default(equation, operands)
+    return cast_backward(y, recipe.grad, -1, of_grad, name)
+
+
+def as_matmul(
+    equation: str,
+    operands: list[Tensor],
+    *,
+    scales: Scales = ONES,
+    static: Exponents | None = None,
+    unit: bool = False,
+) -> Tensor | None:
+    """The value of an equation that is one product of matrices, else None.
+
+    scales, static, unit: as in `fp8.products.matmul.matmul`.
+    """
+    if len(operands) != 2:
+        return None
+    (first, second), output = letters(equation, operands)
+    a, b = operands
+    if len({*first}) < len(first) or len({*second}) < len(second):
+        return None
+    size = dict(zip(second, b.shape, strict=True)) | dict(zip(first, a.shape, strict=True))
+    batch = [c for c in first if c in second and c in output]
+    inner = [c for c in first if c in second and c not in output]
+    rows = [c for c in first if c not in second]
+    columns = [c for c in second if c not in first]
+    if any(a.shape[first.index(c)] != b.shape[second.index(c)] for c in inner):
+        return None
+    left = a.permute([first.index(c) for c in (*batch, *rows, *inner)])
+    right = b.permute([second.index(c) for c in (*batch, *inner, *columns)])
+    m, k, n = [math.prod([size[c] for c in group]) for group in (rows, inner, columns)]
+    head = len(batch)
+    y = matmul(
+        left.reshape(*left.shape[:head], m, k),
+        right.reshape(*right.shape[:head], k, n),
+        scales=scales,
+        static=static,
+        unit=unit,
+    )
+    y = y.reshape((*y.shape[:head], *[size[c] for c in (*rows, *columns)]))
+    order = [*batch, *rows, *columns]
+    over = [i for i, c in enumerate(order) if c not in output]
+    if over:
+        y, order = y.sum(over), [c for c in order if c in output]
+    return y.permute([order.index(c) for c in output])
+
+
+def letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
+    """The indices of each operand and of the result, every dimension by a letter."""
+    inputs, arrow, output = equation.partition("->")
+    terms = inputs.split(",")
+    if not arrow:
+        once = sorted(c for c in {*inputs} & {*string.ascii_letters} if inputs.count(c) == 1)
+        output = "".join(["..." if "..." in inputs else "", *once])
+    hidden = [x.dim() - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True)]
+    dots = "".join(c for c in string.ascii_letters if c not in equation)[: max(hidden)]
+    terms = [t.replace("...", dots[len(dots) - n :]) for t, n in zip(terms, hidden, strict=True)]
+    return terms, output.replace("...", dots)
+
+
+def as_equation(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
+    """The arguments of torch.einsum, in any of its three forms, as (equation, operands)."""
+    if isinstance(args[0], str):
+        listed = len(args) == 2 and isinstance(args[1], list | tuple)
+        return args[0].replace(" ", ""), list(args[1] if listed else args[1:])
+
+    def term(indices: Sequence[Any]) -> str:
+        return "".join("..." if i is Ellipsis else string.ascii_letters[i] for i in indices)
+
+    pairs = list(zip_longest(args[::2], args[1::2]))
+    output = pairs.pop()[0] if len(args) % 2 else None
+    equation = ",".join(term(indices) for _, indices in pairs)
+    equation += "" if output is None else f"->{term(output)}"
+    return equation, [t for t, _ in pairs]
+
+
+def sums_products(equation: str, operands: list[Tensor]) -> bool:
+    """Whether an index of more than one value, shared by operands, is summed over."""
+    inputs, arrow, output = equation.partition("->")
+    terms = inputs.split(",")
+    for letter in set(inputs) & set(string.ascii_letters):
+        shared = [(t, x) for t, x in zip(terms, operands, strict=False) if letter in t]
+        summed = letter not in output if arrow else inputs.count(letter) > 1
+        if summed and len(shared) > 1 and any(_size(*one, letter) > 1 for one in shared):
+            return True
+    return False
+
+
+def _size(term: str, x: Tensor, letter: str) -> int:
+    before, _, after = term.partition("...")
+    if letter in before:
+        return x.shape[before.index(letter)]
+    return x.shape[after.index(letter) - len(after)]

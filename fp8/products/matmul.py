@@ -1,0 +1,383 @@
+"""The one place where a matrix product is computed: three GEMMs, their scales, their casts.
+
+    forward    y  = s_y  * Q(x) Q(w)^T
+    backward   dx = s_dx * Q(g) Q(w)
+               dw = s_dw * Q(g)^T Q(x)
+
+A scale rides in the GEMM (the ``alpha`` of addmm and baddbmm) instead of passing over the output
+again. ``Q`` comes from the recipe, each of the six its own, and is the identity when there is none.
+Where a cast goes by rows or blocks, x, w and g are cast once more for the second product that they
+are in, from high precision along the axis which that one sums over. The kernels are called
+as ``torch.ops.aten``, which no torch-function mode rewrites: a product is never cast twice, also
+when the backward pass, or the graph that a compiler made of it, runs under a mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..casts.casting import round_straight, rounded
+from ..casts.counts import is_sampled, product_name
+from ..casts.measuring import Measurement, measuring
+from ..casts.operands import Exponents, casts_of, one_copy, with_copies
+from ..casts.saved_operands import Held, keep, kept, shared
+from ..common.compiler import apply, apply_eagerly, in_graph
+from ..context.active import chosen, layer_histories, static_exponents
+from ..formats.quantize import refuse_nested
+from ..native import product as native
+from ..recipes.recipe import Recipe
+
+__all__ = ["linear", "matmul"]
+
+aten = torch.ops.aten
+
+Scales = tuple[float, float, float]
+"""Factors of the output and of the gradients of the first and second operand."""
+
+ONES: Scales = (1, 1, 1)  # no floats: those a compiler would take for dynamic
+
+
+def gradients(
+    grad: Tensor, casts: tuple[Any, ...], history: Tensor | None, needs_a: bool, needs_b: bool
+) -> list[Any]:
+    """The output's gradient (rows, columns) as the products for a and for b use it; differentiable.
+    casts: `Casts`."""
+    for_a = round_straight(grad, casts[2], -1, history, record=True) if needs_a else None
+    if for_a is not None and one_copy(casts[2], casts[4]):
+        return [for_a, for_a]
+    if not needs_b:
+        return [for_a, None]
+    return [for_a, round_straight(grad, casts[4], -2, history, record=True)]
+
+
+def _gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
+    """``alpha * a @ b (+ bias)`` for two matrices or two batches of matrices. fuses: `_fuses`."""
+    if bias is not None:
+        return aten.addmm.default(bias, a, b, alpha=alpha)
+    batches = a.dim() == 3
+    if alpha == 1.0 or fuses:
+        y = aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
+        return y if alpha == 1.0 else y * alpha
+    ignored = a.new_zeros((1,))  # beta is 0; not empty, because vmap multiplies by beta
+    product = aten.baddbmm.default if batches else aten.addmm.default
+    return product(ignored, a, b, beta=0, alpha=alpha)
+
+
+def _fuses(a: Tensor) -> bool:
+    """Whether a graph has the scale of this product as a multiplication, which fuses with what is
+    around it: what baddbmm is to ignore it writes in full. In float16 that could overflow first."""
+    return a.dim() == 3 and a.dtype != torch.float16
+
+
+class _Product(Function):
+    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k).
+
+    Every product has this one form: it is the layout of the FP8 GEMM, and the gradient of a
+    weight (n, k) comes out in the weight's own layout. Arguments: a and b, cast, and the scales of
+    all of them; what backward casts instead of them, or None; bias (n,) of two matrices or None;
+    the history of the gradient or None; the three scales; `Casts`; what is held of a; `_fuses`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+        other_a: Tensor | None,
+        other_b: Tensor | None,
+        bias: Tensor | None,
+        history: Tensor | None,
+        s_y: float,
+        s_a: float,
+        s_b: float,
+        casts: tuple[Any, ...],
+        held: Held | None,
+        fuses: bool,
+    ) -> Tensor:
+        return _gemm(a, b.mT, s_y, fuses, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        # The history is not saved: it changes, and is meant to, before it is used.
+        a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
+        ctx.turned = b.mT.is_contiguous()  # the second operand of a matmul: so is its gradient
+        ctx.s_a, ctx.s_b, ctx.casts, held, ctx.fuses = rest
+        keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, held)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = kept(ctx, grad.dtype)
+        needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
+        for_a, for_b = gradients(grad, ctx.casts, ctx.history, needs_a, needs_b)
+        again_a = round_straight(a, ctx.casts[5], -2).to(grad.dtype) if needs_b else None
+        again_b = round_straight(b, ctx.casts[3], -2).to(grad.dtype) if needs_a else None
+        da, db = _both(ctx, again_a, again_b, for_a, for_b, ctx.s_a, ctx.s_b)
+        dbias = _of_bias(grad, ctx.s_b) if needs_bias else None
+        return da, db, *[None] * 4, dbias, *[None] * 7
+
+
+class _Plain(Function):
+    """`_Product` of operands that nothing casts. scales: of the output, and of both gradients."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, fuses: bool) -> Tensor:
+        return _gemm(a, b.mT, scales[0], fuses, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, _, ctx.scales, ctx.fuses = inputs
+        ctx.turned = b.mT.is_contiguous()
+        ctx.save_for_backward(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        if grad.is_complex():
+            a, b = a.conj(), b.conj()
+        needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
+        _, s_a, s_b = ctx.scales
+        a, b = a if needs_b else None, b if needs_a else None
+        da, db = _both(ctx, a, b, grad, grad, s_a, s_b)
+        return da, db, _of_bias(grad, s_b) if needs_bias else None, None, None
+
+
+def _both(
+    ctx: Any,
+    a: Tensor | None,
+    b: Tensor | None,
+    for_a: Tensor,
+    for_b: Tensor,
+    s_a: float,
+    s_b: float,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of two operands, from the output's as each product uses it. a: None where b
+    needs no gradient; b: likewise."""
+    da = db = None
+    if ctx.fuses and for_a is for_b and s_a == s_b:  # one multiplication for both
+        for_a = for_b = for_a * s_a
+        s_a = s_b = 1.0
+    if b is not None:
+        da = _gemm(for_a, b, s_a, ctx.fuses)
+    if a is not None:
+        first, second = (a.mT, for_b) if ctx.turned else (for_b.mT, a)
+        db = _gemm(first, second, s_b, ctx.fuses)
+        db = db.mT if ctx.turned else db
+    return da, db
+
+
+def _of_bias(grad: Tensor, scale: float) -> Tensor:
+    return grad.sum(0) if scale == 1.0 else grad.sum(0) * scale
+
+
+@in_graph
+def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, *scales: float) -> Tensor:
+    """`_Plain`, as the graph of a compiler has it."""
+    a, b, bias = to_autocast_dtype(a, b, bias)
+    return _Plain.apply(a, b, bias, scales, _fuses(a))
+
+
+def _as_it_is(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor:
+    """The product of operands that nothing casts."""
+    if not torch.compiler.is_compiling():
+        return apply_eagerly(_Plain, *to_autocast_dtype(a, b, bias), scales, False)
+    from ..common.traced import apply as apply_in_graph
+
+    return apply_in_graph("fp8.products.matmul._uncast", a, b, bias, *scales)
+
+
+def keep_operands(ctx: Any, a: Any, b: Any, casts: Any, held: Held | None) -> None:
+    """`keep` of two operands, each (cast, its scale, what backward casts instead or None)."""
+    operands = []
+    for (x, scale, other), spec in zip((a, b), casts, strict=False):
+        operands.append((x, spec, scale) if other is None else (other, (), None))
+    keep(ctx, *operands, held=held)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    scales: Scales,
+    recipe: Recipe | None,
+    backend: str,
+    static: Exponents,
+    layer: bool = True,
+) -> Tensor:
+    """`_Product` of operands that are still to be cast: to the recipe's formats, then to
+    autocast's dtype.
+
+    In that order each is rounded to its format once, from its full precision; torch.autocast's
+    16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
+    """
+    if a.is_complex() and b.is_complex():
+        recipe = None
+    elif not a.is_floating_point():
+        scales = ONES
+    if recipe is None:
+        return _as_it_is(a, b, bias, scales)
+    kind = "linear" if layer else "matmul"
+    if (pass_ := measuring()) is not None:
+        histories = layer_histories(recipe, kind, a, layer)
+        y = _multiply(a, b, bias, scales, None, backend, static, layer)
+        return measured(pass_, histories, a, b, y)
+    name = product_name(kind, b if layer else None, recipe)
+    casts = casts_of(recipe, layer, name, static)
+    of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
+    held = shared(a, of_a, casts.a, casts.a_again)
+    sampled = is_sampled(name)  # what is sampled is simulated
+    if not sampled and native.takes(backend, a, b):
+        (like,) = to_autocast_dtype(a[:0])
+        unnamed = casts_of(recipe, layer, static=static) if name else casts
+        if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
+            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, held)
+    first, second, casts = with_copies(a, b, casts)
+    x, scale_x = rounded(a, casts.a, -1, of_a)
+    w, scale_w = rounded(b, casts.b, -1, of_b)
+    x, w, bias = to_autocast_dtype(x, w, bias)
+    operands = (x, w, scale_x, scale_w, first, second)
+    settings = (*scales, tuple(casts), held, torch.compiler.is_compiling() and _fuses(x))
+    return apply(_Product, *operands, bias, of_grad, *settings, written=of_grad)
+
+
+def measured(pass_: Measurement, histories: list[Any], a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """``y``, a product of a and b that nothing casts, whose operands are measured."""
+    of_a, of_b, of_grad = histories
+    pass_.operand(of_a, a)
+    pass_.operand(of_b, b)
+    return pass_.gradient(of_grad, y)
+
+
+def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in the dtype of the enclosing `torch.autocast`; as they are outside of one.
+
+    None, float64 and what is not floating point stay as they are, as in torch. The first must be a
+    tensor.
+    """
+    device = tensors[0].device.type  # type: ignore[union-attr]
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )
+
+
+def check_scales(scales: Scales) -> Scales:
+    if len(scales) != 3:
+        raise ValueError(f"scales must be three numbers (output, two gradients), not {scales!r}")
+    return scales
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scales: Scales = ONES,
+    recipe: Recipe | None = None,
+    backend: str = "simulate",
+    static: Exponents | None = None,
+    unit: bool = False,
+) -> Tensor:
+    """``s_y * input @ weight.T + bias``, with a scale of its own for each gradient.
+
+    input: (..., in). weight: (out, in), or (in,) for an output without its last dimension.
+    bias: (out,) or None. Returns (..., out). All of one floating-point dtype, which is the
+    result's (torch's own errors otherwise); accumulation is the kernel's, NaN and Inf spread.
+    scales: (s_y, s_dx, s_dw); the bias gradient is s_dw times the sum of the output's gradient,
+    which no cast has touched. Integers are not scaled, complex numbers not cast.
+    recipe: the casts of the operands; None takes the recipe, and the backend, of the enclosing
+    `fp8.autocast`. backend: as there. unit: whether the tensors are unit-scaled: what the recipe
+    "auto" of that block asks.
+    static: (e_x, e_w): a cast without a rule for scales (recipe "unit") has the scale 2**e_x for
+    the input, 2**e_w for the weight, in all products that the operand is in; None takes those of
+    the enclosing `fp8.context.active.with_static`, and 0. A cast that finds its scale does not read
+    it. Under `torch.autocast` the operands are cast to the recipe's format first (so that they are
+    rounded to it once) and then to autocast's dtype. Raises ValueError for shapes that do not fit.
+    """
+    recipe, backend = chosen(recipe, backend, unit)
+    scales = check_scales(scales)
+    if static is None:
+        static = (0, 0) if recipe is None else static_exponents(recipe, input, weight)
+    if recipe is not None:
+        refuse_nested(input)
+    if weight.dim() == 1:
+        bias = None if bias is None else bias.reshape(1)
+        given: Any = {"scales": scales, "recipe": recipe, "backend": backend, "static": static}
+        return linear(input, weight[None], bias, **given).squeeze(-1)
+    if weight.dim() != 2:
+        raise ValueError(f"linear needs a weight of 2 dimensions, got shape {tuple(weight.shape)}")
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear needs an input of shape (..., {weight.shape[1]}) for a weight of shape "
+            f"{tuple(weight.shape)}, got {tuple(input.shape)}"
+        )
+    if input.dim() == 2:
+        return _multiply(input, weight, bias, scales, recipe, backend, static)
+    rows = input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
+    y = _multiply(rows, weight, bias, scales, recipe, backend, static)
+    return y.reshape(*input.shape[:-1], weight.shape[0])
+
+
+def matmul(
+    left: Tensor,
+    right: Tensor,
+    *,
+    scales: Scales = ONES,
+    recipe: Recipe | None = None,
+    backend: str = "simulate",
+    static: Exponents | None = None,
+    unit: bool = False,
+) -> Tensor:
+    """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
+
+    scales: (s_y, s_dleft, s_dright). unit: as in `linear`. Both operands are cast as the recipe's
+    input, in the gradient of the right one as its grad_weight says; otherwise as `linear`.
+    """
+    recipe, backend = chosen(recipe, backend, unit)
+    scales = check_scales(scales)
+    if static is None:
+        static = (0, 0) if recipe is None else static_exponents(recipe, left, right)
+    if left.dim() == 0 or right.dim() == 0:
+        raise ValueError("matmul needs operands of at least one dimension, got a 0-dim tensor")
+    if left.shape[-1] != right.shape[-2 if right.dim() > 1 else 0]:
+        raise ValueError(
+            f"matmul needs matching inner sizes, got shapes {tuple(left.shape)} and "
+            f"{tuple(right.shape)}"
+        )
+    a = left.unsqueeze(0) if left.dim() == 1 else left
+    b = right.unsqueeze(1) if right.dim() == 1 else right
+    y = _batched(a, b, scales, recipe, backend, static)
+    y = y.squeeze(-1) if right.dim() == 1 else y
+    return y.squeeze(-1 if right.dim() == 1 else -2) if left.dim() == 1 else y
+
+
+def _batched(
+    a: Tensor,
+    b: Tensor,
+    scales: Scales,
+    recipe: Recipe | None,
+    backend: str,
+    static: Exponents,
+) -> Tensor:
+    """The product of two matrices or (broadcast) batches of them, in one call of `_Product`."""
+    batch = a.shape[:-2]
+    if b.dim() == 2:  # a batch times one matrix is one product
+        rows = a if a.dim() == 2 else a.flatten(0, -2)
+    else:
+        if b.shape[:-2] != batch:
+            batch = torch.broadcast_shapes(batch, b.shape[:-2])
+            a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
+        rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
+    y = _multiply(rows, b.mT, None, scales, recipe, backend, static, layer=False)
+    return y if y.dim() == a.dim() else y.reshape(*batch, a.shape[-2], b.shape[-1])

@@ -1,0 +1,462 @@
+"""What happens to each operand of the products of a layer: frozen, named, checked at birth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from ..common.validation import check_name
+from ..formats.format import Format, dtype_name, get_format
+from ..formats.quantize import OVERFLOWS
+from ..formats.rounding import ROUNDINGS
+from .scaling import RULES, SCALINGS
+
+__all__ = [
+    "AUTO",
+    "PLAIN",
+    "RECIPES",
+    "STATIC",
+    "UNIT",
+    "Cast",
+    "Recipe",
+    "get_recipe",
+    "given_recipe",
+    "needs_unit_scale",
+]
+
+AUTO = "auto"
+"""In place of a recipe: "unit" for what is unit-scaled, "tensor" for all else."""
+
+
+def _check(what: str, got: object, allowed: Iterable[str]) -> None:
+    if not isinstance(got, str):
+        raise TypeError(f"{what} is a {type(got).__name__}; give a name")
+    check_name(what, got, allowed)
+
+
+def _check_int(what: str, got: object, low: int, high: int) -> None:
+    if isinstance(got, bool) or not (isinstance(got, int) and low <= got <= high):
+        raise ValueError(f"{what} must be {low} to {high}, got {got!r}")
+
+
+def _check_keys(
+    what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
+) -> None:
+    names = tuple(allowed)
+    if not isinstance(got, Mapping):
+        raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
+    for key in got:
+        _check(f"key of a {what}", key, names)
+    missing = [key for key in needed if key not in got]
+    if missing:
+        raise ValueError(
+            f"a {what} needs the keys {', '.join(map(repr, needed))}; got "
+            f"{', '.join(map(repr, got)) or 'none'}, without {', '.join(map(repr, missing))}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """How one operand gets into its format.
+
+    format: a name in `fp8.FORMATS`, or a `fp8.Format`.
+    scaling: a name in `fp8.recipes.scaling.SCALINGS`: what shares a scale.
+    rule: a name in `fp8.recipes.scaling.RULES`: how the scale follows from the largest magnitude.
+    None becomes the scaling's usual one. tile: how many elements share a scale (across, along) the
+    axis that the product sums over, for the scalings that leave it open. None becomes the scaling's
+    usual one. margin: the scale is multiplied by 2**margin, which leaves room for that many
+    doublings. history: for scaling "delayed" how many passes count, 1 is the last alone; None
+    becomes 16. For the others it is 0; of "static" one scale is kept. rounding, overflow,
+    random_bits: as in `fp8.quantize`, but Inf does not saturate: it stays Inf where the format has
+    it and becomes NaN elsewhere. Stochastic rounding draws a new seed at each use. hadamard: 2 to
+    128, a power of two: the operand is first rotated by a random Hadamard matrix of that size along
+    the axis that the product sums over; 0: it is not. Both operands of a product need the same;
+    only those of the gradients may have it. Raises ValueError for an unknown name, for a format
+    without a sign, for a rule or tile that the scaling does not take and for overflow="nonfinite"
+    with a format that has neither Inf nor NaN, TypeError for what is not a name.
+    """
+
+    format: str | Format
+    scaling: str = "unit"
+    rule: str | None = None
+    tile: tuple[int, int] | None = None
+    margin: int = 0
+    history: int | None = None
+    rounding: str = "nearest"
+    overflow: str = "saturate"
+    random_bits: int = 31
+    hadamard: int = 0
+
+    text: ClassVar[str]
+    """Of an instance: its fields in one string, for the reason that `Format.text` has."""
+
+    def __post_init__(self) -> None:
+        format = get_format(self.format)
+        _check("scaling", self.scaling, SCALINGS)
+        _check("rounding", self.rounding, ROUNDINGS)
+        _check("overflow", self.overflow, OVERFLOWS)
+        if not format.signed:
+            raise ValueError(f"format {format.name!r} has no negative values: it is for scales")
+        if self.overflow == "nonfinite" and format.nonfinite is None:
+            raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
+        _check_int("random_bits", self.random_bits, 1, 31)
+        _check_int("margin", self.margin, -32, 32)
+        self._complete()
+        if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128) or isinstance(self.hadamard, bool):
+            raise ValueError(
+                f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
+            )
+        inner = self.format.text if isinstance(self.format, Format) else self.format
+        numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits, self.hadamard)
+        names = (self.scaling, self.rule or "", self.rounding, self.overflow)
+        object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
+
+    def _complete(self) -> None:
+        """Puts in what the scaling usually has for a rule or tile that is None."""
+        row = SCALINGS[self.scaling]
+        if self.rule is None:
+            object.__setattr__(self, "rule", row.rules[0] if row.rules else None)
+        else:
+            _check("rule", self.rule, RULES)
+            if self.rule not in row.rules:
+                allowed = ", ".join(map(repr, row.rules)) or "none"
+                raise ValueError(
+                    f"scaling {self.scaling!r} has no rule {self.rule!r}; it has {allowed}"
+                )
+        delayed = self.scaling == "delayed"
+        if self.history is None:
+            object.__setattr__(self, "history", 16 if delayed else 0)
+        bounds = (1, 4096) if delayed else (0, 0)
+        _check_int(f"history of scaling {self.scaling!r}", self.history, *bounds)
+        if self.margin and self.rule is None:
+            raise ValueError(f"scaling {self.scaling!r} has no margin")
+        if not isinstance(self.tile, tuple | list | type(None)):
+            raise TypeError(f"a tile is two numbers (across, along), not {self.tile!r}")
+        tile = row.tile if self.tile is None else tuple(self.tile)
+        if tile != row.tile:
+            if not row.free:
+                raise ValueError(f"scaling {self.scaling!r} has the tile {row.tile}, not {tile}")
+            if len(tile) != 2:
+                raise ValueError(f"a tile is two numbers (across, along), not {tile!r}")
+            for size in tile:
+                _check_int("a side of a tile", size, 1, 1 << 16)
+            if tile == (1, 1):
+                raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
+        object.__setattr__(self, "tile", tile)
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether something is kept of the operand between passes: largest magnitudes, or its
+        scale."""
+        return self.scaling in ("delayed", "static")
+
+    def __str__(self) -> str:
+        """Format and scaling, and whatever is not usual: "e2m1, nv 16x16, stochastic"."""
+        row = SCALINGS[self.scaling]
+        scaling = self.scaling
+        if self.tile != row.tile:
+            scaling += " {}x{}".format(*self.tile or ())
+        if self.rule is not None and self.rule != row.rules[0]:
+            scaling += f" by {self.rule}"
+        unusual = [
+            self.rounding if self.rounding != "nearest" else "",
+            self.overflow if self.overflow != "saturate" else "",
+            f"margin {self.margin}" if self.margin else "",
+            f"history {self.history}" if self.history else "",
+            f"rotated by {self.hadamard}" if self.hadamard else "",
+        ]
+        return ", ".join(filter(None, [str(self.format), scaling, *unusual]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if isinstance(self.format, Format):
+            dtype = self.format.dtype
+            name = None if dtype is None else dtype_name(dtype)
+            values["format"] = asdict(self.format) | {"dtype": name}
+        return values | {"tile": list(self.tile or ())}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Cast:
+        """The Cast that `to_dict` wrote; keys other than "format" and "scaling" may be left out.
+
+        Raises as Cast, and ValueError for an unknown or a missing key.
+        """
+        names = (field.name for field in fields(Cast))
+        _check_keys("Cast", values, names, ("format", "scaling"))
+        values = dict(values)
+        if isinstance(values.get("format"), Mapping):
+            given = dict(values["format"])
+            _check_keys("Format", given, (field.name for field in fields(Format)))
+            dtype = given.get("dtype")
+            given["dtype"] = None if dtype is None else getattr(torch, str(dtype), dtype)
+            values["format"] = Format(**given)
+        return Cast(**values)
+
+
+SAME = "same"
+"""In a Recipe: cast for this product too as for the first."""
+
+_OPERANDS = ("input", "weight", "grad")
+_OVERRIDES = ("grad_input_weight", "grad_weight_grad", "grad_weight_input")
+
+Pair = tuple[Cast | None, Cast | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The casts of the three products of a layer: forward, gradient of the input, of the weight.
+
+        y = input weight^T       sums over the inner size
+        dinput = grad weight     sums over the outputs
+        dweight = grad^T input   sums over the tokens
+
+    input: activations, and both operands of a product of two activations.
+    weight: the second operand of a linear layer or convolution.
+    grad: the gradient of the output.
+    None leaves an operand as it is.
+    saved_activations: how activations (GELU, SiLU, GLU, and the two factors of a gate) keep their
+    input for the backward pass, which then computes the derivative there; ReLU keeps a bit for each
+    element. It takes no scaling by tiles and no history. None keeps what torch keeps.
+    grad_input_weight, grad_weight_grad, grad_weight_input: another Cast (or None) of the weight,
+    the gradient and the input for the product named first; "same" casts as above. Where a scale
+    belongs to a row or block, each product casts anew, along the axis that it sums over, from the
+    operand in high precision.
+    Raises TypeError for what is not a Cast, ValueError for a second cast with scaling "delayed" or
+    "static", where only one operand of a product is rotated, or one of the forward product, and for
+    saved activations with a scale for each tile, a history or a rotation.
+    """
+
+    name: str
+    input: Cast | None = None
+    weight: Cast | None = None
+    grad: Cast | None = None
+    saved_activations: Cast | None = None
+    grad_input_weight: Cast | str | None = SAME
+    grad_weight_grad: Cast | str | None = SAME
+    grad_weight_input: Cast | str | None = SAME
+
+    unscaled: ClassVar[bool] = False
+    """Of an instance: whether it casts an operand as it is, without a scale."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"Recipe.name must be a name, not {self.name!r}")
+        for field in (*_OPERANDS, "saved_activations", *_OVERRIDES):
+            cast = getattr(self, field)
+            if not (
+                cast is None or isinstance(cast, Cast) or (field in _OVERRIDES and cast == SAME)
+            ):
+                same = ', None or "same"' if field in _OVERRIDES else " or None"
+                raise TypeError(f"Recipe.{field} must be a Cast{same}, not {cast!r}")
+            if field in _OVERRIDES and isinstance(cast, Cast) and cast.keeps_history:
+                raise ValueError(
+                    f'{field} cannot have scaling "{cast.scaling}": one history, one cast'
+                )
+        saved = self.saved_activations
+        if saved is not None and (saved.tile != (0, 0) or saved.keeps_history or saved.hadamard):
+            raise ValueError(
+                f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
+            )
+        for product in ("forward", "grad_input", "grad_weight"):
+            sizes = [cast.hadamard if cast else 0 for cast in getattr(self, product)]
+            if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
+                needs = "no rotation" if product == "forward" else "both operands rotated or none"
+                raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
+        unscaled = any(cast is not None and cast.scaling == "unit" for cast in self.casts)
+        object.__setattr__(self, "unscaled", unscaled)
+
+    @property
+    def overrides(self) -> dict[str, Cast | None]:
+        """The fields that are not "same"."""
+        values = {field: getattr(self, field) for field in _OVERRIDES}
+        return {field: cast for field, cast in values.items() if cast != SAME}
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether it needs an `fp8.AmaxHistory`."""
+        return any(cast is not None and cast.keeps_history for cast in (*self.forward, self.grad))
+
+    @property
+    def changes_scales(self) -> bool:
+        """Whether a pass leaves other scales behind than it had: scaling "delayed"."""
+        return any(cast is not None and cast.history for cast in (*self.forward, self.grad))
+
+    @property
+    def casts(self) -> tuple[Cast | None, ...]:
+        """Those of all operands of the three products."""
+        return (*self.forward, *self.grad_input, *self.grad_weight)
+
+    @property
+    def forward(self) -> Pair:
+        """The casts of (input, weight) in the output."""
+        return self.input, self.weight
+
+    @property
+    def grad_input(self) -> Pair:
+        """The casts of (grad, weight) in the gradient of the input."""
+        return self.grad, _or_same(self.grad_input_weight, self.weight)
+
+    @property
+    def grad_weight(self) -> Pair:
+        """The casts of (grad, input) in the gradient of the weight."""
+        return (
+            _or_same(self.grad_weight_grad, self.grad),
+            _or_same(self.grad_weight_input, self.input),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as a dict of plain values: ``json.dumps`` takes it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {k: v.to_dict() if isinstance(v, Cast) else v for k, v in values.items()}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Recipe:
+        """The recipe that `to_dict` wrote. Keys other than "name", "input", "weight" and "grad" may
+        be left out; an operand that is not cast is None (null in JSON).
+
+        Raises as Recipe, and ValueError for an unknown or a missing key.
+        """
+        names = (field.name for field in fields(Recipe))
+        _check_keys("Recipe", values, names, ("name", *_OPERANDS))
+        read: dict[str, Any] = {
+            k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
+        }
+        return Recipe(**read)
+
+
+def _or_same(cast: Cast | str | None, same: Cast | None) -> Cast | None:
+    return same if isinstance(cast, str) else cast
+
+
+def _all(name: str, format: str, scaling: str = "unit", **options: Any) -> Recipe:
+    """One cast for every operand."""
+    cast = Cast(format=format, scaling=scaling, **options)
+    return Recipe(name=name, input=cast, weight=cast, grad=cast)
+
+
+def _e4m3_e5m2(name: str, scaling: str) -> Recipe:
+    """e4m3 where precision counts, e5m2 where range does (Micikevicius et al. 2022, section 3)."""
+    forward = Cast(format="e4m3", scaling=scaling)
+    return Recipe(
+        name=name, input=forward, weight=forward, grad=Cast(format="e5m2", scaling=scaling)
+    )
+
+
+def _row_gw_hp() -> Recipe:
+    """By rows, but the gradient of the weight in high precision; so the weight needs no second
+    copy along the other axis: that product has one scale for it (torchao's rowwise_with_gw_hp)."""
+    row = Cast(format="e4m3", scaling="row")
+    return Recipe(
+        name="row_gw_hp",
+        input=row,
+        weight=row,
+        grad=row,
+        grad_input_weight=Cast(format="e4m3", scaling="tensor"),
+        grad_weight_grad=None,
+        grad_weight_input=None,
+    )
+
+
+def _block() -> Recipe:
+    """DeepSeek-V3 (arXiv:2412.19437), section 3.3: e4m3 throughout, 1 x 128 for activations and
+    gradients, 128 x 128 for weights."""
+    vector = Cast(format="e4m3", scaling="block")
+    square = Cast(format="e4m3", scaling="block", tile=(128, 128))
+    return Recipe(name="block", input=vector, weight=square, grad=vector)
+
+
+def _mxfp6() -> Recipe:
+    """e2m3, the more precise, forward, and e3m2, the wider, for gradients."""
+    forward = Cast(format="e2m3", scaling="mx")
+    return Recipe(
+        name="mxfp6", input=forward, weight=forward, grad=Cast(format="e3m2", scaling="mx")
+    )
+
+
+def _nvfp4() -> Recipe:
+    """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149), section 4: weights
+    in 16 x 16 blocks, the same in both products; gradients rounded stochastically; both operands of
+    the weight's gradient rotated, 16 at a time."""
+    vector = Cast(format="e2m1", scaling="nv")
+    square = Cast(format="e2m1", scaling="nv", tile=(16, 16))
+    return Recipe(
+        name="nvfp4",
+        input=vector,
+        weight=square,
+        grad=Cast(format="e2m1", scaling="nv", rounding="stochastic"),
+        grad_weight_grad=Cast(format="e2m1", scaling="nv", rounding="stochastic", hadamard=16),
+        grad_weight_input=Cast(format="e2m1", scaling="nv", hadamard=16),
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        # Scale one: for unit-scaled models.
+        _e4m3_e5m2("unit", "unit"),
+        _all("unit_e4m3", "e4m3"),
+        # One scale per tensor.
+        _e4m3_e5m2("tensor", "tensor"),
+        # Micikevicius et al. 2022 (arXiv:2209.05433), section 3.1, with 16 passes as in FP8-LM.
+        _e4m3_e5m2("delayed", "delayed"),
+        # Powers of two measured once: half precision's loss scale (Micikevicius et al. 2018,
+        # arXiv:1710.03740, section 3.2), one for each operand.
+        _e4m3_e5m2("static", "static"),
+        # One per row or block of what is summed over.
+        _all("row", "e4m3", "row"),
+        _row_gw_hp(),
+        _block(),
+        # Mishra et al., "Recipes for pre-training LLMs with MXFP8" (arXiv:2506.08027): e4m3 for all
+        # three, scales rounded up.
+        _all("mxfp8", "e4m3", "mx"),
+        _mxfp6(),
+        # OCP MX specification 1.0, section 6.3, to the letter: e2m1, scales by the floor rule.
+        _all("mxfp4", "e2m1", "mx", rule="floor"),
+        _nvfp4(),
+        # 16-bit operands.
+        _all("bf16", "bf16"),
+        _all("fp16", "fp16"),
+    )
+}
+"""Name -> recipe."""
+
+PLAIN, UNIT, STATIC = RECIPES["tensor"], RECIPES["unit"], RECIPES["static"]
+"""What "auto" is for what is not unit-scaled, for what is, and for layers that are calibrated."""
+
+
+def get_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe of that name; a Recipe is returned as it is.
+
+    Raises ValueError, with the names there are, for another, and TypeError for what is neither.
+    "auto" is no recipe but a choice between two, which needs a model: ValueError.
+    """
+    if recipe == AUTO:
+        raise ValueError(
+            'recipe "auto" is "unit" or "tensor", as the model is unit-scaled or not: give it to '
+            f"a function that takes a model; here choose one of {', '.join(map(repr, RECIPES))}"
+        )
+    return _known(recipe, RECIPES)
+
+
+def given_recipe(recipe: str | Recipe) -> Recipe | None:
+    """`get_recipe`; None for "auto", whose choice is made where the product is known."""
+    return None if recipe == AUTO else _known(recipe, (AUTO, *RECIPES))
+
+
+def _known(recipe: str | Recipe, names: Iterable[str]) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"a recipe must be a name or a Recipe, not {type(recipe).__name__}")
+    _check("recipe", recipe, names)
+    return RECIPES[recipe]
+
+
+def needs_unit_scale(recipe: Recipe) -> bool:
+    """Whether it casts an operand to 8 bits or fewer as it is, without a scale."""
+    casts = (cast for cast in recipe.casts if cast is not None)
+    return any(cast.scaling == "unit" and get_format(cast.format).bits <= 8 for cast in casts)

@@ -1,0 +1,84 @@
+"""What this machine can run: torch, devices, recipes and the libraries that adapters use."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from ..common.libraries import LIBRARIES, probe
+from ..common.report import as_table
+from ..native.kernels import why_not_device
+from ..native.product import why_not_here
+from ..recipes.recipe import RECIPES
+
+__all__ = ["as_text", "examine", "is_well"]
+
+Section = list[dict[str, str]]
+
+
+def examine() -> dict[str, Section]:
+    """Rows on "system", "devices", "recipes" and "libraries".
+
+    recipes: for each device "native", by torch's kernels, which have passed their proof
+    (`fp8.native.selftest`, for results in bfloat16), or "simulated", and why. Native needs
+    backend="native" on a CPU, where simulation is what "auto" takes.
+    libraries: "found", "missing", or "broken" where the import fails, and what installs it. All of
+    `fp8.common.libraries.LIBRARIES` are imported to know.
+    """
+    devices = _devices()
+    return {
+        "system": [
+            {"what": "python", "version": platform.python_version()},
+            {"what": "torch", "version": torch.__version__},
+        ],
+        "devices": [_device(device) for device in devices],
+        "recipes": [_recipe(name, device) for device in devices for name in RECIPES],
+        "libraries": [_library(name) for name in LIBRARIES],
+    }
+
+
+def _devices() -> list[torch.device]:
+    cuda = range(torch.cuda.device_count())
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in cuda)]
+
+
+def _device(device: torch.device) -> dict[str, str]:
+    name, capability = platform.machine(), ""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+    why_not = why_not_device(device)
+    fp8 = f"no: {why_not}" if why_not else "yes"
+    return {"device": str(device), "name": name, "capability": capability, "FP8 product": fp8}
+
+
+def _recipe(name: str, device: torch.device) -> dict[str, str]:
+    why = why_not_here(RECIPES[name], device, torch.bfloat16)
+    runs = "simulated" if why else "native"
+    return {"recipe": name, "device": str(device), "runs": runs, "why": why}
+
+
+def _library(name: str) -> dict[str, str]:
+    found = probe(name)
+    return {
+        "library": name,
+        "status": found.status,
+        "version": found.version,
+        "why": found.why,
+        "to get it": LIBRARIES[name].get if found.error else "",
+    }
+
+
+def is_well(findings: dict[str, Section]) -> bool:
+    """Whether nothing that is installed is broken."""
+    return all(row["status"] != "broken" for row in findings["libraries"])
+
+
+def as_text(findings: dict[str, Section]) -> str:
+    """A table for each section."""
+    tables = (
+        as_table([list(rows[0]), *(list(row.values()) for row in rows)])
+        for rows in findings.values()
+    )
+    return "\n\n".join(tables)

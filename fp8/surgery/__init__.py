@@ -1,0 +1,3 @@
+"""What replaces or converts the layers of a model, and sets their scales.
+Imports `fp8.modes` and below.
+"""

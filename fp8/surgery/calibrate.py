@@ -1,0 +1,207 @@
+"""`calibrate`: the static scales of a model, measured in one forward and backward pass."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..casts.measuring import MEASURING, Measurement
+from ..common.mixin import check_module
+from ..common.step import Batch, Loss, call, starts, unwrapped
+from ..modes.autocast import outside_compiler
+from ..recipes.history import AmaxHistory, histories, settle
+from ..recipes.scaling import LARGEST, SMALLEST, nearest_power
+from .convert import choose_static
+
+__all__ = ["calibrate", "calibration"]
+
+Group = torch.distributed.ProcessGroup | None
+
+
+def calibrate(
+    model: nn.Module | AmaxHistory,
+    batch: Batch = None,
+    loss: Loss | None = None,
+    *,
+    scales: Mapping[str, int | None] | None = None,
+    group: Group = None,
+) -> dict[str, int | None]:
+    """Sets the scales of recipe "static" from one forward and backward pass; returns `calibration`.
+
+    model: one that `fp8.convert` gave a recipe with scaling "static", or any other inside of
+    `fp8.autocast` with such a recipe and a history. Layers converted under "auto" that are not
+    unit-scaled have "static" from then on. The pass runs in the precision of the model
+    itself: no product is cast. The scale of every operand of every product (input, weight, gradient
+    of the output) becomes ``2**round(log2(RMS))``, the power of two nearest to its RMS, so that an
+    operand is cast with RMS 2**-0.5 to 2**0.5. An operand of zeros, or one with Inf or NaN, keeps
+    the scale that it has. That is 1 at first, and is set by the first training step in which the
+    operand is neither.
+
+    batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments of
+    the model. loss: a function of the model's output that returns a scalar; include the loss scale
+    that training uses. None: the output's ``loss`` or its first tensor without dimensions; where
+    there is none, the gradient of the output is unit normal, of seed 0.
+    scales: sets these, as `calibration` returned them, instead of measuring.
+    group: the processes over which second moments are summed (None: all), where torch.distributed
+    is initialized; all of them call this. Then their scales are equal.
+
+    The gradients, buffers and mode of the model and the random number generators are left as they
+    are, and no hook that accumulates gradients runs. A wrapper of torch.compile or
+    DistributedDataParallel is looked through; with FSDP calibrate before sharding, or let the first
+    training step do it. ``torch.utils.checkpoint`` needs ``use_reentrant=False``.
+    Raises TypeError for what is not a module, ValueError where nothing has static scales, without
+    either batch or scales or with both, for a loss that is no scalar, and for scales of other
+    operands or that are not whole numbers from -126 to 126.
+
+    >>> import torch, fp8
+    >>> model = fp8.convert(torch.nn.Linear(64, 64), "static")
+    >>> x = 0.01 * torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+    >>> fp8.calibrate(model, x)
+    {'input': -7, 'weight': -4, 'grad': 0}
+    """
+    if (batch is None) == (scales is None):
+        raise ValueError("calibrate needs either a batch, to measure, or scales, to set")
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
+        choose_static(model)
+    if scales is not None:
+        _set(model, scales)
+        return calibration(model)
+    check_module("calibrate", model)
+    assert isinstance(model, nn.Module)
+    measurement = Measurement()
+    outside_compiler(lambda: _measure(model, batch, loss, measurement))
+    states = list(_states(model).values())
+    known = {state.data_ptr() for state in states}
+    states += [entry[0] for key, entry in measurement.moments.items() if key not in known]
+    if not states:
+        raise ValueError(_NOTHING.format(type(model).__name__))
+    _write(states, measurement, group)
+    found = measurement.histories.values()
+    _settle(model)
+    for history in found:
+        history.settle()
+    outer = [h for h in found if type(h) is AmaxHistory]
+    return calibration(model if _states(model) or not outer else outer[0])
+
+
+_NOTHING = (
+    "calibrate: no product of {} has static scales: call fp8.convert(model, 'static') first, or "
+    "calibrate inside of fp8.autocast('static', history=fp8.AmaxHistory())"
+)
+
+
+def calibration(model: nn.Module | AmaxHistory) -> dict[str, int | None]:
+    """The static scales of a model that was converted, or of a history, as numbers for JSON.
+
+    Operand -> the exponent e of its scale ``2**e``, which it is divided by before its cast, or
+    None where it is not known. ``fp8.calibrate(model, scales=...)`` sets them.
+
+    The operands of a layer are its name and "input", "weight" or "grad", as "0.input".
+    """
+    scales = {name: float(state) for name, state in _states(model).items()}
+    return {name: round(math.log2(scale)) if scale else None for name, scale in scales.items()}
+
+
+def _states(model: nn.Module | AmaxHistory) -> dict[str, Tensor]:
+    """Operand -> its static scale, 0-dim."""
+    if isinstance(model, AmaxHistory):
+        return {name: state for name, state in model.tensors.items() if not state.dim()}
+    check_module("calibrate", model)
+    kept = histories(unwrapped(model)).items()
+    return {name.replace("fp8_scale_", ""): state for name, state in kept if not state.dim()}
+
+
+def _settle(model: nn.Module | AmaxHistory) -> None:
+    if isinstance(model, AmaxHistory):
+        model.settle()
+        return
+    for module in unwrapped(model).modules():
+        settle(module)
+
+
+def _set(model: nn.Module | AmaxHistory, scales: Mapping[str, int | None]) -> None:
+    states = _states(model)
+    if isinstance(model, AmaxHistory):
+        states = {name: states.get(name, torch.zeros(())) for name in scales} | states
+    if not states:
+        raise ValueError(_NOTHING.format(type(model).__name__))
+    if different := sorted(states.keys() ^ scales.keys()):
+        what = "is missing" if different[0] in states else "is not in the model"
+        raise ValueError(f"scales: {different[0]!r} {what}, one of {len(different)}")
+    for name, e in scales.items():
+        whole = isinstance(e, int) and not isinstance(e, bool)
+        if e is not None and not (whole and SMALLEST <= e < LARGEST):
+            raise ValueError(f"scales: {name!r} is a whole number from -126 to 126, got {e!r}")
+    with torch.no_grad():
+        for name, e in scales.items():
+            states[name].fill_(0.0 if e is None else 2.0**e)
+    if isinstance(model, AmaxHistory):
+        model.tensors = states
+    _settle(model)
+
+
+@torch.no_grad()
+def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None:
+    """Sets the scales from the moments of all processes."""
+    zero = [None, 0.0, 0]
+    entries = [measurement.moments.get(state.data_ptr(), zero) for state in states]
+    sums = [[float(total), float(count)] for _, total, count in entries]
+    device = states[0].device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    moments = torch.tensor(sums, dtype=dtype, device=device)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(moments, torch.distributed.ReduceOp.SUM, group)
+    powers = nearest_power(moments[:, 0] / moments[:, 1])
+    for state, power in zip(states, powers.tolist(), strict=True):
+        if power:
+            state.fill_(power)
+
+
+def _measure(
+    model: nn.Module,
+    batch: Batch,
+    loss: Loss | None,
+    measurement: Measurement,
+) -> None:
+    """One pass of ``model``, forward and backward, that leaves nothing behind."""
+    with _untouched(model), torch.inference_mode(False), torch.enable_grad():
+        MEASURING.items.append(measurement)
+        try:
+            ends, gradients = starts(call(model, batch), loss)
+            leaves = [p for p in model.parameters() if p.requires_grad]
+            if ends and leaves:
+                torch.autograd.grad(ends, leaves, gradients, allow_unused=True)
+        finally:
+            MEASURING.items.pop()
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Puts buffers and the states of random number generators back."""
+    tensors = [*model.parameters(), *model.buffers()]
+    cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(cuda):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)

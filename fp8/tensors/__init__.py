@@ -1,0 +1,3 @@
+"""Tensors of FP8 values with a scale.
+Imports `fp8.recipes` and below.
+"""

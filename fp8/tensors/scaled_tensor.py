@@ -1,0 +1,438 @@
+"""`ScaledTensor`: a tensor kept as 8- or 16-bit values of a format and one scale.
+
+    x = stored * scale
+
+For weights and gradients that take one or two bytes an element and are otherwise tensors like any
+other: they accumulate, are clipped, unscaled, copied and compiled. What a ScaledTensor has no
+shortcut for is computed from its numbers in its dtype, and what changes in place is stored again.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..common.compiler import apply
+from ..formats.format import FORMATS, Format, dtype_name, get_format
+from ..recipes.scaling import in_format
+from .scaled_parts import Parts, refuse_rounding, warn_of_small_steps
+
+__all__ = ["DTYPES", "STORED", "ScaledTensor", "keep_gradients_in", "plain", "scaled"]
+
+aten = torch.ops.aten
+
+STORED = ("e4m3", "e5m2", "fp16")
+"""What the values of a ScaledTensor may be in: formats that torch has a dtype for, with a NaN."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What a ScaledTensor may stand for."""
+
+
+OWN = ("stored", "scale", "whole", "writes")
+"""The attributes that a ScaledTensor has of itself."""
+
+
+class ScaledTensor(Parts):
+    """A tensor of ``dtype`` and the shape of ``stored``, whose numbers are ``stored * scale``.
+
+    stored: values of a format of `STORED`, in its torch dtype, any shape. scale: 0-dim float32, a
+    power of two when just stored, so that every number is exact in float32 (those of an 8-bit
+    format in bfloat16 too). dtype: what it is to others, one of `DTYPES`. Made by `scaled`.
+
+    Moved, transposed, reshaped, converted to another of `DTYPES`, copied from one of its format,
+    and multiplied or divided by one number, which changes the scale alone, it stays a ScaledTensor
+    without a new rounding. The sum of two of one format is one again. Any other result is a plain
+    tensor. Whatever is done in place is computed in the dtype and stored with a new scale.
+    A view of a part of it, which has the scale of the whole, is only to be read: what would
+    change it raises a NotImplementedError.
+
+    NaN stays NaN. Inf stays Inf in e5m2 and fp16, and is NaN in e4m3, which has none: what looks
+    for gradients that are not finite (GradScaler, ``clip_grad_norm_(error_if_nonfinite=True)``)
+    finds it.
+    `copy.deepcopy` copies it; `pickle` and `torch.save` write its two plain tensors.
+    """
+
+    stored: Tensor
+    scale: Tensor
+    #: Whether the scale is for these values alone; False for a view of a part.
+    whole: bool
+    #: [How often it was written to], shared by its views; ``.data`` has no version of its own.
+    writes: list[int]
+    #: The format that gradients are kept in, None for those of a plain tensor.
+    grad_format: str | None = None
+    #: Whether an operation in place is refused where the format would round its result: of weights
+    #: that `fp8.store_frozen` keeps. Views and clones have it too.
+    exact: bool = False
+
+    # torch.compile, torch.func and the C++ code see this class below autograd alone.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: Any, stored: Tensor, scale: Tensor, dtype: torch.dtype, whole: bool = True
+    ) -> ScaledTensor:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            stored.size(),
+            strides=stored.stride(),
+            storage_offset=stored.storage_offset(),
+            dtype=dtype,
+            device=stored.device,
+        )
+
+    def __init__(
+        self, stored: Tensor, scale: Tensor, dtype: torch.dtype, whole: bool = True
+    ) -> None:
+        self.stored, self.scale, self.whole, self.writes = stored, scale, whole, [0]
+
+    @property
+    def format(self) -> str:
+        """The name of the format of the stored values, one of `STORED`."""
+        return next(name for name in STORED if FORMATS[name].dtype == self.stored.dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ScaledTensor({self.dequantize()}, format={self.format!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["stored", "scale"], (self.dtype, self.whole)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        tensors: dict[str, Tensor], context: Any, size: Any, stride: Any
+    ) -> ScaledTensor:
+        return ScaledTensor(tensors["stored"], tensors["scale"], *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        return f"ScaledTensor {self.dtype} {self.whole}"
+
+    def requires_grad_(self, requires_grad: bool = True) -> ScaledTensor:
+        """As of any tensor; a weight that was frozen keeps its gradients as it is told to."""
+        frozen = not self.requires_grad
+        super().requires_grad_(requires_grad)
+        if frozen and self.grad_format is not None:
+            keep_gradients_in(self, self.grad_format)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
+        if id(self) not in memo:
+            parts = self.stored.clone(), self.scale.clone()
+            memo[id(self)] = _rebuild(*parts, *copy.deepcopy(self._rest(), memo))
+            memo[id(self)].grad = copy.deepcopy(self.grad, memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As plain bytes: pickle cannot read torch's tensors of 8-bit formats.
+        bits = self.stored.view(torch.uint8) if self.stored.itemsize == 1 else self.stored
+        return _rebuild, (bits, self.scale, *self._rest())
+
+    def _rest(self) -> tuple[Any, ...]:
+        """What there is to know beside the two tensors."""
+        own = {k: v for k, v in vars(self).items() if k not in OWN}
+        return self.dtype, self.whole, self.requires_grad, own, self.stored.dtype
+
+    def _write(self, numbers: Tensor) -> ScaledTensor:
+        """Stores other numbers."""
+        new = scaled(numbers, self.format)
+        return self._take(new.stored, new.scale)
+
+    def _check(self, name: str, numbers: Tensor) -> None:
+        """Raises NotImplementedError where the format would round what ``exact`` says it must not.
+        name: of the operation that has led to the numbers."""
+        if self.exact and not torch.compiler.is_compiling():
+            refuse_rounding(name, scaled(numbers, self.format).dequantize(numbers.dtype), numbers)
+
+    def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
+        if not self.whole:
+            raise NotImplementedError(
+                "this is a view of a part of a ScaledTensor, whose scale is that of the whole: "
+                "change the whole, or x.copy_(y) with y = x.dequantize() changed"
+            )
+        self.stored.copy_(stored)
+        self.scale.copy_(scale)
+        self.writes[0] += 1
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shortcut = SHORTCUTS.get(func)
+        result = NotImplemented if shortcut is None else shortcut(func, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if func.is_view and isinstance(args[0], ScaledTensor) and func is not aten.view.dtype:
+            return _viewed(func, args, kwargs)
+        return _computed(func, args, kwargs)
+
+
+def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) -> ScaledTensor:
+    """``x`` in ``format``, with the smallest power of two as its scale under which nothing
+    overflows (that of its largest finite magnitude now; 1 where that is zero).
+
+    x: float32, bfloat16 or float16, any shape; rounded once, to the nearest, ties to even. Inf and
+    NaN: see `ScaledTensor`. format: one of `STORED`. dtype: what the result stands for, by default
+    the dtype of x.
+    Raises ValueError for another format, TypeError for another dtype. No gradient flows.
+
+    >>> scaled(torch.tensor([1.0, 250.0, 251.0]), "e4m3")
+    ScaledTensor(tensor([  1., 256., 256.]), format='e4m3')
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"scaled: x must be a Tensor, got {type(x).__name__}")
+    spec = get_format(format)
+    if spec.name not in STORED:
+        raise ValueError(f"a ScaledTensor has format {', '.join(STORED)}, not {spec.name!r}")
+    dtype = x.dtype if dtype is None else dtype
+    if dtype not in DTYPES:
+        allowed = ", ".join(map(dtype_name, DTYPES))
+        raise TypeError(f"a ScaledTensor stands for {allowed}, not {dtype}")
+    stored, scale = in_format(plain(x.detach(), torch.float32), spec)
+    return ScaledTensor(stored, scale, dtype)
+
+
+def plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``x`` as a plain tensor of ``dtype``, by default its own. The gradient passes unchanged."""
+    if isinstance(x, ScaledTensor):
+        return apply(_Plain, x, x.dtype if dtype is None else dtype)
+    return x if dtype is None else x.to(dtype)
+
+
+class _Plain(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+        return x.dequantize(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.to(ctx.dtype), None
+
+
+def keep_gradients_in(parameter: Any, grad_format: str | None) -> None:
+    """Has the gradient of ``parameter``, a leaf, stored in ``grad_format`` (None: as it comes) once
+    all that a backward pass has for it is summed. One to be differentiated stays plain."""
+    parameter.grad_format = grad_format
+    if grad_format is not None and parameter.requires_grad:
+        parameter.register_hook(partial(_kept, grad_format))
+
+
+def _kept(format: str, grad: Tensor) -> Tensor:
+    return grad if isinstance(grad, ScaledTensor) or grad.requires_grad else scaled(grad, format)
+
+
+def _rebuild(
+    stored: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    whole: bool,
+    requires_grad: bool,
+    attributes: dict[str, Any],
+    kept_in: torch.dtype,
+) -> ScaledTensor:
+    """The ScaledTensor that was copied or pickled. Hooks are not pickled, as in torch."""
+    x = ScaledTensor(stored.view(kept_in), scale, dtype, whole)
+    vars(x).update(attributes)
+    return x.requires_grad_(requires_grad)
+
+
+# Lets torch.load(weights_only=True) read what torch.save wrote.
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any operation, on the numbers; what it changed in place is stored again."""
+    numbers: dict[int, Tensor] = {}
+
+    def opened(x: Any) -> Any:
+        if not isinstance(x, ScaledTensor):
+            return x
+        if id(x) not in numbers:
+            numbers[id(x)] = x.dequantize()
+        return numbers[id(x)]
+
+    result = func(*tree_map(opened, args), **tree_map(opened, kwargs))
+    if not func._schema.is_mutable:
+        return result
+    written = [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.is_write
+    ]
+    kept = [x for x in tree_leaves(written) if isinstance(x, ScaledTensor)]
+    if kept:
+        warn_of_small_steps(func, kwargs)
+    for x in kept:
+        x._check(func.overloadpacket.__name__, numbers[id(x)])
+    changed = {id(numbers[id(x)]): x._write(numbers[id(x)]) for x in kept}
+    return tree_map(lambda x: changed.get(id(x), x), result)
+
+
+_WHOLE_VIEWS = (
+    aten.alias.default,
+    aten.detach.default,
+    aten.permute.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+)
+"""Views that have all elements once, so that a new scale for them is one for the whole."""
+
+
+def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of the stored values, under the same scale."""
+    x = args[0]
+    whole = x.whole and func in _WHOLE_VIEWS
+
+    def view(stored: Tensor) -> ScaledTensor:
+        y = ScaledTensor(stored, x.scale, x.dtype, whole)
+        y.writes, y.exact = x.writes, x.exact
+        return y
+
+    result = tree_map(view, func(x.stored, *args[1:], **kwargs))
+    return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+def _clone(func: Any, x: ScaledTensor, **kwargs: Any) -> ScaledTensor:
+    y = ScaledTensor(func(x.stored, **kwargs), x.scale.clone(), x.dtype)
+    y.exact = x.exact
+    return y
+
+
+def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> Any:
+    dtype = kwargs.pop("dtype", None) or x.dtype
+    if dtype not in DTYPES:
+        return func(x.dequantize(torch.float32), dtype=dtype, **kwargs)
+    scale = func(x.scale, **{k: v for k, v in kwargs.items() if k != "memory_format"})
+    return ScaledTensor(func(x.stored, **kwargs), scale, dtype)
+
+
+def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+    if not isinstance(x, ScaledTensor):
+        return func(x, plain(source, torch.float32), non_blocking)
+    if isinstance(source, ScaledTensor) and (source.shape, source.format) == (x.shape, x.format):
+        return x._take(source.stored, source.scale)
+    # From float32, whatever the dtype: no rounding but that of the format.
+    return x._write(plain(source, torch.float32).to(x.device).expand_as(x))
+
+
+def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
+    """How autograd begins a copy of a gradient in the layout of its parameter."""
+    if kwargs.pop("dtype", None) not in (None, x.dtype):
+        return NotImplemented
+    return ScaledTensor(func(x.stored, *args, **kwargs), torch.ones_like(x.scale), x.dtype)
+
+
+def _zero_(func: Any, x: ScaledTensor) -> ScaledTensor:
+    return x._take(torch.zeros_like(x.stored), torch.ones_like(x.scale))
+
+
+def _by_one_number(x: Any, y: Any) -> bool:
+    """Whether x is a ScaledTensor and y a real number that cannot change its dtype."""
+    if not isinstance(x, ScaledTensor) or x.dim() == 0 or isinstance(y, ScaledTensor):
+        return False
+    if isinstance(y, Tensor):
+        return y.dim() == 0 and not y.is_complex()
+    return not isinstance(y, complex)
+
+
+def _overflows(scale: Tensor) -> bool:
+    """Whether a scale is not finite, where that can be seen without waiting for a device."""
+    if torch.compiler.is_compiling() or scale.device.type != "cpu":
+        return False
+    try:
+        return not math.isfinite(scale)
+    except RuntimeError:  # under vmap, or while a graph is traced
+        return False
+
+
+def _anew(func: Any, x: ScaledTensor, y: Any) -> Tensor:
+    """``func(x, y)`` number by number: where the scale leaves float32, zero and small ones do not.
+
+    (Below float32 it needs nothing: of a scale rounded to a multiple of 2**-149 the numbers are off
+    by less than by a new rounding to the format.)
+    """
+    y = y.double() if isinstance(y, Tensor) else y
+    return func(x.stored.to(torch.float64) * x.scale.double(), y).to(torch.float32)
+
+
+def _times(func: Any, x: Any, y: Any) -> Any:
+    """mul and div."""
+    if not _by_one_number(x, y):
+        return NotImplemented
+    scale = func(x.scale, y).to(torch.float32)
+    if _overflows(scale):
+        return scaled(_anew(func, x, y), x.format, x.dtype)
+    return ScaledTensor(x.stored.clone(), scale, x.dtype)
+
+
+def _times_(func: Any, x: Any, y: Any) -> Any:
+    """mul_ and div_."""
+    if not _by_one_number(x, y) or not x.whole:
+        return NotImplemented
+    outcome = func(x.scale.clone(), y)
+    if _overflows(outcome):
+        return x._write(_anew(func, x, y))
+    x.scale.copy_(outcome)
+    x.writes[0] += 1
+    return x
+
+
+def _add(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+    both = isinstance(x, ScaledTensor) and isinstance(y, ScaledTensor)
+    if not both or (x.format, x.dtype) != (y.format, y.dtype):
+        return NotImplemented
+    return scaled(
+        func(x.dequantize(torch.float32), y.dequantize(torch.float32), **kwargs), x.format, x.dtype
+    )
+
+
+def _unscale(func: Any, tensors: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
+    """GradScaler's check and unscaling: of a ScaledTensor, only the scale changes."""
+    others = [x for x in tensors if not isinstance(x, ScaledTensor)]
+    if others:
+        func(others, found, inverse_scale)
+    for x in tensors:
+        if isinstance(x, ScaledTensor):
+            x.scale.mul_(inverse_scale)
+            finite = x.dequantize(torch.float32).isfinite().all()
+            found.copy_(torch.maximum(found, (~finite).to(found.dtype)))
+
+
+SHORTCUTS: dict[Any, Callable[..., Any]] = {
+    aten.detach_.default: lambda func, x: x,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy_,
+    aten.new_empty_strided.default: _new_empty_strided,
+    aten.zero_.default: _zero_,
+    aten.mul.Tensor: _times,
+    aten.mul.Scalar: _times,
+    aten.div.Tensor: _times,
+    aten.div.Scalar: _times,
+    aten.mul_.Tensor: _times_,
+    aten.mul_.Scalar: _times_,
+    aten.div_.Tensor: _times_,
+    aten.div_.Scalar: _times_,
+    aten.add.Tensor: _add,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
+"""Operation -> what it does to a ScaledTensor, where that is not `_computed`. NotImplemented: not
+with these arguments."""

@@ -1,0 +1,343 @@
+"""quantize() against ml_dtypes, gfloat and torch; its arguments, layouts and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from gfloat import RoundMode
+from torch import Tensor
+
+from fp8 import FORMATS, Format, quantize
+from fp8.formats.random_bits import random_bits
+from tests.fp8.oracles import (
+    GFLOAT,
+    all_patterns,
+    assert_same,
+    nearest,
+    random_patterns,
+    with_gfloat,
+    within,
+)
+
+ROWS = list(FORMATS.values())
+CASES = [
+    (format, overflow)
+    for format in ROWS
+    for overflow in ("saturate", "nonfinite")
+    if overflow == "saturate" or format.nonfinite is not None
+]
+IDS = [f"{format}-{overflow}" for format, overflow in CASES]
+
+
+@contextlib.contextmanager
+def flush_denormal() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no flush-denormal mode")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.proves("unit-scaling", "FP16 and FP8", how="own")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("format", "overflow"), CASES, ids=IDS)
+def test_every_16_bit_pattern(format: Format, overflow: str, dtype: torch.dtype) -> None:
+    x = all_patterns(dtype)
+    got = quantize(x, format, overflow=overflow)
+    assert got.dtype == dtype
+    assert_same(got, nearest(x, format, overflow), x)
+
+
+@pytest.mark.parametrize("format", ROWS, ids=str)
+def test_ten_million_float32_patterns(format: Format) -> None:
+    overflow = "saturate" if format.nonfinite is None else "nonfinite"
+    pieces = 16 if format.name in ("e4m3", "e5m2") else 1
+    for seed in range(pieces):
+        x = random_patterns(250_000, seed)
+        assert_same(quantize(x, format, overflow=overflow), nearest(x, format, overflow), x)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_every_float32_pattern(name: str) -> None:
+    format, size = FORMATS[name], 2**24
+    for start in range(-(2**31), 2**31, size):
+        x = torch.arange(start, start + size, dtype=torch.int32).view(torch.float32)
+        for overflow in ("saturate", "nonfinite"):
+            assert_same(quantize(x, format, overflow=overflow), nearest(x, format, overflow), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("overflow", ["saturate", "nonfinite"])
+@pytest.mark.parametrize("name", GFLOAT)
+def test_toward_zero_is_that_of_gfloat(name: str, overflow: str, dtype: torch.dtype) -> None:
+    format = FORMATS[name]
+    if overflow == "nonfinite" and format.nonfinite is None:
+        pytest.skip("no Inf and no NaN")
+    x = random_patterns(2**16, 1) if dtype == torch.float32 else all_patterns(dtype)
+    if not format.nan:
+        x = x[~x.isnan()]  # gfloat has nothing to give
+    got = quantize(x, format, rounding="toward_zero", overflow=overflow)
+    want = with_gfloat(x, format, RoundMode.TowardZero, overflow)
+    finite = within(want.where(x.isfinite(), 0.0), dtype, format, format.max)
+    nonfinite = (
+        finite.abs().max() if overflow == "saturate" else torch.tensor(format.nonfinite).double()
+    )
+    want = torch.where(x.isinf(), torch.copysign(nonfinite, x), want.where(x.isnan(), finite))
+    assert_same(got, want, x)
+
+
+@pytest.mark.parametrize("name", GFLOAT)
+def test_stochastic_is_that_of_gfloat_on_the_same_bits(name: str) -> None:
+    format, seed = FORMATS[name], (3, 1, 4)
+    # Magnitudes around the format's, whose dropped bits are at most 31: gfloat rounds finer ones,
+    # we truncate.
+    exponents = torch.arange(
+        format.min_exponent - format.mantissa_bits - 7, format.max_exponent + 1
+    )
+    mantissas = random_patterns(len(exponents) * 300, 2).view(torch.int32) & -0x7F800001
+    one = (mantissas | 0x3F800000).view(torch.float32).view(-1, 300).double()
+    x = (one * 2.0 ** exponents[:, None].double()).float().flatten()
+    x = torch.cat([x[x.abs() >= 2.0**-126], torch.tensor([0.0, -0.0, math.inf, -math.inf])])
+    bits = random_bits(x.shape, seed) & 0x7FFFFFFF
+    got = quantize(x, format, rounding="stochastic", seed=seed)
+    assert_same(got, with_gfloat(x, format, RoundMode.Stochastic, "saturate", 2**31 - 1 - bits), x)
+
+
+@pytest.mark.parametrize("format", [f for f in ROWS if f.dtype and f.signed], ids=str)
+def test_nearest_is_that_of_torch_within_range(format: Format) -> None:
+    # Beyond the range torch has changed its mind: float8_e4m3fn saturates since 2.12 and gave NaN
+    # before.
+    x = torch.cat([random_patterns(100_000, 3), all_patterns(torch.bfloat16).float()])
+    x = x[(x.abs() <= format.max) | x.isnan()]
+    assert_same(quantize(x, format), x.to(format.dtype).float(), x)
+
+
+@pytest.mark.parametrize("format", ROWS, ids=str)
+def test_values_of_a_format_stay(format: Format) -> None:
+    x = quantize(random_patterns(100_000, 4), format)
+    for rounding in ("nearest", "toward_zero", "stochastic"):
+        assert_same(quantize(x, format, rounding=rounding), x, x)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("format", ROWS, ids=str)
+def test_flush_denormal_loses_nothing(format: Format, rounding: str) -> None:
+    seed = 5 if rounding == "stochastic" else None
+    for x in (
+        all_patterns(torch.bfloat16),
+        all_patterns(torch.float16),
+        random_patterns(100_003, 5),
+    ):
+        want = quantize(x, format, rounding=rounding, seed=seed)
+        with flush_denormal():
+            got = quantize(x, format, rounding=rounding, seed=seed)
+        assert_same(got, want, x)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1", "bf16", "fp16"])
+def test_float64_is_rounded_once(name: str) -> None:
+    # Just beside the middle of two neighbours: float32 in between would land on the tie.
+    format = FORMATS[name]
+    low = quantize(
+        torch.rand(2000, generator=torch.Generator().manual_seed(6)) + 0.5, format
+    ).double()
+    exponent = (torch.frexp(low).exponent - 1).clamp(min=format.min_exponent)
+    step = 2.0 ** (exponent - format.mantissa_bits).double()
+    for nudge, up in ((2.0**-40, 1.0), (-(2.0**-40), 0.0)):
+        x = low + step / 2 + step * nudge
+        got = quantize(x, format)
+        assert got.dtype == torch.float64
+        assert torch.equal(got, low + up * step)
+    assert quantize(torch.tensor(1.0625 + 1e-12, dtype=torch.float64), "e4m3") == 1.125
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero"])
+def test_float64_is_that_of_gfloat(rounding: str) -> None:
+    mode = RoundMode.TiesToEven if rounding == "nearest" else RoundMode.TowardZero
+    generator = np.random.default_rng(7)
+    x = torch.from_numpy(
+        generator.standard_normal(20_000) * 2.0 ** generator.integers(-160, 150, 20_000)
+    )
+    for name in GFLOAT:
+        got = quantize(x, name, rounding=rounding)
+        assert_same(got, with_gfloat(x, FORMATS[name], mode, "saturate"), x)
+
+
+@pytest.mark.parametrize("mantissa_bits", [0, 2, 10, 21, 22, 23])
+@pytest.mark.parametrize("exponent_bits", [2, 5, 8])
+def test_custom_formats_are_exact(exponent_bits: int, mantissa_bits: int) -> None:
+    bias = 2 ** (exponent_bits - 1)
+    largest = (2 - 2.0**-mantissa_bits) * 2.0 ** (2**exponent_bits - 1 - bias)
+    format = Format(
+        name="custom",
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
+        bias=bias,
+        max=largest,
+    )
+    x = random_patterns(4000, 8)
+    x = torch.cat([x, torch.randn(2000, generator=torch.Generator().manual_seed(8))])
+    x = x[x.isfinite()]
+    want = torch.tensor([_nearest_by_fractions(v, format) for v in x.tolist()], dtype=torch.float64)
+    assert_same(quantize(x, format), want.float(), x)
+
+
+def _nearest_by_fractions(value: float, format: Format) -> float:
+    """Nearest, ties to even, saturating, in exact rational arithmetic. Steps finer than float32's
+    are float32's."""
+    exponent = max(math.frexp(value)[1] - 1, format.min_exponent)
+    step = Fraction(2) ** max(exponent - format.mantissa_bits, -149)
+    rounded = float(min(round(abs(Fraction(value)) / step) * step, Fraction(format.max)))
+    return math.copysign(rounded, value)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2", "e2m1", "fp16", "bf16"])
+def test_stochastic_rounding_is_unbiased(format: str) -> None:
+    row, count = FORMATS[format], 50_000
+    fractions = torch.tensor([0.001, 0.1, 1 / 3, 0.5, 0.9, 0.999])
+    for base in (1.0, row.min_normal, 0.0):
+        step = max(base, row.min_normal) * 2.0**-row.mantissa_bits
+        x = (base + fractions * step).clamp(min=2.0**-149)
+        y = quantize(x.expand(count, -1), format, rounding="stochastic", seed=(9, int(base)))
+        up = ((y.double() - base) / step).mean(0)
+        exact = (x.double() - base) / step
+        error = (exact * (1 - exact) / count).sqrt()
+        assert ((up - exact).abs() <= 5 * error).all()
+
+
+def test_stochastic_rounding_sees_far_below_the_smallest_value() -> None:
+    count, p = 1 << 20, 2.0**-10
+    x = torch.full((count,), FORMATS["e5m2"].min_subnormal * p)
+    ups = int((quantize(x, "e5m2", rounding="stochastic", seed=10) > 0).sum())
+    assert abs(ups - count * p) <= 5 * math.sqrt(count * p)
+
+
+def test_the_seed_decides() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(11))
+
+    def sr(seed: object) -> Tensor:
+        return quantize(x, "e4m3", rounding="stochastic", seed=seed)
+
+    assert torch.equal(sr(7), sr(7))
+    assert torch.equal(sr(7), sr(torch.tensor(7)))
+    assert torch.equal(sr((7, 1, 2)), sr((7, torch.tensor(1), 2)))
+    for other in (8, (7, 0), -7, 7 + 2**32):
+        assert not torch.equal(sr(7), sr(other))
+
+
+def test_without_a_seed_the_default_generator_decides() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(12))
+    torch.manual_seed(1)
+    first, second = (quantize(x, "e4m3", rounding="stochastic") for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(quantize(x, "e4m3", rounding="stochastic"), first)
+    assert not torch.equal(first, second)
+
+
+def layouts() -> dict[str, Tensor]:
+    x = torch.randn(4, 6, 5, 7, generator=torch.Generator().manual_seed(13)) * 100
+    return {
+        "contiguous": x,
+        "channels_last": x.to(memory_format=torch.channels_last),
+        "transposed": x.transpose(1, 3),
+        "strided": x[:, ::2, :, 1:],
+        "expanded": x[:1].expand(3, -1, -1, -1),
+        "empty": x[:0],
+        "scalar": x[0, 0, 0, 0],
+        "bfloat16": x.bfloat16().to(memory_format=torch.channels_last),
+        "float64": x.double().transpose(0, 1),
+    }
+
+
+@pytest.mark.parametrize("chunk", [1 << 17, 16], ids=["whole", "chunks"])
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("layout", layouts())
+def test_layouts(layout: str, rounding: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["fp8.formats.quantize"], "CHUNK", chunk)
+    x = layouts()[layout]
+    options = {"rounding": rounding, "seed": (1, 2) if rounding == "stochastic" else None}
+    before = x.clone()
+    for scale in (None, 0.5, torch.tensor(3.0)):
+        got = quantize(x, "e4m3", scale=scale, **options)
+        flat = x.contiguous().view(-1)
+        monkeypatch.setattr(sys.modules["fp8.formats.quantize"], "CHUNK", 1 << 17)
+        want = quantize(flat, "e4m3", scale=scale, **options).view(x.shape)
+        monkeypatch.setattr(sys.modules["fp8.formats.quantize"], "CHUNK", chunk)
+        assert torch.equal(got, want)
+        assert got.dtype == x.dtype
+        assert got.stride() == torch.empty_like(x).stride()
+    assert torch.equal(x, before)
+
+
+def test_scale_is_the_size_of_one_unit() -> None:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(14))
+    rows = x.abs().amax(1, keepdim=True) / 448
+    assert torch.equal(quantize(x, "e4m3", scale=rows), quantize(x / rows, "e4m3") * rows)
+    assert torch.equal(quantize(x, "e4m3", scale=0.25), quantize(x * 4, "e4m3") / 4)
+    half = x.bfloat16()
+    want = (quantize(half.float() / 0.3, "e4m3") * torch.tensor(0.3)).bfloat16()
+    assert torch.equal(quantize(half, "e4m3", scale=0.3), want)
+
+
+def test_largest_value_is_one_that_the_dtype_holds() -> None:
+    half = torch.tensor([65504.0, -65504.0, math.inf], dtype=torch.float16)
+    assert quantize(half, "bf16").tolist() == [65280.0, -65280.0, 65280.0]
+    assert quantize(half, "bf16", overflow="nonfinite").tolist() == [math.inf, -math.inf, math.inf]
+    brain = torch.tensor([65280.0, 65536.0, 1e30], dtype=torch.bfloat16)
+    assert quantize(brain, "fp16").tolist() == [65280.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"x": torch.ones(2, dtype=torch.int32)},
+            TypeError,
+            "cannot quantize torch.int32; allowed",
+        ),
+        ({"x": torch.ones(2, dtype=torch.complex64)}, TypeError, "complex64"),
+        ({"format": "fp7"}, ValueError, "unknown format 'fp7'"),
+        ({"rounding": "up"}, ValueError, "unknown rounding 'up'; choose one of 'nearest'"),
+        ({"overflow": "wrap"}, ValueError, "unknown overflow 'wrap'; choose one of 'saturate'"),
+        ({"format": "e2m1", "overflow": "nonfinite"}, ValueError, "neither Inf nor NaN"),
+        ({"scale": 0.0}, ValueError, "scale is 0.0"),
+        ({"scale": math.nan}, ValueError, "scale is nan"),
+        ({"scale": torch.ones(3, 1)}, ValueError, r"\(3, 1\) does not broadcast"),
+        ({"scale": torch.ones(3)}, ValueError, r"\(3,\) does not broadcast"),
+        ({"seed": 1}, ValueError, "seed is given with rounding='nearest'"),
+        ({"rounding": "stochastic", "seed": 1.5}, TypeError, "a seed is an int"),
+        ({"rounding": "stochastic", "seed": 2**63}, ValueError, "64 bits"),
+        ({"rounding": "stochastic", "seed": torch.ones(2)}, TypeError, "0-dim int64"),
+    ],
+)
+def test_errors_say_what_is_allowed(
+    arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        quantize(**{"x": torch.ones(2), "format": "e4m3", **arguments})
+
+
+@pytest.mark.parametrize("random_bits", [1, 2, 4, 31])
+def test_few_random_bits(random_bits: int) -> None:
+    """The chance of rounding up is the nearest of the odd multiples of 2**-(random_bits + 1)."""
+    for share in (0.1, 0.3, 0.5, 0.9):
+        x = torch.full((100_000,), 1 + share / 8)  # e4m3 has steps of 1/8 here
+        up = quantize(x, "e4m3", rounding="stochastic", seed=1, random_bits=random_bits) > 1
+        chance = round(share * 2**random_bits) / 2**random_bits
+        error = 5 * (0.25 / len(x)) ** 0.5
+        assert abs(up.double().mean().item() - chance) <= error + (2.0**-31), (share, chance)
+
+
+def test_random_bits_are_checked() -> None:
+    with pytest.raises(ValueError, match="1 to 31, got 32"):
+        quantize(torch.ones(2), "e4m3", rounding="stochastic", random_bits=32)

@@ -1,0 +1,117 @@
+"""The random bits are good ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8.formats.random_bits import Key, bits_from_key, key_at, random_bits, random_key
+
+COUNT = 1 << 17
+
+
+def ones(bits: Tensor) -> Tensor:
+    """How often each of the 32 bits is set, along the last dimension: shape (..., 32)."""
+    unpacked = np.unpackbits(bits.contiguous().numpy().view(np.uint8), bitorder="little")
+    return torch.from_numpy(unpacked.reshape(*bits.shape, 32).sum(-2)).double()
+
+
+def assert_fair(bits: Tensor) -> None:
+    """Each bit is set half the time, within 5.5 standard errors (for a few thousand comparisons in
+    all)."""
+    count = bits.shape[-1]
+    assert (ones(bits) - count / 2).abs().max() <= 5.5 * (count / 4) ** 0.5
+
+
+# Seeds that differ as little as seeds do in use: by one in one part, in order, in length, in sign,
+# in the high word.
+SEEDS = [0, 1, 2, -1, 2**32, 2**62, (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=str)
+def test_bits_are_fair_and_neighbours_independent(seed: int | tuple[int, ...]) -> None:
+    bits = random_bits((COUNT,), seed)
+    assert_fair(bits)
+    for lag in (1, 2, 3, 16, 1024):
+        assert_fair(bits[lag:] ^ bits[:-lag])
+
+
+def test_streams_are_independent() -> None:
+    streams = torch.stack([random_bits((COUNT // 2,), seed) for seed in SEEDS])
+    for i, j in itertools.combinations(range(len(SEEDS)), 2):
+        assert_fair(streams[i] ^ streams[j])
+    # No stream is another one shifted: with 2**16 of 2**32 values in each, they share about one by
+    # chance.
+    values = [set(stream.tolist()) for stream in streams]
+    assert max(len(a & b) for a, b in itertools.combinations(values, 2)) <= 12
+
+
+def test_one_bit_of_the_index_or_the_seed_changes_half_of_the_bits() -> None:
+    index = random_bits((COUNT,), 0)
+    for bit in range(17):
+        flipped = index[torch.arange(COUNT) ^ (1 << bit)]
+        assert_fair(index ^ flipped)
+    for bit in range(63):
+        assert_fair(index[: COUNT // 8] ^ random_bits((COUNT // 8,), 1 << bit))
+
+
+def test_values_fill_all_buckets_evenly() -> None:
+    # Chi-squared over 2**12 buckets of the top bits, and of the bottom ones: mean 4095, deviation
+    # sqrt(2 * 4095).
+    bits = random_bits((1 << 20,), (1, 2, 3))
+    for bucket in ((bits >> 20) & 4095, bits & 4095):
+        counts = torch.bincount(bucket, minlength=4096).double()
+        statistic = float(((counts - 256) ** 2 / 256).sum())
+        assert abs(statistic - 4095) <= 5 * (2 * 4095) ** 0.5
+
+
+def test_successive_pairs_fill_the_plane_evenly() -> None:
+    bits = random_bits((1 << 21,), 17).view(-1, 2) >> 26
+    counts = torch.bincount((bits[:, 0] + 32) * 64 + bits[:, 1] + 32, minlength=4096).double()
+    statistic = float(((counts - 256) ** 2 / 256).sum())
+    assert abs(statistic - 4095) <= 5 * (2 * 4095) ** 0.5
+
+
+def test_bits_depend_on_the_row_major_index_alone() -> None:
+    whole = random_bits((60,), 5)
+    assert torch.equal(random_bits((3, 4, 5), 5).flatten(), whole)
+    key, cpu = random_key(5), torch.device("cpu")
+    pieces = [bits_from_key((20,), key, device=cpu, start=start) for start in (0, 20, 40)]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_indices_beyond_31_bits_do_not_repeat() -> None:
+    key, cpu = random_key(5), torch.device("cpu")
+    start = 2**31 - 8
+    across = bits_from_key((16,), key, device=cpu, start=start)
+    assert torch.equal(across[:8], bits_from_key((8,), key, device=cpu, start=start))
+    assert not torch.isin(across[8:], bits_from_key((8,), key, device=cpu)).any()
+
+
+@pytest.mark.parametrize("key", [random_key(5), torch.tensor(random_key(5))], ids=["int", "tensor"])
+@pytest.mark.parametrize("start", [0, 16, 48, 2**31 - 16, 2**31, 5 * 2**31 + 32])
+def test_a_key_for_the_bits_from_a_start(start: int, key: Key) -> None:
+    cpu = torch.device("cpu")
+    expected = bits_from_key((16,), key, device=cpu, start=start)
+    assert torch.equal(bits_from_key((16,), key_at(key, start), device=cpu), expected)
+
+
+def test_the_bits_of_a_seed_never_change() -> None:
+    # Golden values: results recorded with a seed must be reproducible by later versions.
+    assert random_bits((4,), 0).tolist() == GOLDEN[0]
+    assert random_bits((4,), (1, 2, 3)).tolist() == GOLDEN[1]
+
+
+GOLDEN = (
+    [-1191923921, 1922995278, 2139953808, -1237409397],
+    [-851522425, -1887757837, -995033007, 253773995],
+)
+
+
+@pytest.mark.parametrize("parts", [(0,), (7, -3), (2**63 - 1, -(2**63), 12345)], ids=str)
+def test_a_key_from_tensors_is_that_from_ints(parts: tuple[int, ...]) -> None:
+    assert int(random_key(tuple(torch.tensor(part) for part in parts))) == random_key(parts)

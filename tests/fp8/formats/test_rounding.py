@@ -1,0 +1,51 @@
+"""The rounding kernels agree with each other bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8 import FORMATS, Format
+from fp8.formats.random_bits import random_bits
+from fp8.formats.rounding import LAYOUTS, Grid, _fits_floats, _round_by_bits, round_to_grid
+from tests.fp8.oracles import assert_same, random_patterns
+
+
+def grid_of(format: Format, beyond: float) -> Grid:
+    return Grid(
+        format.mantissa_bits,
+        format.min_exponent,
+        format.max,
+        beyond,
+        format.negative_zero,
+        0.0 if format.signed else format.min_subnormal,
+    )
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_float_and_integer_kernels_agree(format: Format, rounding: str) -> None:
+    single = random_patterns(100_000, 1)
+    double = single.double() * (1 + 2.0**-30)
+    bits = random_bits((100_000,), 2)
+    tested = 0
+    for x in (single, double):
+        for beyond in {format.max, format.nonfinite or format.max}:
+            grid, layout = grid_of(format, beyond), LAYOUTS[x.dtype]
+            if _fits_floats(grid, layout):
+                tested += 1
+                drawn = bits if rounding == "stochastic" else None
+                want = _round_by_bits(x, grid, layout, rounding, drawn, None)
+                assert_same(round_to_grid(x, grid, rounding, bits=drawn), want, x)
+    assert tested or format.name == "e8m0"
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "toward_zero"])
+@pytest.mark.parametrize("name", ["e4m3", "bf16"])
+def test_out_and_scratch_change_nothing(name: str, rounding: str) -> None:
+    x = random_patterns(1000, 3)
+    grid = grid_of(FORMATS[name], FORMATS[name].max)
+    out, scratch = torch.empty_like(x), torch.empty(1000, dtype=torch.int32)
+    got = round_to_grid(x, grid, rounding, out=out, scratch=scratch)
+    assert got.data_ptr() == out.data_ptr()
+    assert_same(out, round_to_grid(x, grid, rounding), x)

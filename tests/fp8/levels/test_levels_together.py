@@ -1,0 +1,289 @@
+"""Levels with what else there is: torch.compile, unit scaling, DDP, checkpointed activations."""
+
+import copy
+import io
+import pickle
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import fp8
+import unit_scaling as uu
+from fp8.distributed.gradient_hook import HookState, all_reduce_hook
+from fp8.levels.initialize import LEVELS
+from fp8.tensors.scaled_tensor import ScaledTensor, plain, scaled
+from unit_scaling.transforms import unit_scale
+
+unit_adamw = partial(uu.optim.AdamW, allow_non_unit_scaling_params=True)
+each_level = pytest.mark.parametrize("level", LEVELS)
+each_kind = pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)], ids=["AdamW", "SGD"]
+)
+
+
+def build(level, recipe="unit", optimizer=torch.optim.AdamW, transform=lambda model: model):
+    torch.manual_seed(0)
+    model = transform(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    return fp8.initialize(model, optimizer(model.parameters(), lr=1e-2), level, recipe)
+
+
+def run(model, optimizer, count=3, call=None):
+    losses = []
+    for seed in range(count):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        loss = (call or model)(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@each_level
+def test_compiled(level):
+    """In one graph, and without compiling anew after a step: the first three losses are those of
+    eager mode within a rounding of a gradient to e4m3 in each step."""
+    expected = run(*build(level))
+    model, optimizer = build(level)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert run(model, optimizer, 3, compiled) == pytest.approx(expected, rel=2**-6)
+    assert len(graphs) == 1
+
+
+@each_level
+def test_unit_scaled_models(level):
+    model, optimizer = build(
+        level, optimizer=lambda p, lr: uu.optim.AdamW(p, lr=lr), transform=unit_scale
+    )
+    rates = {group["mup_lr_scale"] for group in optimizer.param_groups}
+    assert len(rates) > 1
+    assert model[0].weight.mup_type == "weight"
+    losses = run(model, optimizer, 20)
+    assert losses[-1] < losses[0]
+    optimizer.add_param_group({"params": [uu.Parameter(torch.ones(4, 4), "weight")]})
+    assert optimizer.param_groups[-1]["mup_lr_scale"] == 0.5
+    assert optimizer.param_groups[-1]["master_weights"] == LEVELS[level].master
+
+
+@pytest.fixture
+def _one_process():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.proves("MS-AMP", "communication in FP8", how="own")
+@each_level
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("hooked", [False, True])
+def test_ddp(level, hooked):
+    """Gradients are ScaledTensors after DDP has averaged them, which for one process is nothing."""
+    expected = run(*build(level))
+    model, optimizer = build(level)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    if hooked:
+        parallel.register_comm_hook(HookState(), all_reduce_hook)
+    losses = run(model, optimizer, 3, parallel)
+    assert losses == pytest.approx(expected, rel=0.02 if hooked else 0)
+    assert isinstance(model[0].weight.grad, ScaledTensor)
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_a_model_inside_of_ddp_is_refused():
+    """Its weights would be averaged no more; where unused ones are allowed, without a word."""
+    model = nn.Sequential(nn.Linear(16, 32))
+    parallel = nn.parallel.DistributedDataParallel(nn.Sequential(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="inside of a DistributedDataParallel, which goes on"):
+        fp8.initialize(model, optimizer)
+    del parallel
+    fp8.initialize(model, optimizer)
+
+
+@each_level
+@pytest.mark.usefixtures("_one_process")
+def test_shards_are_refused(level):
+    """They would be plain tensors, which the optimizer does not have."""
+    model, _ = build(level)
+    with pytest.raises(ValueError, match="weight has a level, which no shard of it has"):
+        fully_shard(model)
+    assert isinstance(model[0].weight, ScaledTensor)
+
+
+def test_a_master_that_a_broadcast_has_passed_by(monkeypatch):
+    """What DDP sends to the other processes when it wraps a model whose weights differ."""
+    model, optimizer = build("O3")
+    model[0].weight.data.mul_(0.3)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.warns(UserWarning, match="same weights in all of them"):
+        run(model, optimizer, 1)
+    run(model, optimizer, 1)
+
+
+@each_level
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("before", [0, 1])
+@each_kind
+def test_resume_from_a_distributed_checkpoint(level, before, kind, tmp_path):
+    """Into a model that has been trained, and into a new one, whose states are not there yet."""
+    model, optimizer = build(level, optimizer=kind)
+    run(model, optimizer)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=tmp_path)
+    expected = run(model, optimizer)
+    model, optimizer = build(level, optimizer=kind)
+    run(model, optimizer, before)
+    read = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(read, checkpoint_id=tmp_path)
+    weights, states = read.values()
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    assert run(model, optimizer) == expected
+
+
+@each_level
+@each_kind
+@pytest.mark.parametrize("trained", [0, 2])
+def test_resume_from_before_the_first_step(level, kind, trained):
+    """Of a model that is new, or has taken a checkpoint: its weights are all that they were."""
+    model, optimizer = build(level, optimizer=kind)
+    if trained:
+        run(model, optimizer, trained)
+        plain_state = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).state_dict()
+        model.load_state_dict(plain_state)
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    other, second = build(level, optimizer=kind)
+    run(other, second, 1)
+    for target, state in zip((other, second), saved, strict=True):
+        target.load_state_dict(state)
+    assert run(other, second) == run(model, optimizer)
+
+
+def pickled(things):
+    return pickle.loads(pickle.dumps(things))
+
+
+def saved(things):
+    torch.save(things, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@each_level
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, unit_adamw], ids=["torch", "unit_scaling"])
+def test_copies_train_on(level, copied, kind):
+    """To the same bits. pickle cannot read torch's tensors in FP8, nor the name of a new class."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 16))
+    model, optimizer = fp8.initialize(model, kind(model.parameters(), lr=1e-2), level)
+    run(model, optimizer)
+    copies = copied((model, optimizer))
+    assert type(copies[1]) is type(optimizer)
+    assert run(*copies) == run(model, optimizer)
+
+
+@each_level
+def test_a_change_of_dtype_in_training(level):
+    """What has become coarse gets a master as well, where the level has one; there and back."""
+    model, optimizer = build(level)
+    losses = run(model, optimizer, 6)
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype)
+        losses += run(model, optimizer, 6, lambda x, dtype=dtype: model(x.to(dtype)).float())
+        names = set(optimizer.state[model[0].bias])
+        assert ("master" in names) == (level == "O3" and dtype == torch.bfloat16)
+    assert losses[17] < losses[11] < losses[5] < losses[0]
+
+
+@each_level
+def test_recomputed_activations(level):
+    model, optimizer = build(level)
+    expected = run(*build(level))
+    again = lambda x: checkpoint(model, x, use_reentrant=False)  # noqa: E731
+    assert run(model, optimizer, 3, again) == expected
+
+
+MOMENTUM = {"momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        MOMENTUM,
+        {"nesterov": True, **MOMENTUM},
+        {"maximize": True, "dampening": 0.5, **MOMENTUM},
+    ],
+)
+def test_sgd_is_that_of_torch(options):
+    """To the bit on plain parameters, its state too; and each loads the other's."""
+    options = {"lr": 0.1, "weight_decay": 0.1, **options}
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    other = copy.deepcopy(model)
+    ours = fp8.optim.SGD(model.parameters(), **options)
+    theirs = torch.optim.SGD(other.parameters(), **options)
+    for _ in range(2):
+        for each, optimizer in ((model, ours), (other, theirs)):
+            for _ in range(3):
+                optimizer.zero_grad()
+                each(torch.ones(2, 8)).square().sum().backward()
+                optimizer.step()
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+        states = ours.state_dict(), theirs.state_dict()
+        ours.load_state_dict(states[1])
+        theirs.load_state_dict(states[0])
+
+
+def test_sgd_refuses():
+    weight = nn.Parameter(torch.ones(2))
+    for options, match in (
+        ({"lr": -1.0}, "lr"),
+        ({"master_weights": "e4m3"}, "master_weights"),
+        ({"nesterov": True}, "nesterov"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fp8.optim.SGD([weight], **options)
+    with pytest.raises(TypeError, match="float64"):
+        fp8.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.float64))])
+    with pytest.raises(ValueError, match="not part of the state of SGD"):
+        _loads(fp8.optim.SGD([weight]), {"exp_avg": torch.ones(2)})
+    with pytest.raises(ValueError, match="another model"):
+        _loads(fp8.optim.SGD([weight]), {"momentum_buffer": torch.ones(3)})
+
+
+def _loads(optimizer, state):
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", [fp8.optim.AdamW, fp8.optim.SGD])
+def test_what_is_written_to_a_weight_is_its_master(kind, optimizer):
+    """A plain bfloat16 weight, or an e4m3 one: the next step begins at what was written."""
+    weight = nn.Parameter(torch.ones(64, 64).to(kind))
+    if kind == torch.float32:
+        weight = nn.Parameter(scaled(weight.detach(), "e4m3"))
+    opt = optimizer([weight], lr=1e-3, master_weights="float32", weight_decay=0.0)
+    for value in (1.0, 5.0, -3.0):
+        with torch.no_grad():
+            (weight.data if kind == torch.float32 else weight).fill_(value)
+        for _ in range(3):
+            weight.grad = torch.full((64, 64), 1e-2).to(kind)
+            opt.step()
+        assert (plain(weight, torch.float32) - value).abs().max() < 0.1
+        (master,) = (x for name, x in opt.state[weight].items() if name.startswith("master"))
+        assert 0 < (master - value).abs().max() < 0.01

@@ -1,0 +1,218 @@
+"""Layers with ScaledTensor weights beside the same layers with the same numbers, plain."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.levels.weights import export_weights, scale_weights
+from fp8.tensors.scaled_tensor import ScaledTensor, plain, scaled
+
+
+class Model(nn.Module):
+    """A tied embedding, a convolution, attention, linear layers, norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 24, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.conv(self.embed(ids).mT).mT
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.head(x).square().mean()
+
+
+def weights(model):
+    return [p for name, p in model.named_parameters() if "weight" in name and "norm" not in name]
+
+
+def build(format="fp16", recipe=None):
+    torch.manual_seed(0)
+    model = Model()
+    scale_weights(model, weights(model), format, "e4m3")
+    return fp8.convert(model, recipe) if recipe else model
+
+
+def ids(seed=0):
+    return torch.randint(24, (3, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def plain_model(model, recipe=None):
+    other = Model()
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        same.data.copy_(plain(one.detach()))
+    return fp8.convert(other, recipe) if recipe else other
+
+
+@pytest.mark.parametrize("format", ["fp16", "e4m3"])
+@pytest.mark.parametrize("recipe", [None, "unit", "tensor", "row", "block", "nvfp4"])
+def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):
+    """To the bit, and the gradients are theirs, stored."""
+    model = build(format, recipe)
+    other = plain_model(model, recipe)
+    losses = []
+    for each in (model, other):
+        torch.manual_seed(0)
+        losses.append(each(ids()))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    kinds = set()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        kinds.add(type(p.grad))
+        expected = scaled(q.grad, "e4m3") if isinstance(p.grad, ScaledTensor) else q.grad
+        assert torch.equal(plain(p.grad), plain(expected))
+    assert kinds == {torch.Tensor, ScaledTensor}
+
+
+def test_what_stays():
+    torch.manual_seed(0)
+    model = Model()
+    calls = []
+    model.conv.weight.register_hook(lambda grad: calls.append("grad"))
+    model.conv.weight.register_post_accumulate_grad_hook(lambda p: calls.append(type(p.grad)))
+    model.conv.weight.mup_type = "weight"
+    model.attention.in_proj_weight.requires_grad_(False)
+    model(ids()).backward()
+    calls.clear()
+    gradient, names = model.conv.weight.grad.clone(), list(dict(model.named_parameters()))
+    new = scale_weights(model, weights(model), "fp16", "e4m3")
+    assert list(dict(model.named_parameters())) == names
+    assert model.head.weight is model.embed.weight
+    assert len(new) == 4
+    assert type(model.norm.weight) is type(model.conv.bias) is nn.Parameter
+    assert model.conv.weight.mup_type == "weight"
+    assert not model.attention.in_proj_weight.requires_grad
+    assert isinstance(model.conv, nn.Conv1d)
+    assert torch.equal(plain(model.conv.weight.grad), plain(scaled(gradient, "e4m3")))
+    model(ids()).backward()
+    assert calls == ["grad", ScaledTensor]
+    assert model.attention.in_proj_weight.grad is None
+
+
+@pytest.mark.parametrize("format", ["fp16", "e4m3"])
+def test_state_dicts_are_plain_and_exact(format, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = build(format)
+    state = model.state_dict()
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    assert list(state) == list(Model().state_dict())
+    assert torch.equal(model.conv.state_dict()["weight"], state["conv.weight"])
+    torch.save(state, tmp_path / "model.pt")
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    for read in (
+        torch.load(tmp_path / "model.pt", weights_only=True),
+        safetensors.load_file(tmp_path / "model.safetensors"),
+    ):
+        other = build(format)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+        other.load_state_dict(read)
+        assert isinstance(other.head.weight, ScaledTensor)
+        assert all(map(torch.equal, map(plain, model.parameters()), map(plain, other.parameters())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("assign", [False, True])
+def test_checkpoints_of_plain_models(dtype, assign):
+    torch.manual_seed(1)
+    other = Model().to(dtype)
+    model = build()
+    model.load_state_dict(other.state_dict(), assign=assign)
+    for name, parameter in model.named_parameters():
+        expected = dict(other.named_parameters())[name]
+        if isinstance(parameter, ScaledTensor):
+            expected = scaled(expected.detach(), "fp16").dequantize()
+        assert parameter.dtype == (dtype if assign else torch.float32)
+        assert torch.equal(plain(parameter), expected.to(parameter.dtype))
+    model(ids()).backward()
+    assert model.head.weight is model.embed.weight
+    exported = export_weights(model, torch.bfloat16)
+    assert {value.dtype for value in exported.values()} == {torch.bfloat16}
+    other.load_state_dict(exported)
+    with pytest.raises(TypeError, match="floating-point"):
+        export_weights(model, torch.int8)
+
+
+def test_a_mismatched_checkpoint_changes_nothing_here():
+    model = build()
+    before = model.state_dict()
+    wrong = {**before, "conv.weight": torch.zeros(2, 2)}
+    with pytest.raises(RuntimeError, match=r"conv\.weight"):
+        model.load_state_dict(wrong)
+    assert torch.equal(model.conv.weight.dequantize(), before["conv.weight"])
+    with pytest.raises(RuntimeError, match=r'"conv\.weight", expected .* received .*str'):
+        model.load_state_dict({**before, "conv.weight": "no tensor"})
+    assert torch.equal(model.conv.weight.dequantize(), before["conv.weight"])
+
+
+def test_copies():
+    model = build(recipe="unit")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert other.head.weight is other.embed.weight
+        assert torch.equal(other(ids()), model(ids()))
+        other(ids()).backward()
+        assert other.conv.weight.grad.format == "e4m3"
+        assert set(map(type, other.state_dict().values())) == {torch.Tensor}
+
+
+def test_a_change_of_dtype_keeps_what_was_there():
+    model = build()
+    calls = []
+    model.conv.weight.register_hook(lambda grad: calls.append(1))
+    model.conv.weight.mup_type = "weight"
+    before = model.state_dict()["conv.weight"]
+    model.bfloat16()
+    assert torch.equal(model.state_dict()["conv.weight"], before)
+    assert model.conv.weight.dtype == torch.bfloat16
+    assert model.conv.weight.mup_type == "weight"
+    model(ids()).backward()
+    assert (model.conv.weight.grad.format, calls) == ("e4m3", [1])
+
+
+@pytest.mark.parametrize("recipe", [None, "row"])
+def test_compiled(recipe):
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    scale_weights(model, [model[0].weight, model[2].weight], "fp16", "e4m3")
+    if recipe:
+        fp8.convert(model, recipe)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (model, compiled):
+        model.zero_grad()
+        loss = call(torch.linspace(-1, 1, 128).view(8, 16)).square().mean()
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert type(one) is type(other)
+        # Sums in another order may round to the other neighbour.
+        step = 2.0**-3 if isinstance(one, ScaledTensor) else 1e-5
+        torch.testing.assert_close(plain(one), plain(other), rtol=step, atol=1e-6)
+
+
+def test_gradients_in_high_precision_are_there_one_at_a_time():
+    """What a step needs beside the ScaledTensors is one gradient, not all."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    alive, most = set(), []
+
+    def note(grad):
+        alive.add(id(grad))
+        most.append(len(alive))
+
+    for layer in model:
+        layer.weight.register_hook(note)
+        layer.weight.register_post_accumulate_grad_hook(lambda p: alive.clear())
+    scale_weights(model, [layer.weight for layer in model], "fp16", "e4m3")
+    model(torch.ones(2, 16)).sum().backward()
+    assert most == [1] * 6

@@ -1,0 +1,389 @@
+import contextlib
+import threading
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import fp8
+from fp8 import Recipe
+from fp8.context.active import active_recipe
+from fp8.modes.autocast import EXPANDED, OPAQUE, PRODUCTS
+from tests.fp8.calls import (
+    CALLS,
+    COARSE,
+    MATMUL,
+    OFF,
+    cast,
+    forms,
+    name_of,
+    operands,
+)
+from tests.fp8.products.test_matmul import randn
+
+
+def test_every_row_of_products_is_here():
+    without_gradients_on_cpus = {torch.ops.higher_order.flex_attention}  # see test_products.py
+    assert set(CALLS) == set(PRODUCTS) - without_gradients_on_cpus
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("function", CALLS, ids=name_of)
+def test_rows(function, dtype):
+    """In every form: the product of the operands cast, in the operands' dtype."""
+    row = CALLS[function]
+    casts = [getattr(COARSE, kind, None) for kind in row.kinds]
+    rounded = [cast(t, c) for t, c in zip(operands(row, dtype), casts, strict=True)]
+    reference = row.reference or function
+    expected = reference(*row.before, *rounded, **row.kwargs)
+    plain = reference(*row.before, *operands(row, dtype), **row.kwargs)
+    assert not torch.allclose(expected, plain)
+    tolerance = (
+        {}
+        if dtype != torch.bfloat16
+        else {"rtol": 2**-6, "atol": 2**-6 * float(expected.abs().max())}
+    )
+    for form, _ in forms(function, row, operands(row, dtype)):
+        call = dict(forms(function, row, operands(row, dtype)))[form]
+        with fp8.autocast(COARSE):
+            y = call()
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, expected, **tolerance)
+        assert torch.equal(call(), plain) or row.reference  # the block is over
+
+
+@pytest.mark.parametrize("function", CALLS, ids=name_of)
+def test_gradients(function):
+    """Of each operand: what the product's own backward makes of cast operands and gradient."""
+    row = CALLS[function]
+    casts = [getattr(COARSE, kind, None) for kind in row.kinds]
+    got, expected = ([t.double().requires_grad_() for t in operands(row)] for _ in range(2))
+    leaves = list(got)
+    if row.reference:
+        got = [got[0] * 1, *got[1:]]  # torch refuses to write into a leaf
+    with fp8.autocast(COARSE):
+        y = function(*row.before, *got, **row.kwargs)
+    straight = [
+        t if c is None else t + (cast(t.detach(), c) - t).detach()
+        for t, c in zip(expected, casts, strict=True)
+    ]
+    reference = row.reference or function
+    z = reference(*row.before, *straight, **row.kwargs)
+    g = randn(*y.shape, seed=9).detach().double() * OFF
+    grads = torch.autograd.grad(y, leaves, g)
+    wanted = torch.autograd.grad(z, expected, cast(g, COARSE.grad), retain_graph=True)
+    exact = torch.autograd.grad(z, expected, g)
+    for one, rounded, untouched, kind in zip(grads, wanted, exact, row.kinds, strict=True):
+        torch.testing.assert_close(one, untouched if kind == "none" else rounded)
+
+
+WITH_OUT = [torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.vdot]
+WITH_OUT += [torch.linalg.vecdot, torch.inner, torch.tensordot]
+WITH_OUT += [torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm]
+
+
+@pytest.mark.parametrize("function", WITH_OUT, ids=name_of)
+def test_out_is_refused_by_name(function):
+    row = CALLS[function]
+    with fp8.autocast("unit"), pytest.raises(ValueError, match="cannot write to out="):
+        function(*operands(row), **row.kwargs, out=torch.empty(0))
+
+
+def test_operators():
+    a, b = operands(MATMUL)
+    expected = cast(a, COARSE.input) @ cast(b, COARSE.input)
+    with fp8.autocast(COARSE):
+        c = a
+        c @= b
+        for y in (a @ b, c, b.__rmatmul__(a)):
+            torch.testing.assert_close(y, expected)
+
+
+def test_in_place_writes_into_its_input():
+    x, a, b = operands(CALLS[torch.Tensor.addmm_])
+    with fp8.autocast(COARSE):
+        assert x.addmm_(a, b) is x
+
+
+# --- what cannot be reached
+
+
+def test_opaque_and_expanded_are_disjoint():
+    assert not set(PRODUCTS) & set(OPAQUE)
+    assert not set(PRODUCTS) & set(EXPANDED)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_layers_are_refused_by_name(kind):
+    layer, x = kind(4, 4), randn(3, 4)
+    name = {
+        "RNN": "rnn_tanh",
+        "RNNCell": "rnn_tanh_cell",
+        "LSTMCell": "lstm_cell",
+        "GRUCell": "gru_cell",
+    }
+    name = name.get(kind.__name__, kind.__name__.lower())
+    with (
+        fp8.autocast("unit"),
+        pytest.raises(NotImplementedError, match=rf"^{name} cannot run.*step by step"),
+    ):
+        layer(x)
+    expected = layer(x)[0]
+    with (
+        fp8.autocast("unit", opaque="warn"),
+        pytest.warns(UserWarning, match=f"^{name} .*left in high precision"),
+    ):
+        assert torch.equal(layer(x)[0], expected)
+
+
+def test_multi_dot_and_grouped_products_are_refused():
+    a, b = operands(MATMUL)
+    with fp8.autocast("unit"):
+        for call in (lambda: torch.linalg.multi_dot([a, b]), lambda: F.grouped_mm(a, b)):
+            with pytest.raises(NotImplementedError, match="cannot run under"):
+                call()
+
+
+def test_the_innermost_block_says_what_to_do():
+    layer, x = nn.GRU(4, 4), randn(3, 4)
+    with fp8.autocast("unit"):
+        with fp8.autocast("unit", opaque="warn"), pytest.warns(UserWarning, match="^gru"):
+            layer(x)
+        with pytest.raises(NotImplementedError):
+            layer(x)
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="unknown opaque 'skip'; choose one of 'raise', 'warn'"):
+        fp8.autocast("unit", opaque="skip")
+    with pytest.raises(ValueError, match="unknown recipe"):
+        fp8.autocast("int4")
+    assert fp8.autocast().recipe is fp8.RECIPES["tensor"]  # "auto": see test_auto
+
+
+# --- blocks
+
+
+def test_nested_blocks():
+    x, w = randn(5, 8).detach(), randn(6, 8).detach()
+
+    def product(recipe):
+        recipe = fp8.get_recipe(recipe)
+        return F.linear(cast(x, recipe.input), cast(w, recipe.weight))
+
+    none, plain = Recipe(name="none"), F.linear(x, w)
+    with fp8.autocast("unit"):
+        torch.testing.assert_close(F.linear(x, w), product("unit"))
+        with fp8.autocast(COARSE) as mode:
+            torch.testing.assert_close(F.linear(x, w), product(COARSE))
+            with mode, fp8.autocast(none):
+                assert torch.equal(F.linear(x, w), plain)
+                assert active_recipe() is none
+            torch.testing.assert_close(F.linear(x, w), product(COARSE))
+        with pytest.raises(KeyError), fp8.autocast(COARSE):
+            raise KeyError
+        torch.testing.assert_close(F.linear(x, w), product("unit"))
+        with pytest.raises(RuntimeError), fp8.autocast(COARSE):
+            F.linear(x, w.double())
+        assert active_recipe() is fp8.RECIPES["unit"]
+    assert active_recipe() is None
+
+
+@pytest.mark.parametrize("given", [{"recipe": "unit"}, {"enabled": False}], ids=str)
+def test_as_a_decorator(given):
+    x, w = randn(5, 8).detach(), randn(6, 8).detach()
+    with fp8.autocast(**given):
+        expected = F.linear(x, w)
+
+    @fp8.autocast(**given)
+    def product(x):
+        return F.linear(x, w)
+
+    with fp8.autocast(COARSE):
+        assert torch.equal(product(x), expected)
+    assert torch.equal(torch.compile(product, backend="eager", fullgraph=True)(x), expected)
+    assert product.__name__ == "product"
+
+    def late():
+        yield
+
+    with pytest.raises(TypeError, match="late goes on after its call: open the block inside"):
+        fp8.autocast(**given)(late)
+
+
+def test_a_block_made_outside_of_what_is_compiled():
+    """The compiler opened torch's mode without ours, and nothing was cast."""
+    x, block = randn(5, 8).detach(), fp8.autocast("unit")
+
+    def product(x):
+        with block:
+            return x @ x.T
+
+    assert not torch.equal(product(x), x @ x.T)
+    compiled = torch.compile(product, backend="eager")  # breaks the graph there
+    assert torch.equal(compiled(x), product(x))
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="autocast"):
+        torch.compile(product, backend="eager", fullgraph=True)(x)
+
+
+def test_threads_do_not_share_a_block():
+    x, w = randn(5, 8).detach(), randn(6, 8).detach()
+    with fp8.autocast(COARSE):
+        coarse = F.linear(x, w)
+    entered, leave, results = threading.Event(), threading.Event(), {}
+
+    def other():
+        with fp8.autocast("unit"):
+            entered.set()
+            leave.wait(10)
+            results["other"] = F.linear(x, w)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait(10)
+    plain = F.linear(x, w)
+    with fp8.autocast(COARSE):
+        leave.set()
+        thread.join()
+        assert torch.equal(F.linear(x, w), coarse)
+    assert torch.equal(plain, F.linear(x, w))
+    with fp8.autocast("unit"):
+        assert torch.equal(results["other"], F.linear(x, w))
+
+
+class Counting(Counter):
+    """The casts that take place, by format and dtype of what is cast."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        plain = fp8.casts.casting._rounded
+
+        def counted(x, scale, spec, axis):
+            self[spec[0]] += 1
+            return plain(x, scale, spec, axis)
+
+        monkeypatch.setattr(fp8.casts.casting, "_rounded", counted)
+
+
+@pytest.mark.parametrize("function", CALLS, ids=name_of)
+def test_everything_is_cast_once_also_when_backward_runs_inside(function, monkeypatch):
+    row, counts = CALLS[function], Counting(monkeypatch)
+    tensors = [t.requires_grad_() for t in operands(row)]
+    tensors = [tensors[0] * 1, *tensors[1:]]
+    with fp8.autocast(COARSE), fp8.autocast(COARSE):
+        function(*row.before, *tensors, **row.kwargs).sum().backward()
+    kinds = Counter(getattr(COARSE, kind).format for kind in row.kinds if kind != "none")
+    assert counts == kinds + Counter([COARSE.grad.format])
+
+
+def test_layers_of_a_model_are_cast_once(monkeypatch):
+    counts = Counting(monkeypatch)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    with fp8.autocast(COARSE):
+        model(randn(5, 8)).sum().backward()
+    assert counts == {"e3m2": 2, "e2m1": 2, "e2m3": 2}
+
+
+# --- with other parts of torch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", [f for f in CALLS if not CALLS[f].reference], ids=name_of)
+def test_torch_autocast(function, dtype):
+    """The result has autocast's dtype where torch's own has, whichever block is the outer one."""
+    row = CALLS[function]
+    with torch.autocast("cpu", dtype=dtype):
+        plain = function(*row.before, *operands(row), **row.kwargs)
+        with fp8.autocast("unit"):
+            y = function(*row.before, *operands(row), **row.kwargs)
+    with fp8.autocast("unit"), torch.autocast("cpu", dtype=dtype):
+        z = function(*row.before, *operands(row), **row.kwargs)
+    assert torch.equal(y, z)
+    own = {
+        torch.mv,
+        torch.dot,
+        torch.vdot,
+        torch.linalg.vecdot,
+        torch.inner,
+        torch.addmv,
+        F.bilinear,
+    }
+    own |= {
+        torch.Tensor.mv,
+        torch.Tensor.dot,
+        torch.Tensor.vdot,
+        torch.Tensor.inner,
+        torch.Tensor.addmv,
+    }
+    if function not in own:  # which torch.autocast does not know, and this block does
+        assert y.dtype == plain.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_models_in_one_dtype(dtype):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+    with fp8.autocast("tensor"):
+        y = model(randn(5, 8).to(dtype))
+    y.sum().backward()
+    assert {y.dtype, *(p.grad.dtype for p in model.parameters())} == {dtype}
+
+
+def test_another_mode_and_a_subclass():
+    class Mine(torch.Tensor):
+        pass
+
+    class Look(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    a, b = operands(MATMUL)
+    with fp8.autocast(COARSE):
+        expected = a @ b
+        with Look():
+            assert torch.equal(a @ b, expected)
+        assert torch.equal((a.as_subclass(Mine) @ b).as_subclass(Tensor), expected)
+    with Look(), fp8.autocast(COARSE):
+        assert torch.equal(a @ b, expected)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: fp8.autocast("unit")])
+def test_disabled_it_computes_as_torch_does(around):
+    torch.manual_seed(0)
+    a, b = operands(MATMUL)
+    lstm, x = nn.LSTM(4, 4), torch.randn(3, 4)
+    with fp8.autocast("unit"), pytest.raises(NotImplementedError):
+        lstm(x)
+
+    def product(a, b):
+        with around(), fp8.autocast("delayed", enabled=False):
+            return a @ b
+
+    assert torch.equal(product(a, b), a @ b)
+    assert torch.equal(torch.compile(product, backend="eager", fullgraph=True)(a, b), a @ b)
+    with around(), fp8.autocast(enabled=False):
+        assert torch.equal(lstm(x)[0], lstm(x)[0])
+        assert torch.equal(torch.mm(x, x.T, out=torch.empty(3, 3)), x @ x.T)
+        checkpoint(torch.matmul, a.requires_grad_(), b, use_reentrant=True).sum().backward()
+
+
+def test_inference_mode_and_no_grad():
+    a, b = operands(MATMUL)
+    with fp8.autocast("tensor"):
+        expected = a @ b
+        with torch.no_grad():
+            assert torch.equal(a @ b, expected)
+        with torch.inference_mode():
+            assert torch.equal(a @ b, expected)
+
+
+def test_nothing_is_warned_about():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fp8.autocast("unit"):
+            nn.Linear(8, 2)(randn(5, 8)).sum().backward()

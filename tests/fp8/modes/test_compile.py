@@ -1,0 +1,172 @@
+"""Blocks under torch.compile, with a recipe whose effect is large."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fp8
+from tests.fp8.calls import COARSE
+from tests.fp8.modes.test_autocast import Counting
+from tests.fp8.products.test_matmul import randn
+from tests.reference import nearest
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.conv = nn.Linear(8, 8), nn.Conv1d(8, 8, 3, padding=1)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.conv(self.linear(x).mT).mT
+        for need_weights in (True, False):
+            x = x + self.attention(x, x, x, need_weights=need_weights)[0]
+        x = torch.einsum("bij,kj->bik", x, self.linear.weight)
+        x = torch.baddbmm(x, x @ x.mT, x)
+        return torch.tensordot(x, x, ([0, 1], [0, 1]))
+
+
+def results(call, model, x):
+    y = call(x)
+    return [y.detach(), *torch.autograd.grad(y.sum(), [x, *model.parameters()])]
+
+
+def assert_close(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        # Fused code may round an operand to the other side of a tie: rare, and not far off.
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe"),
+    [
+        ("eager", "tensor"),
+        ("aot_eager", COARSE),
+        pytest.param("aot_eager", "tensor", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_compiled_function_that_contains_the_block(backend, recipe):
+    model, x = Model(), randn(2, 4, 8)
+
+    def block(x):
+        with fp8.autocast(recipe):
+            return model(x)
+
+    expected = results(block, model, x)
+    assert not torch.allclose(expected[0], model(x), rtol=1e-2)
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    assert_close(results(compiled, model, x), expected)
+    assert_close(results(compiled, model, randn(2, 4, 8)), expected)
+
+
+def test_inductor():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), randn(5, 8)
+
+    def block(x):
+        with fp8.autocast(COARSE):
+            return model(x)
+
+    compiled = torch.compile(block, fullgraph=True)
+    assert_close(results(compiled, model, x), results(block, model, x))
+
+
+@pytest.mark.parametrize(
+    ("backend", "names"), [("aot_eager", ("row", "nvfp4")), ("inductor", ("mxfp8",))]
+)
+def test_scales_along_an_axis(backend, names):
+    """Tiles that do not divide the sizes, and a rotation, in one graph."""
+    x, w = randn(20, 40), randn(36, 40)
+    recipes = [nearest(fp8.RECIPES[name]) for name in names]
+
+    def run(x):
+        y = 0.0
+        for recipe in recipes:
+            with fp8.autocast(recipe):
+                y = y + F.linear(x, w).square()
+        return y
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    expected, got = (torch.autograd.grad(f(x).sum(), (x, w)) for f in (run, compiled))
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_what_was_compiled_before_runs_in_eager_mode_within_the_block(backend, monkeypatch):
+    model, x = nn.Linear(8, 4), randn(5, 8)
+    compiled = torch.compile(model, backend=backend)
+    plain = results(compiled, model, x) if backend != "inductor" else results(model, model, x)
+
+    def block(call):
+        def run(x):
+            with fp8.autocast(COARSE):
+                return call(x)
+
+        return run
+
+    expected = results(block(model), model, x)
+    counts = Counting(monkeypatch)
+    assert_close(results(block(compiled), model, x), expected)
+    assert counts == {"e3m2": 1, "e2m1": 1, "e2m3": 1}
+    if backend != "inductor":
+        assert_close(results(compiled, model, x), plain)  # compiled again, without the recipe
+    assert counts.total() == 3
+
+
+def test_nested_blocks_and_the_package_s_own_functions():
+    x, w = randn(5, 8).detach(), randn(6, 8).detach()
+
+    def run(x):
+        with fp8.autocast("unit"):
+            y = fp8.products.matmul.linear(x, w, scales=(0.5, 1.0, 1.0))
+            with fp8.autocast(COARSE):
+                y = y + F.linear(x, w)
+            return y + F.linear(x, w)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), run(x))
+
+
+def test_scales_without_a_recipe():
+    x, w, b = randn(5, 8), randn(6, 8), randn(6)
+
+    def run(x):
+        return fp8.products.matmul.linear(x, w, b, scales=(0.5, 3.0, 0.25))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    expected, got = (torch.autograd.grad(f(x).sum(), (x, w, b)) for f in (run, compiled))
+    assert_close(got, expected)
+
+
+def test_a_graph_break_within_the_block_is_computed_the_same():
+    layer, x = nn.Linear(8, 8), randn(5, 8)
+
+    def block(x):
+        with fp8.autocast(COARSE):
+            x = layer(x)
+            torch._dynamo.graph_break()
+            return layer(x)
+
+    expected = results(block, layer, x)
+    compiled = torch.compile(block, backend="aot_eager")
+    assert_close(results(compiled, layer, x), expected)
+    torch._dynamo.reset()
+    whole = torch.compile(block, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        whole(x)
+    assert fp8.context.active.active_recipe() is None
+
+
+def test_compiled_code_that_would_be_cast_twice_says_so():
+    """Inductor's code calls torch.mm(out=...), which a block that it was compiled in would meet."""
+    a, b = randn(5, 8).detach(), randn(8, 6).detach()
+    with fp8.autocast("unit"), pytest.raises(ValueError, match="compiled while the block was open"):
+        torch.mm(a, b, out=torch.empty(5, 6))

@@ -1,0 +1,254 @@
+"""What single rows of PRODUCTS promise beyond what all of them do (test_autocast.py)."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import fp8
+from fp8 import RECIPES
+from tests.fp8.calls import ADDMM, CALLS, COARSE, MATMUL, A, B, V, cast, name_of, operands
+from tests.fp8.products.test_matmul import randn
+
+# --- addmm and its kin
+
+
+@pytest.mark.parametrize(
+    "function", [torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm], ids=name_of
+)
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, 2.0), (0, 3), (2, 0.25)])
+def test_beta_and_alpha(function, beta, alpha):
+    input, a, b = (t.requires_grad_() for t in operands(CALLS[function]))
+    qa, qb = (cast(t.detach(), COARSE.input).requires_grad_() for t in (a, b))
+    with fp8.autocast(COARSE):
+        y = function(input, a, b, beta=beta, alpha=alpha)
+    z = function(input, qa, qb, beta=beta, alpha=alpha)
+    torch.testing.assert_close(y, z)
+    g = cast(randn(*y.shape).detach(), COARSE.grad)
+    got, wanted = torch.autograd.grad(y, (a, b), g), torch.autograd.grad(z, (qa, qb), g)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_beta_zero_does_not_read_the_input():
+    _, a, b = operands(ADDMM)
+    with fp8.autocast("unit"):
+        assert torch.addmm(torch.full((6,), float("nan")), a, b, beta=0).isfinite().all()
+
+
+def test_what_torch_refuses_is_refused():
+    x, a, b = operands(ADDMM)
+    with fp8.autocast("unit"):
+        with pytest.raises(TypeError, match="make them equal"):
+            torch.addmm(x.double(), a, b)
+        with pytest.raises(ValueError, match="does not broadcast"):
+            torch.addmm(torch.zeros(2, 5, 6), a, b)
+        with pytest.raises(TypeError, match="keywords"):
+            torch.addmm(1, x, 1, a, b)
+        for call in (
+            lambda: torch.mm(a[None], b[None]),
+            lambda: torch.bmm(a, b),
+            lambda: torch.bmm(torch.ones(1, 5, 8), torch.ones(3, 8, 6)),
+            lambda: torch.mv(a, b),
+            lambda: torch.dot(a, b),
+            lambda: torch.addmm(x, a[None], b),
+            lambda: torch.matmul(a.double(), b),
+        ):
+            with pytest.raises(RuntimeError):
+                call()
+        with pytest.raises(TypeError):
+            torch.mm(a)
+        with pytest.raises(TypeError):
+            a @ [1]
+
+
+# --- einsum and tensordot
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("ij,jk", (A, B)),
+        ("i j , j k -> i k", (A, B)),
+        ("...ij,jk->...ik", ((2, *A), B)),
+        ("b...j,...jk->b...k", ((2, 3, 8), (3, 8, 6))),
+        ("ij,ij->", (A, A)),
+        ("ij,j->i", (A, V)),
+        ("ij,jk,kl->il", (A, B, (6, 4))),
+    ],
+)
+def test_einsum(equation, shapes):
+    tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
+    rounded = [cast(t.detach(), COARSE.input).requires_grad_() for t in tensors]
+    z = torch.einsum(equation, *rounded)
+    g = randn(*z.shape, seed=7).detach()
+    wanted = torch.autograd.grad(z, rounded, cast(g, COARSE.grad))
+    with fp8.autocast(COARSE):
+        results = [torch.einsum(equation, *tensors), torch.einsum(equation, tensors)]
+    for y in results:
+        torch.testing.assert_close(y, z)
+        for one, other in zip(torch.autograd.grad(y, tensors, g), wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["row"], RECIPES["nvfp4"]], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    ("equation", "left", "right"),
+    [
+        ("ij,jk->ik", (5, 8), (8, 6)),
+        ("ij,jk->ki", (5, 8), (8, 6)),
+        ("bij,bkj->bik", (3, 5, 8), (3, 6, 8)),
+        ("bhid,bhjd->bhij", (2, 3, 5, 8), (2, 3, 6, 8)),
+        ("...ij,...jk", (2, 3, 5, 8), (2, 3, 8, 6)),
+        ("iab,bak->ik", (5, 2, 4), (4, 2, 6)),
+        ("ij,jk->i", (5, 8), (8, 6)),
+    ],
+)
+def test_an_einsum_of_two_is_the_same_product_as_matmul(equation, left, right, recipe):
+    """Also where a scale belongs to a block along what is summed over."""
+    a, b = randn(*left), randn(*right, seed=1)
+    with fp8.autocast(recipe):
+        y = torch.einsum(equation, a, b)
+    torch.testing.assert_close(y.detach(), torch.einsum(equation, a, b), atol=1.5, rtol=0.5)
+    g = randn(*y.shape, seed=2).detach()
+    as_matrices = {
+        "ij,jk->ki": lambda: (a, b, g.mT),
+        "bij,bkj->bik": lambda: (a, b.mT, g),
+        "bhid,bhjd->bhij": lambda: (a, b.mT, g),
+        "iab,bak->ik": lambda: (a.flatten(1), b.transpose(0, 1).flatten(0, 1), g),
+        "ij,jk->i": lambda: (a, b, g[:, None].expand(5, 6)),
+    }
+    operands = as_matrices.get(equation, lambda: (a, b, g))()
+    z = fp8.products.matmul.matmul(*operands[:2], recipe=recipe)
+    seed = torch.get_rng_state()
+    got = torch.autograd.grad(y, (a, b), g)
+    torch.set_rng_state(seed)
+    for one, other in zip(got, torch.autograd.grad(z, (a, b), operands[2]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_has_no_single_axis_is_left_by_name():
+    a, b, c = randn(5, 8).detach(), randn(8, 6).detach(), randn(6, 4).detach()
+    bilinear = [randn(*s).detach() for s in ((5, 4), (5, 3), (6, 4, 3))]
+    calls = {
+        "einsum": lambda: torch.einsum("ij,jk,kl->il", a, b, c),
+        "bilinear": lambda: F.bilinear(*bilinear),
+    }
+    for name, call in calls.items():
+        with fp8.autocast("row"), pytest.raises(NotImplementedError, match=f"^{name} cannot run"):
+            call()
+        with fp8.autocast("row", opaque="warn"), pytest.warns(UserWarning, match=f"^{name} "):
+            y = call()
+        assert torch.equal(y, call())
+
+
+def test_einsum_by_lists():
+    a, b = randn(2, 5, 8).detach(), randn(*B).detach()
+    with fp8.autocast(COARSE):
+        y = torch.einsum(a, [..., 0, 1], b, [1, 2], [..., 2, 0])
+        assert torch.equal(y, torch.einsum("...ij,jk->...ki", a, b))
+        assert torch.equal(torch.einsum(a[0], [0, 1], b, [1, 2]), torch.einsum("ij,jk", a[0], b))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("ij->ji", (A,)),
+        ("ii->i", ((4, 4),)),
+        ("ij->", (A,)),
+        ("i,j->ij", (V, (5,))),
+        ("ij,ij->ij", (A, A)),
+        ("bik,bkj->bij", ((2, 5, 1), (2, 1, 6))),
+        ("ij,k->i", (A, V)),
+    ],
+)
+def test_an_einsum_that_sums_no_products_is_left_alone(equation, shapes):
+    tensors = [randn(*s, seed=i) for i, s in enumerate(shapes)]
+    with fp8.autocast(COARSE):
+        y = torch.einsum(equation, *tensors)
+    assert torch.equal(y, torch.einsum(equation, *tensors))
+    (y.sum() / 3).backward()
+    assert not torch.equal(tensors[0].grad, cast(tensors[0].grad, COARSE.grad))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "dims"),
+    [
+        ((4, 5, 4), (4, 4, 5), 1),
+        ((4, 5, 4), (5, 4, 6), 2),
+        ((4, 5, 6), (3, 6, 4), torch.tensor([[2, 0], [1, 2]])),
+        ((4, 5, 4), (4, 4, 5), ([-1], [0])),
+        ((4, 5), (4, 5), ((0, 1), (0, 1))),
+    ],
+    ids=str,
+)
+def test_tensordot(left, right, dims):
+    a, b = randn(*left).detach(), randn(*right).detach()
+    expected = torch.tensordot(cast(a, COARSE.input), cast(b, COARSE.input), dims)
+    with fp8.autocast(COARSE):
+        torch.testing.assert_close(torch.tensordot(a, b, dims), expected)
+
+
+# --- what is left alone
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.complex64], ids=str)
+def test_integers_and_complex_numbers_are_left_alone(dtype):
+    a, b = (torch.arange(n).reshape(s).to(dtype) * 100 for n, s in ((40, A), (48, B)))
+    expected = a @ b
+    with fp8.autocast("unit"):
+        for y in (
+            a @ b,
+            torch.mm(a, b),
+            F.linear(a, b.mT),
+            torch.einsum("ij,jk", a, b),
+            torch.tensordot(a, b, 1),
+        ):
+            assert torch.equal(y, expected)
+        assert torch.equal(torch.addmm(expected, a, b), 2 * expected)
+
+
+def test_outer_products_are_left_alone_and_layers_are_not():
+    column, row = randn(5, 1).detach(), randn(1, 6).detach()
+    with fp8.autocast(COARSE):
+        assert torch.equal(column @ row, column * row)
+        assert torch.equal(torch.tensordot(column[:, 0], row[0], 0), column * row)
+        assert torch.equal(torch.addmm(row, column, row), row + column * row)
+        assert torch.equal(
+            F.linear(column, row.mT), cast(column, COARSE.input) * cast(row, COARSE.weight)
+        )
+        image, kernel = randn(2, 4, 3, 1).detach(), randn(4, 1, 1, 1).detach()
+        y = F.conv2d(image, kernel, groups=4)
+    assert torch.equal(
+        y, cast(image, COARSE.input) * cast(kernel, COARSE.weight)[:, 0, 0, 0, None, None]
+    )
+
+
+def test_sparse_products_are_left_alone():
+    a, b = operands(MATMUL)
+    with fp8.autocast("unit"):
+        torch.testing.assert_close(a.to_sparse() @ b, torch.ops.aten.mm.default(a, b))
+        with pytest.raises(NotImplementedError, match="sparse"):
+            torch.sparse.mm(a.to_sparse(), b)
+
+
+# --- flex_attention, which has no gradients on CPUs
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp8"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention_is_attention(recipe, is_causal, compiled):
+    qkv = [randn(1, 2, 128, 32, seed=seed).detach() for seed in range(3)]
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 2, 128, 128, device="cpu")
+
+    def run(attention, **arguments):
+        with fp8.autocast(recipe):
+            return attention(*qkv, **arguments)
+
+    wanted = run(F.scaled_dot_product_attention, is_causal=is_causal)
+    assert not torch.equal(wanted, F.scaled_dot_product_attention(*qkv, is_causal=is_causal))
+    ours = torch.compile(run, backend="aot_eager") if compiled else run
+    got = ours(flex_attention, block_mask=mask if is_causal else None)
+    torch.testing.assert_close(got, wanted)  # not to the bit: another order of the same sums

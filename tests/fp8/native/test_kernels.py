@@ -1,0 +1,154 @@
+"""Operands as torch's kernels read them, against independent ones; no kernel is called here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fp8
+from fp8 import RECIPES, Cast
+from fp8.casts import casting
+from fp8.casts.casting import spec_of
+from fp8.casts.operands import casts_of
+from fp8.native import kernels
+from fp8.native.kernels import KERNELS, kernel_of, store, swizzled
+from tests.fp8.native.scaled_mm import SWIZZLES, TYPES, decoded, unswizzled
+from tests.fp8.products.test_matmul import randn
+
+TILED = ["block", "mxfp8", "nvfp4"]
+SHAPES = [(16, 32), (5, 48), (130, 600), (257, 16), (300, 130)]
+
+
+def pairs_of(recipe: fp8.Recipe) -> tuple[tuple[casting.Spec, casting.Spec], ...]:
+    """The specs of the two operands of each of the three products."""
+    casts = casts_of(recipe)
+    return tuple(casts)[0:2], tuple(casts)[2:4], tuple(casts)[4:6]
+
+
+def decode(stored: kernels.Stored, kind: str) -> torch.Tensor:
+    data = stored.data
+    if data.dtype == torch.uint8:
+        data = data.view(torch.float4_e2m1fn_x2)
+    if kind == "block":
+        return decoded(data, [stored.scale.mT], [kernels._block_type(data, stored.scale)], [])
+    types = {"mx": [TYPES.BlockWise1x32], "nv": [TYPES.BlockWise1x16, TYPES.TensorWise]}
+    swizzles = [SWIZZLES.SWIZZLE_32_4_4, SWIZZLES.NO_SWIZZLE]
+    return decoded(data, [stored.scale, stored.unit], types[kind], swizzles)
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (1, 1), (130, 19), (256, 8), (31, 5), (257, 12)])
+def test_swizzled_is_the_documents_formula_and_torchaos(shape):
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
+    scale = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    got = swizzled(scale)
+    assert torch.equal(unswizzled(got, *shape), scale.double())
+    assert torch.equal(got, utils.to_blocked(scale).flatten())
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", TILED)
+def test_operands_are_those_of_the_simulation(recipe, dtype, shape, axis):
+    """To the bit; of "nv" the simulation rounds twice more, to float32."""
+    x = (randn(*shape, seed=3) * torch.logspace(-9, 5, shape[0])[:, None]).detach().to(dtype)
+    x[2:4, :17] = 0  # whole tiles, and parts
+    for pair in pairs_of(RECIPES[recipe]):
+        kind, _ = kernel_of(*pair)
+        for spec in set(pair):
+            torch.manual_seed(0)
+            want = casting.round_straight(x.float(), spec, axis)
+            torch.manual_seed(0)
+            stored = store(x.float(), spec, axis)
+            got = decode(stored, kind)
+            want = want if axis == -1 else want.mT
+            rest, got = got, got[: want.shape[0], : want.shape[1]]
+            bound = 2.0**-23 * want.abs().double() if kind == "nv" else 0.0
+            assert ((got - want).abs() <= bound).all()
+            assert rest.count_nonzero() == got.count_nonzero()  # what fills up is zero
+            assert rest.shape[1] % KERNELS[kind].multiple == 0
+
+
+@pytest.mark.parametrize("rule", ["up", "floor"])
+def test_mx_operands_are_torchaos_to_the_byte(rule):
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    modes = {"up": mx.ScaleCalculationMode.RCEIL, "floor": mx.ScaleCalculationMode.FLOOR}
+    x = (randn(130, 96, seed=1) * torch.logspace(-9, 5, 130)[:, None]).detach()
+    theirs = mx.MXTensor.to_mx(x, torch.float8_e4m3fn, 32, modes[rule], is_swizzled_scales=True)
+    ours = store(x, spec_of(Cast(format="e4m3", scaling="mx", rule=rule)))
+    assert torch.equal(ours.data.view(torch.uint8), theirs.qdata.view(torch.uint8))
+    got, want = (unswizzled(scale.flatten(), 130, 3) for scale in (ours.scale, theirs.scale))
+    assert torch.equal(got, want)
+
+
+def test_nvfp4_operands_are_torchaos_to_the_byte():
+    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    x = (randn(130, 96, seed=1) * torch.logspace(-2, 1, 130)[:, None]).detach()
+    ours = store(x, spec_of(RECIPES["nvfp4"].input))
+    theirs = nv.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=ours.unit, is_swizzled_scales=True)
+    assert torch.equal(ours.unit, nv.per_tensor_amax_to_scale(x.abs().max()))
+    assert torch.equal(ours.scale.view(torch.uint8), theirs.scale.flatten().view(torch.uint8))
+    ties = (ours.data != theirs.qdata.view(torch.uint8)).float().mean()
+    assert ties < 1e-3  # x / (q * unit) here, x * (1 / unit / q) there
+
+
+@pytest.mark.parametrize("recipe", TILED)
+def test_tiles_of_zero_nan_inf_tiny_and_huge(recipe):
+    """NaN and Inf make their tile NaN where its scale has eight bits; elsewhere e4m3 has NaN."""
+    x = torch.ones(4, 128)
+    x[0], x[1, 5], x[2, 7], x[3] = 0, torch.nan, torch.inf, 1e-14
+    kind, _ = kernel_of(*pairs_of(RECIPES[recipe])[0])
+    spec = spec_of(RECIPES[recipe].input)
+    got, want = decode(store(x, spec), kind)[:4], casting.round_straight(x, spec)
+    lost = got.isnan()
+    assert lost[1, 5]
+    assert lost[2, 7]
+    assert lost.sum() == 2 * (1 if recipe == "block" else spec[2][1])
+    torch.testing.assert_close(got.float(), want, rtol=2**-23, atol=0, equal_nan=True)
+    assert (got[0] == 0).all()
+
+
+def test_which_kernel_multiplies_what():
+    def kernel(a: Cast, b: Cast) -> tuple[str, str]:
+        return kernel_of(spec_of(a), spec_of(b))
+
+    tensor, row = (Cast(format="e4m3", scaling=name) for name in ("tensor", "row"))
+    wide = Cast(format="e5m2")
+    assert kernel(tensor, wide) == ("tensor", "")
+    assert kernel(row, tensor) == ("row", "")
+    assert "e5m2 by e5m2" in kernel(wide, wide)[1]
+    line = Cast(format="e4m3", scaling="block")
+    square = Cast(format="e4m3", scaling="block", tile=(128, 128))
+    assert kernel(line, square) == kernel(square, line) == kernel(line, line) == ("block", "")
+    assert "128 x 128 by the same" in kernel(square, square)[1]
+    assert "scales by block by scales by row" in kernel(line, row)[1]
+    assert (
+        "e4m3 by e5m2 with scales by block" in kernel(line, Cast(format="e5m2", scaling="block"))[1]
+    )
+    mx = Cast(format="e4m3", scaling="mx")
+    assert kernel(mx, Cast(format="e4m3", scaling="mx", tile=(32, 32))) == ("mx", "")
+    for other, why in {
+        Cast(format="e4m3", scaling="mx", tile=(1, 64)): "tiles of 1 x 64",
+        Cast(format="e4m3", scaling="mx", tile=(2, 32)): "tiles of 2 x 32",
+        Cast(format="e4m3", scaling="block", tile=(1, 32), rule="exact"): "by rule 'exact'",
+        Cast(format="e3m2", scaling="mx"): "no format 'e3m2'",
+        Cast(format="e2m1", scaling="mx"): "e4m3 by e2m1 with scales by mx",
+    }.items():
+        assert why in kernel(mx, other)[1]
+    assert kernel_of((), spec_of(mx)) == ("", "an operand stays in high precision")
+
+
+def test_what_each_device_is_expected_to_have(monkeypatch):
+    device, found = torch.device("cuda", 0), {}
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # noqa: B023
+        found[capability] = {kind for kind in KERNELS if not kernels.why_not_kernel(kind, device)}
+    assert found == {
+        (8, 9): {"tensor", "row"},
+        (9, 0): {"tensor", "row", "block"},
+        (10, 0): {"tensor", "row", "mx", "nv"},
+        (12, 0): {"tensor", "row", "mx", "nv"},
+    }
+    why = kernels.why_not_kernel("block", device)
+    assert why == "scales by block need CUDA devices of compute capability 9.0, not 12.0"
+    assert not fp8.native.kernels.why_not_kernel("row", torch.device("cpu"))

@@ -1,0 +1,308 @@
+"""Backend "native": the FP8 kernels compute what the simulation does, from one byte an element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8
+from fp8 import RECIPES, Cast, Recipe
+from fp8.casts import casting
+from fp8.casts.operands import casts_of
+from fp8.native import kernels
+from fp8.native import product as native
+from fp8.products.matmul import linear
+from tests.fp8.native.scaled_mm import emulated, forget
+from tests.fp8.products.test_matmul import randn
+
+__all__ = ["emulated"]
+
+CPU = torch.device("cpu")
+KNOWN = [name for name, recipe in RECIPES.items() if not native.why_not_recipe(recipe)]
+NATIVE = [name for name in KNOWN if native.alignment(RECIPES[name]) == kernels.ALIGNMENT]
+TILED = [name for name in KNOWN if name not in NATIVE]
+STATELESS = [name for name in NATIVE if not RECIPES[name].keeps_history]
+SHAPES = [(16, 16, 16), (48, 32, 64), (5, 32, 16), (1, 16, 32), (33, 128, 48)]  # rows, in, out
+TILED_SHAPES = [(128, 128, 256), (33, 384, 128), (1, 128, 640)]
+GRID = [(recipe, shape) for recipe in NATIVE for shape in SHAPES]
+GRID += [(recipe, shape) for recipe in TILED for shape in TILED_SHAPES]
+NO_GPU = "" if torch.cuda.is_available() else "no CUDA device"
+NO_GPU = NO_GPU or kernels.why_not_device(torch.device("cuda"))
+
+pytestmark = pytest.mark.native
+
+
+def run(backend: str, recipe: str, tensors: tuple[Tensor, ...], scales=(1.0, 1.0, 1.0)) -> list:
+    """The output and the gradients of input, weight and bias; with a history, in a third pass."""
+    options = {"history": fp8.AmaxHistory()} if RECIPES[recipe].keeps_history else {}
+    torch.manual_seed(0)  # of gradients that are rounded stochastically
+    for grow in (4.0, 2.0, 1.0) if options else (1.0,):
+        leaves = [(grow * t).detach().clone().requires_grad_() for t in tensors]
+        with fp8.autocast(recipe, backend=backend, **options):
+            y = linear(*leaves, scales=scales)
+        y.backward(randn(*y.shape, seed=9).to(y))
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def tensors(rows: int, inner: int, outer: int, dtype=torch.float32) -> tuple[Tensor, ...]:
+    shapes = ((rows, inner), (outer, inner), (outer,))
+    return tuple(randn(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
+
+
+def test_some_recipes_have_kernels_and_the_others_say_why_not():
+    assert {"unit", "unit_e4m3", "tensor", "row"} <= set(NATIVE)
+    assert {"block", "mxfp8", "nvfp4"} == set(TILED)
+    reasons = {name: native.why_not_recipe(recipe) for name, recipe in RECIPES.items()}
+    assert "format 'e2m3'" in reasons["mxfp6"]
+    assert "e2m1 by e2m1 with scales by mx" in reasons["mxfp4"]
+    assert "high precision" in reasons["row_gw_hp"]
+    assert "format 'bf16'" in reasons["bf16"]
+    e5m2 = Cast(format="e5m2")
+    assert "e5m2 by e5m2" in native.why_not_recipe(
+        Recipe(name="x", input=e5m2, weight=e5m2, grad=e5m2)
+    )
+
+
+def check(recipe: str, shape: tuple[int, int, int], size: float, scales, device: str) -> None:
+    """Operands are the same to the bit, so products differ by the order of sums, and by what a sum
+    keeps: all of float32, or on a GPU 14 bits (see `fp8.native.selftest`).
+
+    Of n terms a sum has an error of at most n * 2**-24, or 2**-13, times the sum of magnitudes,
+    which is at most the product of the norms of a row and a column; both have it. So of all sums,
+    in the norm. A cast doubles a magnitude at most, in the steps next to zero.
+    """
+    x, w, b = (t.to(device) for t in tensors(*shape))
+    given = (x * size, w, b)
+    got, want = (run(backend, recipe, given, scales) for backend in ("native", "simulate"))
+    rows, inner, outer = shape
+    sums = (inner, outer, rows, rows)
+    x, w, b, grad = (float(t.detach().norm()) for t in (*given, randn(rows, outer, seed=9)))
+    norms = (x * w + b * rows**0.5, grad * w, grad * x, grad * rows**0.5)
+    unit = 2.0 ** (-24 if device == "cpu" else -13)
+    for g, w, n, norm in zip(got, want, sums, norms, strict=True):
+        assert (g - w).norm() <= 2 * (n + 4) * unit * 4 * norm
+
+
+@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**6], ids=["small", "one", "large"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.5, 0.125)], ids=["plain", "unit"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("recipe", NATIVE)
+def test_native_is_the_simulation(recipe, shape, scales, size):
+    check(recipe, shape, size, scales, "cpu")
+
+
+@pytest.mark.parametrize("size", [2.0**-10, 2.0**6], ids=["small", "large"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.3, 0.125)], ids=["plain", "unit"])
+@pytest.mark.parametrize("shape", TILED_SHAPES, ids=str)
+@pytest.mark.parametrize("recipe", TILED)
+def test_native_is_the_simulation_with_scales_of_tiles(recipe, shape, scales, size, emulated):
+    """By kernels that are emulated from their documents: layouts, gradients and fillings."""
+    check(recipe, shape, size, scales, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)
+@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**6], ids=["small", "one", "large"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.5, 0.125)], ids=["plain", "unit"])
+@pytest.mark.parametrize(("recipe", "shape"), GRID, ids=str)
+def test_native_is_the_simulation_on_a_gpu(recipe, shape, scales, size):
+    if why := native.why_not_here(RECIPES[recipe], torch.device("cuda", 0), torch.float32):
+        pytest.skip(why)
+    check(recipe, shape, size, scales, "cuda:0")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("recipe", ["unit", "unit_e4m3"])
+def test_native_is_the_simulation_to_the_bit_where_scales_are_one(recipe, shape):
+    """One thread sums in one order, and on the CPU the kernels sum as the float32 product does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        got, want = (run(backend, recipe, tensors(*shape)) for backend in ("native", "simulate"))
+    finally:
+        torch.set_num_threads(threads)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(g, w), i
+
+
+@pytest.mark.parametrize("recipe", STATELESS)
+def test_operands_are_the_same_to_the_bit(recipe):
+    x = randn(32, 48, seed=3) * torch.logspace(-12, 6, 32)[:, None]
+    casts = casts_of(RECIPES[recipe])
+    for spec in set(casts):
+        for axis in (-1, -2):
+            stored = kernels.store(x, spec, axis)
+            simulated = casting.round_straight(x, spec, axis)
+            got = stored.data.float() * stored.scale
+            assert torch.equal(got if axis == -1 else got.mT, simulated)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes_and_autocast(dtype):
+    given = tensors(32, 48, 64, dtype)
+    got, want = (run(backend, "tensor", given) for backend in ("native", "simulate"))
+    assert all(g.dtype == dtype for g in got)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=2**-7, atol=2**-6)
+    x, w, b = tensors(32, 48, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, w, b, recipe=RECIPES["unit"], backend="native").dtype == torch.bfloat16
+    assert run("native", "unit", (x, w, b))[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("recipe", ["unit", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_kept_for_backward_is_bytes(recipe, dtype):
+    x, w, _ = (t.requires_grad_() for t in tensors(256, 512, 384, dtype))
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        linear(x, w, recipe=RECIPES[recipe], backend="native")
+    full = (x.numel() + w.numel()) * x.element_size()
+    assert sum(kept.values()) <= {torch.float32: 0.26, torch.bfloat16: 0.51}[dtype] * full
+
+
+def test_in_a_block_and_in_a_converted_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 17), nn.Linear(17, 16))
+    x = randn(2, 5, 32, seed=1)
+    with fp8.autocast("tensor"):
+        want = model(x)
+    with fp8.autocast("tensor", backend="native"):
+        got = model(x)
+        with fp8.autocast("tensor"):
+            assert torch.equal(model(x), want)
+    torch.testing.assert_close(got, want)
+    fp8.convert(model, "tensor", backend="native")
+    torch.testing.assert_close(model(x), want)
+    rows = {row.path: row.why for row in fp8.report(model)}
+    assert rows["0"] == "tensor, native; 10 tokens filled up to 16"
+    assert "17" in rows["2"]
+    assert "simulated" in rows["2"]
+
+
+def test_the_backend_of_a_block_is_that_of_its_products(monkeypatch):
+    computed = []
+    product = native.product
+    monkeypatch.setattr(native, "product", lambda *args: computed.append(args) or product(*args))
+    x, w, b = tensors(32, 48, 64)
+    with fp8.autocast("unit", backend="native"):
+        nn.functional.linear(x, w, b)
+        x @ w.mT
+        torch.einsum("mk,nk->mn", x, w)
+        assert len(computed) == 3
+        with fp8.autocast("unit"):
+            x @ w.mT
+    assert len(computed) == 3
+
+
+@pytest.mark.native(whole_graph=True)
+def test_compiled_in_one_piece():
+    given = tensors(32, 48, 64)
+    layer = fp8.convert(nn.Linear(48, 64), "unit", backend="native")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(given[0]), layer(given[0]))
+    compiled(given[0]).sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.native(whole_graph=True)
+@pytest.mark.parametrize(
+    "recipe",
+    ["block", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TILED[1:])],
+)
+def test_scales_of_tiles_compile_in_one_piece(recipe, emulated, monkeypatch):
+    """The kernel itself is left out: the emulated one is slow to trace."""
+    layer, x = fp8.convert(nn.Linear(128, 256), recipe, backend="native"), randn(45, 128)
+    layer(x).sum().backward()
+
+    def zeros(a: Tensor, b: Tensor, *_, output_dtype: torch.dtype) -> Tensor:
+        return a.new_zeros(a.shape[0], b.shape[1], dtype=output_dtype)
+
+    monkeypatch.setattr(nn.functional, "scaled_mm", zeros)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_the_report_says_what_is_simulated_or_filled_up_and_why():
+    """On the CPU as on a device: what it says there holds here."""
+    layer = nn.Linear(32, 16)
+    (row,) = fp8.report(fp8.convert(layer, "tensor"))
+    assert row.why == "tensor, native on CUDA devices with FP8"
+    layer(torch.zeros(32, 32))
+    assert fp8.report(layer)[0].why == row.why
+    layer(torch.zeros(3, 11, 32))
+    assert fp8.report(layer)[0].why == f"{row.why}; 33 tokens filled up to 48"
+    for recipe, reason in {
+        "mxfp6": "the kernels have no format 'e2m3'",
+        "row_gw_hp": "an operand stays in high precision",
+    }.items():
+        assert fp8.report(fp8.convert(layer, recipe))[0].why == f"{recipe}, simulated: {reason}"
+    assert fp8.report(fp8.convert(layer, "mxfp8", backend="simulate"))[0].why == "mxfp8"
+
+
+def test_the_report_predicts_what_other_devices_do():
+    """Multiples of 16 for all, of 128 for blocks and of 32 for MX; as the kernels want them."""
+    layer = nn.Linear(96, 128)
+    hopper, later = (f"native on CUDA devices of compute capability {c}" for c in ("9.0", "10.0"))
+    for recipe, why in {
+        "block": "simulated: 96 is no multiple of 128",
+        "mxfp8": f"{later} and up",
+        "nvfp4": f"{later} and up",
+    }.items():
+        assert fp8.report(fp8.convert(layer, recipe))[0].why == f"{recipe}, {why}"
+    layer(torch.zeros(40, 96))
+    assert fp8.report(layer)[0].why == f"nvfp4, {later} and up; 40 tokens filled up to 64"
+    layer = fp8.convert(nn.Linear(256, 128), "block")
+    assert fp8.report(layer)[0].why == f"block, {hopper}"
+    layer(torch.zeros(40, 256))
+    assert fp8.report(layer)[0].why == f"block, {hopper}; 40 tokens filled up to 128"
+    (row,) = fp8.report(fp8.convert(nn.Linear(96, 48), "mxfp8"))
+    assert row.why == "mxfp8, simulated: 48 is no multiple of 32"
+
+
+def test_native_without_a_kernel_on_the_device_simulates_and_says_so():
+    layer, x = fp8.convert(nn.Linear(96, 128), "mxfp8", backend="native"), randn(8, 96).detach()
+    why = "scales by mx need CUDA devices of compute capability 10.0 and up"
+    assert fp8.report(layer)[0].why == f"mxfp8, simulated: {why}"
+    forget()
+    with pytest.warns(RuntimeWarning, match=f"simulated on cpu: {why}"):
+        y = layer(x)
+    assert torch.equal(layer(x), y)  # and warns once
+    assert torch.equal(fp8.convert(layer, "mxfp8")(x), y)
+
+
+def test_bad_input():
+    with pytest.raises(
+        ValueError, match="unknown backend 'gpu'; choose one of 'simulate', 'native'"
+    ):
+        fp8.autocast("unit", backend="gpu")
+    with pytest.raises(ValueError, match=r"recipe 'mxfp6' has no kernels: .* format 'e2m3'"):
+        fp8.autocast("mxfp6", backend="native")
+    assert fp8.autocast("mxfp6", backend="auto").backend == "simulate"
+    x, w, _ = tensors(16, 16, 16)
+    with pytest.raises(RuntimeError, match="'native': no FP8 product is known for meta"):
+        linear(x.to("meta"), w.to("meta"), recipe=RECIPES["unit"], backend="native")
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+@pytest.mark.parametrize("recipe", ["unit", "unit_e4m3"])
+def test_static_scales(recipe, shape):
+    """What is kept are bytes of x / f and w / f; one proof of the kernel is for all scales."""
+    x, w, bias = tensors(*shape)
+    results = []
+    for backend in ("native", "simulate"):
+        leaves = [(f * t).detach().requires_grad_() for f, t in ((0.25, x), (2.0**-7, w))]
+        y = linear(*leaves, recipe=RECIPES[recipe], backend=backend, static=(-2, -7))
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, randn(*y.shape, seed=9))])
+        if backend == "native":
+            plain = run(backend, recipe, (x, w, bias * 0))
+            assert torch.equal(results[0][0], plain[0] * 2.0**-9)
+    for native_one, simulated in zip(*results, strict=True):
+        torch.testing.assert_close(native_one, simulated, rtol=1e-5, atol=1e-6)

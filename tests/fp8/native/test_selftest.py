@@ -1,0 +1,220 @@
+"""Before a kernel is used it is shown to compute what simulation does; one that lies is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import fp8
+from fp8 import RECIPES
+from fp8.native import product as native
+from fp8.native import selftest as proof
+from fp8.studies import doctor
+from tests.fp8.native.scaled_mm import emulated, forget, scaled_mm
+from tests.fp8.products.test_matmul import randn
+
+__all__ = ["emulated"]
+
+CPU = torch.device("cpu")
+REAL = F.scaled_mm
+TILED = ["block", "mxfp8", "nvfp4"]
+
+pytestmark = pytest.mark.native
+
+
+@pytest.fixture(autouse=True)
+def _nothing_proved():
+    forget()
+    yield
+    forget()
+
+
+def why_not(recipe: str, dtype: torch.dtype = torch.float32) -> str:
+    return native.why_not_here(RECIPES[recipe], CPU, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", ["unit", "tensor", "row"])
+def test_the_kernels_of_the_cpu_are_proved(recipe, dtype):
+    assert why_not(recipe, dtype) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", TILED)
+def test_kernels_by_the_book_are_proved(recipe, dtype, emulated):
+    assert why_not(recipe, dtype) == ""
+
+
+def refuses(*args, **kwargs) -> Tensor:
+    raise NotImplementedError("only supported in CUDA for SM90\nand more")
+
+
+def reversed_scales(a, b, left, how, right, *rest, **kwargs) -> Tensor:
+    """The scales of the first operand, last to first."""
+    turned = left.flatten().flip(0).view(left.shape) if left.numel() > 1 else left * 2
+    return REAL(a, b, turned, how, right, *rest, **kwargs)
+
+
+def a_little_off(*args, **kwargs) -> Tensor:
+    return REAL(*args, **kwargs) * 1.02
+
+
+def one_element_off(*args, **kwargs) -> Tensor:
+    result = REAL(*args, **kwargs)
+    result[-1, -1] += 1
+    return result
+
+
+def not_a_number(*args, **kwargs) -> Tensor:
+    return REAL(*args, **kwargs) * torch.nan
+
+
+def sixteen_bits(*args, output_dtype, **kwargs) -> Tensor:
+    return REAL(*args, output_dtype=torch.bfloat16, **kwargs)
+
+
+LIES: dict[Callable[..., Tensor], str] = {
+    refuses: "the kernel raised NotImplementedError: only supported in CUDA for SM90",
+    reversed_scales: "the kernel is off by",
+    a_little_off: "the kernel is off by",
+    one_element_off: "the kernel is off by",
+    not_a_number: "the kernel is off by inf times",
+    sixteen_bits: "the kernel gives torch.bfloat16, asked for torch.float32",
+}
+
+
+@pytest.mark.parametrize("recipe", ["unit", "row"])
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+def test_what_a_lying_kernel_would_compute_is_simulated(lie, recipe, monkeypatch):
+    """And the warning, the report and the doctor have its words."""
+    layer, x = nn.Linear(48, 64), randn(16, 48).detach()
+    want = fp8.convert(layer, recipe)(x)
+    monkeypatch.setattr(F, "scaled_mm", lie)
+    fp8.convert(layer, recipe, backend="native")
+    with pytest.warns(RuntimeWarning, match=f"simulated on cpu: output: {LIES[lie]}") as seen:
+        got = [layer(x) for _ in range(2)]
+    assert all(torch.equal(one, want) for one in got)
+    assert len(seen) == 1
+    (row,) = fp8.report(layer)
+    assert row.why.startswith(f"{recipe}, simulated: output: {LIES[lie]}")
+    assert "and more" not in row.why
+    if lie is not sixteen_bits:
+        rows = {row["recipe"]: row for row in doctor.examine()["recipes"] if row["device"] == "cpu"}
+        assert rows[recipe]["runs"] == "simulated"
+        assert LIES[lie] in rows[recipe]["why"]
+
+
+def unswizzled(recipe: str, x: Tensor) -> Tensor:
+    """The same scales as if the rows of a tile lay one after the other."""
+    if recipe == "block":
+        return x.flip(0).T.contiguous().T
+    tiles = x.view(torch.uint8).view(-1, 32, 4, 4)
+    return tiles.transpose(1, 2).flatten().view(x.dtype)
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("recipe", TILED)
+def test_a_wrong_layout_of_scales_is_noticed(recipe, side, emulated, monkeypatch):
+    def kernel(a, b, left, how, right, *rest, **kwargs):
+        scales = [left, right]
+        given = scales[side]
+        scales[side] = (
+            [unswizzled(recipe, given[0]), given[1]]
+            if isinstance(given, list)
+            else unswizzled(recipe, given)
+        )
+        return scaled_mm(a, b, scales[0], how, scales[1], *rest, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_mm", kernel)
+    assert "output: the kernel is off by" in why_not(recipe)
+
+
+def test_swapped_pairs_of_numbers_are_noticed(emulated, monkeypatch):
+    def kernel(a, b, *rest, **kwargs):
+        bytes = a.view(torch.uint8)
+        return scaled_mm((bytes >> 4 | bytes << 4).view(a.dtype), b, *rest, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_mm", kernel)
+    assert "output: the kernel is off by" in why_not("nvfp4")
+
+
+def test_a_sum_of_14_bits_is_no_lie(emulated, monkeypatch):
+    """What Hopper does: each term is cut off 13 bits below the largest of its sum."""
+
+    def kernel(a, b, left, how, right, how_b, *rest, output_dtype):
+        x, y = a.double(), b.T.double()
+        result = torch.zeros(len(x), len(y), dtype=torch.float64)
+        for i, row in enumerate(x):
+            terms = row * y
+            step = 2.0 ** (terms.abs().amax(1, keepdim=True).clamp(min=1e-9).log2().floor() - 13)
+            result[i] = ((terms / step).trunc() * step).sum(1)
+        return (result * left.double() * right.double()).to(output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", kernel)
+    assert why_not("tensor") == why_not("row") == ""
+
+
+def test_only_the_gradient_may_be_wrong(monkeypatch):
+    """A product of which one gradient cannot be computed is simulated as a whole."""
+
+    def kernel(a, b, *rest, **kwargs):
+        return (refuses if a.dtype == torch.float8_e5m2 else REAL)(a, b, *rest, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_mm", kernel)
+    assert why_not("tensor").startswith("gradient of the input: the kernel raised")
+    assert why_not("unit_e4m3") == ""
+
+
+def test_proved_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(F, "scaled_mm", lambda *a, **k: calls.append(a) or REAL(*a, **k))
+    layer = fp8.convert(nn.Linear(48, 64), "unit_e4m3", backend="native")
+    with torch.no_grad():
+        layer(torch.ones(16, 48))
+        assert len(calls) == 3 + 1
+        layer(torch.ones(16, 48))
+        assert len(calls) == 3 + 2
+        fp8.convert(nn.Linear(64, 48), "unit_e4m3", backend="native")(torch.ones(16, 64))
+        assert len(calls) == 3 + 3
+
+
+def test_the_proof_is_apart_from_what_its_caller_is_in():
+    """Modes, random numbers, precision of products and threads of the caller."""
+    torch.manual_seed(0)
+    want = torch.rand(3)
+    torch.manual_seed(0)
+    modes = (torch.inference_mode(), FakeTensorMode(), fp8.autocast("nvfp4"))
+    with torch.autocast("cpu", torch.bfloat16), modes[0], modes[1], modes[2]:
+        assert why_not("row") == ""
+    assert torch.equal(torch.rand(3), want)
+
+
+@pytest.mark.native(whole_graph=True)
+def test_the_answer_is_known_to_a_compiler(monkeypatch):
+    """Found while it compiles; compiled layers run on the kernel, or simulated, in one piece."""
+    layer, x = fp8.convert(nn.Linear(48, 64), "row", backend="native"), randn(16, 48).detach()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    assert proof._kernels.cache_info().currsize == 1
+    torch.testing.assert_close(y, layer(x))
+    torch._dynamo.reset()
+    forget()
+    monkeypatch.setattr(F, "scaled_mm", refuses)
+    with pytest.warns(RuntimeWarning, match="the kernel raised NotImplementedError"):
+        z = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    z.sum().backward()
+    torch.testing.assert_close(z, fp8.convert(layer, "row")(x))
+    torch._dynamo.reset()
+
+
+def test_auto_on_the_cpu_proves_nothing(monkeypatch):
+    monkeypatch.setattr(F, "scaled_mm", refuses)
+    layer = fp8.convert(nn.Linear(48, 64), "unit")
+    layer(torch.ones(16, 48)).sum().backward()
+    assert proof._kernels.cache_info().currsize == 0

@@ -1,0 +1,445 @@
+"""`LayerNorm2d` and what computes it: torch's kernel, compiled formulas, and Triton's kernels."""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+from fp8.common.compiler import apply
+from fp8.norms import layer_norm2d as module
+from fp8.norms import layer_norm2d_kernels as kernels
+from fp8.norms.layer_norm2d import layer_norm2d
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+each_layout = pytest.mark.parametrize("layout", FORMATS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def image(
+    *shape: int, dtype: torch.dtype = torch.float32, layout: str = "contiguous", mean: float = 1.0
+) -> Tensor:
+    x = (torch.randn(shape) * 2 + mean).to(dtype)
+    return x.contiguous(memory_format=FORMATS[layout]) if len(shape) == 4 else x
+
+
+def parameters(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return (torch.rand(channels) + 0.5).to(dtype), torch.randn(channels).to(dtype)
+
+
+def exact(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
+    """In float64, by torch."""
+    wide = [None if t is None else t.double() for t in (weight, bias)]
+    last = x.double().movedim(1, -1)
+    return F.layer_norm(last, last.shape[-1:], *wide, eps).movedim(-1, 1)
+
+
+def step(function: Any, *tensors: Tensor) -> list[Tensor]:
+    """The output and the gradients of all tensors, for a fixed gradient of the output."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    y = function(*leaves)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    grad = grad.to(tensors[0].dtype).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+def error(value: Tensor, reference: Tensor) -> float:
+    """RMS of the error over that of the reference."""
+    wide = reference.double()
+    return float((value.double() - wide).square().mean().sqrt() / wide.square().mean().sqrt())
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """What code is compiled to depends on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
+    """timm's: permute, norm, permute."""
+    last = x.movedim(1, -1)
+    return F.layer_norm(last, last.shape[-1:], weight, bias, eps).movedim(-1, 1)
+
+
+def summed(x: Tensor) -> float:
+    """The relative error of torch's sums over n pixels of 16 bits, which it rounds to 16 bits at
+    each: that of the k-th has standard deviation eps / sqrt(12) of sqrt(k) terms or less, and of
+    all eps n / sqrt(24), relative to sqrt(n)."""
+    pixels = x.numel() // x.shape[1]
+    return torch.finfo(x.dtype).eps * (pixels / 24) ** 0.5
+
+
+def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
+    """What devices other than CPUs and CUDA devices with Triton compute in eager mode."""
+    return apply(module._LayerNorm2d, x, weight, bias, eps)[0]
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 7, 5), (3, 24), (2, 24, 7), (2, 24, 3, 2, 2)], ids=str)
+@each_layout
+@each_dtype
+def test_eager_it_is_permute_norm_permute(dtype: torch.dtype, layout: str, shape: tuple[int, ...]):
+    """To the bit and in the same strides, backward too, with as many calls of torch's operators:
+    it cannot be slower."""
+    x, wb = image(*shape, dtype=dtype, layout=layout, mean=30.0), parameters(24, dtype)
+    for given in (wb, wb[:1], ()):
+        results, calls = [], []
+        for function in (layer_norm2d, permuted):
+            missing = [None] * (2 - len(given))
+            with torch.profiler.profile() as profile:
+                results.append(step(lambda *t, f=function, m=missing: f(*t, *m), x, *given))
+            # movedim is a permute by another name.
+            names = [e.name.replace("movedim", "permute") for e in profile.events()]
+            calls.append([n for n in names if n.startswith("aten::")])
+        for result, reference in zip(*results, strict=True):
+            assert torch.equal(result, reference)
+            assert result.stride() == reference.stride()
+        assert len(calls[0]) <= len(calls[1])
+
+
+MODES = [
+    *itertools.product(["eager", "formula"], DTYPES),
+    *itertools.product(["compiled"], DTYPES[1:3]),
+]
+
+
+@pytest.mark.proves("timm", "contiguous stays contiguous, compiled", how="own")
+@each_layout
+@pytest.mark.parametrize(("how", "dtype"), MODES, ids=str)
+def test_output_and_gradients_are_those_of_float64_rounded_once(
+    how: str, layout: str, dtype: torch.dtype
+):
+    x, (w, b) = image(2, 24, 7, 5, dtype=dtype, layout=layout, mean=30.0), parameters(24, dtype)
+    if how == "eager":  # torch's kernel: with parameters in 16 bits its statistics are so backward
+        w, b = module.wide(x, w), module.wide(x, b)
+    function = {"eager": layer_norm2d, "formula": formula}.get(how)
+    function = function or torch.compile(layer_norm2d, fullgraph=True)
+    results, references = step(function, x, w, b), step(exact, x, w, b)
+    # Half an ulp of each output is at most eps / 2 of it; the float32 before it is good to some
+    # eps * mean / std of its own. The gradients of parameters: see `summed`.
+    tolerance = torch.finfo(dtype).eps / 2 + (1e-5 if dtype != torch.float64 else 1e-13)
+    for result, like, reference in zip(results, (x, x, w, b), references, strict=True):
+        assert result.dtype == like.dtype
+        own = summed(x) if how == "eager" and like is not x else 0.0
+        assert error(result, reference) < tolerance + own
+        # The formula in eager mode has the input's gradient in the strides of the output's.
+        if how == "compiled" or (how == "formula" and (result is results[0] or like is not x)):
+            assert result.stride() == like.stride()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
+def test_eager_gradients_with_parameters_in_16_bits_have_torchs_error(dtype: torch.dtype):
+    """torch keeps mean and 1/std in the dtype of the parameters. Half an ulp of a mean of 30 is at
+    most 15 eps, as many half deviations of 2: so much is n = (x - mean) / std off, and with it
+    n * mean(g n), which is of the size of the gradient, and the gradient of the weight."""
+    x, wb = image(2, 24, 7, 5, dtype=dtype, mean=30.0), parameters(24, dtype)
+    output, *gradients = step(layer_norm2d, x, *wb)
+    reference, *references = step(exact, x, *wb)
+    eps = torch.finfo(dtype).eps
+    assert error(output, reference) < eps / 2 + 1e-5  # forward they are in float32
+    for value, of in zip(gradients, references, strict=True):
+        assert error(value, of) < 15 / 2 * eps + eps + summed(x)
+
+
+@pytest.mark.parametrize("given", DTYPES, ids=str)
+@each_dtype
+def test_parameters_of_any_dtype(dtype: torch.dtype, given: torch.dtype):
+    """Where torch has no kernel for the two they are widened to the dtype of computation."""
+    x, (w, b) = image(2, 6, 4, 4, dtype=dtype), parameters(6)
+    for tensors in ((x, w.to(given), b), (x, w, b.to(given)), (x, w.to(given), b.to(given))):
+        results, references = step(layer_norm2d, *tensors), step(exact, *tensors)
+        assert [t.dtype for t in results] == [dtype, *(t.dtype for t in tensors)]
+        # A rounding of each result, the sums of torch, and statistics of a mean of 1 and a standard
+        # deviation of 2 in the dtype of the parameters.
+        assert error(results[0], references[0]) < torch.finfo(dtype).eps / 2 + 1e-6
+        limit = summed(x) + max(torch.finfo(t.dtype).eps for t in results) + 1e-6
+        for result, reference in zip(results[1:], references[1:], strict=True):
+            assert error(result, reference) < limit
+
+
+@pytest.mark.proves("timm", "one operation over the channels", how="own")
+@pytest.mark.parametrize("shape", [(4, 6), (4, 6, 5), (2, 6, 3, 2, 2), (3, 1, 2, 2), (0, 6, 2, 2)])
+def test_any_number_of_dimensions(shape: tuple[int, ...]):
+    x, (w, b) = image(*shape), parameters(shape[1])
+    torch.testing.assert_close(layer_norm2d(x, w, b), exact(x, w, b).float())
+
+
+@pytest.mark.parametrize(("weight", "bias"), [*itertools.product([True, False], repeat=2)])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_parameters_may_be_left_out(how: str, weight: bool, bias: bool):
+    x, (w, b) = image(2, 8, 3, 3), parameters(8)
+    given = [t for t, used in ((w, weight), (b, bias)) if used]
+
+    def call(function: Any) -> Any:
+        def call(x: Tensor, *rest: Tensor) -> Tensor:
+            values = list(rest)
+            return function(
+                x, values.pop(0) if weight else None, values.pop(0) if bias else None, 1e-6
+            )
+
+        return call
+
+    function = call(layer_norm2d)
+    function = torch.compile(function, backend="aot_eager") if how == "compiled" else function
+    for result, reference in zip(
+        step(function, x, *given), step(call(exact), x, *given), strict=True
+    ):
+        assert error(result, reference) < 1e-5
+
+
+@each_layout
+def test_twice_differentiable(layout: str):
+    x, w, b = image(2, 3, 2, 2, dtype=torch.float64, layout=layout), *parameters(3, torch.float64)
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    for function in (layer_norm2d, formula):
+        assert torch.autograd.gradcheck(function, leaves)
+        assert torch.autograd.gradgradcheck(function, leaves)
+
+
+def test_under_torch_func():
+    x, (w, b) = image(2, 3, 2, 2), parameters(3)
+    many = torch.stack([x, x + 1, 2 * x])
+    for function in (layer_norm2d, formula):
+        each = torch.func.vmap(function, in_dims=(0, None, None))(many, w, b)
+        torch.testing.assert_close(each, torch.stack([function(x, w, b) for x in many]))
+        grad = torch.func.grad(lambda x, f=function: f(x, w, b).square().sum())(x)
+        leaf = x.clone().requires_grad_()
+        (reference,) = torch.autograd.grad(function(leaf, w, b).square().sum(), leaf)
+        torch.testing.assert_close(grad, reference)
+
+
+def test_nan_and_inf_spoil_their_pixel_alone():
+    x, (w, b) = image(1, 4, 2, 2), parameters(4)
+    x[0, 1, 0, 0], x[0, 2, 1, 1] = torch.nan, torch.inf
+    for function in (layer_norm2d, lambda *args: module._normalized(*args, 1e-6)[0]):
+        y = function(x, w, b)
+        assert y[0, :, 0, 0].isnan().all()
+        assert y[0, :, 1, 1].isnan().all()
+        assert y[0, :, 0, 1].isfinite().all()
+
+
+def test_equal_channels_are_zero_before_the_bias():
+    for value in (0.0, 1e8, -3.3):
+        y, _, rstd = module._normalized(torch.full((1, 96, 2, 2), value), None, None, 1e-6)
+        assert rstd.isfinite().all()
+        torch.testing.assert_close(
+            y, torch.zeros_like(y), atol=2e-2 if value == 1e8 else 1e-5, rtol=0
+        )
+
+
+@functools.cache
+def compiled_for(layout: str) -> tuple[Any, str]:
+    """`layer_norm2d` compiled for 96 channels, as a benchmark would show it: forward, without a
+    gradient, on one thread; and its code."""
+    from torch._inductor.utils import run_and_get_code
+
+    x, (w, b) = image(2, 96, 8, 8, layout=layout), parameters(96)
+    function = torch.compile(layer_norm2d, fullgraph=True)
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(function, x, w, b)
+    return torch.no_grad()(function), code
+
+
+@pytest.mark.proves("timm", "no E[x²] - E[x]²", how="own")
+@each_layout
+@pytest.mark.parametrize("how", ["eager", "formula", "compiled"])
+def test_no_less_accurate_than_torch(how: str, layout: str):
+    """Against float64, with standard deviation 1: torch's kernel. Near 0 the errors are a few
+    roundings of the output, of which the formula has one or two more, or as many as torch has where
+    torch 2.11 compiles it. Far from 0 torch loses digits."""
+    ratio = 2.0 if how == "compiled" and torch.__version__ < (2, 12) else 1.25
+    ours = {
+        "eager": lambda: layer_norm2d,
+        "formula": lambda: lambda x, w, b: module._normalized(x, w, b, 1e-6)[0],
+        "compiled": lambda: compiled_for(layout)[0],
+    }[how]()
+    for seed, mean in itertools.product(range(5), (0.0, 10.0, 1e3, 1e5)):
+        torch.manual_seed(seed)
+        x = image(2, 96, 8, 8, layout=layout, mean=0.0) / 2 + mean
+        w, b = parameters(96)
+        reference = exact(x, w, b)
+        torchs = F.layer_norm(x.movedim(1, -1), w.shape, w, b, 1e-6).movedim(-1, 1)
+        limit = 1.01 if how == "eager" else ratio
+        assert error(ours(x, w, b), reference) <= limit * error(torchs, reference)
+
+
+@pytest.mark.proves("timm", "no E[x²] - E[x]²", how="own")
+def test_far_from_zero_the_formula_keeps_its_digits():
+    """The mean of float32 numbers is not one: without its correction 1e-3 would be lost here."""
+    x, (w, b) = image(2, 768, 4, 4, mean=0.0) + 1e4, parameters(768)
+    reference = exact(x, w, b)
+    assert error(module._normalized(x, w, b, 1e-6)[0], reference) < 1e-6
+    assert error(layer_norm2d(x, w, b), reference) > 1e-5  # what torch's kernel has
+
+
+OFF = {
+    "near 0": (0.0, 0),
+    "far from 0": (1e3, 0),
+    "the first channel off": (0.0, 1),
+    "the first sixteen off": (0.0, 16),
+}
+
+
+@pytest.mark.parametrize("case", OFF)
+@each_layout
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_statistics_of_compiled_code_whatever_channel_is_off(
+    dtype: torch.dtype, layout: str, case: str
+):
+    """A channel cannot be more than sqrt(n) deviations off: the mean square of the distances to it
+    is then n times the variance, and so are its roundings. bfloat16, of 8 bits, can bear that."""
+    mean, far = OFF[case]
+    x = torch.randn(4, 768, 6, 6) + mean
+    x[:, :far] = 1e3 * (1 + 0.1 * torch.randn(4, far, 6, 6))
+    x = x.to(dtype).contiguous(memory_format=FORMATS[layout])
+    m, d, both, rstd = module._compiled_statistics(x, 1e-6)
+    wide = x.double()
+    var, reference = torch.var_mean(wide, 1, correction=0, keepdim=True)
+    eps = torch.finfo(torch.float32).eps
+    limit = eps * (2 * 768 if dtype == torch.bfloat16 else 8)  # a few sums, products and the root
+    assert ((m.double() + d.double() - reference) / var.sqrt()).abs().max() < limit
+    assert (rstd.double() * (var + 1e-6).sqrt() - 1).abs().max() < limit
+    torch.testing.assert_close(both, m + d)
+
+
+def test_what_is_computed_once_a_pixel_keeps_its_value():
+    for dtype in (torch.float32, torch.float64):
+        value = torch.tensor(
+            [0.0, -3.3, 1e-45, 3e38, torch.inf, -torch.inf, torch.nan], dtype=dtype
+        )
+        kept = module._once_a_pixel(value)
+        assert kept.dtype == dtype
+        torch.testing.assert_close(kept, value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.proves("timm", "LayerNorm2d(num_channels, eps, affine)", how="own")
+def test_constructor_is_timms():
+    norm = fp8.LayerNorm2d(6, eps=1e-3, device="cpu", dtype=torch.float64)
+    assert norm.eps == 1e-3
+    assert norm.weight.dtype == norm.bias.dtype == torch.float64
+    assert list(norm.state_dict()) == ["weight", "bias"]
+    assert norm.normalized_shape == (6,)
+    assert fp8.LayerNorm2d(6).eps == 1e-6
+    assert list(fp8.LayerNorm2d(6, affine=False).parameters()) == []
+    assert fp8.LayerNorm2d(6, bias=False).bias is None
+    assert fp8.LayerNorm2d(6, bias=False, device="meta").weight.is_meta
+    assert isinstance(norm, nn.LayerNorm)
+    assert repr(norm) == f"LayerNorm2d({nn.LayerNorm(6, eps=1e-3).extra_repr()})"
+
+
+@pytest.mark.proves("timm", "TorchScript", how="own")
+@each_layout
+@pytest.mark.parametrize("affine", [True, False])
+# torch's own: TorchScript is deprecated, and still what servers run.
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("bias", [True, False])
+def test_scripted_saved_and_loaded(layout: str, affine: bool, bias: bool):
+    norm, x = fp8.LayerNorm2d(6, affine=affine, bias=bias), image(2, 6, 4, 4, layout=layout)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(norm), file)
+    file.seek(0)
+    y = torch.jit.load(file)(x)
+    torch.testing.assert_close(y, norm(x))
+    assert y.stride() == norm(x).stride()
+
+
+@pytest.mark.proves("timm", "export", how="own")
+@each_layout
+def test_exported_to_torchs_operations(layout: str):
+    norm, x = fp8.LayerNorm2d(6), image(2, 6, 4, 4, layout=layout)
+    program = torch.export.export(norm, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert names
+    assert all(name.startswith("aten.") for name in names)
+    for batch in (x, torch.cat([x, x + 1]).contiguous(memory_format=FORMATS[layout])):
+        y = program.module()(batch)
+        torch.testing.assert_close(y, norm(batch))
+        assert y.stride() == batch.stride()
+
+
+def test_compiled_with_another_batch():
+    norm = fp8.LayerNorm2d(8)
+    compiled = torch.compile(norm, fullgraph=True, dynamic=True)
+    for batch in (2, 3):
+        x = image(batch, 8, 5, 4, layout="channels_last")
+        torch.testing.assert_close(compiled(x), norm(x))
+        assert compiled(x).stride() == x.stride()
+
+
+@pytest.mark.proves("timm", "channels-last without copies", how="own")
+@pytest.mark.proves("timm", "fused by the compiler", how="own")
+@each_layout
+def test_compiled_it_is_one_kernel_and_for_channels_last_one_loop(layout: str):
+    _, code = compiled_for(layout)
+    assert code.count("cpp_pybinding(") == 1
+    outer = code.count("\n        for(")
+    # Statistics of blocks and of all, roots and the rest, each of them once.
+    assert outer == 1 if layout == "channels_last" else outer <= 4
+    assert code.count("rsqrt()") + code.count("std::sqrt(") == 1
+
+
+def test_errors_name_what_was_given():
+    with pytest.raises(ValueError, match="got 1 dimensions"):
+        layer_norm2d(torch.ones(4))
+    with pytest.raises(ValueError, match=r"weight must have shape \(4,\), got \(3,\)"):
+        layer_norm2d(torch.ones(2, 4, 3, 3), torch.ones(3))
+    for function in (layer_norm2d, torch.compile(layer_norm2d, backend="eager")):
+        for shape, dtype in itertools.product([(2, 4), (0, 4, 3, 3)], [torch.int64, torch.cfloat]):
+            with pytest.raises(TypeError, match=str(dtype).rpartition(".")[2]):
+                function(torch.ones(shape, dtype=dtype))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+def test_without_a_weight_the_channels_are_counted_too():
+    for affine, what in ((True, "weight must have shape"), (False, "8 channels, its input 7")):
+        with pytest.raises(ValueError, match=what):
+            fp8.LayerNorm2d(8, affine=affine)(torch.ones(2, 7, 3, 3))
+    with pytest.raises(ValueError, match="got 1 dimensions"):
+        fp8.LayerNorm2d(8, affine=False)(torch.ones(8))
+    with pytest.raises(torch.jit.Error, match="8 channels, its input 7"):
+        torch.jit.script(fp8.LayerNorm2d(8, affine=False))(torch.ones(2, 7, 3, 3))
+
+
+def test_kernels_are_for_dense_tensors_with_memory_on_cuda():
+    x = image(2, 8, 3, 3)
+    assert kernels._fits(x)
+    assert kernels._fits(x.contiguous(memory_format=torch.channels_last))
+    assert not kernels._fits(x[:, ::2])
+    inside = []
+    torch.func.vmap(lambda x: inside.append(kernels._fits(x)) or x)(x[None])
+    assert inside == [False]
+    assert not kernels._fits(x[:0])
+    assert not kernels._fits(torch.empty(1, 4096, 1, 1))
+    assert not kernels.take(x)
+
+
+@pytest.mark.gpu
+@each_layout
+@each_dtype
+def test_on_cuda_as_in_float64(dtype: torch.dtype, layout: str):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    x, (w, b) = image(3, 96, 14, 14, dtype=dtype, layout=layout), parameters(96, dtype)
+    leaves = [t.cuda().requires_grad_() for t in (x, w, b)]
+    y = layer_norm2d(*leaves)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    there = [y, *torch.autograd.grad(y, leaves, grad.cuda())]
+    for a, like, reference in zip(there, (x, x, w, b), step(exact, x, w, b), strict=True):
+        assert a.stride() == like.stride()
+        assert error(a.cpu(), reference) < 2 * torch.finfo(dtype).eps + 1e-6

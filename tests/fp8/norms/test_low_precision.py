@@ -1,0 +1,339 @@
+"""The norms of a model in low precision, and back. What Composer's surgery loses is named where the
+test is about it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+from fp8.norms.low_precision import NORMS, PRECISIONS
+
+D = 8
+
+
+class HandMade(nn.Module):
+    """A norm as models spell it themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+HandMade.__name__ = "LlamaRMSNorm"
+
+
+class Renamed(nn.LayerNorm):
+    """A subclass that keeps the forward."""
+
+
+class Permuting(nn.LayerNorm):
+    """timm's LayerNorm2d: a LayerNorm for Composer's surgery, which takes its permutation away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.norm = nn.LayerNorm(D, eps=1e-3)
+        self.again = self.norm
+        self.frozen = nn.LayerNorm(D).requires_grad_(False)
+        self.plain = nn.LayerNorm(D, elementwise_affine=False)
+        self.unbiased = nn.LayerNorm(D, bias=False)
+        self.renamed = Renamed(D)
+        self.rms = nn.RMSNorm(D)
+        self.group = nn.GroupNorm(2, D)
+        self.image = fp8.LayerNorm2d(D)
+        self.own = HandMade()
+        self.batch = nn.BatchNorm1d(D)
+        self.last = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (n, D)."""
+        x = self.frozen(self.norm(self.first(x)))
+        x = self.unbiased(self.plain(self.again(x)))
+        x = self.rms(self.renamed(x))
+        x = self.image(self.group(x)[..., None])[..., 0]
+        return self.last(self.batch(self.own(x)))
+
+
+CHANGED = ["norm", "frozen", "plain", "unbiased", "renamed", "rms", "group", "image"]
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    model.plain.eval()
+    return model
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(16, D)
+
+
+def dtypes(model: Model, x: Tensor) -> dict[str, torch.dtype]:
+    """Module -> the dtype of its output."""
+    found = {}
+    handles = [
+        module.register_forward_hook(lambda m, a, y, name=name: found.update({name: y.dtype}))
+        for name, module in model.named_modules()
+    ]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.proves("Composer", "autocast off inside, input in low precision", how="own")
+@pytest.mark.proves("timm", "GroupNorm as well", how="own")
+def test_follows_autocast_and_does_nothing_outside(model: Model, x: Tensor):
+    before = model(x)
+    assert fp8.low_precision_norms(model) is model
+    assert torch.equal(model(x), before)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            found = dtypes(model, x)
+        assert {found[name] for name in CHANGED} == {dtype}
+    # That it asks for the device of the input, not for CUDA: Composer's has no effect here.
+
+
+@pytest.mark.proves("Composer", "amp is float16, bf16 bfloat16", how="own")
+@pytest.mark.parametrize("precision", [name for name, dtype in PRECISIONS.items() if dtype])
+def test_a_named_precision_holds_everywhere(model: Model, x: Tensor, precision: str):
+    dtype = PRECISIONS[precision]
+    fp8.low_precision_norms(model, precision)
+    module = model.norm
+    y = module(x)
+    reference = F.layer_norm(
+        x.to(dtype), (D,), module.weight.to(dtype), module.bias.to(dtype), 1e-3
+    )
+    assert y.dtype == torch.float32  # nothing would cast it for the next layer
+    torch.testing.assert_close(y, reference.float(), rtol=0, atol=0)
+    assert model(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x).dtype == dtype
+
+
+@pytest.mark.proves("Composer", "no effect in fp32 and fp16", how="own")
+@pytest.mark.parametrize("precision", [name for name, dtype in PRECISIONS.items() if not dtype])
+def test_precisions_without_effect(model: Model, precision: str):
+    fp8.low_precision_norms(model, precision)
+    assert {row.done for row in fp8.norm_report(model)} == {"left alone"}
+    with pytest.warns(fp8.NoEffectWarning, match=precision):
+        assert fp8.apply_low_precision_layernorm(model, precision) is model
+    assert {row.done for row in fp8.norm_report(model)} == {"left alone"}
+
+
+def test_float64_stays(model: Model, x: Tensor):
+    fp8.low_precision_norms(model.double(), "amp_bf16")
+    assert model.norm(x.double()).dtype == torch.float64
+
+
+@pytest.mark.proves("Composer", "normalized_shape and eps are kept", how="own")
+def test_everything_is_kept(model: Model, x: Tensor):
+    """Composer's LPLayerNorm is a new float32 module: dtype, requires_grad, the evaluation flag and
+    hooks are lost, and a bias=False layer is built with one."""
+    model.norm.bfloat16()
+    seen: list[int] = []
+    model.norm.register_forward_hook(lambda *_: seen.append(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    identities = [id(p) for p in model.parameters()]
+    facts = [(n, p.dtype, p.requires_grad) for n, p in model.named_parameters()]
+    keys, flags = list(model.state_dict()), [m.training for m in model.modules()]
+    types, text = [type(m).__name__ for m in model.modules()], repr(model)
+
+    fp8.low_precision_norms(model, "amp_bf16")
+    assert [id(p) for p in model.parameters()] == identities
+    assert [(n, p.dtype, p.requires_grad) for n, p in model.named_parameters()] == facts
+    assert list(model.state_dict()) == keys
+    assert [m.training for m in model.modules()] == flags
+    assert [type(m).__name__ for m in model.modules()] == types
+    assert isinstance(model.norm, nn.LayerNorm)
+    assert model.again is model.norm
+    assert model.norm.eps == 1e-3
+    assert (model.plain.weight, model.unbiased.bias) == (None, None)
+    assert "low_precision='bfloat16'" in repr(model)
+
+    before = model.norm.weight.detach().clone()
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert len(seen) == 2  # both names of the shared norm
+    assert not torch.equal(model.norm.weight, before)
+    assert model.frozen.weight.grad is None
+
+    assert fp8.revert_norms(model) is model
+    assert repr(model) == text
+    assert [type(m) for m in model.modules() if type(m).__name__ == "LayerNorm"] == [
+        nn.LayerNorm
+    ] * 4
+
+
+def test_revert_gives_the_same_numbers_as_before(model: Model, x: Tensor):
+    before = model(x)
+    fp8.revert_norms(fp8.low_precision_norms(model, "amp_bf16"))
+    assert torch.equal(model(x), before)
+    assert not any({"norm_dtype", "norm_output"} & vars(m).keys() for m in model.modules())
+
+
+def test_report_names_every_norm_and_why(model: Model):
+    fp8.low_precision_norms(model, where=lambda name, module: name != "group")
+    report = fp8.norm_report(model)
+    done = {row.path: row.done for row in report}
+    assert [path for path in done if done[path] == "low precision"] == [
+        name for name in CHANGED if name != "group"
+    ]
+    why = {row.path: row.why for row in report.left_alone}
+    assert why["group"] == "not chosen"
+    assert why["own"] == why["batch"]
+    assert "computes otherwise than LayerNorm, RMSNorm" in why["own"]
+    assert {row.why for row in report if row.path == "norm"} == {"the dtype of autocast"}
+
+
+def test_a_forward_of_its_own_is_left_alone():
+    """Composer replaces timm's LayerNorm2d, a subclass of LayerNorm, by one over the last axis."""
+    model = nn.Sequential(Permuting(D))
+    x = torch.randn(2, D, 3, 5)
+    before = model(x)
+    fp8.low_precision_norms(model, "amp_bf16")
+    assert torch.equal(model(x), before)
+    assert fp8.norm_report(model).left_alone[0].what == "Permuting"
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
+def test_copies_compute_alike(model: Model, x: Tensor, copied: str):
+    fp8.low_precision_norms(model, "amp_bf16")
+    part = nn.Sequential(model.first, model.norm, model.rms)
+    if copied == "deepcopy":
+        other = copy.deepcopy(part)
+    elif copied == "pickle":
+        other = pickle.loads(pickle.dumps(part))
+    else:
+        file = io.BytesIO()
+        torch.save(part, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert torch.equal(other(x), part(x))
+    assert fp8.norm_report(other)[0].done == "low precision"
+
+
+def test_compiled(model: Model, x: Tensor):
+    part = fp8.low_precision_norms(nn.Sequential(model.first, model.norm, model.rms), "amp_bf16")
+    compiled = torch.compile(part, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), part(x), rtol=0.01, atol=0.01)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(x).dtype == torch.bfloat16
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+def test_hands_fp8_on_to_a_converted_layer(precision: str | None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 16))
+    x = torch.randn(16, 32)
+    expected = fp8.convert(copy.deepcopy(model), "unit", backend="native")
+    fp8.low_precision_norms(expected, precision or "amp_bf16", where=lambda *_: bool(precision))
+    fp8.convert(fp8.low_precision_norms(model, precision, output="e4m3"), "unit", backend="native")
+    handed = model[0](x)
+    assert isinstance(handed, fp8.ScaledTensor)
+    assert handed.dtype == torch.float32
+    for part in (model, expected):
+        part(x).square().sum().backward()
+    assert torch.equal(model(x), expected(x))
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert fp8.norm_report(model)[0].why.endswith("hands on e4m3")
+    assert not isinstance(fp8.revert_norms(model)[0](x), fp8.ScaledTensor)
+
+
+@pytest.mark.native(whole_graph=True)
+def test_compiled_the_norm_writes_what_the_product_reads():
+    """One loop from 16-bit input to FP8 bytes, then torch's kernel for their product."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48, bias=False)).bfloat16()
+    fp8.low_precision_norms(model, "amp_bf16", output="e4m3")
+    fp8.convert(model, "unit", backend="native")
+    x = torch.randn(16, 32).bfloat16()
+    with torch.no_grad():
+        y, (code,) = run_and_get_code(torch.compile(model, fullgraph=True), x)
+        expected = model(x)
+    before, after = code.split("def call(")[0], code.split("def call(")[1]
+    signatures = re.findall(r"cpp_pybinding\(\[(.*?)\]", before)
+    assert any("'at::Float8_e4m3fn*'" in text for text in signatures)
+    assert not any("'at::BFloat16*'" in text for text in signatures)  # unlike 'const at::BFloat16*'
+    assert after.count("_scaled_mm") >= 1
+    assert (y - expected).abs().max() < 0.05 * expected.abs().max()  # a code apart next to a tie
+
+
+def test_with_converted_layers(model: Model, x: Tensor):
+    fp8.convert(fp8.low_precision_norms(model, "amp_bf16"), "unit")
+    changed = model(x)
+    assert fp8.norm_report(model)[0].done == "low precision"
+    fp8.revert_norms(model)
+    assert not torch.equal(model(x), changed)
+    assert fp8.report(model)[0].done == "converted"
+
+
+@pytest.mark.proves("Composer", "apply_low_precision_layernorm", how="own")
+def test_composers_function_changes_layer_norms(model: Model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fp8.apply_low_precision_layernorm(model, "amp_bf16", optimizer) is model
+    changed = [row.path for row in fp8.norm_report(model) if not row.left_alone]
+    assert changed == ["norm", "frozen", "plain", "unbiased", "renamed", "image"]
+    with pytest.warns(fp8.NoEffectWarning, match="no layer norm"):
+        fp8.apply_low_precision_layernorm(nn.Linear(2, 2), "amp_bf16")
+
+
+def test_a_model_that_is_a_norm():
+    """Composer's surgery does not reach the root."""
+    norm = fp8.apply_low_precision_layernorm(nn.LayerNorm(4), "amp_fp16")
+    assert fp8.norm_report(norm)[0].why == "float16"
+
+
+def test_a_new_precision_takes_the_place_of_the_last(model: Model):
+    fp8.low_precision_norms(fp8.low_precision_norms(model, "amp_fp16"), "AMP_BF16")
+    assert fp8.norm_report(model)[0].why == "bfloat16"
+
+
+@pytest.mark.parametrize("got", ["amp_bf17", 16, torch.bfloat16])
+def test_errors_name_what_was_given(model: Model, got: Any):
+    with pytest.raises(ValueError, match="unknown precision"):
+        fp8.low_precision_norms(model, got)
+    with pytest.raises(ValueError, match="unknown precision"):
+        fp8.apply_low_precision_layernorm(model, got)
+    with pytest.raises(ValueError, match="not 'e2m1'"):
+        fp8.low_precision_norms(model, output="e2m1")
+    with pytest.raises(TypeError, match="got list"):
+        fp8.low_precision_norms([])  # type: ignore[type-var]
+
+
+def test_every_norm_of_the_table_is_tested(model: Model):
+    assert {type(module) for module in model.modules()} >= set(NORMS)
+
+
+@pytest.mark.parametrize("precision", [None, "amp_bf16"])
+def test_shapes_on_the_meta_device(precision):
+    """It has no autocast, and torch raises for the question."""
+    images = torch.empty(2, D, 4, D, device="meta")
+    with torch.device("meta"):
+        norms = (nn.LayerNorm(D), nn.RMSNorm(D), nn.GroupNorm(2, D), fp8.LayerNorm2d(D))
+    for norm in norms:
+        assert fp8.low_precision_norms(norm, precision)(images).shape == images.shape
+    assert fp8.norms.norm.layer_norm(images, (D,), output="e4m3").shape == images.shape

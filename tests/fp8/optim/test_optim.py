@@ -1,0 +1,411 @@
+"""`fp8.optim` against torch's optimizers, with what is done with optimizers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+import fp8.optim.adam
+import unit_scaling as uu
+from fp8.optim import SGD, Adam, AdamW, state_bytes
+
+FLOAT32 = {"first_moment": "float32", "second_moment": "float32"}
+BLOCKS = {"first_moment": "e4m3_block", "second_moment": "e5m3_block"}
+LOW = [{}, BLOCKS, {"first_moment": "bfloat16", "second_moment": "bfloat16"}]
+each_low = pytest.mark.parametrize("formats", LOW, ids=["tensor", "blocks", "bfloat16"])
+
+
+def parameters(dtype=torch.float32, seed=0) -> list[nn.Parameter]:
+    """A large one, a large one that is transposed, one that no block divides, and small ones."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(64, 96), (96, 64), (4097,), (5, 7), (3,), ()]
+    tensors = [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
+    tensors[1] = tensors[1].t()
+    return [nn.Parameter(x) for x in tensors]
+
+
+def steps(optimizer, params, count=5, seed=1) -> None:
+    g = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
+        optimizer.step()
+
+
+def run(cls, count=5, dtype=torch.float32, **settings):
+    params = parameters(dtype)
+    optimizer = cls(params, **settings)
+    steps(optimizer, params, count)
+    return params, optimizer
+
+
+@torch.no_grad()
+def distance(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> float:
+    """Of the changes since the start, relative to those of theirs."""
+    start = parameters(theirs[0].dtype)
+    gap = torch.stack([(a - b).norm() for a, b in zip(ours, theirs, strict=True)]).norm()
+    way = torch.stack([(a - b).norm() for a, b in zip(start, theirs, strict=True)]).norm()
+    return float(gap / way)
+
+
+SETTINGS = [
+    {},
+    {"lr": 1e-2, "betas": (0.5, 0.7), "eps": 1e-3},
+    {"weight_decay": 0.5},
+    {"weight_decay": 0.5, "maximize": True},
+    {"lr": torch.tensor(1e-2)},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_with_float32_states_it_is_torchs(name: str, settings):
+    """To rounding: torch divides in another order. Decay of Adam is L2, that of AdamW decoupled."""
+    ours, _ = run(getattr(fp8.optim, name), **FLOAT32, **settings)
+    theirs, _ = run(getattr(torch.optim, name), **settings)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_neither_class_is_taken_for_the_other():
+    """torch's AdamW is a subclass of its Adam, by which MS-AMP takes it for one with L2 decay."""
+    assert not issubclass(AdamW, Adam)
+    assert not issubclass(Adam, AdamW)
+    decayed = {"lr": 1e-2, "weight_decay": 0.5, **FLOAT32}
+    assert distance(run(Adam, **decayed)[0], run(AdamW, **decayed)[0]) > 0.1
+
+
+@each_low
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_low_precision_states_stay_near(name: str, formats):
+    """Half a unit of 3 mantissa bits is 6 %, which is what moments of independent errors are off
+    by; a step by as much, and the sum of 50 by less."""
+    settings = {"weight_decay": 0.1, "count": 50}
+    ours, _ = run(getattr(fp8.optim, name), min_size=0, **formats, **settings)
+    theirs, _ = run(getattr(torch.optim, name), **settings)
+    assert distance(ours, theirs) < 0.12
+
+
+def test_small_parameters_are_stepped_together_as_alone():
+    together, optimizer = run(AdamW, **FLOAT32)
+    alone, _ = run(AdamW, min_size=0, **FLOAT32)
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    small, large = optimizer.state[together[-2]], optimizer.state[together[0]]
+    assert small["exp_avg"].dtype == large["exp_avg"].dtype == torch.float32
+
+
+def test_a_parameter_without_a_gradient_is_left():
+    params = parameters()
+    optimizer = AdamW(params)
+    before = params[1].detach().clone()
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert torch.equal(params[1], before)
+    assert params[1] not in optimizer.state
+    optimizer.zero_grad()
+    optimizer.step()
+    assert float(optimizer.state[params[0]]["step"]) == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+@each_low
+def test_a_gradient_that_is_not_finite_skips_the_step(bad: float, formats):
+    """For all parameters, wherever it is; 1e30 has no square."""
+    params, optimizer = run(AdamW, **formats)
+    weights = copy.deepcopy(params)
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    for at in (0, -2):
+        params[at].grad.view(-1)[0] = bad
+        optimizer.step()
+        params[at].grad.view(-1)[0] = 0
+    assert optimizer.skipped_steps == 2
+    assert all(torch.equal(a, b) for a, b in zip(params, weights, strict=True))
+    assert_same(optimizer.state_dict()["state"], state)
+    assert optimizer.state_dict()["param_groups"][0]["skipped_steps"] == 2
+    optimizer.step()
+    assert optimizer.skipped_steps == 2
+    assert not torch.equal(params[0], weights[0])
+
+
+def assert_same(a, b) -> None:
+    assert a.keys() == b.keys()
+    for i in a:
+        assert a[i].keys() == b[i].keys()
+        for key in a[i]:
+            assert a[i][key].dtype == b[i][key].dtype
+            assert torch.equal(a[i][key].float(), b[i][key].float()), (i, key)
+
+
+@pytest.mark.proves("MS-AMP", "FP16 AMP", how="own")
+def test_grad_scaler():
+    """It unscales, skips what is not finite by itself, and so counts there and not here."""
+    params = parameters()
+    optimizer, scaler = AdamW(params), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plain, _ = run(AdamW, count=1)
+    g = torch.Generator().manual_seed(1)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=g) * 2.0**10
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(params, 1e9)
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+    params[0].grad[0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+    assert scaler.get_scale() == 2.0**9
+
+
+def test_closure_and_schedule():
+    params = parameters()
+    optimizer = AdamW(params, lr=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in params)
+        loss.backward()
+        return loss.detach()
+
+    losses = []
+    for _ in range(4):
+        losses.append(float(optimizer.step(closure)))
+        schedule.step()
+    assert losses == sorted(losses, reverse=True)
+    assert 0 < optimizer.param_groups[0]["lr"] < 0.1
+
+
+def test_learning_rates_of_unit_scaling():
+    layer = uu.Linear(64, 128)
+    groups = uu.optim.scaled_parameters(layer.parameters(), "adam", lr=0.5)
+    optimizer = AdamW(groups, weight_decay=0.0)
+    assert optimizer.param_groups[0]["lr"] == 0.5 / 8
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    torch.testing.assert_close(before - layer.weight, torch.full_like(before, 0.5 / 8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float32, {}),
+        (torch.float32, BLOCKS),
+        (torch.bfloat16, {"stochastic_weights": True}),
+    ],
+    ids=["tensor", "blocks", "bfloat16"],
+)
+def test_compiled_and_eager_keep_the_same_bits(dtype, settings, monkeypatch):
+    """States, in several pieces and with a rest that is not compiled; weights to a multiplication
+    fused with an addition, which is at most a unit in the last place of 16 bits."""
+    monkeypatch.setattr(fp8.optim.adam, "COMPILED", 1 << 11)
+    monkeypatch.setattr(fp8.optim.adam, "BLOCKS", 1 << 11)
+    weights, states = [], []
+    for compile in (False, True):
+        params = parameters(dtype)[2:]
+        optimizer = AdamW(params, compile=compile, **settings)
+        steps(optimizer, params, 3)
+        weights.append(params)
+        states.append(optimizer.state_dict()["state"])
+    assert_same(*states)
+    tolerance = (
+        {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0}
+    )
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), -1e30])
+def test_a_compiled_step_is_skipped_where_an_eager_one_is(bad: float):
+    params = parameters()[:1]
+    optimizer = AdamW(params, compile=True)
+    steps(optimizer, params, 1)
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    params[0].grad.view(-1)[77] = bad
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert torch.equal(params[0], before[0][0])
+    assert_same(optimizer.state_dict()["state"], before[1])
+
+
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="torch 2.11 sets no attribute where a graph has broken"
+)
+def test_compiled_by_the_user():
+    eager, params = parameters()[:1], parameters()[:1]
+    optimizer = AdamW(params)
+    steps(AdamW(eager), eager, 2)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    steps(optimizer, params, 2)
+    for a, b in zip(eager, params, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_weights_take_steps_below_their_precision(dtype):
+    """64 steps of 2**-12 from 1, below which a unit in the last place is 2**-8 or 2**-11. To
+    nearest all are lost (in float16 half a unit, a tie to even). Stochastically the mean moves by
+    2**-6; its standard error over 2**14 weights is at most sqrt(2**-12 2**-8 64 / 2**14) = 6e-5."""
+    moved = {}
+    for stochastic in (False, True):
+        weight = nn.Parameter(torch.ones(2**14, dtype=dtype))
+        optimizer = AdamW(
+            [weight], 2.0**-12, weight_decay=0.0, stochastic_weights=stochastic, **FLOAT32
+        )
+        for _ in range(64):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved[stochastic] = 1 - float(weight.detach().double().mean())
+    assert moved[False] == 0
+    assert moved[True] == pytest.approx(2.0**-6, abs=5 * 6e-5)
+
+
+def test_random_bits_follow_from_seed_and_step():
+    settings = {"dtype": torch.bfloat16, "stochastic_weights": True, "lr": 1e-4}
+    first, again = run(AdamW, **settings)[0], run(AdamW, **settings)[0]
+    other = run(AdamW, seed=1, **settings)[0]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_master_weights(dtype):
+    """The weights are those of a float32 run on the same gradients, rounded."""
+    ours, optimizer = run(AdamW, dtype=dtype, master_weights="float32", **FLOAT32)
+    exact = [nn.Parameter(p.detach().float()) for p in parameters(dtype)]
+    plain = AdamW(exact, **FLOAT32)
+    g = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        for p in exact:
+            p.grad = torch.randn(p.shape, generator=g).to(dtype).float()
+        plain.step()
+    for a, b in zip(ours, exact, strict=True):
+        assert torch.equal(a, b.to(dtype))
+    assert state_bytes(optimizer)["master"] == 4 * sum(p.numel() for p in ours)
+
+
+def test_float16_master_weights():
+    """In units of a scale: weights far below the range of float16 keep its precision, 2**-11 of a
+    magnitude of up to 5e-9, and so steps of a quarter of that."""
+    weight = nn.Parameter((1e-9 * torch.randn(128, 64)).to(torch.bfloat16))
+    before = weight.detach().double()
+    optimizer = AdamW([weight], lr=1e-11, master_weights="float16", weight_decay=0.0, **FLOAT32)
+    for _ in range(100):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    state = optimizer.state[weight]
+    assert state["master_values"].dtype == torch.float16
+    master = state["master_values"].double() * state["master_scale"].double()
+    torch.testing.assert_close(before - master, torch.full_like(before, 1e-9), rtol=0.15, atol=0)
+    assert torch.equal(weight.detach(), master.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("master", [None, "float16"])
+def test_a_scaled_tensor_is_a_parameter(master):
+    weight = nn.Parameter(fp8.scaled(torch.randn(96, 64), "fp16"))
+    plain = nn.Parameter(weight.detach().to(torch.float32))
+    optimizers = AdamW([weight], 0.01, master_weights=master), AdamW([plain], 0.01)
+    for _ in range(3):
+        plain.grad = torch.randn(96, 64)
+        weight.grad = plain.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(weight.to(torch.float32), plain.detach(), rtol=2e-3, atol=2e-3)
+
+
+# --- arguments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"amsgrad": True}, "amsgrad=True is not supported"),
+        ({"first_moment": "fp4"}, "unknown first_moment 'fp4'; choose one of 'float32', "),
+        ({"second_moment": "e4m3"}, "unknown second_moment 'e4m3'"),
+        ({"master_weights": "e4m3"}, "unknown master_weights 'e4m3'; choose one of None"),
+        ({"lr": -1.0}, "lr must be finite and not negative, got -1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas must be at least 0 and less than 1, got \(0.9, 1.0\)"),
+        ({"eps": float("nan")}, "eps must be finite"),
+    ],
+)
+def test_arguments_are_checked(settings, message: str):
+    with pytest.raises(ValueError, match=message):
+        AdamW(parameters(), **settings)
+    if "amsgrad" not in settings:
+        optimizer = AdamW(parameters()[:1])
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": parameters(), **settings})
+        assert len(optimizer.param_groups) == 1
+
+
+def test_types_are_checked():
+    with pytest.raises(TypeError, match=r"cannot step a parameter of torch\.float64"):
+        AdamW([nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    for optimizer in (AdamW(embedding.parameters()), SGD(embedding.parameters(), lr=0.1)):
+        with pytest.raises(RuntimeError, match="dense gradients"):
+            optimizer.step()
+    for settings, message in (
+        ({"betas": 0.9}, "betas are two numbers, got 0.9"),
+        ({"betas": (0.9,)}, r"betas are two numbers, got \(0.9,\)"),
+        ({"seed": 1.5}, "seed is an int, got 1.5"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            AdamW(parameters(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("formats", "first", "second"),
+    [({}, 1, 2), (BLOCKS, 1 + 4 / 128, 1 + 4 / 128), (FLOAT32, 4, 4)],
+    ids=["tensor", "blocks", "float32"],
+)
+def test_bytes(formats, first: float, second: float):
+    weight = nn.Parameter(torch.ones(128, 128))
+    optimizer = AdamW([weight], **formats)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    found = state_bytes(optimizer)
+    assert found["first_moment"] == pytest.approx(first * weight.numel(), abs=8)
+    assert found["second_moment"] == pytest.approx(second * weight.numel(), abs=8)
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    assert len(saved.getvalue()) < sum(found.values()) + 10_000
+
+
+def test_bytes_of_a_momentum():
+    weight = nn.Parameter(torch.ones(8, 8))
+    weight.sum().backward()
+    optimizer = SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.step()
+    assert state_bytes(optimizer) == state_bytes(optimizer) | {"first_moment": 256, "master": 0}
+
+
+@pytest.mark.parametrize("cls", [SGD, Adam, AdamW])
+def test_torchs_options_are_taken_where_they_are_off(cls):
+    """As code that passes them all on does, by torch's names and in torch's order."""
+    theirs = inspect.signature(getattr(torch.optim, cls.__name__)).parameters
+    options = [name for name in theirs if theirs[name].kind is inspect.Parameter.KEYWORD_ONLY]
+    options = [name for name in options if name != "decoupled_weight_decay"]
+    ours = inspect.signature(cls).parameters
+    assert {name: ours[name].default for name in options} == {
+        name: theirs[name].default for name in options
+    }
+    off = dict.fromkeys(options, False)
+    with_them, without = run(cls, lr=0.1, **off)[0], run(cls, lr=0.1)[0]
+    assert all(torch.equal(a, b) for a, b in zip(with_them, without, strict=True))
+    assert cls(parameters(), 0.1, **off | {"maximize": True}).param_groups[0]["maximize"]
+    for name in set(options) - {"maximize"}:
+        with pytest.raises(ValueError, match=f"{name}=True is not supported in low precision"):
+            cls(parameters(), 0.1, **{name: True})

@@ -1,0 +1,376 @@
+"""States of `fp8.optim` saved and loaded: exactly in the same encoding, rounded once in another."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8
+from fp8.formats.random_bits import random_bits
+from fp8.optim import Adam, AdamW
+from fp8.optim.encodings import ENCODINGS, MOMENTS, Stored, decode, scale_for, write, zeros
+from fp8.recipes.scaling import scale_of
+
+SHAPES = ((64, 96), (4097,), (5,))
+FLOAT32 = {"first_moment": "float32", "second_moment": "float32", "min_size": 0}
+
+
+def parameters(dtype=torch.float32) -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in SHAPES]
+
+
+def steps(optimizer, start: int, count: int) -> None:
+    for step in range(start, start + count):
+        g = torch.Generator().manual_seed(step)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=g).to(p.dtype)
+        optimizer.step()
+
+
+def run(cls, count: int = 4, dtype=torch.float32, **settings):
+    params = parameters(dtype)
+    optimizer = cls(params, **settings)
+    steps(optimizer, 0, count)
+    return params, optimizer
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same(a: list[nn.Parameter], b: list[nn.Parameter]) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+ALL = [
+    {},
+    {"first_moment": "e4m3_block", "second_moment": "e5m3_block"},
+    {"first_moment": "float16", "second_moment": "float16", "min_size": 0},
+    {"first_moment": "bfloat16", "second_moment": "bfloat16", "min_size": 0},
+    FLOAT32,
+]
+each_kind = pytest.mark.parametrize("kind", ALL, ids=lambda k: "-".join(map(str, k.values())))
+
+
+@each_kind
+@pytest.mark.parametrize("master", [None, "float32", "float16"])
+def test_a_run_continues_to_the_same_bits(kind, master):
+    """From a file read with weights_only=True, weights of bfloat16 and stochastic rounding too."""
+    settings = {**kind, "master_weights": master, "stochastic_weights": True}
+    undisturbed, _ = run(AdamW, 6, torch.bfloat16, **settings)
+    params, first = run(AdamW, 3, torch.bfloat16, **settings)
+    second = AdamW(params, **settings)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    for p, state in first.state.items():
+        assert {k: v.dtype for k, v in state.items()} == {
+            k: v.dtype for k, v in second.state[p].items()
+        }
+    steps(second, 3, 3)
+    assert_same(params, undisturbed)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_a_state_of_torch_continues_and_goes_back(name: str):
+    """With float32 states nothing is rounded on the way there, nor on the way back."""
+    theirs, ours = getattr(torch.optim, name), {"Adam": Adam, "AdamW": AdamW}[name]
+    params, first = run(theirs, 3, weight_decay=0.1)
+    plain, _ = run(theirs, 9, weight_decay=0.1)
+    second = ours(params, weight_decay=0.3, **FLOAT32)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    assert second.param_groups[0]["weight_decay"] == 0.1
+    steps(second, 3, 3)
+    third = theirs(params)
+    third.load_state_dict(through_a_file(second.state_dict()))
+    steps(third, 6, 3)
+    for a, b in zip(params, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@each_kind
+def test_into_another_encoding_and_back(kind):
+    """float32 holds every encoded number, so that the way there and back changes no bit."""
+    params, first = run(AdamW, **kind)
+    wide, back = AdamW(params, **FLOAT32), AdamW(params, **kind)
+    wide.load_state_dict(first.state_dict())
+    back.load_state_dict(wide.state_dict())
+    for p in params:
+        for key, value in first.state[p].items():
+            if not key.endswith(("scale", "amax")):
+                scale = (key.removesuffix("values") + "scale", back.state[p], first.state[p])
+                if scale[0] not in first.state[p]:
+                    assert torch.equal(back.state[p][key], value)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(numbers(back.state[p], name), numbers(first.state[p], name))
+
+
+def numbers(state, name: str) -> Tensor:
+    if name in state:
+        return state[name].flatten().float()
+    values, scale = state[name + "_values"].flatten(), state[name + "_scale"]
+    return decode(Stored(values, scale))
+
+
+def test_states_keep_their_dtype():
+    """torch casts every floating-point state to the dtype of its parameter when it loads one."""
+    params, first = run(AdamW)
+    second = AdamW(params)
+    second.load_state_dict(first.state_dict())
+    state = second.state[params[0]]
+    assert state["exp_avg_values"].dtype == torch.float8_e4m3fn
+    assert state["exp_avg_sq_values"].dtype == torch.float16
+    assert state["exp_avg_scale"].dtype == torch.float32
+    state["exp_avg_values"].zero_()
+    assert first.state[params[0]]["exp_avg_values"].float().any()  # a copy
+
+
+def test_torch_does_not_take_what_it_cannot_read():
+    """Values without their scale under torch's name would be read as if they were the moments."""
+    params, first = run(AdamW)
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(first.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        theirs.step()
+
+
+def test_masters_come_and_go():
+    """One that is not in the file begins as the weights; one that is not kept goes to them."""
+    params, first = run(AdamW, dtype=torch.bfloat16, master_weights="float32")
+    master = first.state[params[0]]["master"].clone()
+    other = [nn.Parameter(p.detach().float()) for p in params]
+    AdamW(other).load_state_dict(first.state_dict())
+    assert torch.equal(other[0], master)
+    plain = AdamW(params)
+    plain.load_state_dict(first.state_dict())
+    assert torch.equal(params[0], master.to(torch.bfloat16))
+    again = AdamW(params, master_weights="float32")
+    again.load_state_dict(plain.state_dict())
+    assert torch.equal(again.state[params[0]]["master"], params[0].float())
+
+
+def test_copies_and_hooks():
+    params, first = run(AdamW)
+    copied = copy.deepcopy(first)
+    assert copied.skipped_steps == 0
+    assert torch.equal(
+        next(iter(copied.state.values()))["exp_avg_scale"], first.state[params[0]]["exp_avg_scale"]
+    )
+    seen = []
+    second = AdamW(params)
+    second.register_load_state_dict_pre_hook(lambda opt, state: seen.append("before"))
+    second.register_load_state_dict_post_hook(lambda opt: seen.append(opt.state[params[0]].keys()))
+    second.load_state_dict(first.state_dict())
+    assert seen == ["before", first.state[params[0]].keys()]
+
+
+def test_safetensors(tmp_path: Path):
+    torch_files = pytest.importorskip("safetensors.torch")
+    params, first = run(AdamW, first_moment="e4m3_block", second_moment="e5m3_block")
+    state = first.state_dict()
+    flat = {f"{i}.{key}": x for i, part in state["state"].items() for key, x in part.items()}
+    torch_files.save_file(flat, tmp_path / "state.safetensors")
+    for name, value in torch_files.load_file(tmp_path / "state.safetensors").items():
+        index, _, key = name.partition(".")
+        state["state"][int(index)][key] = value
+    second = AdamW(params, first_moment="e4m3_block", second_moment="e5m3_block")
+    second.load_state_dict(state)
+    assert torch.equal(numbers(second.state[params[0]], "exp_avg"),
+                       numbers(first.state[params[0]], "exp_avg"))  # fmt: skip
+
+
+def _of_sgd(params):
+    return run(torch.optim.SGD, momentum=0.9)[1].state_dict()
+
+
+def _of_amsgrad(params):
+    return run(torch.optim.AdamW, amsgrad=True)[1].state_dict()
+
+
+def _of_a_negative_rate(params):
+    state = run(AdamW)[1].state_dict()
+    state["param_groups"][0]["lr"] = -1.0
+    return state
+
+
+def _of_nothing(params):
+    return run(AdamW)[1].state_dict() | {"state": {0: {}}}
+
+
+def _of_another_model(params):
+    state = run(AdamW)[1].state_dict()
+    state["state"][0], state["state"][1] = state["state"][1], state["state"][0]
+    return state
+
+
+def _with(**changes):
+    """A state in which something is replaced; None: taken out."""
+
+    def saved(params):
+        state = run(AdamW)[1].state_dict()
+        one = state["state"][0]
+        for name, value in changes.items():
+            if value is None:
+                del one[name]
+            else:
+                one[name] = torch.as_tensor(value).expand_as(one[name]).clone().to(one[name].dtype)
+        return state
+
+    return saved
+
+
+def _without_betas(params):
+    state = run(AdamW)[1].state_dict()
+    del state["param_groups"][0]["betas"]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (_with(step=-3.0), "step must be a whole number from 0 on, got -3.0"),
+        (_with(step=math.nan), "step must be a whole number from 0 on, got nan"),
+        (_with(exp_avg_values=math.nan), "exp_avg must be finite, got nan in 6144 of 6144"),
+        (_with(exp_avg_sq_values=math.nan), "exp_avg_sq must be finite and not negative, got nan"),
+        (_with(exp_avg_sq_values=-1.0), "exp_avg_sq must be finite and not negative, got -"),
+        (_with(exp_avg_scale=math.inf), "exp_avg_scale must be finite, got inf"),
+        (_with(exp_avg_scale=None), "has no exp_avg_scale"),
+        (_with(exp_avg_amax=None), "has no exp_avg_amax"),
+        (_with(exp_avg_sq_values=None), "has no exp_avg_sq: "),
+        (_without_betas, "a group of the state has no betas"),
+        (_of_sgd, "momentum_buffer is not part of the state of Adam"),
+        (_of_amsgrad, "amsgrad"),
+        (_of_a_negative_rate, "lr must be finite and not negative, got -1.0"),
+        (_of_nothing, "has no step: it is not that of Adam"),
+        (_of_another_model, r"shape \(4097,\), its parameter \(64, 96\): this is the state of an"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(saved, message: str):
+    params, optimizer = run(AdamW)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved(params))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert torch.equal(after["state"][0]["exp_avg_scale"], before["state"][0]["exp_avg_scale"])
+    steps(optimizer, 4, 1)
+
+
+# --- encodings --------------------------------------------------------------------------------
+
+
+def encoded(x: Tensor, name: str, away: bool = False) -> Tensor:
+    encoding = ENCODINGS[name]
+    stored = zeros(len(x), encoding, x.device)
+    scale = scale_for(float(x.abs().amax()), encoding)
+    if scale is not None:
+        stored.scale.fill_(scale)
+    write(x, stored, encoding, None if scale is None else 1 / scale, away=away)
+    return decode(stored)
+
+
+def sample(count: int = 1000) -> Tensor:
+    """24 decades, and zeros."""
+    g = torch.Generator().manual_seed(0)
+    x = 10 ** (24 * torch.rand(count, generator=g) - 12)
+    return torch.where(torch.rand(count, generator=g) < 0.1, 0.0, x)
+
+
+@pytest.mark.parametrize("name", MOMENTS["second_moment"])
+def test_second_moments_are_zero_only_where_they_were(name: str):
+    """And nowhere smaller than half a unit in the last place below themselves."""
+    x = sample()
+    y = encoded(x, name, away=True)
+    assert torch.equal(y == 0, x == 0)
+    assert (y >= x * (1 - 2.0 ** -(ENCODINGS[name].format.mantissa_bits + 1))).all()
+
+
+@pytest.mark.parametrize("name", MOMENTS["first_moment"])
+def test_first_moments_are_no_larger_than_half_a_unit_above_themselves(name: str):
+    x = sample() * torch.where(torch.arange(1000) % 2 == 0, 1, -1)
+    y = encoded(x, name)
+    assert (y.abs() <= x.abs() * (1 + 2.0 ** -(ENCODINGS[name].format.mantissa_bits + 1))).all()
+    assert (y * x >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "float16"])
+def test_scales_are_those_of_the_rule_up(name: str):
+    """On the host as in tensors: at each power of two and at the format's largest value times it,
+    beside these, and for zero, Inf and NaN."""
+    format = ENCODINGS[name].format
+    powers = 2.0 ** torch.arange(-149.0, 128)
+    x = torch.cat([powers, powers * format.max, torch.tensor([0.0, float("inf"), float("nan")])])
+    x = torch.cat([x, x.nextafter(torch.tensor(0.0)), x.nextafter(torch.tensor(float("inf")))])
+    expected = scale_of(x[:, None], (-1,), format, "up").flatten().tolist()
+    assert [scale_for(amax, ENCODINGS[name]) for amax in x.tolist()] == expected
+
+
+def test_every_code_of_e5m3_is_its_own_number():
+    """Those below the smallest normal number are not used."""
+    codes = torch.tensor([0, *range(8, 256)], dtype=torch.uint8)
+    values = decode(Stored(codes))
+    exponents, mantissas = codes.int() // 8, codes.int() % 8
+    exact = (1 + mantissas / 8) * 2.0 ** (exponents - 16)
+    assert torch.equal(values, torch.where(codes == 0, 0, exact))
+    assert torch.equal(encoded(values, "e5m3_block", away=True), blockwise(values))
+
+
+def blockwise(values: Tensor) -> Tensor:
+    """What a block keeps of numbers that fill the range of the largest: those within 2**-31."""
+    rows = torch.nn.functional.pad(values, (0, -len(values) % 128)).view(-1, 128)
+    scale = 2.0 ** (rows.amax(1, keepdim=True) / 61440).log2().ceil()
+    floor = torch.where(rows > 0, rows.clamp(min=2.0**-15 * scale), 0.0)
+    return floor.flatten()[: len(values)]
+
+
+@pytest.mark.parametrize("x", [1.3, 1.875 + 2**-7, 2.0**-14])
+def test_e5m3_rounded_stochastically_is_right_in_the_mean(x: float):
+    """One of the two neighbours, an eighth apart: over 2**16 of them, in a block with 61440, whose
+    scale is 1, the standard error of the mean is at most 2**-3 / 2 / 2**8."""
+    count, encoding = 1 << 16, ENCODINGS["e5m3_block"]
+    values = torch.full((count,), x)
+    values[::128] = 61440
+    stored = zeros(count, encoding, values.device)
+    write(values, stored, encoding, None, away=True, bits=random_bits((count,), 0))
+    found = decode(stored).view(-1, 128)[:, 1:].double()
+    assert len(found.unique()) == (1 if x == 2.0**-14 else 2)
+    assert abs(float(found.mean()) - x) < 5 * 2.0**-12
+
+
+def test_e4m3_compiled_is_e4m3():
+    """Every finite code is read, and every finite bfloat16 written, as torch's casts do; what is
+    below the smallest normal number, toward zero; what is beyond the largest is the largest."""
+    codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
+    stored = Stored(codes.view(torch.float8_e4m3fn))
+    read = torch.compile(decode, fullgraph=True)(stored)
+    assert torch.equal(read.view(torch.int32), decode(stored).view(torch.int32))  # -0 too
+
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = patterns.view(torch.bfloat16).float()
+    x = torch.cat([x[x.isfinite()], torch.tensor([2**-6 - 2**-30, 464.0, -464.0, 448.1])])
+    expected, found = (zeros(len(x), ENCODINGS["e4m3"], x.device) for _ in range(2))
+    write(x, expected, ENCODINGS["e4m3"], 1.0)
+    torch.compile(write, fullgraph=True)(x, found, ENCODINGS["e4m3"], 1.0)
+    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+
+
+def test_small_parameters_with_a_master_and_without():
+    """Neither's memory is its numbers in order; only the coarse one has a master."""
+    coarse = nn.Parameter(fp8.scaled(torch.ones(4, 3), "fp16"))
+    turned = nn.Parameter(torch.ones(3, 4).t())
+    optimizer = AdamW([coarse, turned], 0.25, weight_decay=0.0, master_weights="float16")
+    for _ in range(2):
+        coarse.grad, turned.grad = torch.ones(4, 3), torch.ones(4, 3)
+        optimizer.step()
+    assert ["master" in optimizer.state[p] for p in (coarse, turned)] == [True, False]
+    for weight in (coarse.to(torch.float32), turned):
+        torch.testing.assert_close(weight.detach(), torch.full((4, 3), 0.5))

@@ -1,0 +1,429 @@
+import itertools
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_compiler
+from torch.nn import functional as F
+
+import fp8
+from fp8 import Cast, Format, Recipe
+from fp8.common.compiler import apply
+from fp8.context.active import active_recipe
+from fp8.products.matmul import linear, matmul
+from tests.reference import NONE, assert_within, cast, nearest, product, rotation, unit
+
+SCALES = (0.3, 2.5, 0.7)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+RECIPES = {"none": NONE} | {
+    name: nearest(recipe) for name, recipe in fp8.RECIPES.items() if not recipe.keeps_history
+}
+"""With one right answer: rounding to nearest; test_history.py has those with a history."""
+
+EVERY = [(torch.float32, name) for name in RECIPES]
+EVERY += [(dtype, name) for dtype in DTYPES[1:] for name in ("none", "tensor", "block", "nvfp4")]
+every = pytest.mark.parametrize(
+    ("dtype", "recipe"),
+    [(dtype, RECIPES[name]) for dtype, name in EVERY],
+    ids=[f"{dtype}-{name}" for dtype, name in EVERY],
+)
+"""Every recipe, and every dtype with those that differ most."""
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + 31 * len(shape) + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+
+def check(function, plain, operands, recipe, scales=SCALES, layer=True) -> None:
+    """Value and gradients of both operands against the oracle."""
+    dtype = operands[0].dtype
+    with fp8.autocast(recipe):
+        y = function(*operands, scales=scales)
+    assert y.dtype == dtype
+    grad = randn(*y.shape, dtype=dtype, seed=5).detach()
+    got = (y, *torch.autograd.grad(y, operands, grad))
+    values, magnitudes = product(plain, operands, grad, scales, recipe, layer)
+    for one, value, magnitude in zip(got, values, magnitudes, strict=True):
+        assert one.dtype == dtype
+        assert_within(one.detach(), value, magnitude, dtype)
+
+
+@every
+@pytest.mark.parametrize(
+    "shape", [(7,), (5, 7), (2, 3, 7), (2, 3, 4, 7), (0, 7), (5, 1), (2, 0, 7)]
+)
+def test_linear(shape, dtype, recipe):
+    operands = randn(*shape, dtype=dtype), randn(6, shape[-1], dtype=dtype)
+    check(linear, F.linear, operands, recipe)
+
+
+@every
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((7,), (7,)),
+        ((7,), (7, 4)),
+        ((5, 7), (7,)),
+        ((5, 7), (7, 4)),
+        ((3, 5, 7), (7, 4)),
+        ((3, 5, 7), (7,)),
+        ((7,), (3, 7, 4)),
+        ((5, 7), (3, 7, 4)),
+        ((3, 5, 7), (3, 7, 4)),
+        ((2, 3, 5, 7), (2, 3, 7, 4)),
+        ((2, 1, 5, 7), (3, 7, 4)),
+        ((1, 5, 7), (3, 7, 4)),
+        ((3, 5, 7), (1, 7, 4)),
+        ((5, 1), (1, 4)),
+        ((0, 7), (7, 4)),
+        ((0, 5, 7), (7, 4)),
+        ((0, 5, 7), (0, 7, 4)),
+        ((5, 0), (0, 4)),
+        ((3, 5, 0), (3, 0, 4)),
+    ],
+    ids=str,
+)
+def test_matmul(left, right, dtype, recipe):
+    operands = randn(*left, dtype=dtype), randn(*right, dtype=dtype, seed=1)
+    check(matmul, torch.matmul, operands, recipe, layer=False)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("shape", [(37, 131, 66), (129, 33, 20), (16, 128, 32)], ids=str)
+def test_operands_of_more_than_one_tile(shape, name):
+    """Tokens, inputs and outputs that tiles of 16, 32 and 128 divide, and that they do not."""
+    tokens, inputs, outputs = shape
+    check(linear, F.linear, (randn(tokens, inputs), randn(outputs, inputs)), RECIPES[name])
+
+
+def test_stochastic_gradients_are_unbiased():
+    """Where they do not saturate: the e4m3 scale of a tile may be rounded down."""
+    recipe = fp8.RECIPES["nvfp4"]
+    g, eye = randn(8, 32).detach(), torch.eye(32)
+    keep = Recipe(name="only the gradient", grad=recipe.grad)
+    x = randn(8, 32)
+    torch.manual_seed(0)
+    draws = [torch.autograd.grad(linear(x, eye, recipe=keep), x, g)[0] for _ in range(500)]
+    tiles = g.unflatten(-1, (2, 16))
+    scale = fp8.recipes.scaling.scale_of(tiles, (-1,), fp8.get_format("e2m1"), "e4m3")
+    expected = tiles.clamp(-6 * scale, 6 * scale).flatten(-2)
+    # A draw is one of two neighbours, at most two units apart: its deviation is at most one unit.
+    error = (torch.stack(draws).mean(0) - expected).unflatten(-1, (2, 16)).abs()
+    assert (error < 5 * scale / 500**0.5).all()
+    assert not torch.equal(draws[0], draws[1])
+
+
+def test_strided_operands():
+    wide, tall = randn(5, 14)[:, ::2], randn(7, 6).mT
+    check(linear, F.linear, (wide, tall), NONE)
+    check(
+        matmul, torch.matmul, (randn(7, 3, 5).permute(1, 2, 0), randn(4, 7).mT), NONE, layer=False
+    )
+    check(matmul, torch.matmul, (randn(1, 5, 7).expand(3, 5, 7), randn(7, 4)), NONE, layer=False)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_gradient_has_the_layout_of_its_operand(batch):
+    """So that the product writes it where it stays: torch copies a .grad of another layout."""
+    left, right = randn(*batch, 4, 5), randn(*batch, 5, 6)
+    (grad,) = torch.autograd.grad(matmul(left, right).sum(), right)
+    assert grad.is_contiguous()
+    right = randn(*batch, 6, 5).mT.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(matmul(left, right).sum(), right)
+    assert grad.mT.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("scales", "factors"), [(SCALES, 2), ((0.5, 0.5, 0.5), 1)])
+def test_a_compiled_batch_is_scaled_by_what_fuses(dtype, scales, factors):
+    """Where it cannot overflow: of the tensor that baddbmm ignores inductor makes a whole one. One
+    factor of both gradients is a multiplication of the one that they share."""
+    graphs = []
+
+    def kept(graph, _):
+        graphs.append(graph.code)
+        return graph.forward
+
+    torch._dynamo.reset()
+    a, b = randn(2, 3, 4, dtype=dtype), randn(2, 4, 5, dtype=dtype)
+    backend = aot_autograd(fw_compiler=make_boxed_compiler(kept))
+    compiled = torch.compile(lambda a, b: matmul(a, b, scales=scales), backend=backend)
+    got, expected = compiled(a, b), matmul(a, b, scales=scales)
+    torch.testing.assert_close(got, expected)
+    grad = torch.ones_like(got)
+    gradients = (torch.autograd.grad(y, (a, b), grad) for y in (got, expected))
+    torch.testing.assert_close(*gradients)
+    calls = [
+        [graph.count(f"aten.{name}") for graph in graphs] for name in ("baddbmm", "mul.Tensor")
+    ]
+    half = dtype == torch.float16
+    assert calls == ([[1, 2], [0, 0]] if half else [[0, 0], [1, factors]])
+
+
+def test_scales_of_one_and_powers_of_two_are_exact():
+    x, w = randn(5, 7), randn(6, 7)
+    assert torch.equal(linear(x, w), F.linear(x, w))
+    assert torch.equal(linear(x, w, scales=(0.25, 1, 1)), F.linear(x, w) * 0.25)
+
+
+@every
+def test_bias(dtype, recipe):
+    x, w, b = randn(2, 5, 7, dtype=dtype), randn(6, 7, dtype=dtype), randn(6, dtype=dtype)
+    y = linear(x, w, b, scales=SCALES, recipe=recipe)
+    grad = randn(2, 5, 6, dtype=dtype, seed=2).detach()
+    values, magnitudes = product(F.linear, (x, w), grad, SCALES, recipe)
+    value, magnitude = values[0] + b.detach().double(), magnitudes[0] + b.detach().double().abs()
+    assert_within(y.detach(), value, magnitude, dtype)
+    (db,) = torch.autograd.grad(y, b, grad)
+    total = SCALES[2] * grad.double()
+    assert_within(db, total.sum((0, 1)), total.abs().sum((0, 1)), dtype)  # no cast touches it
+
+
+@pytest.mark.parametrize("needs", list(itertools.product((True, False), repeat=3)))
+def test_gradients_only_where_asked_for(needs):
+    tensors = [randn(5, 7), randn(6, 7), randn(6)]
+    wanted = torch.autograd.grad(
+        linear(*tensors, scales=SCALES, recipe=fp8.RECIPES["unit"]).sum(), tensors
+    )
+    leaves = [t.detach().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
+    y = linear(*leaves, scales=SCALES, recipe=fp8.RECIPES["unit"])
+    assert y.requires_grad == any(needs)
+    if any(needs):
+        y.sum().backward()
+    for leaf, need, grad in zip(leaves, needs, wanted, strict=True):
+        assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
+
+
+@every
+def test_operands_are_exactly_the_reference_s(recipe, dtype):
+    """Seen through a product with the unit matrix, which every cast here leaves as it is."""
+    x, eye = randn(20, 40, dtype=dtype).detach(), torch.eye(40, dtype=dtype)
+    plain = Recipe(name="plain", input=recipe.input)
+    expected = cast(x, recipe.input).to(dtype)
+    for y in (linear(x, eye, recipe=plain), matmul(x, eye, recipe=plain)):
+        assert torch.equal(y, expected)
+
+
+def test_each_operand_has_its_own_cast():
+    formats = {"input": "e2m1", "weight": "e4m3", "grad": "e3m2"}
+    x, w, g = randn(5, 7), randn(6, 7), randn(5, 6, seed=4).detach()
+    for kept in (*formats, None):
+        casts = {k: Cast(format=f) for k, f in formats.items() if k != kept}
+        check(linear, F.linear, (x, w), Recipe(name="odd", **casts))
+        q = {
+            k: fp8.quantize(t, formats[k]) if k in casts else t.detach()
+            for k, t in (("input", x), ("weight", w), ("grad", g))
+        }
+        y = linear(x, w, recipe=Recipe(name="odd", **casts))
+        dx, dw = torch.autograd.grad(y, (x, w), g)
+        torch.testing.assert_close(dx, q["grad"] @ q["weight"])
+        torch.testing.assert_close(dw, q["grad"].mT @ q["input"])
+
+
+def test_a_format_of_ones_own():
+    mine = Format(name="mine", exponent_bits=3, mantissa_bits=1, bias=3, max=12.0)
+    recipe = Recipe(
+        name="mine", input=Cast(format=mine), weight=Cast(format=mine), grad=Cast(format=mine)
+    )
+    check(linear, F.linear, (randn(5, 7), randn(6, 7)), recipe)
+
+
+def test_overflow_and_non_finite_operands():
+    x = torch.tensor([[1e4, 1e30, 1.0], [float("inf"), 1.0, 1.0], [float("nan"), 1.0, 1.0]])
+    y = linear(x, torch.eye(3), recipe=fp8.RECIPES["unit"])
+    assert y[0].tolist() == [448.0, 448.0, 1.0]  # what is finite saturates
+    assert y[1:].isnan().all()
+    y = linear(torch.tensor([[1e4, 1.0]]), torch.ones(1, 2), recipe=fp8.RECIPES["unit"])
+    assert y.item() == 449
+    y = linear(torch.tensor([[float("nan"), 1.0]]), torch.ones(1, 2), recipe=fp8.RECIPES["tensor"])
+    assert y.isnan().all()
+
+
+def test_stochastic_rounding_draws_anew_and_repeats_under_a_seed():
+    how = Cast(format="e2m1", rounding="stochastic")
+    recipe = Recipe(name="stochastic", input=how)
+    x, w = randn(64, 8), torch.eye(8)
+    torch.manual_seed(0)
+    first, second = linear(x, w, recipe=recipe), linear(x, w, recipe=recipe)
+    torch.manual_seed(0)
+    assert torch.equal(first, linear(x, w, recipe=recipe))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_double_backward(recipe):
+    """The gradient of a gradient: all casts pass it unchanged, so it is that of the products."""
+    x, w, b = (t.double().detach() for t in (randn(5, 7), randn(6, 7), randn(6)))
+    g = randn(5, 6, seed=6).double().detach()
+    u, v = randn(5, 7, seed=7).double().detach(), randn(6, 7, seed=8).double().detach()
+
+    def of_gradients(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        product = partial(linear, bias=b, scales=SCALES, recipe=recipe)
+        dx, dw = torch.func.vjp(product, x, w)[1](g)
+        return (dx * u).sum() + (dw * v).sum()
+
+    gx, gw, gg = torch.func.grad(of_gradients, (0, 1, 2))(x, w, g)
+
+    turn = torch.eye(5, dtype=torch.float64)  # what rotates the tokens of both operands
+    if recipe.grad_weight[0] and recipe.grad_weight[0].hadamard:
+        turn = rotation(recipe.grad_weight[0].hadamard)[:, :5]
+    qw, qx = cast(w, recipe.grad_input[1], -2), turn.mT @ cast(x, recipe.grad_weight[1], -2)
+    qg, qg_for_w = cast(g, recipe.grad_input[0]), turn.mT @ cast(g, recipe.grad_weight[0], -2)
+    # of sum(s_dx * qg qw * u + s_dw * qg_for_w' qx * v)
+    torch.testing.assert_close(gx, SCALES[2] * qg_for_w @ v)
+    torch.testing.assert_close(gw, SCALES[1] * qg.mT @ u)
+    torch.testing.assert_close(gg, SCALES[1] * u @ qw.mT + SCALES[2] * qx @ v.mT)
+
+
+def test_gradcheck_where_the_scales_agree():
+    x, w, b = (t.double().detach().requires_grad_() for t in (randn(3, 4), randn(2, 4), randn(2)))
+    same = (0.5, 0.5, 0.5)
+    assert torch.autograd.gradcheck(lambda x, w: linear(x, w, scales=same), (x, w))
+    assert torch.autograd.gradgradcheck(lambda x, w: linear(x, w, scales=same), (x, w))
+    assert torch.autograd.gradcheck(lambda x, b: linear(x, w, b, scales=(1, 1, 1)), (x, b))
+
+
+def test_gradients_accumulate():
+    x, w = randn(5, 7), randn(6, 7)
+    for _ in range(2):
+        linear(x, w, scales=SCALES, recipe=fp8.RECIPES["unit"]).sum().backward()
+    (once,) = torch.autograd.grad(linear(x, w, scales=SCALES, recipe=fp8.RECIPES["unit"]).sum(), w)
+    assert torch.equal(w.grad, 2 * once)
+
+
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="torch 2.12 has no vmap of a view in another dtype"
+)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # quantize works in place
+def test_torch_func(recipe):
+    x, w = randn(4, 5, 7).detach(), randn(6, 7).detach()
+
+    def loss(w, x):
+        return linear(x, w, scales=SCALES, recipe=recipe).square().sum()
+
+    leaf = w.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf, x[0]), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(w, x[0]), expected)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
+    torch.testing.assert_close(each[0], expected)  # vmap: each example has its own amax
+    batched = torch.func.vmap(lambda x: matmul(x, w.mT, scales=SCALES))(x)
+    torch.testing.assert_close(batched, matmul(x, w.mT, scales=SCALES))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_torch_autocast(dtype, recipe):
+    """Operands are rounded to the format from float32, then computed with in autocast's dtype."""
+    x, w, b = randn(5, 7), randn(6, 7), randn(6)
+    with torch.autocast("cpu", dtype=dtype):
+        y = linear(x, w, b, scales=SCALES, recipe=recipe)
+        z = matmul(x, w.mT, scales=SCALES, recipe=recipe)
+        assert linear(x.double(), w.double()).dtype == torch.float64
+    assert y.dtype == z.dtype == dtype
+    grad = randn(5, 6, dtype=dtype, seed=9).detach()
+    values, magnitudes = product(F.linear, (x, w), grad, SCALES, recipe)
+    values[0] += b.detach()
+    got = (y, *torch.autograd.grad(y, (x, w), grad))
+    for one, value, magnitude in zip(got, values, magnitudes, strict=True):
+        # without a cast the operands themselves are rounded to the dtype
+        assert_within(one.detach().float(), value, magnitude + value.abs(), dtype, roundings=6)
+    assert got[1].dtype == got[2].dtype == torch.float32
+
+
+def test_integers_and_mixed_dtypes_are_torchs_own_matter():
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear(randn(5, 7), randn(6, 7, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="dtype"):
+        matmul(randn(5, 7), randn(7, 6, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="cannot quantize"):
+        linear(torch.ones(2, 2, dtype=torch.long), torch.ones(2, 2), recipe=fp8.RECIPES["unit"])
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"weight of 2 dimensions, got shape \(2, 6, 7\)"):
+        linear(randn(5, 7), randn(2, 6, 7))
+    with pytest.raises(ValueError, match=r"input of shape \(..., 7\)"):
+        linear(randn(5, 8), randn(6, 7))
+    with pytest.raises(ValueError, match="0-dim"):
+        matmul(randn(), randn(7))
+    with pytest.raises(ValueError, match="matching inner sizes"):
+        matmul(randn(5, 7), randn(6, 7))
+    with pytest.raises(ValueError, match="three numbers"):
+        linear(randn(5, 7), randn(6, 7), scales=(1.0,))
+
+
+def test_weight_of_one_dimension():
+    x, w, b = randn(2, 5, 7), randn(7), randn(1).squeeze()
+    torch.testing.assert_close(linear(x, w, b), F.linear(x, w, b))
+
+
+def test_no_recipe_outside_of_a_block_nor_in_another_thread():
+    seen = []
+    with fp8.autocast("unit"):
+        assert active_recipe() is fp8.RECIPES["unit"]
+        thread = threading.Thread(target=lambda: seen.append(active_recipe()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+    assert active_recipe() is None
+
+
+def test_apply_raises_the_error_of_forward():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            raise RuntimeError("of forward")
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+    with pytest.raises(RuntimeError, match="of forward"):
+        apply(Fails, randn(2))
+
+
+def test_unit_is_half_an_ulp():
+    assert unit(torch.float32) == 2.0**-24
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 32)])
+def test_static_scales(shape, compiled):
+    """f Q(x / f) forward and backward, as of operands that were divided and a product that is
+    multiplied again: exact, as f is a power of two."""
+    torch.compiler.reset()
+    x, w = randn(*shape), randn(16, 32)
+    g = randn(*shape[:-1], 16, seed=4).detach()
+    call = torch.compile(linear, backend="aot_eager", fullgraph=True) if compiled else linear
+    dx, dw = 2.0**-3, 2.0**-9
+    small = [(dx * x).detach().requires_grad_(), (dw * w).detach().requires_grad_()]
+    got = call(*small, recipe=fp8.RECIPES["unit"], static=(-3, -9))
+    want = linear(x, w, recipe=fp8.RECIPES["unit"])
+    assert torch.equal(got, want * (dx * dw))
+    grads = torch.autograd.grad(got, small, g)
+    for ours, theirs, f in zip(grads, torch.autograd.grad(want, (x, w), g), (dw, dx), strict=True):
+        assert torch.equal(ours, theirs * f)
+
+
+@pytest.mark.parametrize("name", ["tensor", "row", "block", "mxfp8"])
+def test_scales_that_are_found_ignore_static_ones(name):
+    x, w = randn(5, 32), randn(16, 32)
+    recipe = fp8.RECIPES[name]
+    assert torch.equal(linear(x, w, recipe=recipe, static=(3, -9)), linear(x, w, recipe=recipe))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_static_scales_in_other_dtypes(dtype):
+    w = (2.0**-8 * randn(16, 32)).to(dtype).detach()
+    eye = torch.eye(32, dtype=dtype)
+    recipe = Recipe(name="weight", weight=Cast(format="e4m3"))
+    expected = fp8.quantize(w, "e4m3", scale=2.0**-8)
+    assert torch.equal(linear(eye, w, recipe=recipe, static=(0, -8)), expected.mT)
+    assert torch.equal(matmul(w, eye, recipe=recipe), w)
+    both = Recipe(name="input", input=Cast(format="e4m3"))
+    assert torch.equal(matmul(w, eye, recipe=both, static=(-8, 0)), expected)

@@ -1,0 +1,242 @@
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import fp8
+from fp8.products.multi_head import multi_head_attention_forward
+from tests.fp8.products.test_matmul import randn
+
+L, S, N, H, E = 4, 5, 3, 2, 8
+NOTHING = fp8.Recipe(name="nothing")  # the expansion alone
+
+
+def masks(length: int = L, keys: int = S) -> dict[str, tuple[object, object]]:
+    """(attn_mask, key_padding_mask) of every kind; each query keeps a key."""
+    boolean = torch.ones(length, keys).triu(2).bool()
+    padding = torch.zeros(N, keys, dtype=torch.bool)
+    padding[0, -1] = padding[1, 2] = True
+    additive = randn(length, keys).detach()
+    return {
+        "none": (None, None),
+        "boolean": (boolean, None),
+        "additive": (additive, None),
+        "each head": (boolean.expand(N * H, -1, -1).clone(), None),
+        "each head, additive": (randn(N * H, length, keys).detach(), None),
+        "padding": (None, padding),
+        "padding, additive": (None, padding.float() * -2),
+        "both boolean": (boolean, padding),
+        "both additive": (additive, padding.float() * -2),
+        "both, each head": (boolean.expand(N * H, -1, -1).clone(), padding),
+    }
+
+
+def both(layer, recipe, *args, **kwargs):
+    """Output, weights and gradients in plain torch, then under the recipe."""
+    results = []
+    for block in (None, recipe):
+        layer.zero_grad()
+        inputs = [a.detach().clone().requires_grad_() for a in args]
+        torch.manual_seed(0)
+        if block is None:
+            out, weights = layer(*inputs, **kwargs)
+        else:
+            with fp8.autocast(block):
+                out, weights = layer(*inputs, **kwargs)
+        out.square().sum().backward()
+        grads = [t.grad for t in (*inputs, *layer.parameters())]
+        results.append([out.detach(), weights if weights is None else weights.detach(), *grads])
+    return results
+
+
+def layer(**kwargs) -> nn.MultiheadAttention:
+    torch.manual_seed(1)
+    result = nn.MultiheadAttention(E, H, **kwargs)
+    for name, p in result.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(p)
+    return result
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("kind", masks())
+def test_masks(kind, need_weights):
+    attn_mask, padding = masks()[kind]
+    kwargs = {"attn_mask": attn_mask, "key_padding_mask": padding, "need_weights": need_weights}
+    query, memory = randn(L, N, E), randn(S, N, E)
+    torch.testing.assert_close(*both(layer(), NOTHING, query, memory, memory, **kwargs))
+    plain, cast = both(layer(), fp8.RECIPES["unit"], query, memory, memory, **kwargs)
+    for one, other in zip(plain, cast, strict=True):
+        assert (one is None and other is None) or not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "shapes"),
+    [
+        ({}, [(L, N, E)] * 3),
+        ({"bias": False}, [(L, N, E)] * 3),
+        ({"batch_first": True}, [(N, L, E), (N, S, E), (N, S, E)]),
+        ({"kdim": 6, "vdim": 5}, [(L, N, E), (S, N, 6), (S, N, 5)]),
+        ({"kdim": 6, "vdim": 5, "bias": False}, [(L, N, E), (S, N, 6), (S, N, 5)]),
+        ({}, [(L, E), (S, E), (S, E)]),
+        ({"dropout": 0.5}, [(L, N, E), (S, N, E), (S, N, E)]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_layers(options, shapes, training):
+    if options.get("dropout") and training:
+        pytest.skip("test_dropout")
+    attention = layer(**options).train(training)
+    args = [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
+    for need_weights, average in itertools.product((True, False), repeat=2):
+        kwargs = {"need_weights": need_weights, "average_attn_weights": average}
+        torch.testing.assert_close(*both(attention, NOTHING, *args, **kwargs))
+
+
+def test_self_attention_shares_its_projection():
+    """One product for query, key and value where they are the same tensor, as in torch."""
+    attention, x = layer(), randn(L, N, E)
+    with torch.no_grad():
+        plain, _ = attention(x, x, x, need_weights=False)
+        with fp8.autocast(NOTHING), Count() as count:
+            out, _ = attention(x, x, x, need_weights=False)
+    torch.testing.assert_close(out, plain)
+    assert count.calls[F.linear] == 2
+
+
+class Count(TorchFunctionMode):
+    """The functions that reach the mode below."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls[function] = self.calls.get(function, 0) + 1
+        if function is F.multi_head_attention_forward:
+            with self:
+                return multi_head_attention_forward(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def test_dropout():
+    """Of the probabilities, in training only; with p=1 nothing is left but the bias."""
+    attention, x = layer(dropout=1.0), randn(L, N, E)
+    for need_weights in (True, False):
+        with fp8.autocast(NOTHING):
+            out, weights = attention(x, x, x, need_weights=need_weights)
+        assert torch.equal(out, attention.out_proj.bias.expand_as(out))
+        assert weights is None or not weights.any()
+    torch.testing.assert_close(*both(layer(dropout=0.5).eval(), NOTHING, x, x, x))
+    halved = layer(dropout=0.5)
+    with fp8.autocast(NOTHING), torch.no_grad():
+        torch.manual_seed(3)
+        _, weights = halved(x, x, x, average_attn_weights=False)
+        _, kept = halved.eval()(x, x, x, average_attn_weights=False)
+    dropped = weights == 0
+    assert 0.2 < dropped.float().mean() < 0.8
+    torch.testing.assert_close(weights[~dropped], 2 * kept[~dropped])
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_causal_hint(need_weights, padded):
+    x, causal = randn(L, N, E), torch.ones(L, L).triu(1).bool()
+    padding = None
+    if padded:
+        padding = torch.zeros(N, L, dtype=torch.bool)
+        padding[1, -1] = True
+    kwargs = {"is_causal": True, "need_weights": need_weights, "key_padding_mask": padding}
+    torch.testing.assert_close(*both(layer(), NOTHING, x, x, x, attn_mask=causal, **kwargs))
+    with fp8.autocast(NOTHING), pytest.raises(ValueError, match="give the mask as well"):
+        layer()(x, x, x, **kwargs)
+
+
+def test_a_row_without_keys_is_torchs():
+    x, mask = randn(L, N, E).detach(), torch.zeros(L, L, dtype=torch.bool)
+    mask[1] = True
+    for need_weights in (True, False):
+        with torch.no_grad():
+            expected, _ = layer().train()(x, x, x, attn_mask=mask, need_weights=need_weights)
+            with fp8.autocast(NOTHING):
+                out, _ = layer()(x, x, x, attn_mask=mask, need_weights=need_weights)
+        torch.testing.assert_close(out, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_what_is_not_expanded_is_refused_by_name(options):
+    x, name = randn(L, N, E), "bias_k, bias_v" if "add_bias_kv" in options else "add_zero_attn"
+    with fp8.autocast("unit"), pytest.raises(NotImplementedError, match=name):
+        layer(**options)(x, x, x)
+
+
+def test_masks_of_another_shape_are_refused():
+    x = randn(L, N, E)
+    for mask in (torch.zeros(L, L + 1), torch.zeros(N, L, L), torch.zeros(L)):
+        with (
+            fp8.autocast("unit"),
+            pytest.raises(ValueError, match=r"attn_mask must have shape \(4, 4\)"),
+        ):
+            layer()(x, x, x, attn_mask=mask)
+    with fp8.autocast("unit"), pytest.raises(ValueError, match=r"key_padding_mask must have shape"):
+        layer()(x, x, x, key_padding_mask=torch.zeros(L, N))
+
+
+def test_torch_autocast():
+    x = randn(L, N, E)
+    for need_weights in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            plain, _ = layer()(x, x, x, need_weights=need_weights, attn_mask=torch.zeros(L, L))
+            with fp8.autocast(NOTHING):
+                out, _ = layer()(x, x, x, need_weights=need_weights, attn_mask=torch.zeros(L, L))
+        assert out.dtype == plain.dtype == torch.bfloat16
+        torch.testing.assert_close(out, plain, rtol=4 * 2**-8, atol=4 * 2**-8)
+
+
+def encoder(norm_first: bool) -> nn.Module:
+    torch.manual_seed(0)
+    one = nn.TransformerEncoderLayer(E, H, 16, 0.0, batch_first=True, norm_first=norm_first)
+    return nn.TransformerEncoder(one, 2, enable_nested_tensor=not norm_first)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("kind", ["none", "padding", "boolean"])
+def test_encoder_in_eval_takes_no_fast_path(kind, norm_first):
+    mask, padding = masks(L, L)[kind]
+    x, model = randn(N, L, E).detach(), encoder(norm_first)
+
+    def run(recipe):
+        with torch.no_grad(), fp8.autocast(recipe):
+            return model(x, mask=mask, src_key_padding_mask=padding)
+
+    with torch.no_grad():
+        plain = model.train()(x, mask=mask, src_key_padding_mask=padding)
+    torch.testing.assert_close(run(NOTHING), plain)
+    trained = run("unit")
+    model.eval()
+    assert torch.equal(run("unit"), trained)
+    torch.testing.assert_close(run(NOTHING), plain)
+    assert not torch.allclose(trained, plain, atol=1e-3)
+
+
+def test_decoder_and_layer():
+    torch.manual_seed(0)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, H, 16, 0.0, batch_first=True), 1)
+    target, memory = randn(N, L, E).detach(), randn(N, S, E).detach()
+    causal = nn.Transformer.generate_square_subsequent_mask(L)
+    for model, args, kwargs in (
+        (decoder, (target, memory), {"tgt_mask": causal, "tgt_is_causal": True}),
+        (decoder.layers[0], (target, memory), {}),
+        (encoder(False).layers[0], (target,), {}),
+    ):
+        for training in (True, False):
+            model.train(training)
+            plain = model(*args, **kwargs)
+            with fp8.autocast(NOTHING):
+                torch.testing.assert_close(model(*args, **kwargs), plain)
+            with fp8.autocast("unit"):
+                assert not torch.allclose(model(*args, **kwargs), plain, atol=1e-3)

@@ -1,0 +1,187 @@
+import dataclasses
+import json
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+import fp8
+from fp8 import FORMATS, RECIPES, Cast, Format, Recipe, get_recipe
+from fp8.formats.quantize import OVERFLOWS, ROUNDINGS
+from fp8.recipes.scaling import RULES, SCALINGS
+
+OPERANDS = ("input", "weight", "grad")
+MINE = Format(name="mine", exponent_bits=3, mantissa_bits=1, bias=3, max=12.0, dtype=torch.half)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows(name):
+    recipe = RECIPES[name]
+    assert recipe.name == name
+    assert get_recipe(name) is get_recipe(recipe) is recipe
+    assert all(getattr(recipe, operand) is not None for operand in OPERANDS)
+
+
+def test_every_scaling_has_a_recipe():
+    casts = [c for r in RECIPES.values() for c in (*r.forward, *r.grad_input, *r.grad_weight) if c]
+    assert {cast.scaling for cast in casts} == set(SCALINGS)
+
+
+def test_the_short_form_is_for_all_products_and_an_override_for_one():
+    a, b, c, d = (Cast(format=f) for f in ("e4m3", "e5m2", "e3m2", "e2m3"))
+    short = Recipe(name="short", input=a, weight=b, grad=c)
+    assert (short.forward, short.grad_input, short.grad_weight) == ((a, b), (c, b), (c, a))
+    one = dataclasses.replace(short, grad_input_weight=d)
+    assert (one.forward, one.grad_input, one.grad_weight) == ((a, b), (c, d), (c, a))
+    none = dataclasses.replace(short, grad_weight_grad=None, grad_weight_input=d)
+    assert (none.forward, none.grad_input, none.grad_weight) == ((a, b), (c, b), (None, d))
+
+
+# --- checks at birth
+
+
+@pytest.mark.parametrize(
+    ("field", "table"),
+    [("format", FORMATS), ("scaling", SCALINGS), ("rounding", ROUNDINGS), ("overflow", OVERFLOWS)],
+)
+def test_a_cast_checks_every_name(field, table):
+    for name in table:
+        if name not in ("nonfinite", "e8m0"):
+            Cast(**{"format": "e4m3", field: name})
+    with pytest.raises(
+        ValueError, match=f"unknown {field} 'fp7'; choose one of '{next(iter(table))}'"
+    ):
+        Cast(**{"format": "e4m3", field: "fp7"})
+    with pytest.raises(TypeError):
+        Cast(**{"format": "e4m3", field: 8})
+
+
+def test_a_cast_takes_no_format_without_a_sign_and_no_number_for_a_tile():
+    with pytest.raises(ValueError, match="'e8m0' has no negative values"):
+        Cast(format="e8m0")
+    with pytest.raises(TypeError, match=r"a tile is two numbers \(across, along\), not 3"):
+        Cast(format="e4m3", scaling="block", tile=3)
+    for history, scaling, allowed in ((3, "unit", "0 to 0"), (0, "delayed", "1 to 4096")):
+        with pytest.raises(ValueError, match=f"scaling '{scaling}' must be {allowed}"):
+            Cast(format="e4m3", scaling=scaling, history=history)
+
+
+@pytest.mark.parametrize("dtype", ["float9", "save"])
+def test_a_dtype_in_json_that_is_none(dtype):
+    values = Recipe(name="mine", input=Cast(format=MINE)).to_dict()
+    values["input"]["format"]["dtype"] = dtype
+    with pytest.raises(TypeError, match="format 'mine': dtype cannot be"):
+        Recipe.from_dict(values)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
+    row = SCALINGS[scaling]
+    usual = Cast(format="e4m3", scaling=scaling)
+    assert (usual.rule, usual.tile) == (row.rules[0] if row.rules else None, row.tile)
+    for rule in RULES:
+        if rule in row.rules:
+            assert Cast(format="e4m3", scaling=scaling, rule=rule).rule == rule
+        else:
+            with pytest.raises(ValueError, match=f"scaling '{scaling}' has no rule '{rule}'"):
+                Cast(format="e4m3", scaling=scaling, rule=rule)
+    if row.free:
+        assert Cast(format="e4m3", scaling=scaling, tile=[8, 8]).tile == (8, 8)
+    else:
+        with pytest.raises(ValueError, match=r"has the tile \(.*\), not \(8, 8\)"):
+            Cast(format="e4m3", scaling=scaling, tile=(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"format": "e2m1", "overflow": "nonfinite"}, "neither Inf nor NaN"),
+        ({"scaling": "row", "rule": "sideways"}, "unknown rule 'sideways'"),
+        ({"scaling": "block", "tile": (8,)}, "two numbers"),
+        ({"scaling": "block", "tile": (0, 8)}, "a side of a tile must be 1 to 65536, got 0"),
+        ({"scaling": "block", "tile": (1, 1)}, "each element a scale"),
+        ({"random_bits": 0}, "random_bits must be 1 to 31, got 0"),
+        ({"random_bits": True}, "random_bits must be"),
+        ({"hadamard": 12}, "power of two from 2 to 128, got 12"),
+    ],
+    ids=str,
+)
+def test_a_cast_that_cannot_be_done_is_refused_at_birth(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Cast(**{"format": "e4m3"} | fields)
+    assert Cast(format="e5m2", overflow="nonfinite").overflow == "nonfinite"
+
+
+def test_a_recipe_holds_casts():
+    with pytest.raises(TypeError, match=r"Recipe.grad must be a Cast or None, not 'e5m2'"):
+        Recipe(name="mine", grad="e5m2")
+    with pytest.raises(TypeError, match=r'grad_weight_grad must be a Cast, None or "same", not 5'):
+        Recipe(name="mine", grad_weight_grad=5)
+    with pytest.raises(TypeError, match="a name, not 8"):
+        Recipe(name=8)
+    with pytest.raises(ValueError, match="unknown recipe 'mine'; choose one of 'unit'"):
+        get_recipe("mine")
+    with pytest.raises(TypeError, match="a name or a Recipe, not int"):
+        get_recipe(8)
+
+
+def test_both_operands_are_rotated_or_none():
+    turned, plain = Cast(format="e2m1", hadamard=16), Cast(format="e2m1")
+    Recipe(name="fine", grad_weight_grad=turned, grad_weight_input=turned)
+    with pytest.raises(ValueError, match=r"grad_weight needs both .* got hadamard=\[16, 0\]"):
+        Recipe(name="mine", grad_weight_grad=turned, grad_weight_input=plain)
+    with pytest.raises(ValueError, match="forward needs no rotation"):
+        Recipe(name="mine", input=turned, weight=turned)
+
+
+def test_frozen_and_hashable():
+    with pytest.raises(FrozenInstanceError):
+        RECIPES["unit"].name = "other"
+    with pytest.raises(TypeError, match="positional"):
+        Cast("e4m3")
+    assert len({*RECIPES.values(), Recipe(name="unit")}) == len(RECIPES) + 1
+    assert Cast(format="e4m3") == Cast(format="e4m3")
+
+
+# --- JSON
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [*RECIPES.values(), Recipe(name="mine", input=Cast(format=MINE), grad_weight_input=None)],
+    ids=lambda recipe: recipe.name,
+)
+def test_there_and_back_through_json(recipe):
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+def test_what_is_read_may_be_short_and_not_wrong():
+    cast = {"format": "e4m3", "scaling": "row"}
+    rest = {"name": "x", "weight": None, "grad": None}
+    assert Recipe.from_dict({**rest, "input": cast}).input == Cast(**cast)
+    for values, message in (
+        ({"name": "x", "inputs": None}, "unknown key of a Recipe 'inputs'; choose one of 'name'"),
+        ({**rest, "input": {"formats": "e4m3"}}, "unknown key of a Cast 'formats'"),
+        ({**rest, "input": {**cast, "format": {"bits": 8}}}, "unknown key of a Format 'bits'"),
+        ({**rest, "input": {**cast, "format": "fp7"}}, "unknown format 'fp7'"),
+        ({**rest, "input": {"format": "e4m3"}}, "a Cast needs .* without 'scaling'"),
+        ({**rest, "input": {"scaling": "row"}}, "a Cast needs .* without 'format'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Recipe.from_dict(values)
+    with pytest.raises(TypeError, match="from a dict, not from a list"):
+        Recipe.from_dict([])
+
+
+@pytest.mark.parametrize("missing", ["name", "input", "weight", "grad"])
+def test_what_is_read_says_what_is_cast(missing):
+    """Without "weight" or "grad" it would cast nothing there, and nobody would know."""
+    values = RECIPES["tensor"].to_dict()
+    del values[missing]
+    with pytest.raises(ValueError, match=f"a Recipe needs the keys .* without '{missing}'"):
+        Recipe.from_dict(values)
+    assert Recipe.from_dict({**RECIPES["tensor"].to_dict(), "grad": None}).grad is None
+
+
+def test_exported():
+    assert fp8.RECIPES is RECIPES

@@ -1,0 +1,180 @@
+import math
+
+import pytest
+import torch
+
+from fp8 import FORMATS, Cast
+from fp8.casts.casting import cast_forward
+from fp8.recipes.scaling import E8M0, RULES, SCALINGS, scale_of
+from tests import reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NOW = {name: row for name, row in SCALINGS.items() if row.rules and name != "delayed"}
+SCALED = [(name, rule) for name, row in NOW.items() for rule in row.rules]
+E4M3 = FORMATS["e4m3"]
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- rules
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS.values() if f.signed], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_its_definition(rule, format, dtype):
+    if rule == "e4m3" and format.max > 1e9:
+        pytest.skip("448 times its largest value is no float32")
+    limits = torch.finfo(dtype)
+    real = reference.np.float64 if dtype == torch.float64 else reference.np.float32
+    for amax in (1.0, 0.3, 6.0, 448.0, 449.0, 57344.0, 60000.0, limits.max, limits.tiny):
+        for factor in (1.0, 1 + limits.eps, 1 - limits.eps / 2):
+            x = torch.tensor([0.0, -amax * factor, amax / 3], dtype=torch.float64).to(dtype)
+            if x.isfinite().all():
+                whole = x.double().abs().max().item()
+                scale = scale_of(x, None, format, rule)
+                wanted = reference.scale_of(whole, format, rule, whole, real)
+                assert scale.item() == wanted, (amax, factor)
+
+
+def test_rounding_up_never_overflows_and_is_tight():
+    for format in (format for format in FORMATS.values() if format.max < 1e9):
+        amax = torch.tensor([1.0, 1.7, 1.75, 1.76, 1.99])
+        scale = torch.stack([scale_of(a, None, format, "up") for a in amax])
+        assert (amax / scale <= format.max).all()
+        assert (amax / (scale / 2) > format.max).all()
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "e4m3"])
+@pytest.mark.parametrize("values", [[0.0], [-0.0, 0.0], [-math.inf], [math.nan, 0.0]], ids=str)
+def test_one_where_nothing_can_be_scaled(values, rule):
+    scale = scale_of(torch.tensor(values), None, E4M3, rule)
+    assert (scale.item(), scale.shape, scale.dtype) == (1.0, (), torch.float32)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dims", [None, (-1,)], ids=["whole", "rows"])
+@pytest.mark.parametrize("rule", [*RULES, *(rule + E8M0 for rule in ("up", "floor"))])
+def test_a_scale_is_that_of_the_finite_values_or_nan(rule, dims, bad):
+    x = randn(3, 8) / 1000
+    expected = scale_of(torch.where(torch.arange(8) == 5, 0.0, x), dims, E4M3, rule)
+    x[:, 5] = bad
+    scale = scale_of(x, dims, E4M3, rule)
+    if rule == "e4m3" or rule.endswith(E8M0):
+        assert scale.isnan().all()
+    else:
+        assert torch.equal(scale, expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_range_of_a_scale(rule):
+    for value in (2.0**-149, 1e-44, 1e-14, 3.4e38):
+        scale = scale_of(torch.tensor([value]), None, E4M3, rule)
+        assert 2.0**-126 <= scale <= 2.0**127
+    assert scale_of(torch.tensor([1e300], dtype=torch.float64), None, E4M3, "up") == 2.0**127
+
+
+# --- tiles
+
+
+TILES = [(name, row.tile) for name, row in NOW.items()]
+TILES += [
+    ("block", (4, 4)),
+    ("block", (4, 16)),
+    ("mx", (2, 8)),
+    ("nv", (16, 16)),
+    ("block", (4, 1)),
+]
+SHAPES = [(3, 5), (1, 1), (16, 32), (17, 33), (4, 130), (130, 3), (2, 5, 20), (2, 1, 33, 6)]
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("scaling", "tile"), TILES, ids=str)
+def test_a_cast_is_the_reference_s_tile_by_tile(scaling, tile, shape, axis):
+    """Bit for bit, with sizes that the tile does not divide."""
+    x = randn(*shape) * torch.exp2(randn(*shape[:-1], 1, seed=1) * 8)
+    cast = Cast(format="e4m3" if scaling != "nv" else "e2m1", scaling=scaling, tile=tile)
+    got = cast_forward(x, cast, axis)
+    assert got.shape == x.shape
+    wanted = reference.cast(x, cast, axis)
+    assert torch.equal(got, wanted.float())
+
+
+@pytest.mark.parametrize(("scaling", "rule"), SCALED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_scaling_and_rule_fits_every_dtype(scaling, rule, dtype):
+    x = randn(3, 40).to(dtype)
+    cast = Cast(format="e5m2", scaling=scaling, rule=rule)
+    got = cast_forward(x, cast)
+    assert got.dtype == dtype
+    assert torch.equal(got, reference.cast(x, cast).to(dtype))
+
+
+@pytest.mark.parametrize(("scaling", "rule"), SCALED)
+def test_zero_inf_nan_tiny_and_huge(scaling, rule):
+    """What the docstring of scale_of says of each: in one row, with a row of ordinary numbers."""
+    cast = Cast(format="e5m2", scaling=scaling, rule=rule)
+    row = scaling not in ("tensor",)
+
+    def first(*values):
+        x = torch.stack([torch.tensor([*values, *[0.0] * (32 - len(values))]), torch.ones(32)])
+        y = cast_forward(x, cast)
+        assert not row or scaling == "nv" or torch.equal(y[1], torch.ones(32))
+        return y[0, : len(values)].tolist()
+
+    assert first(0.0, -0.0) == [0.0, 0.0]
+    if scaling in ("mx", "nv"):
+        assert all(map(math.isnan, first(math.inf, 1.0) + first(math.nan, 1.0)))
+    else:
+        assert first(math.inf, 1.0) == [math.inf, 1.0]
+        assert first(-math.inf, 1.0) == [-math.inf, 1.0]
+        assert math.isnan(first(math.nan, 1.0)[0])
+        assert first(math.nan, 1.0)[1] == 1.0
+    huge = first(3e38)[0]
+    assert huge == pytest.approx(3e38, rel=0.25)
+    assert cast_forward(torch.zeros(0, 5), cast).shape == (0, 5)
+    assert cast_forward(torch.zeros(5, 0), cast).shape == (5, 0)
+
+
+@pytest.mark.parametrize(("scaling", "rule"), SCALED)
+def test_tiny_tensors_keep_their_precision(scaling, rule):
+    """1e-14 throughout, where a floor under amax of 1e-12 would flush it all."""
+    x = 1e-14 * randn(8, 64)
+    y = cast_forward(x, Cast(format="e4m3", scaling=scaling, rule=rule))
+    noise = float((y - x).norm() / x.norm())
+    assert noise < 0.05
+
+
+def test_a_row_with_an_inf_does_not_touch_the_others():
+    x = randn(4, 64)
+    expected = cast_forward(x, Cast(format="e4m3", scaling="row"))
+    x[2, 5] = math.inf
+    y = cast_forward(x, Cast(format="e4m3", scaling="row"))
+    others = [0, 1, 3]
+    assert torch.equal(y[others], expected[others])
+
+
+# --- rotation
+
+
+@pytest.mark.parametrize("size", [2, 16, 128])
+def test_a_rotation_is_orthogonal_and_sylvester_s(size):
+    from fp8.casts.casting import rotated
+
+    turned = rotated(torch.eye(size, dtype=torch.float64), size, -2)
+    torch.testing.assert_close(turned, reference.rotation(size))
+    torch.testing.assert_close(turned @ turned.mT, torch.eye(size, dtype=torch.float64))
+    x = randn(3, size + 1).double()
+    assert rotated(x, size, -1).shape == (3, 2 * size)
+    torch.testing.assert_close(rotated(x, size, -1), rotated(x.mT, size, -2).mT)
+
+
+def test_a_rotation_leaves_the_product_as_it_is():
+    from fp8.casts.casting import rotated
+
+    a, b = randn(20, 7).double(), randn(20, 5, seed=1).double()
+    product = rotated(a, 16, -2).mT @ rotated(b, 16, -2)
+    torch.testing.assert_close(product, a.mT @ b)

@@ -1,0 +1,218 @@
+"""`fp8.stats`: shares against counts by hand, names, sampling, and that nothing else changes."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fp8
+from fp8 import RECIPES, AmaxHistory
+from tests.fp8.calls import CALLS, name_of, operands
+from tests.fp8.products.test_matmul import randn
+from tests.reference import cast, nearest
+
+NOW = [name for name in RECIPES if not RECIPES[name].keeps_history]
+
+
+def by_operand(seen):
+    return {(row.layer, row.operand): row for row in seen.rows()}
+
+
+def wide(*shape, seed=0):
+    return (randn(*shape, seed=seed) * torch.exp2(4 * randn(*shape, seed=seed + 9))).detach()
+
+
+@pytest.mark.parametrize("name", NOW)
+def test_shares_are_what_a_count_by_hand_gives(name):
+    recipe = nearest(RECIPES[name])
+    layer, x, g = nn.Linear(48, 32, bias=False), wide(40, 48), wide(40, 32, seed=3)
+    x[3, 4], x[5, 6], x[0] = math.inf, math.nan, 0
+    seen = fp8.stats(layer)
+    with seen, fp8.autocast(recipe):
+        y = layer(x.clone().requires_grad_())
+    y.backward(g)
+    rows = by_operand(seen)
+    expected = {
+        "input": (x, recipe.forward[0], -1),
+        "weight": (layer.weight.detach(), recipe.forward[1], -1),
+        "grad": (g, recipe.grad_input[0], -1),
+    }
+    for operand, (t, how, axis) in expected.items():
+        row, ok = rows["(model)", operand], t.isfinite()
+        q = cast(t, how, axis)
+        assert (row.format, row.elements, row.nonfinite) == (how.format, t.numel(), (~ok).sum())
+        assert row.zero == float(((q == 0) & (t != 0)).double().mean())
+        kept = ok & q.isfinite()
+        clean, rounded = t[kept].double(), q[kept]
+        if (clean - rounded).any():
+            noise = (clean - rounded).square().sum()
+            assert row.sqnr == pytest.approx(10 * math.log10(clean.square().sum() / noise))
+    second = {operand for _, operand in rows if operand.endswith("again")}
+    along = [how for how in (recipe.forward[0], recipe.grad_weight[1]) if how]
+    assert ("input again" in second) == (len(along) == 2 and along[0].tile != (0, 0))
+
+
+def test_subnormal_and_saturated():
+    layer = nn.Linear(8, 1, bias=False)
+    x = torch.tensor([[1.0, 2.0**-7, -(2.0**-9), 2.0**-11, 0.0, 449.0, 1e4, -448.0]])
+    seen = fp8.stats(layer)
+    with seen, fp8.autocast("unit"):
+        layer(x)
+    row = seen.rows()[0]
+    assert (row.zero, row.subnormal, row.saturated, row.nonfinite) == (1 / 8, 2 / 8, 2 / 8, 0)
+
+
+def test_one_inf_is_found_however_few_are_sampled():
+    layer = nn.Linear(1024, 4, bias=False)
+    for at in (0, 1, 1023):
+        x = torch.zeros(64, 1024)
+        x[17, at] = -math.inf
+        seen = fp8.stats(layer, sample=10)
+        with seen, fp8.autocast("tensor"):
+            layer(x)
+        row = seen.rows()[0]
+        assert (row.nonfinite, row.elements) == (1, 64 * 1024)
+        assert "  1  " in str(seen).splitlines()[1]
+
+
+def test_a_sample_is_close_to_all():
+    layer, x = nn.Linear(256, 4, bias=False), wide(1024, 256)
+    whole, part = fp8.stats(layer, sample=1 << 30), fp8.stats(layer, sample=4096)
+    for seen in (whole, part):
+        with seen, fp8.autocast("unit"):
+            layer(x)
+    one, other = whole.rows()[0], part.rows()[0]
+    for share in ("zero", "subnormal", "saturated"):
+        p, q = getattr(one, share), getattr(other, share)
+        assert abs(p - q) < 4 * math.sqrt(p * (1 - p) / 4000)  # four standard errors
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Conv1d(5, 5, 1)])
+        self.head = nn.Linear(8, 8, bias=False)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.head.weight
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        x = F.scaled_dot_product_attention(x, x, x)
+        return self.tied(self.head(x @ x.mT @ x))
+
+
+LAYERS = ["blocks.0", "blocks.1", "attention 1", "matmul 1", "matmul 2", "head"]
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "converted", "whole"])
+def test_layers_have_their_names_compiled_or_not(how):
+    torch._dynamo.reset()
+    model, x = Model(), randn(2, 5, 8)
+    seen = fp8.stats(model, every=2)
+    run = model
+    if how == "compiled":
+        run = torch.compile(model, backend="eager", fullgraph=True)
+    if how == "converted":
+        fp8.convert(model, "row")
+    if how == "whole":
+
+        def block(x):
+            with fp8.autocast("row"):
+                return model(x)
+
+        run = torch.compile(block, backend="eager", fullgraph=True)
+    for _ in range(4):
+        with seen:
+            if how in ("eager", "compiled"):
+                with fp8.autocast("row"):
+                    y = run(x)
+            else:
+                y = run(x)
+        y.sum().backward()
+    names = [name for name in LAYERS if how != "converted" or " " not in name]
+    rows = by_operand(seen)
+    assert list(dict.fromkeys(layer for layer, operand in rows if operand != "grad")) == names
+    assert rows["head", "input"].elements == 2 * 2 * 2 * 5 * 8  # two passes, and it is used twice
+    assert rows["blocks.0", "grad"].elements == 2 * 2 * 5 * 8
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("function", CALLS, ids=name_of)
+def test_every_product_is_counted(function):
+    row = CALLS[function]
+    tensors = [t.requires_grad_() for t in operands(row)]
+    tensors = [tensors[0] * 1, *tensors[1:]]
+    seen = fp8.stats(nn.Identity())
+    with seen, fp8.autocast("delayed", history=AmaxHistory()):
+        function(*row.before, *tensors, **row.kwargs).sum().backward()
+    (layer,) = {row.layer for row in seen.rows()}
+    assert layer.endswith(" 1")
+    assert len(seen.rows()) == len([kind for kind in row.kinds if kind != "none"]) + 1
+
+
+def test_what_is_computed_does_not_change():
+    model, x = Model(), randn(2, 5, 8)
+    results = []
+    for seen in (None, fp8.stats(model, every=1)):
+        for _ in range(2):
+            with fp8.autocast("nvfp4"):
+                torch.manual_seed(0)
+                if seen is None:
+                    y = model(x)
+                else:
+                    with seen:
+                        y = model(x)
+                results.append([y, *torch.autograd.grad(y.sum(), model.parameters())])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_sampling_and_reset():
+    layer, seen = nn.Linear(4, 4), None
+    seen = fp8.stats(layer, every=3)
+    counts = []
+    for _ in range(7):
+        with seen, fp8.autocast("unit"):
+            layer(randn(2, 4))
+        counts.append(seen.rows()[0].elements // 8)
+    assert counts == [1, 1, 1, 2, 2, 2, 3]
+    seen.reset()
+    assert seen.rows() == []
+    with seen, fp8.autocast("unit"):
+        layer(randn(2, 4))
+    assert len(seen.rows()) == 2
+    with pytest.raises(KeyError), seen:
+        raise KeyError
+    with fp8.autocast("unit"):
+        layer(randn(2, 4))  # outside of the block nothing is counted
+    assert seen.rows()[0].elements == 8
+
+
+def test_two_at_once_and_one_that_is_gone():
+    layer = nn.Linear(4, 4)
+    outer, inner = fp8.stats(layer, every=1), fp8.stats(layer, every=1)
+    with outer, inner, fp8.autocast("unit"):
+        y = layer(randn(2, 4))
+    assert (len(outer.rows()), len(inner.rows())) == (0, 2)
+    del inner
+    y.sum().backward()
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match=r"needs an nn\.Module, got int"):
+        fp8.stats(5)
+    for fields in ({"every": 0}, {"sample": 0}, {"every": 1.5}):
+        with pytest.raises(ValueError, match="a whole number from 1"):
+            fp8.stats(nn.Linear(2, 2), **fields)
+    seen = fp8.stats(nn.Linear(2, 2))
+
+    def inside(x):
+        with seen:
+            return x + 1
+
+    with pytest.raises(Exception, match="Unsupported context manager"):
+        torch.compile(inside, fullgraph=True, backend="eager")(randn(2))
+    torch._dynamo.reset()

@@ -1,0 +1,208 @@
+"""The default recipe, "auto": what it is for which layer and product, and who asks for it."""
+
+import copy
+import inspect
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fp8
+import unit_scaling as uu
+import unit_scaling.functional as U
+from fp8 import RECIPES
+from fp8.adapters import accelerate, lightning, msamp, torchao, transformer_engine
+from fp8.distributed.fsdp import gather_in_fp8
+from unit_scaling.transforms import simulate_fp8, unit_scale
+
+AUTO_BY_DEFAULT = [
+    fp8.convert,
+    fp8.autocast,
+    fp8.initialize,
+    gather_in_fp8,
+    accelerate.prepare,
+    lightning.FP8Precision,
+    lightning.FP8FabricPrecision,
+    msamp.initialize,
+    torchao.convert,
+    transformer_engine.convert,
+]
+
+
+@pytest.mark.parametrize("function", AUTO_BY_DEFAULT, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_it_is_the_default_everywhere(function):
+    assert inspect.signature(function).parameters["recipe"].default == "auto"
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+
+
+def chosen(model):
+    return [layer.fp8_recipe.name for layer in model.modules() if hasattr(layer, "fp8_recipe")]
+
+
+MODELS = {
+    "plain": (plain, ["tensor", "tensor"]),
+    "unit_scale": (lambda: unit_scale(plain()), ["unit", "unit"]),
+    "preserved": (lambda: unit_scale(plain(), init="preserve"), ["tensor", "tensor"]),
+    "simulated": (lambda: simulate_fp8(plain()), ["tensor", "tensor"]),
+    "uu": (lambda: nn.Sequential(uu.Linear(32, 32), uu.GELU(), uu.Linear(32, 32)), ["unit"] * 2),
+    "uu simulated": (lambda: simulate_fp8(nn.Sequential(uu.Linear(32, 32))), ["unit"]),
+    "mixed": (lambda: nn.Sequential(uu.Linear(32, 32), nn.Linear(32, 32)), ["unit", "tensor"]),
+    "part": (
+        lambda: nn.Sequential(unit_scale(plain()), nn.Linear(32, 8)),
+        [*["unit"] * 2, "tensor"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_layer_has_the_recipe_that_it_needs(name):
+    make, names = MODELS[name]
+    model = fp8.convert(make())
+    assert chosen(model) == names
+    assert chosen(copy.deepcopy(model)) == names
+    whys = [row.why for row in fp8.report(model) if row.done == "converted"]
+    for why, recipe in zip(whys, names, strict=True):
+        state = "unit-scaled" if recipe == "unit" else "not unit-scaled"
+        assert why.startswith(f"{recipe} (auto: {state})")
+
+
+@pytest.mark.parametrize("name", ["plain", "uu"])
+def test_initialize(name):
+    make, names = MODELS[name]
+    assert chosen(fp8.initialize(make(), None, "O1")[0]) == names
+    assert chosen(msamp.initialize(make(), None, "O1")[0]) == names
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+def test_the_order_of_unit_scale_and_convert_does_not_matter(init):
+    first = unit_scale(fp8.convert(plain()), init=init)
+    second = fp8.convert(unit_scale(plain(), init=init))
+    assert chosen(first) == chosen(second)
+    assert set(chosen(first)) == {"unit" if init == "unit" else "tensor"}
+    x = torch.randn(4, 32)
+    assert torch.equal(first(x), second(x))
+    assert chosen(pickle.loads(pickle.dumps(first))) == chosen(first)
+
+
+def test_a_recipe_by_name_stays():
+    assert set(chosen(unit_scale(fp8.convert(plain(), "tensor")))) == {"tensor"}
+    model = fp8.convert(plain(), where=lambda name, layer: name == "0", rest="auto")
+    assert set(chosen(model)) == {"tensor"}
+
+
+def test_where_no_model_is_known_it_is_refused():
+    with pytest.raises(ValueError, match='"auto" is "unit" or "tensor"'):
+        fp8.get_recipe("auto")
+    with pytest.raises(ValueError, match="unknown recipe 'Auto'; choose one of 'auto', 'unit'"):
+        fp8.convert(plain(), "Auto")
+
+
+# --- Products
+
+
+X, W, V = (torch.randn(2, 16, 16) for _ in range(3))
+KERNEL = torch.randn(16, 16, 3)
+
+PRODUCTS = {
+    "linear": ((X, W[0]), F.linear),
+    "matmul": ((X, W), torch.matmul),
+    "addmm": ((W[0], X[0], X[1]), torch.addmm),
+    "einsum": (("bij,bkj->bik", X, W), torch.einsum),
+    "bilinear": ((X, W, torch.randn(4, 16, 16)), F.bilinear),
+    "conv1d": ((X, KERNEL), F.conv1d),
+    "conv_transpose1d": ((X, KERNEL), F.conv_transpose1d),
+    "scaled_dot_product_attention": ((X, W, V), F.scaled_dot_product_attention),
+}
+
+
+def tiny(args):
+    """Arguments that "unit" makes zero and "tensor" does not, as powers of two scale them."""
+    return [a * 2.0**-20 if isinstance(a, torch.Tensor) else a for a in args]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast_chooses_for_each_product(name, compiled):
+    args, function = PRODUCTS[name]
+    ours = getattr(U, name)
+
+    def call(function, recipe, *args):
+        with fp8.autocast(recipe):
+            return function(*args)
+
+    run = call
+    if compiled:
+        if name not in ("linear", "matmul", "bilinear", "conv1d"):
+            pytest.skip("in eager mode")
+        torch._dynamo.reset()
+        run = torch.compile(call, backend="eager", fullgraph=True)
+    for f, recipe, other in ((ours, "unit", "tensor"), (function, "tensor", "unit")):
+        got = run(f, "auto", *tiny(args))
+        torch.testing.assert_close(got, call(f, recipe, *tiny(args)), rtol=0, atol=0)
+        assert not torch.equal(got, call(f, other, *tiny(args)))
+
+
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+def test_autocast_of_a_transformed_model(init):
+    model, x = unit_scale(plain(), init=init), torch.randn(8, 32) * 2.0**-20
+    results = {}
+    for recipe in ("auto", "unit", "tensor"):
+        with fp8.autocast(recipe):
+            results[recipe] = model(x)
+    one, other = ("unit", "tensor") if init == "unit" else ("tensor", "unit")
+    assert torch.equal(results["auto"], results[one])
+    assert not torch.equal(results["auto"], results[other])
+
+
+def test_the_choice_lasts_where_blocks_are_opened_again():
+    x = (torch.randn(8, 32) * 2.0**-20).requires_grad_()
+    layer = uu.Linear(32, 32)
+
+    @fp8.autocast()
+    def decorated(x):
+        return layer(x)
+
+    with fp8.autocast("unit"):
+        want = layer(x)
+    assert torch.equal(decorated(x), want)
+    with fp8.autocast():
+        again = torch.utils.checkpoint.checkpoint(
+            layer, x, use_reentrant=False, context_fn=fp8.checkpoint_contexts
+        )
+    again.sum().backward()
+    assert torch.equal(again, want)
+
+
+# --- "unit" by name
+
+
+def test_unit_by_name_for_a_plain_model_warns_once():
+    model = plain()
+    pattern = re.escape("recipe 'unit', given by name, casts without scales, and 2 of 2")
+    with pytest.warns(fp8.RecipeWarning, match=pattern) as seen:
+        model = fp8.convert(fp8.convert(model, "unit"), "unit")
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    with pytest.warns(fp8.RecipeWarning, match="by name"):
+        fp8.initialize(plain(), None, "O1", recipe="unit")
+    with pytest.warns(fp8.RecipeWarning, match="1 of 2 .*the first is '1'"):
+        fp8.convert(nn.Sequential(uu.Linear(8, 8), nn.Linear(8, 8)), "unit_e4m3")
+    with fp8.strict(), pytest.raises(fp8.RecipeWarning):
+        fp8.convert(plain(), "unit")
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_fits_does_not_warn():
+    fp8.convert(unit_scale(plain()), "unit")
+    fp8.convert(nn.Sequential(uu.Linear(8, 8)), "unit")
+    for name, recipe in RECIPES.items():
+        if not name.startswith("unit"):
+            fp8.convert(plain(), recipe)
+    fp8.convert(plain())

@@ -1,0 +1,343 @@
+"""`fp8.convert`: the same model, whose layers run under a recipe; and back."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import fp8
+from fp8 import RECIPES
+from fp8.casts import casting
+from fp8.casts.casting import is_whole
+from fp8.formats.quantize import quantize_operand
+from fp8.surgery.convert import LAYERS
+
+# Layer -> (constructor, input).
+MAKE = {
+    nn.Linear: (lambda: nn.Linear(8, 16), (4, 8)),
+    nn.Bilinear: (lambda: nn.Bilinear(8, 4, 16), (3, 8)),
+    nn.Conv1d: (lambda: nn.Conv1d(8, 16, 3), (2, 8, 6)),
+    nn.Conv2d: (lambda: nn.Conv2d(8, 16, 3), (2, 8, 6, 6)),
+    nn.Conv3d: (lambda: nn.Conv3d(8, 16, 3), (2, 8, 4, 4, 4)),
+    nn.ConvTranspose1d: (lambda: nn.ConvTranspose1d(8, 16, 3), (2, 8, 6)),
+    nn.ConvTranspose2d: (lambda: nn.ConvTranspose2d(8, 16, 3), (2, 8, 6, 6)),
+    nn.ConvTranspose3d: (lambda: nn.ConvTranspose3d(8, 16, 3), (2, 8, 4, 4, 4)),
+    nn.MultiheadAttention: (lambda: nn.MultiheadAttention(8, 2), (5, 2, 8)),
+}
+
+
+def inputs_of(kind: type[nn.Module]) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    x = torch.randn(MAKE[kind][1])
+    if kind is nn.Bilinear:
+        return x, torch.randn(3, 4)
+    return (x, x, x) if kind is nn.MultiheadAttention else (x,)
+
+
+def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+class Tied(nn.Module):
+    """Two names for one layer, a tied weight, a frozen one, a weight without a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.a = nn.Linear(8, 8)
+        self.b = self.a
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.norm = nn.LayerNorm(8)
+        self.own = nn.Parameter(torch.randn(8, 8))
+        self.head = nn.Linear(8, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, *, twice: bool = False) -> Tensor:
+        """Logits."""
+        x = self.b(self.a(self.embed(tokens)))
+        x = self.frozen(x) if twice else x
+        return self.head(self.norm(x) @ self.own)
+
+
+@pytest.fixture
+def model() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+TOKENS = torch.arange(12).view(3, 4)
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if not RECIPES[r].keeps_history])
+@pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
+def test_a_converted_layer_computes_what_autocast_does(kind: type[nn.Module], recipe: str) -> None:
+    torch.manual_seed(0)
+    layer, inputs = MAKE[kind][0](), inputs_of(kind)
+    if kind is nn.Bilinear and not is_whole(RECIPES[recipe]):
+        with pytest.warns(fp8.ConvertWarning, match="it sums over two"):
+            fp8.convert(layer, recipe)
+        (row,) = fp8.report(layer)
+        assert row.left_alone
+        assert "it sums over two" in row.why
+        return
+    plain = first(layer(*inputs))
+    torch.manual_seed(2)  # for stochastic rounding and random rotations
+    with fp8.autocast(recipe):
+        want = first(layer(*inputs))
+    want_grads = torch.autograd.grad(want.square().sum(), list(layer.parameters()))
+    assert fp8.convert(layer, recipe) is layer
+    torch.manual_seed(2)
+    got = first(layer(*inputs))
+    grads = torch.autograd.grad(got.square().sum(), list(layer.parameters()))
+    assert torch.equal(got, want)
+    assert not torch.equal(got, plain)
+    for one, other in zip(grads, want_grads, strict=True):
+        assert torch.equal(one, other)
+    fp8.revert(layer)
+    assert type(layer) is kind
+    assert torch.equal(first(layer(*inputs)), plain)
+
+
+def test_the_model_stays_itself(model: Tied) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = list(model.state_dict(keep_vars=True).items())
+    calls: list[str] = []
+    model.a.register_forward_hook(lambda *_: calls.append("a"))
+    signature = inspect.signature(model.a.forward)
+    fp8.convert(model, "unit")
+    after = list(model.state_dict(keep_vars=True).items())
+    assert all(k == n and p is q for (k, p), (n, q) in zip(before, after, strict=True))
+    assert isinstance(model.a, nn.Linear)
+    assert model.a is model.b
+    assert model.head.weight is model.embed.weight
+    assert not model.frozen.weight.requires_grad
+    assert inspect.signature(model.a.forward) == signature
+    assert "fp8=unit" in repr(model.a)
+    model(TOKENS).sum().backward()
+    assert calls == ["a", "a"]
+    weight = model.a.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.a.weight, weight)
+
+
+def test_the_report_has_every_layer(model: Tied) -> None:
+    fp8.convert(model, "unit", backend="simulate", where=lambda name, layer: name != "frozen")
+    rows = {row.path: (row.what, row.done, row.why) for row in fp8.report(model)}
+    assert rows == {
+        "": ("Tied", "left alone", "its products are its own: run the model under fp8.autocast"),
+        "embed": ("Embedding", "left alone", "a lookup, not a product"),
+        "a": ("Linear", "converted", "unit"),
+        "frozen": ("Linear", "left alone", "not chosen"),
+        "head": ("Linear", "converted", "unit"),
+    }
+    assert len(fp8.report(model).left_alone) == 3
+    attention = fp8.convert(
+        nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2), "r": nn.LSTM(8, 8)})
+    )
+    rows = {row.path: row.why for row in fp8.report(attention)}
+    assert rows["attn.out_proj"] == "computed by attn"
+    assert rows["r"] == "one kernel computes all its products"
+
+
+def copies(model: nn.Module) -> dict[str, nn.Module]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "torch.save": torch.load(file, weights_only=False),
+    }
+
+
+def test_copies_are_converted_and_independent(model: Tied) -> None:
+    plain = model(TOKENS)
+    fp8.convert(model, "unit")
+    want = model(TOKENS)
+    assert not torch.equal(plain, want)
+    for name, twin in copies(model).items():
+        assert torch.equal(twin(TOKENS), want), name
+        assert twin.head.weight is twin.embed.weight, name
+        fp8.revert(twin)
+        assert torch.equal(twin(TOKENS), plain), name
+        with torch.no_grad():
+            twin.own.zero_()
+    assert torch.equal(model(TOKENS), want)
+
+
+def test_another_recipe_replaces_the_first(model: Tied) -> None:
+    fp8.convert(model, "unit")
+    fp8.convert(model, "tensor", where=lambda name, layer: name == "a")
+    rows = {row.path: row.why for row in fp8.report(model)}
+    assert (rows["a"][:6], rows["head"]) == ("tensor", "not chosen")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_compiled_in_one_piece(model: Tied, first: bool) -> None:
+    if first:
+        fp8.convert(model, "unit")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    if not first:
+        plain = compiled(TOKENS)
+        fp8.convert(model, "unit")
+        assert not torch.equal(compiled(TOKENS), plain)
+    want = model(TOKENS)
+    assert torch.allclose(compiled(TOKENS), want, rtol=1e-5, atol=1e-6)
+    compiled(TOKENS).sum().backward()
+    assert model.a.weight.grad is not None
+
+
+def test_the_fast_path_of_the_encoder_does_not_skip_its_layers() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 4, 16)
+    fp8.convert(model, "unit", where=lambda name, layer: name.endswith("linear1"))
+    calls: list[Tensor] = []
+    model.layers[0].linear1.register_forward_hook(lambda m, a, y: calls.append(y))
+    with torch.no_grad():
+        got = model(x)
+    assert len(calls) == 1
+    fp8.revert(model)
+    with torch.no_grad():
+        assert not torch.equal(got, model(x))
+    assert type(model) is nn.TransformerEncoder
+
+
+def test_what_an_encoder_computes_besides_its_layers_is_as_it_was() -> None:
+    """In high precision, or under the recipe of a block around it; an LSTM too, which has none."""
+
+    class Layer(nn.TransformerEncoderLayer):
+        def __init__(self) -> None:
+            super().__init__(16, 2, 32, batch_first=True)
+            self.memory = nn.LSTM(16, 16, batch_first=True)
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(self.memory(x)[0], *args, **kwargs)
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 16)
+    model = nn.TransformerEncoder(Layer(), 1, enable_nested_tensor=False).eval()
+    plain = model(x)
+    with fp8.autocast("tensor", opaque="warn"), pytest.warns(match="lstm"):
+        cast = model(x)
+    fp8.convert(model, fp8.Recipe(name="none"), where=lambda name, layer: name.endswith("linear1"))
+    torch.testing.assert_close(model(x), plain)
+    fp8.convert(model, "tensor", where=lambda name, layer: name.endswith("linear1"))
+    with fp8.autocast("tensor", opaque="warn"), pytest.warns(match="lstm"):
+        assert torch.equal(model(x), cast)
+
+
+def test_inside_a_unit_scaled_model_the_layers_are_cast_once() -> None:
+    from unit_scaling.transforms import simulate_fp8, unit_scale
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 16)
+    make = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32))
+    scaled = unit_scale(make)
+    want = simulate_fp8(scaled)(x)
+    assert torch.equal(fp8.convert(copy.deepcopy(scaled), "unit")(x), want)
+    # In the other order too, and through a pickle of both.
+    both = unit_scale(fp8.convert(make, "unit"))
+    assert torch.equal(both(x), want)
+    assert torch.equal(pickle.loads(pickle.dumps(both))(x), want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_are_cast_in_the_recomputation_too(
+    compiled: bool, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled and reentrant:
+        pytest.skip("torch does not compile it")
+    torch.manual_seed(0)
+    block = fp8.convert(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "unit")
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=reentrant)
+
+    want = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
+    if compiled:
+        checkpointed = torch.compile(checkpointed, fullgraph=True, backend="aot_eager")
+    casts = Mock(wraps=quantize_operand)
+    if not compiled:
+        monkeypatch.setattr(casting, "quantize_operand", casts)
+    y = checkpointed(x)
+    forward = casts.call_count
+    y.square().sum().backward()
+    got = [x.grad, *(p.grad for p in block.parameters())]
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    if not compiled:  # two operands in each layer, again, and two gradients
+        assert (forward, casts.call_count) == (4, 4 + 4 + 2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_convolutions(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    layer = fp8.convert(nn.Conv1d(8, 8, 3), "unit")
+    x = torch.randn(2, 8, 6, requires_grad=True)
+    want = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
+    got = [x.grad, *(p.grad for p in layer.parameters())]
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_bad_input() -> None:
+    with pytest.raises(TypeError, match=r"needs an nn\.Module, got builtin"):
+        fp8.convert(F.gelu)  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="unknown recipe 'int3'"):
+        fp8.convert(nn.Linear(2, 2), "int3")
+
+
+@pytest.mark.parametrize("wrap", [weight_norm, orthogonal], ids=lambda wrap: wrap.__name__)
+def test_a_layer_whose_weight_is_computed(wrap):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(wrap(nn.Linear(16, 16)), nn.Linear(16, 16)), torch.randn(4, 16)
+    with fp8.autocast("tensor"):
+        expected = model(x)
+    assert [row.done for row in fp8.report(fp8.convert(model))] == ["converted"] * 2
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    parametrize.remove_parametrizations(fp8.revert(model)[0], "weight")
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_layer_with_another_forward_is_left_alone():
+    """As hooks of other libraries set it: what they call is the forward that was there before."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].forward = lambda x, forward=model[0].forward: forward(x)
+    assert [row.done for row in fp8.report(fp8.convert(model))] == ["left alone", "converted"]
+    assert "forward was replaced" in fp8.report(model)[0].why
+
+
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_attention_with_more_keys_is_left_alone(options):
+    with pytest.warns(fp8.ConvertWarning, match="not supported"):
+        model = fp8.convert(nn.Sequential(nn.MultiheadAttention(8, 2, **options)))
+    assert fp8.report(model)[0].why == "add_bias_kv and add_zero_attn are not supported"
+    x = torch.randn(3, 2, 8)
+    assert model[0](x, x, x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shapes_on_the_meta_device(recipe):
+    with torch.device("meta"):
+        model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8)), recipe)
+        y = model(torch.empty(4, 32))
+    y.sum().backward()
+    assert y.shape == (4, 8)
+    assert model[0].weight.grad.shape == (16, 32)

@@ -1,0 +1,209 @@
+"""The first backward pass under a recipe without scales warns of what its casts lose."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fp8
+import unit_scaling.functional as U
+from fp8.casts import counts as tally
+from unit_scaling.transforms import simulate_fp8, unit_scale
+
+TARGETS = torch.arange(64) % 32
+
+
+def net():
+    torch.manual_seed(0)
+    names = {"up": nn.Linear(64, 128), "act": nn.GELU(), "down": nn.Linear(128, 32)}
+    model = nn.Sequential()
+    for name, layer in names.items():
+        model.add_module(name, layer)
+    return model
+
+
+def batch(seed=0):
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def step(model, loss=F.cross_entropy, scale=2.0**-12, around=None):
+    """A backward pass. scale: of the loss: plain models of a usual size have such gradients."""
+    if around is None:
+        y = model(batch())
+    else:
+        with fp8.autocast(around):
+            y = model(batch())
+    (loss(y, TARGETS) * scale).backward()
+
+
+def seen_in(run, times=3):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            run()
+    return [str(one.message) for one in seen if issubclass(one.category, fp8.RecipeWarning)]
+
+
+def converted(model, **options):
+    return fp8.convert(model, "unit", **options)
+
+
+WAYS = {
+    "convert": lambda: (converted(net()), None),
+    "native": lambda: (converted(net(), backend="native"), None),
+    "simulate_fp8": lambda: (simulate_fp8(net()), None),
+    "autocast": lambda: (net(), "unit"),
+    "copy": lambda: (copy.deepcopy(converted(net())), None),
+}
+
+
+@pytest.mark.parametrize("way", ["convert", "simulate_fp8", "autocast", "copy"])
+def test_one_warning_names_layer_operand_share_and_recipe(way):
+    model, around = WAYS[way]()
+    (message,) = seen_in(lambda: step(model, around=around))
+    names = {"autocast": "linear 2 (weight (32, 128))", "copy": "linear 2 (weight (32, 128))"}
+    assert f"of the grad of {names.get(way, repr('down'))} become zero in e5m2" in message
+    share = int(message.partition("%")[0])
+    assert 90 < share <= 100
+    assert 'recipe "tensor" has a scale' in message
+
+
+@pytest.mark.native
+def test_native_products_are_looked_at_and_stay_native():
+    model, _ = WAYS["native"]()
+    (message,) = seen_in(lambda: step(model))
+    assert "of the grad of 'down' become zero in e5m2" in message
+
+
+@pytest.mark.parametrize("operand", ["input", "weight", "saturated"])
+def test_the_operands_of_the_forward_pass_are_looked_at(operand):
+    layer, x = nn.Linear(64, 64, bias=False), torch.randn(64, 64)
+    with torch.no_grad():
+        layer.weight.normal_()
+    if operand == "weight":
+        with torch.no_grad():
+            layer.weight.mul_(2e-3)
+    else:
+        x *= 1e-4 if operand == "input" else 1e4
+
+    def run():
+        with fp8.autocast("unit"):
+            y = layer(x)
+        y.backward(torch.randn(64, 64))
+
+    (message,) = seen_in(run)
+    what = "saturate" if operand == "saturated" else "become zero"
+    name = "input" if operand == "saturated" else operand
+    assert f"of the {name} of linear 1 (weight (64, 64)) {what} in e4m3" in message
+
+
+def test_products_without_a_weight_are_looked_at():
+    a = torch.randn(64, 64, requires_grad=True)
+
+    def matmul():
+        with fp8.autocast("unit"):
+            y = (1e-4 * a) @ a
+        y.sum().backward()
+
+    def attention():
+        with fp8.autocast("unit"):
+            y = F.scaled_dot_product_attention(a, a, 1e-4 * a)
+        y.sum().backward()
+
+    (message,) = seen_in(matmul)
+    assert "of the input of matmul 1 become zero" in message
+    (message,) = seen_in(attention)
+    assert "of the value of attention 1 become zero" in message
+
+
+@pytest.mark.parametrize("way", ["unit_scale", "tensor", "small", "zero gradient", "no gradient"])
+def test_what_loses_nothing_or_is_too_little_to_tell_is_silent(way):
+    if way == "unit_scale":
+        model = simulate_fp8(unit_scale(net()))
+        assert not seen_in(lambda: step(model, U.cross_entropy, scale=1.0))
+    if way == "tensor":
+        model = fp8.convert(net())
+        assert not seen_in(lambda: step(model))
+    if way == "small":
+        assert not seen_in(tiny)
+    if way == "zero gradient":
+        model = net()
+        assert not seen_in(lambda: step(model, lambda y, _: (0 * y).sum(), around="unit"))
+    if way == "no gradient":
+        model = converted(net())
+        with torch.no_grad():
+            assert not seen_in(lambda: model(batch()))
+        assert len(seen_in(lambda: step(model))) == 1  # it was not used up
+
+
+def tiny():
+    layer = nn.Linear(8, 8)
+    with fp8.autocast("unit"):
+        y = layer(1e-6 * torch.randn(8, 8))
+    (1e-9 * y).sum().backward()
+
+
+def test_each_model_is_looked_at_and_each_recipe():
+    for _ in range(2):  # the same lines of code
+        for recipe in ("unit", "unit_e4m3"):
+            model = net()
+            assert len(seen_in(lambda m=model, r=recipe: step(m, around=r))) == 1
+    model = net()
+    for recipe in ("unit", "unit_e4m3"):
+        assert len(seen_in(lambda m=model, r=recipe: step(m, around=r))) == 1
+
+
+@pytest.mark.parametrize("way", ["convert", "simulate_fp8", "autocast"])
+def test_later_passes_count_nothing(way, monkeypatch):
+    model, around = WAYS[way]()
+    seen_in(lambda: step(model, around=around), times=1)
+    calls = []
+    monkeypatch.setattr(tally.Look, "count", lambda *given: calls.append(given))
+    step(model, around=around)
+    assert not calls
+
+
+def test_it_changes_no_number():
+    results = []
+    for looked in (False, True):
+        model, x = converted(net()), batch()
+        for parameter in model.parameters():
+            if not looked:
+                parameter.fp8_looked = ("unit",)
+        y = model(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results.append([y, *torch.autograd.grad(y.sum(), [*model.parameters()])])
+    assert all(map(torch.equal, *results))
+
+
+def test_compiled_code_does_not_look():
+    torch._dynamo.reset()
+    model = net()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(x):
+        with fp8.autocast("unit"):
+            return model(x)
+
+    assert not seen_in(lambda: (F.cross_entropy(run(batch()), TARGETS) * 1e-6).backward())
+
+
+def test_strict():
+    model = converted(net())
+    with fp8.strict(), pytest.raises(fp8.RecipeWarning, match="become zero"):
+        step(model)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of vmap
+def test_transforms_of_functions_are_left_alone():
+    model = net()
+
+    def loss(x):
+        with fp8.autocast("unit"):
+            return (1e-9 * model(x)).sum()
+
+    assert torch.func.vmap(torch.func.grad(loss))(batch()[:, None]).shape == (64, 1, 64)

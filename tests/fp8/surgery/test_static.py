@@ -1,0 +1,511 @@
+"""Recipe "static": what `fp8.calibrate` sets, what the casts then do, and where scales are kept."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import random
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fp8
+from fp8 import ScaleWarning
+from tests.fp8.products.test_matmul import randn
+from tests.launch import run_ranks
+from unit_scaling.transforms import unit_scale
+
+STATIC = fp8.RECIPES["static"]
+NEAR = (2**-0.5 * 0.98, 2**0.5 * 1.02)
+"""The RMS of what is cast, which rounding moves by less than 2 %."""
+ROLES = ("input", "weight", "grad")
+
+
+class Net(nn.Module):
+    """A convolution, a norm with buffers, dropout, two linear layers; operands far from RMS 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 16, 3)
+        self.norm = nn.BatchNorm1d(16)
+        self.first = nn.Linear(64, 32)
+        self.second = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(F.gelu(self.norm(self.conv(x))), 0.1, self.training)
+        return self.second(0.01 * self.first(y.flatten(1)))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(seed: int = 0) -> Tensor:
+    return 30 * torch.randn(64, 4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return F.cross_entropy(y, torch.arange(len(y)) % 16)
+
+
+def rms(x: Tensor) -> float:
+    return float(x.detach().double().square().mean().sqrt())
+
+
+def numpy_state() -> list[int]:
+    return np.random.get_state()[1].tolist()  # noqa: NPY002
+
+
+class Operands(TorchDispatchMode):
+    """The tensors that ATen's products read, and the scales that it is given, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if name in ("mm", "addmm", "convolution", "convolution_backward") or "scaled_mm" in name:
+            listed = [a for arg in args for a in (arg if isinstance(arg, list) else [arg])]
+            tensors = [a.detach().clone() for a in listed if isinstance(a, Tensor)]
+            self.calls.append((name, tensors))
+        return func(*args, **(kwargs or {}))
+
+
+def step(model: nn.Module, x: Tensor, loss=loss_of) -> list[Tensor]:
+    model.zero_grad()
+    loss(model(x)).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_calibrated_operands_have_rms_1():
+    """What the kernels read in a step, in units of the scale."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 16))
+    x = 1e-3 * randn(64, 64).detach()
+    native = fp8.convert(copy.deepcopy(model), "static", backend="simulate")
+    scales = fp8.calibrate(native, x, loss_of)
+    with Operands() as seen:
+        step(native, x)
+    read = [rms(t) for name, tensors in seen.calls for t in tensors if t.dim() == 2]
+    units = [2.0**e for e in scales.values()]
+    assert len(read) == 2 * 5  # two products forward, three backward
+    for value in read:
+        assert any(NEAR[0] <= value / unit <= NEAR[1] for unit in units), value
+
+
+@pytest.mark.native
+def test_native_kernels_read_operands_of_rms_1_and_take_the_scales():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 16))
+    x = 1e-3 * randn(64, 64).detach()
+    twin = fp8.convert(copy.deepcopy(model), "static", backend="simulate")
+    fp8.convert(model, "static", backend="native")
+    assert fp8.calibrate(model, x, loss_of) == fp8.calibrate(twin, x, loss_of)
+    step(model, x)  # the kernels prove themselves
+    with Operands() as seen:
+        got = step(model, x)
+    data = [t for _, tensors in seen.calls for t in tensors if t.element_size() == 1]
+    assert len(data) == 2 * 5  # two forward, three backward
+    assert all(NEAR[0] <= rms(t.float()) <= NEAR[1] for t in data)
+    given = {float(t) for _, tensors in seen.calls for t in tensors if t.numel() == 1}
+    assert given == {2.0**e for e in fp8.calibration(model).values()}
+    for one, other in zip(got, step(twin, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * float(other.abs().max()))
+
+
+def test_the_step_is_that_of_scaled_casts_by_hand():
+    """To the bit: powers of two do not round."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(48, 24), (1e-3 * randn(40, 48)).detach().requires_grad_()
+    g = 1e-5 * randn(40, 24).detach()
+    fp8.convert(layer, "static")
+    scales = fp8.calibrate(layer, x, lambda y: (y * g).sum())
+    size = {role: 2.0 ** scales[role] for role in ROLES}
+    assert all(
+        abs(math.log2(rms(t)) - scales[role]) <= 0.5 for t, role in ((x, "input"), (g, "grad"))
+    )
+    y = layer(x)
+    y.backward(g)
+    qx = fp8.quantize(x.detach(), "e4m3", scale=size["input"])
+    qw = fp8.quantize(layer.weight.detach(), "e4m3", scale=size["weight"])
+    qg = fp8.quantize(g, "e5m2", scale=size["grad"])
+    assert torch.equal(y.detach(), torch.addmm(layer.bias.detach(), qx, qw.mT))
+    assert torch.equal(x.grad, qg @ qw)
+    assert torch.equal(layer.weight.grad, qg.mT @ qx)
+    assert torch.equal(layer.bias.grad, g.sum(0))
+
+
+def test_it_is_the_plain_model_within_the_rounding_of_e4m3():
+    """Each cast is off by 2**-4 at most, normals, and by some 0.027 in RMS."""
+    plain, x = net().eval(), batch()
+    model = fp8.convert(copy.deepcopy(plain), "static")
+    fp8.calibrate(model, x, loss_of)
+    y, z = model(x), plain(x)
+    assert 0 < (y - z).norm() < 0.06 * z.norm()
+    with fp8.autocast("unit"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        unscaled = step(plain, x)
+    right = step(plain, x)
+    got = step(model, x)
+    for name, one, lost, true in zip(
+        dict(plain.named_parameters()), got, unscaled, right, strict=True
+    ):
+        if name.endswith("weight") and true.dim() > 1:
+            error = (one - true).norm() / true.norm()
+            assert error < 0.15
+            assert error < (lost - true).norm() / true.norm() or error < 0.08
+
+
+def test_calibration_leaves_nothing_behind():
+    model = fp8.convert(net(), "static")
+    model.conv.weight.grad = grad = torch.ones_like(model.conv.weight)
+    model.first.weight.requires_grad_(False)
+    before = {n: t.clone() for n, t in model.state_dict().items() if "fp8_scale" not in n}
+    stepped = []
+    model.second.weight.register_post_accumulate_grad_hook(stepped.append)
+    states = torch.get_rng_state(), random.getstate(), numpy_state()
+    drawn = []
+    model.norm.register_forward_hook(lambda *_: drawn.append(random.random()))
+    model.norm.register_forward_hook(lambda *_: drawn.append(np.random.rand()))  # noqa: NPY002
+    with torch.no_grad():
+        fp8.calibrate(model, batch(), loss_of)
+    assert len(drawn) == 2
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), numpy_state())
+    for name, tensor in before.items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert model.conv.weight.grad is grad
+    assert torch.equal(grad, torch.ones_like(grad))
+    assert model.second.weight.grad is None
+    assert not stepped
+    assert model.training
+    assert None not in fp8.calibration(model).values()
+
+
+def test_forms_of_a_batch_and_of_a_loss():
+    layer, x = fp8.convert(nn.Linear(8, 8), "static"), randn(64, 8).detach()
+
+    class Model(nn.Module):
+        def __init__(self, output) -> None:
+            super().__init__()
+            self.layer, self.output = layer, output
+
+        def forward(self, x: Tensor, factor: float = 1.0):
+            return self.output(factor * self.layer(x))
+
+    class Output:
+        def __init__(self, loss: Tensor) -> None:
+            self.loss = loss
+
+    def calibrated(output, given, loss=None) -> dict:
+        return fp8.calibrate(Model(output), given, loss)
+
+    mean = calibrated(lambda y: y.square().mean(), x)
+    assert mean["layer.grad"] == round(math.log2(2 * rms(layer(x).detach()) / 512))
+    for output in (
+        lambda y: {"loss": y.square().mean(), "logits": y},
+        lambda y: Output(y.square().mean()),
+        lambda y: (y, y.square().mean()),
+    ):
+        assert calibrated(output, (x,)) == mean
+    assert calibrated(lambda y: y, {"x": x}, lambda y: y.square().mean()) == mean
+    assert calibrated(lambda y: y, x)["layer.grad"] == 0
+    assert calibrated(lambda y: [y], (x, 2.0))["layer.grad"] == 1
+    assert calibrated(lambda y: y, {"x": x, "factor": 4.0})["layer.grad"] == 2
+
+
+def test_refusals():
+    model, x = fp8.convert(nn.Linear(8, 8), "static"), randn(4, 8).detach()
+    for call in (lambda: fp8.calibrate(model), lambda: fp8.calibrate(model, x, scales={})):
+        with pytest.raises(ValueError, match="either a batch, to measure, or scales, to set"):
+            call()
+    with pytest.raises(
+        ValueError, match=r"loss must return a tensor of one element, got a tensor of shape"
+    ):
+        fp8.calibrate(model, x, lambda y: y)
+    with pytest.raises(
+        ValueError, match=r"no product of Linear has static scales: call fp8\.convert"
+    ):
+        fp8.calibrate(nn.Linear(8, 8), x)
+    with pytest.raises(TypeError, match=r"calibrate needs an nn\.Module, got int"):
+        fp8.calibrate(5, x)
+    good = dict.fromkeys(ROLES, 0)
+    with pytest.raises(ValueError, match="'input' is missing, one of 1"):
+        fp8.calibrate(model, scales={"weight": 0, "grad": 0})
+    with pytest.raises(ValueError, match="'other' is not in the model, one of 1"):
+        fp8.calibrate(model, scales=good | {"other": 1})
+    with pytest.raises(ValueError, match=r"'weight' is a whole number from -126 to 126, got 0\.5"):
+        fp8.calibrate(model, scales=good | {"weight": 0.5})
+    assert fp8.calibration(model) == dict.fromkeys(ROLES)
+    with pytest.raises(ValueError, match=r"history=fp8.AmaxHistory\(\), not None"):
+        fp8.autocast("static")
+
+
+def test_the_first_step_measures_by_itself():
+    model, twin = fp8.convert(net(), "static"), fp8.convert(net(), "static")
+    for module in (model, twin):
+        module.eval()  # no dropout
+    with torch.no_grad():
+        model(batch())
+    assert set(fp8.calibration(model).values()) == {None}  # what does not train does not set
+    step(model, batch())
+    fp8.calibrate(twin, batch(), loss_of)
+    for name, e in fp8.calibration(model).items():
+        assert abs(e - fp8.calibration(twin)[name]) <= 1  # from operands that were cast before
+    known = fp8.calibration(model)
+    step(model, 100 * batch(1))
+    assert fp8.calibration(model) == known
+
+
+@pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
+def test_zeros_inf_and_nan_set_nothing_until_they_are_numbers(bad):
+    torch.manual_seed(0)
+    head = nn.Linear(16, 16, bias=False)
+    model = fp8.convert(nn.Sequential(nn.Linear(8, 16), head), "static")
+    x = randn(32, 8).detach()
+    with torch.no_grad():
+        head.weight.fill_(bad)
+    scales = fp8.calibrate(model, x)
+    assert scales["1.weight"] is None
+    assert (scales["0.grad"], scales["1.grad"]) == (None, 0)
+    if bad == 0:
+        grads = step(model, x, lambda y: y.square().sum() + y.sum())
+        assert all(g.isfinite().all() for g in grads)
+        assert not grads[0].any()
+        assert fp8.calibration(model) == scales
+    with torch.no_grad():
+        head.weight.normal_(std=2.0**-9)
+    step(model, x, torch.sum)
+    assert fp8.calibration(model)["1.weight"] == -9
+    assert fp8.calibration(model)["0.grad"] is not None
+    assert [fp8.calibration(model)[k] for k in ("0.input", "0.weight", "1.input")] == [
+        scales[k] for k in ("0.input", "0.weight", "1.input")
+    ]
+    if bad == 0:  # a pass of zeros does not unset what is known
+        known = fp8.calibration(model)
+        with torch.no_grad():
+            head.weight.zero_()
+        assert fp8.calibrate(model, x)["1.weight"] == known["1.weight"]
+
+
+def test_state_dict_json_copies_and_pickles(tmp_path: Path):
+    model, x = fp8.convert(net(), "static"), batch()
+    scales = fp8.calibrate(model, x, loss_of)
+    assert set(scales) == {f"{layer}.{r}" for layer in ("conv", "first", "second") for r in ROLES}
+    expected = step(model.eval(), x)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    loaded = fp8.convert(Net(), "static")
+    loaded.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=True)
+    written = fp8.convert(net(), "static")
+    assert fp8.calibrate(written, scales=json.loads(json.dumps(scales))) == scales
+    written.load_state_dict(model.state_dict())
+    for other in (loaded, written, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert fp8.calibration(other) == scales
+        assert other.conv.fp8_known == ROLES
+        for one, two in zip(step(other.eval(), x), expected, strict=True):
+            assert torch.equal(one, two)
+    plain = fp8.revert(copy.deepcopy(model))
+    assert list(plain.state_dict()) == list(net().state_dict())
+    model.load_state_dict(net().state_dict())  # of the plain model: they begin anew
+    assert set(fp8.calibration(model).values()) == {None}
+    assert model.conv.fp8_known == ()
+
+
+def test_auto_is_static_where_it_was_calibrated():
+    """A checkpoint of such a model loads into one that was converted alike."""
+    x = batch()
+    model = fp8.convert(net())
+    assert model.conv.fp8_recipe.name == "tensor"
+    scales = fp8.calibrate(model, x, loss_of)
+    named = fp8.convert(net(), "static")
+    assert fp8.calibrate(named, x, loss_of) == scales
+    assert fp8.report(model)[0].why.startswith("static (auto: calibrated)")
+    fresh = fp8.convert(Net())
+    fresh.load_state_dict(model.state_dict())
+    written = fp8.convert(net())
+    assert fp8.calibrate(written, scales=scales) == scales
+    expected = step(named.eval(), x)
+    for other in (model, written, pickle.loads(pickle.dumps(model))):
+        for one, two in zip(step(other.eval(), x), expected, strict=True):
+            assert torch.equal(one, two)
+    assert fp8.calibration(fresh) == scales
+    assert fresh.first.fp8_recipe == STATIC
+    unit = unit_scale(fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))))
+    with pytest.raises(ValueError, match="no product of"):
+        fp8.calibrate(unit, randn(4, 16).detach())
+    assert unit[0].fp8_recipe.name == "unit"
+
+
+def test_a_half_precision_model():
+    model = fp8.convert(nn.Linear(32, 16), "static").to(torch.bfloat16)
+    x = (1e-3 * randn(64, 32)).detach().bfloat16()
+    scales = fp8.calibrate(model, x)
+    assert scales["input"] == -10
+    y = model(x)
+    y.sum().backward()
+    assert model.weight.grad.isfinite().all()
+    assert fp8.calibration(model.float()) == scales
+
+
+def test_compiled_code_reads_the_scales_that_are_set():
+    """No graph is made again when scales change their values; none measures when they are known."""
+    torch._dynamo.reset()
+    model = fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), "static")
+    x = randn(32, 16).detach()
+    fp8.calibrate(model, x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    def both(x: Tensor) -> None:
+        y = compiled(x)
+        torch.testing.assert_close(y, model(x))
+        y.sum().backward()
+
+    both(x)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        before = fp8.calibration(model)
+        both(2**-12 * x)
+        assert fp8.calibration(model) == before
+        after = fp8.calibrate(compiled, 2**-12 * x)
+        assert after["0.input"] == before["0.input"] - 12
+        both(2**-12 * x)
+        fp8.calibrate(model, scales={name: e + 1 for name, e in after.items()})
+        both(x)
+    torch._dynamo.reset()
+
+
+def test_compiled_from_the_first_step_on():
+    torch._dynamo.reset()
+    model, twin = (fp8.convert(net().eval(), "static") for _ in range(2))
+    step(model, batch())
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for i in range(2):
+        step(compiled, batch(i))
+        assert fp8.calibration(twin) == fp8.calibration(model)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool):
+    """Of converted layers; scales do not move on between a pass and its recomputation."""
+    plain, model = (fp8.convert(nn.Linear(8, 8), "static") for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for i in range(2):
+        x = randn(4, 8, seed=i).detach().requires_grad_()
+        y, z = plain(x), checkpoint(model, x, use_reentrant=reentrant)
+        assert torch.equal(y, z)
+        y.sum().backward()
+        z.sum().backward()
+    assert fp8.calibration(model) == fp8.calibration(plain)
+    assert torch.equal(plain.weight.grad, model.weight.grad)
+
+
+def test_two_threads_calibrate_two_models():
+    models = [fp8.convert(net(), "static") for _ in range(2)]
+    alone = [fp8.calibrate(m, 8.0**i * batch(), loss_of) for i, m in enumerate(models)]
+    assert alone[0] != alone[1]
+    found, barrier = [{}, {}], threading.Barrier(2)
+
+    def run(i: int) -> None:
+        barrier.wait()
+        with torch.random.fork_rng():
+            for _ in range(3):
+                found[i] = fp8.calibrate(models[i], 8.0**i * batch(), loss_of)
+
+    for model in models:
+        model.eval()  # dropout draws from the generator of the process
+    alone = [fp8.calibrate(m, 8.0**i * batch(), loss_of) for i, m in enumerate(models)]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone
+
+
+def test_stats_warn_where_an_operand_has_left_its_scale():
+    model, x = fp8.convert(nn.Linear(16, 16), "static"), randn(64, 16).detach()
+    fp8.calibrate(model, x)
+    seen = fp8.stats(model, every=1)
+    with seen:
+        model(2.0**5 * x).sum().backward()
+    with seen, pytest.warns(ScaleWarning, match="input of .model.*call fp8.calibrate again"):
+        model(2.0**7 * x)
+    with seen:  # once
+        model(2.0**7 * x)
+    fp8.calibrate(model, 2.0**7 * x)
+    tensor = fp8.convert(nn.Linear(16, 16), "tensor")
+    with fp8.stats(tensor):
+        tensor(2.0**7 * x)
+
+
+def test_export_writes_the_scales_as_they_are(tmp_path: Path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    model = fp8.convert(nn.Sequential(nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 16)), "static")
+    x = 1e-3 * randn(64, 32).detach()
+    scales = fp8.calibrate(model, x)
+    fp8.export(model, tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    for layer in ("0", "2"):
+        for role in ("input", "weight"):
+            assert stored[f"{layer}.{role}_scale"].tolist() == [2.0 ** scales[f"{layer}.{role}"]]
+    weight = stored["0.weight"].float() * stored["0.weight_scale"]
+    expected = fp8.quantize(model[0].weight.detach(), "e4m3", scale=2.0 ** scales["0.weight"])
+    assert torch.equal(weight, expected)
+
+
+def test_mup_scales_of_weights_are_left_to_what_was_measured():
+    """A tag of a weight of unit_scale(init="preserve") says what "unit" casts by."""
+    layer, x = nn.Linear(16, 16), randn(32, 16).detach()
+    model = fp8.convert(layer, "static")
+    fp8.calibrate(model, x)
+    expected = model(x)
+    layer.weight.mup_scale = 2.0**-8
+    assert torch.equal(model(x), expected)
+
+
+def test_training_falls_as_plain_and_below_unscaled_fp8():
+    """A regression whose weights and gradients are too small for FP8 as they are."""
+
+    def trained(recipe: str | None) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+        x, y = randn(256, 32).detach(), randn(256, 8, seed=1).detach()
+        loss = lambda out: 1e-4 * F.mse_loss(out, y)  # noqa: E731
+        if recipe:
+            fp8.convert(model, recipe)
+        if recipe == "static":
+            fp8.calibrate(model, x, loss)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss(model(x)).backward()
+            optimizer.step()
+        return 1e4 * float(loss(model(x)).detach())
+
+    plain, static = trained(None), trained("static")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        unit = trained("unit")
+    assert abs(static - plain) < 0.03 * plain
+    assert static < unit - 0.05
+
+
+WORKER = Path(__file__).with_name("static_worker.py")
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+def test_two_processes_have_the_scales_of_the_whole_batch(tmp_path: Path):
+    run_ranks(WORKER, 2, tmp_path / "store")

@@ -1,0 +1,371 @@
+"""ScaledTensor against the same operations on plain tensors."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.tensors.scaled_tensor import STORED, ScaledTensor, keep_gradients_in, plain, scaled
+
+#: Half a step of each format, as a share of the number.
+HALF_STEP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "fp16": 2.0**-11}
+
+each_format = pytest.mark.parametrize("format", STORED)
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2.0**-12, 1.0, 1000.0])
+def test_it_holds_what_quantize_gives(format, dtype, size):
+    x = (numbers(7, 5) * size).to(dtype)
+    y = scaled(x, format)
+    assert (y.dtype, y.shape, y.format) == (dtype, x.shape, format)
+    assert y.scale.log2() == y.scale.log2().round()
+    limit = fp8.FORMATS[format].max
+    assert limit / 2 <= x.float().abs().max() / y.scale <= limit
+    expected = fp8.quantize(x.float(), format, scale=y.scale)
+    assert torch.equal(y.dequantize(torch.float32), expected)
+    assert torch.equal(y.dequantize(), expected.to(dtype))
+
+
+@each_format
+def test_numbers_that_are_not_finite(format):
+    y = scaled(torch.tensor([1.0, torch.inf, -torch.inf, torch.nan]), format)
+    infinity = torch.nan if format == "e4m3" else torch.inf
+    expected = torch.tensor([1.0, infinity, -infinity, torch.nan])
+    torch.testing.assert_close(y.dequantize(), expected, rtol=0, atol=0, equal_nan=True)
+    assert y.scale == scaled(torch.ones(1), format).scale
+
+
+@each_format
+@pytest.mark.parametrize("x", [torch.zeros(3), torch.zeros(0, 4), torch.tensor(3.0)])
+def test_sizes_and_zeros(x, format):
+    y = scaled(x, format)
+    assert torch.equal(y.dequantize(), x)
+    assert type((y + 1) * 2) is torch.Tensor
+
+
+def test_stored_again_it_is_the_same():
+    for format in STORED:
+        y = scaled(numbers(1000), format)
+        assert torch.equal(scaled(y.dequantize(), format).dequantize(), y.dequantize())
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="e4m3, e5m2, fp16, not 'bf16'"):
+        scaled(torch.ones(2), "bf16")
+    with pytest.raises(TypeError, match=r"float32, bfloat16, float16, not torch\.float64"):
+        scaled(torch.ones(2, dtype=torch.float64), "e4m3")
+
+
+IN_PLACE = {
+    "add_": lambda x, y: x.add_(y, alpha=0.5),
+    "+=": lambda x, y: x.__iadd__(y),
+    "addcdiv_": lambda x, y: x.addcdiv_(y, y.square() + 1, value=-0.1),
+    "copy_": lambda x, y: x.copy_(y),
+    "lerp_": lambda x, y: x.lerp_(y, 0.25),
+    "mul_": lambda x, y: x.mul_(y),
+    "clamp_": lambda x, y: x.clamp_(-1, 1),
+    "fill_": lambda x, y: x.fill_(0.1),
+    "zero_": lambda x, y: x.zero_(),
+    "view": lambda x, y: x.view(-1).add_(1),
+    "t": lambda x, y: x.t().add_(y.t()),
+    "out": lambda x, y: torch.add(y, y, out=x),
+    "foreach": lambda x, y: torch._foreach_add_([x, y.clone()], [y, y]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*rounds small steps away")
+@each_format
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place(format, name):
+    """The result is the plain one, stored: one rounding more, of the largest number's step or of
+    the number's own."""
+    x = scaled(numbers(6, 4), format)
+    stored, expected = x.stored, x.dequantize()
+    y = numbers(6, 4, seed=1)
+    IN_PLACE[name](x, y)
+    IN_PLACE[name](expected, y)
+    assert x.stored is stored, "other memory"
+    assert torch.equal(x.dequantize(), scaled(expected, format).dequantize())
+
+
+FUNCTIONS = {
+    "norm": torch.linalg.vector_norm,
+    "norms": lambda x: torch._foreach_norm([x, x])[1],
+    "isfinite": torch.isfinite,
+    "sum": torch.sum,
+    "matmul": lambda x: x @ x.t(),
+    "linear": lambda x: torch.nn.functional.linear(torch.ones(2, 4), x),
+    "plus": lambda x: x + numbers(6, 4),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "cat": lambda x: torch.cat([x, x]),
+    "double": lambda x: x.double(),
+    "part": lambda x: x[2:4, 1],
+    "parts": lambda x: x.chunk(2)[1],
+    "zeros_like": torch.zeros_like,
+    "softmax": lambda x: x.softmax(-1),
+    "half": lambda x: x * 0.5,
+    "third": lambda x: x / 4.0,
+    "tensor": lambda x: x * torch.tensor(0.125),
+    "transpose": lambda x: x.mT,
+    "reshape": lambda x: x.reshape(2, 12),
+}
+
+
+@each_format
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_other_operations_are_those_of_its_numbers(format, name):
+    x = scaled(numbers(6, 4), format)
+    before = x.dequantize()
+    result, expected = FUNCTIONS[name](x), FUNCTIONS[name](before)
+    assert torch.equal(plain(result), expected)
+    assert (result.dtype, result.stride()) == (expected.dtype, expected.stride())
+    assert torch.equal(x.dequantize(), before)
+
+
+def test_one_number_changes_the_scale_alone():
+    x = scaled(numbers(6, 4), "e4m3")
+    before, expected = x.stored.clone(), x.dequantize() * 0.3
+    x.mul_(0.3)
+    assert torch.equal(x.stored.view(torch.uint8), before.view(torch.uint8))
+    # stored * (scale * c) and (stored * scale) * c: a rounding of float32 each.
+    torch.testing.assert_close(x.dequantize(), expected, rtol=2**-22, atol=0)
+
+
+def test_the_sum_of_two_is_stored():
+    x, y = scaled(numbers(6, 4), "e4m3"), scaled(numbers(6, 4, seed=1), "e4m3")
+    total = x + y
+    assert total.format == "e4m3"
+    assert torch.equal(
+        total.dequantize(), scaled(x.dequantize() + y.dequantize(), "e4m3").dequantize()
+    )
+    assert type(x + scaled(numbers(6, 4), "fp16")) is torch.Tensor
+
+
+def test_copies_do_not_pass_through_its_dtype():
+    exact = scaled(numbers(100), "fp16")
+    x = scaled(torch.zeros(100, dtype=torch.bfloat16), "fp16")
+    x.copy_(exact.dequantize())
+    assert torch.equal(x.dequantize(torch.float32), exact.dequantize())
+    assert torch.equal(torch.empty(100).copy_(x), exact.dequantize())
+    assert torch.equal(x.to(torch.float32).dequantize(), exact.dequantize())
+    x.zero_()
+    x.copy_(exact)
+    assert torch.equal(x.dequantize(torch.float32), exact.dequantize())
+
+
+def test_a_part_is_only_read():
+    x = scaled(numbers(6, 4), "e4m3")
+    for change in (lambda: x[0].zero_(), lambda: x[:2].copy_(x[2:4]), lambda: x[0].mul_(2)):
+        with pytest.raises(NotImplementedError, match="view of a part"):
+            change()
+
+
+def test_copy_and_pickle():
+    x = weight(6, 4)
+    x.mup_type = "weight"
+    x.sum().backward()
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    for other in (copy.deepcopy(x), torch.load(file, weights_only=True)):
+        assert isinstance(other, nn.Parameter)
+        assert isinstance(other, ScaledTensor)
+        assert other.stored.data_ptr() != x.stored.data_ptr()
+        assert torch.equal(other, x)
+        assert other.mup_type == "weight"
+        other.grad = None
+        other.sum().backward()
+        assert other.grad.format == "e4m3"
+    assert torch.equal(copy.deepcopy(x).grad, x.grad)
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+def weight(*shape: int) -> nn.Parameter:
+    parameter = nn.Parameter(scaled(numbers(*(shape or (32, 16))), "fp16"))
+    keep_gradients_in(parameter, "e4m3")
+    return parameter
+
+
+def mean_square(x, w, open):
+    return torch.nn.functional.linear(x, plain(w) if open else w).square().mean()
+
+
+def loss(w, seed=0, open=False, step=mean_square):
+    return step(numbers(8, 16, seed=seed), w, open)
+
+
+def gradient(w, *seeds):
+    x = w.dequantize().requires_grad_()
+    for seed in seeds:
+        loss(x, seed).backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("open", [False, True], ids=["linear", "plain"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_accumulate(open, compiled):
+    """Each micro-batch adds a rounding of its gradient and one of the sum, of half a step each."""
+    w = weight()
+    compiler = torch.compile(mean_square, fullgraph=True, backend="aot_eager")
+    step = compiler if compiled else mean_square
+    for i in range(3):
+        loss(w, i, open, step).backward()
+        assert isinstance(w.grad, ScaledTensor)
+        assert w.grad.format == "e4m3"
+    expected = gradient(w, 0, 1, 2)
+    error = (w.grad.dequantize() - expected).abs()
+    top = max(gradient(w, *seeds).abs().max() for seeds in ([0], [1], [2], [0, 1], [0, 1, 2]))
+    assert error.max() <= 5 * HALF_STEP["e4m3"] * top
+    assert error.norm() / expected.norm() < 5 * HALF_STEP["e4m3"]
+    assert error.max() > 0
+
+
+def test_of_a_weight_used_twice_the_sum_is_rounded_once():
+    w = weight()
+    (loss(w, 0) + loss(w, 1)).backward()
+    assert torch.equal(w.grad.dequantize(), scaled(gradient(w, 0, 1), "e4m3").dequantize())
+
+
+def test_clip_grad_norm():
+    w = weight()
+    loss(w).backward()
+    stored, norm = w.grad.stored, w.grad.dequantize().norm()
+    total = nn.utils.clip_grad_norm_([w, nn.Parameter(torch.ones(2))], norm.item() / 2)
+    torch.testing.assert_close(total, norm)
+    assert w.grad.stored is stored
+    torch.testing.assert_close(w.grad.dequantize().norm(), norm / 2)
+    w.grad.mul_(torch.nan)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_([w], 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*rounds small steps away")
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
+def test_grad_scaler(bad):
+    w, bias = weight(), nn.Parameter(torch.zeros(3))
+    before = w.dequantize()
+    optimizer = torch.optim.SGD([w, bias], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss(w) + bias.sum()).backward()
+    expected = scaled(gradient(w, 0), "e4m3").dequantize()
+    if bad is not None:
+        w.grad += torch.full((32, 16), 1.0).index_fill_(0, torch.tensor([3]), bad)
+    scaler.unscale_(optimizer)
+    if bad is None:
+        assert torch.equal(w.grad.dequantize(), expected)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(w.dequantize(), before) == (bad is not None)
+    assert scaler.get_scale() == (1024.0 if bad is None else 512.0)
+
+
+def test_zero_grad_and_second_derivatives():
+    w = weight()
+    loss(w).backward()
+    torch.optim.SGD([w]).zero_grad(set_to_none=False)
+    assert isinstance(w.grad, ScaledTensor)
+    assert w.grad.count_nonzero() == 0
+    (first,) = torch.autograd.grad(loss(w), w, create_graph=True)
+    assert type(first) is torch.Tensor
+    first.square().sum().backward()
+    assert w.grad.isfinite().all()
+
+
+def test_frozen_and_not_again():
+    w = weight()
+    w.requires_grad_(False)
+    w.requires_grad_(True)
+    other = copy.deepcopy(w.requires_grad_(False)).requires_grad_()
+    loss(other).backward()
+    assert other.grad.format == "e4m3"
+    assert w.requires_grad_() is w
+
+
+def test_writes_are_counted():
+    """By whatever name of the memory."""
+    w = weight()
+    for count, change in enumerate(
+        (lambda: w.data.zero_(), lambda: w.detach().mul_(2), lambda: w.data.t().add_(1)), 1
+    ):
+        change()
+        assert w.writes == [count]
+
+
+def test_a_converted_layer():
+    layer = nn.Linear(16, 32)
+    layer.weight = weight()
+    layer.bfloat16()
+    layer(numbers(8, 16).bfloat16()).sum().backward()
+    assert isinstance(layer.weight, ScaledTensor)
+    assert layer.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.weight.dequantize(torch.float32), weight().dequantize())
+
+
+def test_data_is_stored_anew():
+    """Initializers, averages of weights and merged adapters assign to ``.data``."""
+    (model, _), numbers = fp8.initialize(nn.Sequential(nn.Linear(16, 32))), torch.randn(32, 16)
+    weight = model[0].weight
+    writes = weight.writes[0]
+    weight.data = numbers
+    assert torch.equal(weight.dequantize(), scaled(numbers, "fp16").dequantize())
+    assert weight.writes[0] > writes
+    weight.data = numbers.mT.bfloat16()
+    assert (weight.shape, weight.dtype) == ((16, 32), torch.bfloat16)
+    assert torch.equal(weight.dequantize(), numbers.mT.bfloat16())
+    assert weight is model[0].weight
+    assert not weight.data.requires_grad
+
+
+def test_memory_is_shared_with_other_processes():
+    model, _ = fp8.initialize(nn.Sequential(nn.Linear(16, 32)))
+    before = model[0].weight.dequantize()
+    model.share_memory()
+    assert model[0].weight.is_shared()
+    assert torch.equal(model[0].weight.dequantize(), before)
+
+
+def test_arrays_and_lists():
+    x = scaled(torch.randn(4, 8), "e4m3")
+    assert torch.equal(torch.from_numpy(x.numpy()), x.dequantize())
+    assert x.tolist() == x.dequantize().tolist()
+
+
+@pytest.mark.parametrize("format", STORED)
+def test_plain_pickle(format):
+    x = scaled(torch.randn(4, 8), format)
+    y = pickle.loads(pickle.dumps(x))
+    assert (y.format, y.dtype) == (x.format, x.dtype)
+    assert torch.equal(y.dequantize(), x.dequantize())
+
+
+@each_format
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_scale_beyond_float32_is_found_anew(format, in_place):
+    """Zero stays zero, what fits float32 is finite, and what is too large is not."""
+    values = torch.tensor([0.0, 1.0, 100.0])
+    for numbers in (values, torch.zeros(3)):
+        x = scaled(numbers, format)
+        for factor in (1e38, 1e38, torch.tensor(1e-30)):
+            before = x.dequantize()
+            x = x.mul_(factor) if in_place else x * factor
+            got, expected = x.dequantize(), before * factor
+            assert torch.equal(got.isfinite(), expected.isfinite())
+            finite = expected.isfinite()
+            torch.testing.assert_close(got[finite], expected[finite], rtol=2**-3, atol=0)
+        assert x.dequantize()[0] == 0
+    assert (scaled(values, format) * 0.0).dequantize().eq(0).all()
+    assert (scaled(values, format) * math.nan).dequantize().isnan().all()
+    assert not (scaled(values, format) / 0.0).dequantize().isfinite().any()

@@ -1,0 +1,185 @@
+"""Properties of every row of MODULES. A new row is tested by existing.
+
+Modules that need arguments, or inputs other than a standard normal matrix, have a line in EXAMPLES.
+"""
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unit_scaling as uu
+from tests.unit_scaling.ops import elementwise_calls
+from unit_scaling.modules import MODULES
+from unit_scaling.parameter import has_parameter_data
+
+SIGNAL, IMAGE, VOLUME = torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 5, 6, 7)
+SEQUENCE = torch.randn(5, 3, 8)
+
+#: Module of torch.nn -> (arguments, inputs).
+EXAMPLES: dict[type[nn.Module], tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]] = {
+    nn.Bilinear: ((6, 5, 4), {"bias": True}, (torch.randn(3, 6), torch.randn(3, 5))),
+    nn.Conv1d: ((4, 6, 3), {"bias": True, "stride": 2}, (SIGNAL,)),
+    nn.Conv2d: ((4, 6, (3, 2)), {"bias": True, "padding": (1, 0), "groups": 2}, (IMAGE,)),
+    nn.Conv3d: ((4, 6, 3), {"bias": True, "padding": "same"}, (VOLUME,)),
+    nn.ConvTranspose1d: ((4, 6, 3), {"bias": True, "stride": 2}, (SIGNAL, [20])),
+    nn.ConvTranspose2d: ((4, 6, 3), {"bias": True, "groups": 2}, (IMAGE,)),
+    nn.ConvTranspose3d: ((4, 6, 3), {"bias": True, "dilation": 2}, (VOLUME,)),
+    nn.CrossEntropyLoss: ((), {}, (torch.randn(3, 6), torch.tensor([1, 5, 0]))),
+    nn.Embedding: ((9, 4), {"padding_idx": 2}, (torch.tensor([[1, 2], [8, 0]]),)),
+    nn.EmbeddingBag: ((9, 4), {"mode": "sum"}, (torch.tensor([[1, 2], [8, 0]]),)),
+    nn.GRU: ((8, 6), {"num_layers": 2}, (SEQUENCE,)),
+    nn.GRUCell: ((8, 6), {}, (SEQUENCE[0],)),
+    nn.LSTM: ((8, 6), {"bidirectional": True}, (SEQUENCE,)),
+    nn.LSTMCell: ((8, 6), {"bias": False}, (SEQUENCE[0],)),
+    nn.LayerNorm: ((6,), {"elementwise_affine": True}, (torch.randn(3, 6),)),
+    nn.Linear: ((6, 4), {"bias": True}, (torch.randn(2, 3, 6),)),
+    nn.MultiheadAttention: ((8, 2), {"add_bias_kv": True}, (SEQUENCE,) * 3),
+    nn.RMSNorm: ((6,), {"elementwise_affine": True, "eps": 1e-5}, (torch.randn(3, 6),)),
+    nn.RNN: ((8, 6), {"nonlinearity": "relu"}, (SEQUENCE,)),
+    nn.RNNCell: ((8, 6), {}, (SEQUENCE[0],)),
+    nn.Softmax: ((-1,), {}, (torch.randn(3, 6),)),
+}
+
+EXAMPLES |= elementwise_calls.MODULES
+
+each_row = pytest.mark.parametrize("plain", MODULES, ids=lambda cls: cls.__name__)
+
+
+def example(plain: type[nn.Module]) -> tuple[nn.Module, nn.Module, tuple[Any, ...]]:
+    """torch's module, ours, and inputs for both."""
+    args, kwargs, inputs = EXAMPLES.get(plain, ((), {}, (torch.randn(3, 6),)))
+    if plain is nn.Softmax or plain is nn.RMSNorm or plain is nn.LayerNorm:
+        kwargs = {("normalized_shape" if plain is not nn.Softmax else "dim"): args[0], **kwargs}
+        args = ()
+    return plain(*args, **kwargs), MODULES[plain](*args, **kwargs), inputs
+
+
+def shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return [shapes(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@each_row
+def test_is_torchs_module(plain: type[nn.Module]):
+    theirs, ours, inputs = example(plain)
+    assert isinstance(ours, plain)
+    assert MODULES[plain].__name__ == plain.__name__
+    # torch has a linear layer of its own, with another name, in its attention
+    assert repr(ours) == repr(theirs).replace("NonDynamicallyQuantizable", "")
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {
+        k: v.shape for k, v in theirs.state_dict().items()
+    }
+    ours.load_state_dict(theirs.state_dict())
+    assert shapes(ours(*inputs)) == shapes(theirs(*inputs))
+    assert all(has_parameter_data(p) for p in ours.parameters())
+
+
+def parameters(cls: type) -> list[str]:
+    named = inspect.signature(cls).parameters.values()
+    return [p.name for p in named if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD]
+
+
+@each_row
+def test_takes_torchs_arguments_in_torchs_order(plain: type[nn.Module]):
+    ours = parameters(MODULES[plain])
+    assert [name for name in ours if name in parameters(plain)] == parameters(plain)
+
+
+@each_row
+def test_weights_start_at_unit_scale(plain: type[nn.Module]):
+    """Five standard errors of an RMS; ones and zeros exactly."""
+    _, ours, _ = example(plain)
+    for name, p in ours.named_parameters():
+        rms = p.square().mean().sqrt().item()
+        if p.dim() > 1:
+            zero = p.shape[1] if getattr(ours, "padding_idx", None) is not None else 0
+            rms *= (p.numel() / (p.numel() - zero)) ** 0.5
+            assert rms == pytest.approx(1, abs=5 / (2 * p.numel()) ** 0.5), name
+        else:
+            assert rms == (0 if "bias" in name else 1), name
+
+
+def tags(module: nn.Module) -> list[tuple[str, Any, Any]]:
+    return [(n, p.mup_type, p.mup_scaling_depth) for n, p in module.named_parameters()]
+
+
+@each_row
+def test_tags_survive_copies_and_new_parameters(plain: type[nn.Module]):
+    """deepcopy, pickle, load_state_dict(assign=True), and to_empty with reset_parameters."""
+    _, ours, _ = example(plain)
+    if not list(ours.parameters()):
+        pytest.skip("has no parameters")
+    stack = uu.DepthSequential(ours, copy.deepcopy(ours))
+    before, values = tags(stack), stack.state_dict()
+    assert {depth for *_, depth in before} == {2}
+    assert tags(copy.deepcopy(stack)) == tags(pickle.loads(pickle.dumps(stack))) == before
+    stack.load_state_dict({k: v.clone() for k, v in values.items()}, assign=True)
+    assert tags(stack) == before
+    empty = stack.to("meta").to_empty(device="cpu")
+    for layer in empty:
+        layer.reset_parameters()
+    assert tags(empty) == before
+    assert all(p.isfinite().all() for p in empty.parameters())
+
+
+def gradients(module: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Of the sum of the first output, whatever else there is."""
+    module.zero_grad()
+    torch.manual_seed(0)  # for dropout and the like
+    output = module(*inputs)
+    (output if isinstance(output, Tensor) else output[0]).sum().backward()
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [cls for cls in MODULES if list(example(cls)[0].parameters())],
+    ids=lambda c: c.__name__,
+)
+def test_gradients_of_parameters_follow_the_batch(plain: type[nn.Module]):
+    """Over nine times the rows, the sum is divided by three times as much."""
+    _, ours, inputs = example(plain)
+    before = gradients(ours, inputs)
+    with uu.batch_multiplier(9):
+        after = gradients(ours, inputs)
+    torch.testing.assert_close(after, {name: g / 3 for name, g in before.items()})
+
+
+def test_every_module_with_a_counterpart_is_in_the_table():
+    named = {name: getattr(uu.modules, name) for name in uu.modules.__all__ if name != "MODULES"}
+    pairs = ((getattr(nn, name, None), ours) for name, ours in named.items())
+    assert {plain: ours for plain, ours in pairs if plain and issubclass(ours, plain)} == MODULES
+
+
+@each_row
+def test_exports(plain: type[nn.Module]):
+    """torch.export gives a program with the same result."""
+    if issubclass(plain, nn.RNNBase):
+        pytest.skip("torch's compiler does not take subclasses of its recurrent layers")
+    if plain is nn.CTCLoss:
+        pytest.skip("torch cannot export its own")
+    _, ours, inputs = example(plain)
+    if any(isinstance(i, list) for i in inputs):
+        inputs = inputs[:1]
+    torch.manual_seed(0)
+    expected = ours.eval()(*inputs)
+    program = torch.export.export(ours, inputs)
+    torch.testing.assert_close(program.module()(*inputs), expected)
+
+
+def test_a_language_model_is_exported():
+    """For inference at any length. With gradients, the factors of the weights' depend on it."""
+    model = uu.TransformerDecoder(16, 11, 2, 4, kv_heads=2, rotary_base=1e4, context_length=32)
+    tokens = torch.randint(11, (2, 8))
+    shapes = ({1: torch.export.Dim("length", min=2, max=32)},)
+    with torch.no_grad():
+        program = torch.export.export(model.eval(), (tokens,), dynamic_shapes=shapes)
+        for size in (8, 5):
+            given = tokens[:, :size]
+            torch.testing.assert_close(program.module()(given), model(given))

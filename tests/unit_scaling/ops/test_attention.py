@@ -1,0 +1,322 @@
+"""Attention: masks, lengths, grouped heads, rotation, caches, and torch.nn.MultiheadAttention."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8
+import unit_scaling as uu
+import unit_scaling.functional as U
+from unit_scaling.rules.table import OPS
+
+ATTENTION = OPS["scaled_dot_product_attention"]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def qkv(queries: int, keys: int, heads: int = 2, kv_heads: int = 2) -> list[Tensor]:
+    sizes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
+    return [torch.randn(3, h, n, 4, dtype=torch.float64) for h, n in sizes]
+
+
+# --- the function --------------------------------------------------------------------------
+
+
+def test_a_given_context_length_fixes_the_scale():
+    scales = {n: ATTENTION.scales(qkv(n, n), {}, context_length=64)["output"] for n in (1, 5, 64)}
+    assert len(set(scales.values())) == 1
+    assert scales[64] == ATTENTION.scales(qkv(64, 64), {})["output"]
+    with pytest.raises(ValueError, match="context_length must be 1 or more, got 0"):
+        U.scaled_dot_product_attention(*qkv(2, 2), context_length=0)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_is_causal_beside_a_mask_says_that_the_mask_is_causal(kind: str):
+    q, k, v = qkv(3, 7)
+    allowed = torch.ones(3, 7).bool().tril(diagonal=4)  # three new tokens after four
+    mask = allowed
+    if kind == "additive":
+        mask = torch.zeros(3, 7).double().masked_fill(~allowed, -math.inf)
+    s = ATTENTION.rule(q, v, is_causal=True)["output"]
+    assert s != ATTENTION.rule(q, v)["output"]
+    plain = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / 4)
+    got = U.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    torch.testing.assert_close(got, plain * s)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_grouped_heads_are_repeated_heads(causal: bool):
+    q, k, v = (t.requires_grad_() for t in qkv(5, 5, heads=6))
+    repeated = [t.repeat_interleave(3, dim=1) for t in (k, v)]
+    expected = U.scaled_dot_product_attention(q, *repeated, is_causal=causal)
+    got = U.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    torch.testing.assert_close(got, expected)
+    grad = torch.randn_like(got)
+    for a, b in zip(
+        *(torch.autograd.grad(y, (q, k, v), grad) for y in (got, expected)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_dropout_keeps_the_scale():
+    """A uniform average of 64 values, with dropout and without: to five standard errors."""
+    q, v = torch.zeros(4096, 1, 8), torch.randn(4096, 64, 8)
+    k = torch.zeros_like(v)
+    with_dropout = U.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+    ratio = with_dropout.norm() / U.scaled_dot_product_attention(q, k, v).norm()
+    assert ratio.item() == pytest.approx(1, abs=5 / (2 * with_dropout.numel()) ** 0.5)
+
+
+# --- rotary --------------------------------------------------------------------------------
+
+
+def test_rotary_depends_on_the_distance_alone():
+    q, k = torch.randn(1, 16).double(), torch.randn(1, 16).double()
+
+    def product(i: int, j: int) -> Tensor:
+        return (U.rotary(q, torch.tensor([i])) * U.rotary(k, torch.tensor([j]))).sum()
+
+    torch.testing.assert_close(product(3, 1), product(103, 101))
+    assert not torch.isclose(product(3, 1), product(3, 2))
+    torch.testing.assert_close(U.rotary(q), q)  # position 0
+    assert U.rotary(q.bfloat16(), torch.tensor([7])).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="even number of features, got 5"):
+        U.rotary(torch.randn(3, 5))
+
+
+def test_rotary_positions_broadcast():
+    x, positions = torch.randn(2, 3, 4, 8), torch.tensor([[5, 6, 7, 8], [0, 1, 2, 3]])
+    got = U.rotary(x, positions[:, None])
+    torch.testing.assert_close(got[1], U.rotary(x[1]))
+    torch.testing.assert_close(got[0], U.rotary(x[0], positions[0]))
+
+
+# --- MHSA and the decoder ------------------------------------------------------------------
+
+VARIANTS = {
+    "plain": {},
+    "grouped": {"kv_heads": 2},
+    "rotary": {"rotary_base": 500.0},
+    "both": {"kv_heads": 1, "rotary_base": 10000.0},
+}
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@each_variant
+def test_prefixes_do_not_depend_on_the_length(variant: str):
+    model = uu.TransformerDecoder(32, 11, 2, 4, context_length=64, **VARIANTS[variant]).eval()
+    tokens = torch.randint(11, (2, 24))
+    whole = model(tokens)
+    for length in (1, 2, 9):
+        torch.testing.assert_close(model(tokens[:, :length]), whole[:, :length])
+
+
+def test_without_a_context_length_prefixes_do_depend_on_the_length():
+    model = uu.TransformerDecoder(32, 11, 2, 4).eval()
+    tokens = torch.randint(11, (2, 24))
+    assert (model(tokens[:, :8]) - model(tokens)[:, :8]).abs().max() > 1e-3
+
+
+@each_variant
+@pytest.mark.parametrize("steps", [[1] * 6, [4, 1, 1], [2, 3, 1], [6]], ids=str)
+def test_generation_from_a_cache_is_recomputation(variant: str, steps: list[int]):
+    model = uu.TransformerDecoder(32, 11, 2, 4, context_length=64, **VARIANTS[variant]).eval()
+    tokens, cache = torch.randint(11, (2, 6)), model.new_cache()
+    logits = torch.cat([model(part, cache) for part in tokens.split(steps, dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(tokens))
+    assert [len(c) for c in cache] == [6, 6]
+
+
+def test_a_cache_needs_a_context_length():
+    with pytest.raises(ValueError, match="a cache needs a context_length"):
+        uu.MHSA(16, 4, is_causal=True)(torch.randn(2, 3, 16), uu.KeyValueCache())
+
+
+def test_numbers_of_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="kv_heads must divide heads 4: got 3"):
+        uu.MHSA(16, 4, is_causal=True, kv_heads=3)
+
+
+@each_variant
+def test_attention_module_at_initialisation(variant: str):
+    """Output and gradients of RMS about 1: to a factor of 1.5, as the rule is a measured one.
+
+    With grouped heads the gradients of several queries meet in a value: sqrt(heads / kv_heads).
+    """
+    module = uu.MHSA(256, 4, is_causal=True, **VARIANTS[variant])
+    x = torch.randn(8, 64, 256, requires_grad=True)
+    y = module(x)
+    y.backward(torch.randn_like(y))
+    values = module.linear_qkv.weight.grad[-module.kv_heads * 64 :]  # small for query and key
+    rms = {"output": y, "value": values, "o": module.linear_o.weight.grad}
+    shared = (4 / module.kv_heads) ** 0.5
+    for name, t in rms.items():
+        expected = shared if name == "value" else 1.0
+        assert expected / 1.5 < t.square().mean().sqrt() < expected * 1.5, name
+
+
+# --- MultiheadAttention --------------------------------------------------------------------
+
+ARGUMENTS = {
+    "self": {},
+    "batch_first": {"batch_first": True},
+    "no_bias": {"bias": False},
+    "widths": {"kdim": 6, "vdim": 10},
+    "bias_kv": {"add_bias_kv": True},
+    "zero": {"add_zero_attn": True},
+    "all": {"add_bias_kv": True, "add_zero_attn": True, "kdim": 6, "batch_first": True},
+}
+
+
+def oracle(ours: uu.MultiheadAttention, context: int, causal: bool) -> nn.MultiheadAttention:
+    """torch's module, in float64, with the weights that make it the same function.
+
+    Projections are scaled by 1/sqrt(fan-in); torch divides logits by sqrt(width), we by width; the
+    output of attention has the rule's factor.
+    """
+    plain = nn.MultiheadAttention(
+        ours.embed_dim,
+        ours.num_heads,
+        bias=ours.in_proj_bias is not None,
+        add_bias_kv=ours.bias_k is not None,
+        add_zero_attn=ours.add_zero_attn,
+        kdim=ours.kdim,
+        vdim=ours.vdim,
+        batch_first=ours.batch_first,
+        dtype=torch.float64,
+    )
+    plain.load_state_dict(ours.state_dict())
+    head = torch.empty(1, 1, context, ours.head_dim)
+    factor = ATTENTION.rule(head, head, is_causal=causal)["output"]
+    with torch.no_grad():
+        for p in plain.parameters(recurse=False):
+            if p.dim() == 2:
+                p /= p.shape[1] ** 0.5
+        if plain.in_proj_bias is not None:  # one vector for projections of different fan-ins
+            for part, fan_in in zip(
+                plain.in_proj_bias.chunk(3), (ours.embed_dim, ours.kdim, ours.vdim), strict=True
+            ):
+                part /= fan_in**0.5
+        query = plain.in_proj_weight if plain.in_proj_weight is not None else plain.q_proj_weight
+        query[: ours.embed_dim] /= ours.head_dim**0.5
+        if plain.in_proj_bias is not None:
+            plain.in_proj_bias[: ours.embed_dim] /= ours.head_dim**0.5
+        plain.out_proj.weight *= factor / ours.embed_dim**0.5
+        if plain.out_proj.bias is not None:
+            plain.out_proj.bias /= ours.embed_dim**0.5
+    return plain
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("masked", ["no", "padding", "both", "heads", "causal"])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention(name: str, masked: str, need_weights: bool):
+    arguments = ARGUMENTS[name]
+    module = uu.MultiheadAttention(8, 2, **arguments, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()  # biases too
+    length, keys, batch = 5, 5 if masked == "causal" or name == "self" else 4, 3
+    query = torch.randn(length, batch, 8).double()
+    key = torch.randn(keys, batch, arguments.get("kdim", 8)).double()
+    value = torch.randn(keys, batch, arguments.get("vdim", 8)).double()
+    inputs = (query,) * 3 if name == "self" else (query, key, value)
+    inputs = [x.transpose(0, 1) for x in inputs] if module.batch_first else inputs
+    masks = {
+        "no": {},
+        "padding": {"key_padding_mask": torch.arange(keys).expand(batch, -1) > 2},
+        "both": {
+            "key_padding_mask": torch.arange(keys).expand(batch, -1) > 2,
+            "attn_mask": torch.arange(keys).expand(length, -1) == 1,
+        },
+        "heads": {"attn_mask": torch.randn(2 * batch, length, keys).double()},
+        "causal": {"attn_mask": torch.ones(length, keys).bool().triu(1), "is_causal": True},
+    }[masked]
+    extra = ("add_bias_kv" in arguments) + ("add_zero_attn" in arguments)
+    plain = oracle(module, keys + extra, masked == "causal")
+    for average in (True, False) if need_weights else (True,):
+        settings = {"need_weights": need_weights, "average_attn_weights": average, **masks}
+        got = module(*inputs, **settings)
+        if extra:  # torch would drop the mask, and with it let no query see what is appended
+            settings.pop("is_causal", None)
+        expected = plain(*inputs, **settings)
+        for a, b in zip(got, expected, strict=True):
+            if b is None:
+                assert a is None
+            else:
+                torch.testing.assert_close(a, b)
+
+
+def test_multihead_attention_without_a_batch():
+    module = uu.MultiheadAttention(8, 2)
+    x = torch.randn(5, 8)
+    padding = torch.tensor([False, False, True, False, False])
+    one = module(x, x, x, key_padding_mask=padding)
+    many = module(*[x[:, None]] * 3, key_padding_mask=padding[None])
+    torch.testing.assert_close(one[0], many[0].squeeze(1))
+    torch.testing.assert_close(one[1], many[1].squeeze(0))
+    assert one[1].shape == (5, 5)
+
+
+def test_multihead_attention_dropout_and_errors():
+    module, x = uu.MultiheadAttention(8, 2, dropout=0.5), torch.randn(6, 3, 8)
+    assert not torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+    module.eval()
+    assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+    with pytest.raises(ValueError, match="is_causal is a hint about attn_mask"):
+        module(x, x, x, is_causal=True)
+    with pytest.raises(
+        ValueError, match=r"key_padding_mask must have shape \(3, 6\), not \(6, 3\)"
+    ):
+        module(x, x, x, key_padding_mask=torch.zeros(6, 3).bool())
+
+
+def test_multihead_attention_at_initialisation():
+    module = uu.MultiheadAttention(128, 4, batch_first=True, context_length=64)
+    x = torch.randn(8, 64, 128)
+    y, _ = module(x, x, x, need_weights=False)
+    y.backward(torch.randn_like(y))
+    found = {
+        "output": y,
+        "out_proj": module.out_proj.weight.grad,
+        "value": module.in_proj_weight.grad[-128:],  # small for query and key
+    }
+    for name, t in found.items():
+        assert 1 / 1.5 < t.square().mean().sqrt() < 1.5, name
+    assert {p.mup_type for p in module.parameters()} == {"weight", "bias"}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention_compiled_and_in_low_precision(need_weights: bool):
+    module, x = uu.MultiheadAttention(32, 4), torch.randn(6, 2, 32)
+
+    def run(x: Tensor) -> Tensor:
+        return module(x, x, x, need_weights=need_weights)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), run(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(x).dtype == torch.bfloat16
+    with fp8.autocast("unit"):
+        low = run(x)
+    # Three products in a row, each off by 0.05 in RMS: its two operands by 1/16 at most, evenly.
+    assert 0.01 < (low - run(x)).norm() / low.norm() < 3 * 0.05
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_generation_from_a_cache_compiles_whole():
+    model = uu.TransformerDecoder(16, 11, 2, 4, kv_heads=2, rotary_base=1e4, context_length=64)
+    tokens, cache = torch.randint(11, (1, 2)), model.new_cache()
+    torch._dynamo.reset()
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        logits = torch.cat([step(part, cache) for part in tokens.split(1, dim=1)], dim=1)
+        torch.testing.assert_close(logits, model(tokens))

@@ -1,0 +1,167 @@
+"""Compiled activations whose gradient is computed from their output or input, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fp8
+import unit_scaling.functional as U
+from unit_scaling.ops.from_output import KERNELS, activation
+from unit_scaling.rules.table import OPS
+
+# torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+DTYPES = [torch.float32, torch.bfloat16]
+SETTINGS = [("to_output_scale", 1.0), (None, 0.5)]
+CASES = [(name, *case) for name in sorted(KERNELS) for case in zip(DTYPES, SETTINGS, strict=True)]
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "clamp": {"min": -1.0, "max": 0.5},
+    "softmax": {"dim": -1},
+}
+
+#: Those that compute with what is special as torch does -> how near: silu by another formula, elu
+#: by a difference of numbers about 1, of 400 times its size in what SPECIAL has.
+KINKED = dict.fromkeys([name for name in KERNELS if KERNELS[name].keeps_input], 2**-23)
+KINKED |= {"relu": 2**-23, "silu": 2**-20, "celu": 2**-15, "elu": 2**-15}
+
+#: What is special, and where the pieces of a function of KINKED meet, with a neighbour.
+SPECIAL = torch.tensor(
+    [torch.nan, 0.0, -0.0, torch.inf, -torch.inf, 1e-45, -1e-45]
+    + [sign * x for x in (0.5, 0.50000006, 1.0, 3.0, 6.0, 5.9999995) for sign in (1, -1)]
+)
+
+
+def torch_function(name: str) -> Any:
+    return getattr(torch if hasattr(torch, name) else F, name)
+
+
+def factor(name: str, x: Tensor, **settings: Any) -> float:
+    """Of the gradient."""
+    given = {"input": x, **settings} if name == "softmax" else settings
+    return OPS[name].rule(**given)["input"]
+
+
+def calls(xs: list[Tensor]) -> list[Tensor]:
+    """One call for each of CASES, two of functions where they are saturated, and KINKED."""
+    outputs = [
+        OPS[name].fn(x, constraint=constraint, mult=mult, **ARGUMENTS.get(name, {}))
+        for (name, _, (constraint, mult)), x in zip(CASES, xs, strict=False)
+    ]
+    saturated, special = xs[len(CASES) : -len(KINKED)], xs[-len(KINKED) :]
+    outputs += [f(x) for x in saturated for f in (U.tanh, U.sigmoid)]
+    kinked = zip(KINKED, special, strict=True)
+    return outputs + [OPS[name].fn(x, **ARGUMENTS.get(name, {})) for name, x in kinked]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    """The inputs, outputs, output gradients and what was saved of one graph of all calls."""
+    torch.manual_seed(0)
+    xs = [torch.randn(16, 32).to(dtype).requires_grad_() for _, dtype, _ in CASES]
+    xs += [torch.tensor([200.0, torch.inf]).to(t).requires_grad_() for t in DTYPES]
+    xs += [SPECIAL[:, None].expand(-1, len(SPECIAL)).clone().requires_grad_() for _ in KINKED]
+    saved: list[Tensor] = []
+    torch._dynamo.reset()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        ys = torch.compile(calls, fullgraph=True)(xs)
+    grads = [torch.randn_like(y) for y in ys[: -len(KINKED)]]
+    grads += [SPECIAL.expand(len(SPECIAL), -1) for _ in KINKED]
+    torch.autograd.backward(ys, grads)
+    return {"inputs": xs, "outputs": ys, "grads": grads, "saved": saved}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradient(case: tuple[Any, ...], compiled: dict[str, Any]):
+    """Rounding the output, by half an eps, moves tanh' = 1 - t^2 by eps, and the others by less;
+    each of at most four operations, and the result, adds half an eps at most."""
+    name, dtype, (constraint, mult) = case
+    arguments = ARGUMENTS.get(name, {})
+    settings = {"constraint": constraint, "mult": mult, **arguments}
+    x, y, grad = (compiled[part][CASES.index(case)] for part in ("inputs", "outputs", "grads"))
+    scale = factor(name, x, **settings)
+    exact = x.detach().double().requires_grad_()
+    value = torch_function(name)(exact * mult, **arguments)
+    (expected,) = torch.autograd.grad(value, exact, grad.double())
+    expected *= scale if name == "softmax" else scale / mult
+    atol = 4 * torch.finfo(dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(x.grad.double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(y, OPS[name].fn(x, **settings))
+
+
+def test_a_saturated_number_has_the_gradient_zero(compiled: dict[str, Any]):
+    """As in torch: the limit is a number of the dtype, and not beyond the factor as rounded."""
+    saturated = compiled["inputs"][len(CASES) : -len(KINKED)]
+    assert [x.grad.tolist() for x in saturated] == [[0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("name", KINKED)
+def test_gradient_at_a_kink_and_of_what_is_no_number(name: str, compiled: dict[str, Any]):
+    """That of torch, but for rounding: every special gradient at every number. Left out is NaN, at
+    which torch's own kernels are of two minds."""
+    x = compiled["inputs"][[*KINKED].index(name) - len(KINKED)]
+    eager = x.detach().clone().requires_grad_()
+    torch_function(name)(eager, **ARGUMENTS.get(name, {})).backward(SPECIAL.expand(x.shape))
+    expected = eager.grad[1:] * factor(name, x, **ARGUMENTS.get(name, {}))
+    atol = 0 if KINKED[name] == 2**-23 else 1e-44  # rounding, where numbers end
+    torch.testing.assert_close(x.grad[1:], expected, rtol=KINKED[name], atol=atol, equal_nan=True)
+    signs = [torch.where(grad.isnan(), 0.0, grad).signbit() for grad in (x.grad[1:], expected)]
+    assert torch.equal(*signs)
+
+
+def test_outputs_and_inputs_are_all_that_is_saved(compiled: dict[str, Any]):
+    """The output alone, but for the functions of which the derivative is not that of a value."""
+    inputs = [
+        x
+        for (name, *_), x in zip(CASES, compiled["inputs"], strict=False)
+        if KERNELS[name].keeps_input
+    ]
+    kept = [*compiled["outputs"], *inputs, *compiled["inputs"][-len(KINKED) :]]
+    assert {t.data_ptr() for t in compiled["saved"]} <= {t.data_ptr() for t in kept}
+
+
+def test_the_input_is_kept_in_graphs_for_a_cpu_alone():
+    x = torch.ones(2, requires_grad=True)
+    assert "_Activation" in type(activation(x, "hardsigmoid", 2.0, 2.0).grad_fn).__name__
+    x = torch.ones(2, requires_grad=True, device="meta")
+    assert "Mul" in type(activation(x, "hardsigmoid", 2.0, 2.0).grad_fn).__name__
+    assert "_Activation" in type(activation(x, "relu", 2.0, 2.0).grad_fn).__name__
+
+
+def test_relu_keeps_what_a_recipe_says():
+    """A bit for each number."""
+    recipe = dataclasses.replace(fp8.RECIPES["unit"], saved_activations=fp8.Cast(format="e4m3"))
+
+    def call(x: Tensor) -> Tensor:
+        with fp8.autocast(recipe):
+            return U.relu(x)
+
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        torch.compile(call, backend="aot_eager")(torch.randn(4, 16, requires_grad=True))
+    assert [(t.dtype, t.numel()) for t in saved] == [(torch.uint8, 8)]
+
+
+def test_forward_mode_in_a_graph():
+    def derivatives(x: Tensor, tangent: Tensor) -> list[tuple[Tensor, Tensor]]:
+        ops = [functools.partial(OPS[name].fn, **ARGUMENTS.get(name, {})) for name in KERNELS]
+        return [torch.func.jvp(op, (x,), (tangent,)) for op in ops]
+
+    x, tangent = torch.randn(2, 4, 8, dtype=torch.float64).unbind()
+    got = torch.compile(derivatives, backend="aot_eager", fullgraph=True)(x, tangent)
+    torch.testing.assert_close(got, derivatives(x, tangent))
+
+
+def test_a_cast_before_the_softmax_keeps_the_dtype_of_the_gradient():
+    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    graph = torch.compile(lambda x: U.softmax(x, -1, torch.float32), backend="aot_eager")
+    y = graph(x)
+    y.square().sum().backward()
+    assert (y.dtype, x.grad.dtype) == (torch.float32, torch.bfloat16)

@@ -1,0 +1,352 @@
+"""Products: what is special about each, against float64 torch."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fp8
+import unit_scaling.functional as U
+from tests import reference
+from unit_scaling.rules.table import OPS
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def rms(x: Tensor) -> float:
+    return x.detach().square().mean().sqrt().item()
+
+
+def with_gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
+    grads = torch.autograd.grad(output, inputs, torch.ones_like(output), retain_graph=True)
+    return [output.detach(), *grads]
+
+
+def assert_parallel(ours: Tensor, theirs: Tensor, inputs: list[Tensor], scales: list[float]):
+    """The output and each gradient are torch's times a factor of the rule."""
+    pairs = zip(with_gradients(ours, *inputs), with_gradients(theirs, *inputs), strict=True)
+    for (got, expected), scale in zip(pairs, scales, strict=True):
+        torch.testing.assert_close(got, expected * scale, rtol=1e-9, atol=1e-9)
+
+
+# --- addmm ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (-3.0, 1), (0, 2.0), (2.0, 0)])
+@pytest.mark.parametrize("form", ["addmm", "baddbmm", "addbmm", "addmv"])
+def test_weighted_sum(form: str, beta: float, alpha: float):
+    """beta and alpha weigh two unit-scaled terms, and the gradients are those of that sum."""
+    shapes = {
+        "addmm": [(5, 7), (5, 6), (6, 7)],
+        "baddbmm": [(5, 7), (3, 5, 6), (3, 6, 7)],
+        "addbmm": [(5, 7), (3, 5, 6), (3, 6, 7)],
+        "addmv": [(5,), (5, 6), (6,)],
+    }[form]
+    tensors = [normal(*shape) for shape in shapes]
+    terms = 18 if form == "addbmm" else 6
+    func = getattr(torch, form)
+    ours = OPS["addmm"].call(tensors, {"beta": beta, "alpha": alpha}, func=func)
+    norm = (beta**2 + alpha**2) ** 0.5
+    theirs = func(*tensors, beta=beta / norm, alpha=alpha / norm / terms**0.5)
+    assert_parallel(ours, theirs, tensors[1:], [1.0] * 3)
+    if beta:
+        assert_parallel(ours, theirs, tensors[:1], [1.0] * 2)
+
+
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (0, 1)])
+def test_addmm_with_a_bias_is_linear(beta: float, alpha: float):
+    x, w, b = normal(5, 6), normal(6, 7), normal(7)
+    ours = U.addmm(b, x, w, beta, alpha, constraint=None)
+    s = OPS["addmm"].rule(b, x, w, beta, alpha, constraint=None)
+    theirs = torch.addmm(b, x, w, beta=beta, alpha=alpha)
+    inputs, scales = [x, w], [s["mat1"], s["mat2"]]
+    if beta:
+        inputs, scales = [*inputs, b], [*scales, s["input"]]
+    assert_parallel(ours, theirs, inputs, [s["output"], *scales])
+    if beta == alpha == 1:
+        linear = OPS["linear"].rule(x, w.T, None)
+        assert [s["output"], s["mat1"], s["mat2"], s["input"]] == pytest.approx(
+            [linear[name] for name in ("output", "input", "weight", "bias")]
+        )
+        linear_output = U.linear(x, w.T, b, constraint=None)
+        for got, expected in zip(
+            with_gradients(ours, x, w, b), with_gradients(linear_output, x, w, b), strict=True
+        ):
+            torch.testing.assert_close(got, expected)
+
+
+def test_addmm_without_beta_does_not_read_its_input():
+    nothing = torch.full((4, 3), float("nan"))
+    assert U.addmm(nothing, torch.ones(4, 2), torch.ones(2, 3), beta=0).isfinite().all()
+
+
+def test_calls_of_addmm_that_do_not_fit_are_refused():
+    op, x = OPS["addmm"], torch.ones(2, 2)
+    with pytest.raises(TypeError, match="no out= argument"):
+        op.call((x, x, x), {"out": x}, func=torch.addmm)
+    with pytest.raises(TypeError, match="expected the operands mat1 and mat2"):
+        op.call((x, x), {}, func=torch.addmm)
+    named = {"batch1": x[None], "batch2": x[None]}
+    assert op.call((x,), named, func=torch.baddbmm).shape == (1, 2, 2)
+
+
+# --- einsum --------------------------------------------------------------------------------
+
+EQUATIONS = {  # -> shapes of the operands
+    "ij,jk->ik": [(4, 5), (5, 6)],
+    "ij,jk": [(4, 5), (5, 6)],
+    "ij,kj->ki": [(4, 5), (6, 5)],
+    "bhqd,bkhd->bhqk": [(2, 3, 4, 5), (2, 6, 3, 5)],
+    "bij,bij->b": [(2, 3, 4), (2, 3, 4)],
+    "i,i->": [(5,), (5,)],
+    "i,j->ij": [(5,), (6,)],
+    "...ij,...jk->...ik": [(2, 1, 4, 5), (3, 5, 6)],
+    "b...i,ij->b...j": [(2, 3, 4, 5), (5, 6)],
+    "i...,i...": [(3, 4, 5), (3, 1, 5)],
+    "ii->i": [(4, 4)],
+    "ij->ji": [(4, 5)],
+    "ij->j": [(4, 5)],
+    "iij,jk->k": [(3, 3, 4), (4, 5)],
+    "ijx,jk->ik": [(4, 5, 2), (5, 6)],
+    "ij,jk,kl->il": [(3, 4), (4, 5), (5, 6)],
+    "bi,ijk,bj,k->b": [(4, 3), (3, 5, 2), (4, 5), (2,)],
+}
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_einsum(equation: str):
+    operands = [normal(*shape) for shape in EQUATIONS[equation]]
+    left, right, *more = (*operands, None) if len(operands) == 1 else operands
+    for constraint in ("to_output_scale", None):
+        ours = U.einsum(equation, left, right, more, constraint)
+        theirs = torch.einsum(equation, *operands)
+        s = OPS["einsum"].rule(equation, left, right, more, constraint)
+        named = [s[name] for name in ("left", "right") if name in s]
+        assert_parallel(ours, theirs, operands[:2], [s["output"], *named])
+
+
+def test_einsum_factors_are_counted():
+    """Independent standard normal operands: by Monte Carlo over 20000 draws, 5 standard errors."""
+    equation = "ij,jk,kl->il"
+    a, b, c = (torch.randn(20000, *shape) for shape in EQUATIONS[equation])
+    y = torch.vmap(lambda *x: U.einsum(equation, x[0], x[1], x[2:]))(a, b, c)
+    squares = y.square().flatten(1).mean(1)
+    error = squares.std().item() / 20000**0.5
+    assert squares.mean().item() == pytest.approx(1, abs=5 * error)
+
+
+FORMS = [
+    (torch.einsum, ("ij , jk", [(4, 5), (5, 6)]), {}, 5),
+    (torch.tensordot, ([(2, 4, 5), (4, 5, 6)],), {}, 20),
+    (torch.tensordot, ([(4, 5, 2), (6, 2, 4)],), {"dims": ([0, 2], [2, 1])}, 8),
+    (torch.tensordot, ([(4,), (5,)],), {"dims": 0}, 1),
+    (torch.inner, ([(3, 5), (2, 4, 5)],), {}, 5),
+    (torch.inner, ([(), (2, 4)],), {}, 1),
+    (torch.Tensor.inner, ([(5,), (5,)],), {}, 5),
+    (torch.linalg.vecdot, ([(2, 5), (2, 5)],), {"dim": 0}, 2),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f[0].__name__)
+def test_forms_of_einsum(form):
+    func, (*equation, shapes), kwargs, terms = form
+    args = [*equation, *(normal(*shape) for shape in shapes)]
+    plain = func(*args, **kwargs)
+    torch.testing.assert_close(OPS["einsum"].call(args, kwargs, func=func), plain / terms**0.5)
+
+
+def test_einsum_in_torchs_other_forms():
+    a, b = normal(4, 5), normal(5, 6)
+    expected = a @ b / 5**0.5
+    for args in (("ij,jk", [a, b]), (a, [0, 1], b, [1, 2]), (a, [0, 1], b, [1, 2], [0, 2])):
+        torch.testing.assert_close(OPS["einsum"].call(args, {}), expected)
+
+
+def test_equations_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="needs 2 operands, got 1"):
+        U.einsum("ij,jk", torch.ones(2, 2))
+    with pytest.raises(ValueError, match="'ij' does not fit an operand of 3 dimensions"):
+        U.einsum("ij->ij", torch.ones(2, 2, 2))
+
+
+def test_bilinear():
+    x, y, w, b = normal(4, 5), normal(4, 6), normal(3, 5, 6), normal(3)
+    s = OPS["bilinear"].rule(x, y, w)
+    scales = [s[name] for name in ("output", "input1", "input2", "weight", "bias")]
+    assert scales == pytest.approx([30**-0.5] * 3 + [0.5] * 2)
+    assert_parallel(U.bilinear(x, y, w, b), F.bilinear(x, y, w, b), [x, y, w, b], scales)
+
+
+# --- convolutions --------------------------------------------------------------------------
+
+SIZES = {1: (17,), 2: (9, 8), 3: (6, 5, 7)}
+KERNELS = {1: (3,), 2: (3, 2), 3: (2, 3, 1)}
+
+
+def settings(dims: int) -> list[dict]:
+    each = [
+        {},
+        {"stride": 2, "padding": 1},
+        {"padding": "valid", "dilation": 2},
+        {"padding": "same"},
+        {"padding": tuple(range(dims)), "stride": (2,), "groups": 2},
+        {"groups": 4, "dilation": tuple([1] * dims), "padding": (1,)},
+    ]
+    return [{"dims": dims, **setting} for setting in each]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("setting", [s for d in (1, 2, 3) for s in settings(d)], ids=str)
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "one"])
+def test_convolution(setting: dict, batched: bool):
+    setting = dict(setting)
+    dims = setting.pop("dims")
+    groups = setting.get("groups", 1)
+    x, b = normal(*([3] if batched else []), 4, *SIZES[dims]), normal(8)
+    w = normal(8, 4 // groups, *KERNELS[dims])
+    op, plain = OPS[f"conv{dims}d"], getattr(F, f"conv{dims}d")
+    s = op.scales((x, w), setting)
+    theirs = plain(x, w, b, **setting)
+    scales = [s[name] for name in ("output", "input", "weight", "bias")]
+    assert_parallel(op.fn(x, w, b, **setting), theirs, [x, w, b], scales)
+    assert s["weight"] == pytest.approx((theirs.numel() / 8) ** -0.5)
+    assert s["output"] == pytest.approx(w[0].numel() ** -0.5)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"stride": 2},
+        {"stride": 2, "padding": 1, "output_padding": 1, "groups": 2},
+        {"dilation": 2},
+    ],
+    ids=str,
+)
+def test_transposed_convolution(dims: int, setting: dict):
+    groups = setting.get("groups", 1)
+    x, b = normal(3, 4, *SIZES[dims]), normal(6)
+    w = normal(4, 6 // groups, *[3] * dims)
+    op, plain = OPS[f"conv_transpose{dims}d"], getattr(F, f"conv_transpose{dims}d")
+    s = op.scales((x, w), setting)
+    scales = [s[name] for name in ("output", "input", "weight", "bias")]
+    theirs = plain(x, w, b, **setting)
+    assert_parallel(op.fn(x, w, b, **setting), theirs, [x, w, b], scales)
+
+
+GEOMETRIES = [  # kernel, stride, padding, length
+    (3, 1, 1, 64),
+    (16, 16, 0, 64),  # patches
+    (1, 2, 0, 64),  # a shortcut that drops every other position
+    (7, 1, 0, 7),  # the whole input
+    (5, 3, 2, 65),
+    (64, 1, 0, 70),
+]
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "length"), GEOMETRIES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_counts_of_a_convolution(kernel, stride, padding, length, transposed):
+    """With ones for values a product is the number of its terms: the rule's count is their mean.
+
+    The edges, which the rule leaves aside, are at most the share of positions with padding in
+    reach, or (transposed) with less than the kernel's reach of inputs.
+    """
+    x, w = torch.ones(2, 6, length), torch.ones(4, 6, kernel)
+    x.requires_grad_()
+    w.requires_grad_()
+    op = OPS["conv_transpose1d" if transposed else "conv1d"]
+    plain = op.replaces[0]
+    given = w.detach().transpose(0, 1).contiguous().requires_grad_() if transposed else w
+    s = op.scales((x, given), {"stride": stride, "padding": padding, "constraint": None})
+    y = plain(x, given, stride=stride, padding=padding)
+    y.sum().backward()
+    found = {"output": y, "input": x.grad, "weight": given.grad}
+    edge = 1 + 2 * kernel / length if transposed or padding else 1.0 + stride / length
+    for name, count in found.items():
+        assert 1 / edge <= s[name] ** -2 / count.mean().item() <= edge, name
+
+
+# --- under a recipe ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["linear", "matmul", "addmm", "einsum", "conv2d"])
+def test_operands_are_cast_once(name: str):
+    """Under a recipe a product is that of its operands, rounded once and unscaled."""
+    x, w, g = torch.randn(6, 8), torch.randn(5, 8), torch.randn(6, 5)
+    calls = {
+        "linear": lambda a, b: U.linear(a, b),
+        "matmul": lambda a, b: U.matmul(a, b.T, constraint=None),
+        "addmm": lambda a, b: U.addmm(torch.zeros(5), a, b.T),
+        "einsum": lambda a, b: U.einsum("ij,kj->ik", a, b, constraint=None),
+        "conv2d": lambda a, b: U.conv2d(a[..., None, None], b[..., None, None])[..., 0, 0],
+    }
+    a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+    with fp8.autocast("unit"):
+        y = calls[name](a, b)
+    y.backward(g)
+    untied = name in ("matmul", "einsum")
+    scales = (8**-0.5, (5 if untied else 8) ** -0.5, 6**-0.5)
+    values, magnitudes = reference.product(F.linear, [x, w], g, scales, "unit")
+    for got, value, magnitude in zip((y, a.grad, b.grad), values, magnitudes, strict=True):
+        reference.assert_within(got, value, magnitude, torch.float32)
+
+
+# --- embedding bag -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("form", ["matrix", "offsets"])
+def test_embedding_bag(mode: str, form: str):
+    """RMS 1 within five standard errors for sums and means; a maximum of 4 has RMS 1.25."""
+    rows, width, bags, size = 32, 64, 512, 4
+    w = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
+    entries = torch.stack([torch.randperm(rows)[:size] for _ in range(bags)])
+    offsets = None
+    if form == "offsets":
+        entries, offsets = entries.flatten(), torch.arange(0, bags * size, size)
+    y = U.embedding_bag(entries, w, offsets, mode=mode)
+    factor = {"sum": size**-0.5, "mean": size**0.5, "max": 1.0}[mode]
+    torch.testing.assert_close(y, F.embedding_bag(entries, w, offsets, mode=mode) * factor)
+    # rows of the weight are shared by many bags: as many independent values as the weight has
+    error = 5 / (2 * w.numel()) ** 0.5
+    expected = 1.25 if mode == "max" else 1.0
+    assert rms(y) == pytest.approx(expected, abs=max(error, 0.02 if mode == "max" else 0))
+    y.backward(torch.randn_like(y))
+    assert rms(w.grad) == pytest.approx(1, abs=0.2 if mode == "max" else 2 * error)
+
+
+def test_embedding_bag_with_weights():
+    w, k = normal(16, 32), normal(256, 4)
+    entries = torch.randint(16, (256, 4))
+    y = U.embedding_bag(entries, w, mode="sum", per_sample_weights=k)
+    s = OPS["embedding_bag"].rule(entries, w, mode="sum")
+    plain = F.embedding_bag(entries, w, mode="sum", per_sample_weights=k)
+    scales = [s[name] for name in ("output", "weight", "per_sample_weights")]
+    assert_parallel(y, plain, [w, k], scales)
+    assert scales == pytest.approx([0.5, (16 / 1024) ** 0.5, 32**-0.5])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 3}, {"max_norm": 4.0}], ids=str)
+@pytest.mark.parametrize("rows", [16, 512], ids=["small table", "large table"])
+def test_embedding_bag_scales_the_smaller_side(rows: int, settings: dict, mode: str):
+    """The table or the bags, and not what max_norm leaves in the table."""
+    w, entries = normal(rows, 32), torch.randint(rows, (64, 4))
+    copy = w.detach().clone().requires_grad_()
+    y = U.embedding_bag(entries, w, mode=mode, **settings)
+    plain = F.embedding_bag(entries, copy, mode=mode, **settings)
+    s = OPS["embedding_bag"].rule(entries, w, mode=mode)
+    g = torch.randn_like(y)
+    torch.autograd.backward([y, plain], [g, g])
+    torch.testing.assert_close(y, plain * s["output"])
+    torch.testing.assert_close(w.grad, copy.grad * s["weight"])
+    assert w.equal(copy)

@@ -1,0 +1,236 @@
+"""Recurrent layers: torch's own, with weights that make them the same function, as the oracle."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fp8
+import unit_scaling as uu
+from unit_scaling.ops import recurrent
+from unit_scaling.rules.table import OPS
+from unit_scaling.transforms import unit_scale
+
+# torch's compiler makes an instance of every autograd.Function it meets, which torch warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+KINDS = {  # -> arguments, gates, the factor of the hidden state
+    "LSTM": ({}, 4, recurrent.LSTM_FACTOR),
+    "GRU": ({}, 3, recurrent.GRU_FACTOR),
+    "RNN": ({}, 1, recurrent.TANH_FACTOR),
+    "RNN relu": ({"nonlinearity": "relu"}, 1, recurrent.RELU_FACTOR),
+}
+FORMS = {
+    "plain": {},
+    "no_bias": {"bias": False},
+    "deep": {"num_layers": 2, "batch_first": True},
+    "both_ways": {"num_layers": 2, "bidirectional": True},
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def make(kind: str, *sizes: int, **settings) -> nn.Module:
+    return getattr(uu, kind.split()[0])(*sizes, **KINDS[kind][0], **settings)
+
+
+@torch.no_grad()
+def oracle(ours: nn.Module, kind: str) -> nn.Module:
+    """torch's module in float64. Its hidden state is ours over the factor, all else is the same."""
+    arguments, gates, factor = KINDS[kind]
+    settings = {k: getattr(ours, k) for k in ("num_layers", "bias", "batch_first", "bidirectional")}
+    plain_class = getattr(nn, kind.split()[0])
+    plain = plain_class(
+        ours.input_size, ours.hidden_size, **settings, **arguments, dtype=torch.float64
+    )
+    plain.load_state_dict(ours.state_dict())
+    share = (1 + 1 / gates) ** -0.5
+    for name, p in plain.named_parameters():
+        first = "_l0" in name
+        if "_ih" in name:
+            width = ours.input_size if first else plain.weight_ih_l1.shape[1]
+            p *= width**-0.5 * share * (factor if name.startswith("weight") and not first else 1)
+        else:
+            p *= (gates * ours.hidden_size) ** -0.5 * share
+            p *= factor if name.startswith("weight") else 1
+            if kind == "GRU":  # the candidate reads reset * product, at unit scale again
+                p[2 * ours.hidden_size :] *= 0.293379036**-0.5
+    return plain
+
+
+def randomized(module: nn.Module) -> nn.Module:
+    """With biases that are not zero."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.normal_()
+    return module
+
+
+@each_kind
+@pytest.mark.parametrize("form", FORMS)
+def test_is_torchs_function(kind: str, form: str):
+    ours = randomized(make(kind, 6, 5, **FORMS[form], dtype=torch.float64))
+    plain, factor = oracle(ours, kind), KINDS[kind][2]
+    x = torch.randn(3, 7, 6, dtype=torch.float64, requires_grad=True)
+    batch = 3 if ours.batch_first else 7
+    layers = ours.num_layers * (1 + ours.bidirectional)
+    state = torch.randn(layers, batch, 5, dtype=torch.float64)
+    for given in (None, state):
+        if kind == "LSTM":
+            hx = None if given is None else (given * factor, given)
+            y, (h, c) = ours(x, hx)
+            expected, (last, cell) = plain(x, None if given is None else (given, given))
+            torch.testing.assert_close(c, cell)
+        else:
+            y, h = ours(x, None if given is None else given * factor)
+            expected, last = plain(x, given)
+        torch.testing.assert_close(y, expected * factor)
+        torch.testing.assert_close(h, last * factor)
+        g = torch.randn_like(y)
+        (dx,) = torch.autograd.grad(y, x, g, retain_graph=True)
+        (dx_plain,) = torch.autograd.grad(expected, x, g * factor)
+        if form == "both_ways" or not kind.startswith("RNN"):
+            torch.testing.assert_close(dx, dx_plain)
+    assert ours.state_dict().keys() == plain.state_dict().keys()
+    assert repr(ours) == repr(plain)
+
+
+@each_kind
+def test_gradients_of_parameters_are_torchs_up_to_the_rule(kind: str):
+    ours = randomized(make(kind, 6, 5, dtype=torch.float64))
+    plain, factor = oracle(ours, kind), KINDS[kind][2]
+    x = torch.randn(4, 7, 6, dtype=torch.float64)
+    y, g = ours(x)[0], torch.randn(4, 7, 5, dtype=torch.float64)
+    y.backward(g)
+    plain(x)[0].backward(g * factor)
+    parallel = torch.nn.functional.cosine_similarity
+    for name, p in ours.named_parameters():
+        rows = 5 if kind != "GRU" or "_hh" not in name else 2  # of one factor in the oracle
+        a, b = (q.grad.flatten() for q in (p, plain.get_parameter(name)))
+        head = a.numel() // p.shape[0] * 5 * rows if rows == 2 else a.numel()
+        assert parallel(a[:head], b[:head], dim=0).item() == pytest.approx(1, abs=1e-9), name
+
+
+@each_kind
+def test_scales_at_initialisation(kind: str):
+    """RMS within [1/2, 2], the gradient of the first input no larger than that of the last ones.
+
+    The rule is for stationary states of independent gates.
+    """
+    module = make(kind, 128, 128)
+    x = torch.randn(60, 16, 128, requires_grad=True)
+    y = module(x)[0]
+    y.backward(torch.randn_like(y))
+    rms = lambda t: t.square().mean().sqrt().item()  # noqa: E731
+    found = {"output": rms(y[5:]), "first": rms(x.grad[0]), "last": rms(x.grad[-5:])}
+    found |= {name: rms(p.grad) for name, p in module.named_parameters()}
+    assert all(1 / 2 < value < 2 for value in found.values()), found
+
+
+def test_constants():
+    """The second moments that the factors are made of, by Gauss-Hermite quadrature."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(100)
+    weights /= weights.sum()
+    sigmoid = (weights / (1 + np.exp(-nodes)) ** 2).sum()
+    tanh = (weights * np.tanh(nodes) ** 2).sum()
+    held = sigmoid * tanh / (1 - sigmoid)
+    of_cell = (weights * np.tanh(held**0.5 * nodes) ** 2).sum()
+    assert pytest.approx(tanh**-0.5, rel=1e-6) == recurrent.TANH_FACTOR
+    assert pytest.approx((sigmoid * of_cell) ** -0.5, rel=1e-6) == recurrent.LSTM_FACTOR
+    assert pytest.approx(held**-0.5, rel=1e-6) == recurrent.GRU_FACTOR
+
+
+@each_kind
+def test_one_sequence_and_the_transform(kind: str):
+    """unit_scale puts the row in place of torch's kernel."""
+    ours = make(kind, 6, 5)
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(ours(x)[0], ours(x[:, None])[0].squeeze(1))
+    plain = getattr(nn, kind.split()[0])(6, 5, **KINDS[kind][0])
+    with torch.no_grad():
+        for p in plain.parameters():  # already at unit scale, biases zero
+            p.copy_(p / p.square().mean().sqrt() if p.dim() > 1 else p * 0)
+    ours.load_state_dict(plain.state_dict())
+    model = unit_scale(plain)
+    torch.testing.assert_close(model(x[:, None])[0], ours(x[:, None])[0])
+    report = uu.report(model)
+    assert not report.left_alone
+
+
+@each_kind
+def test_a_loop_over_cells_is_the_layer(kind: str):
+    layer, (name, *_) = make(kind, 6, 5), kind.split()
+    cell = getattr(uu, f"{name}Cell")(6, 5, **KINDS[kind][0])
+    cell.load_state_dict({k.removesuffix("_l0"): v for k, v in layer.state_dict().items()})
+    x, state = torch.randn(4, 3, 6), None
+    for step, expected in zip(x, layer(x)[0], strict=True):
+        state = cell(step, state)
+        torch.testing.assert_close(state[0] if kind == "LSTM" else state, expected)
+    alone = cell(x[0, 0])
+    torch.testing.assert_close(alone if kind != "LSTM" else alone[0], layer(x)[0][0, 0])
+    with pytest.raises(ValueError, match="1 or 2 dimensions"):
+        cell(x)
+    plain = getattr(nn, f"{name}Cell")(6, 5, **KINDS[kind][0])
+    model = unit_scale(plain)
+    cell.load_state_dict(dict(model.named_parameters()))
+    torch.testing.assert_close(model(x[0]), cell(x[0]))
+    assert not uu.report(model).left_alone
+    assert {p.mup_type for p in model.parameters()} == {"weight", "bias"}
+
+
+@each_kind
+def test_the_transform_preserves(kind: str):
+    plain, x = getattr(nn, kind.split()[0])(6, 5, **KINDS[kind][0]), torch.randn(4, 3, 6)
+    torch.testing.assert_close(unit_scale(plain, init="preserve")(x)[0], plain(x)[0])
+
+
+def test_dropout_is_between_layers_in_training():
+    module, x = uu.LSTM(6, 5, num_layers=2, dropout=0.5), torch.randn(3, 4, 6)
+    assert not torch.equal(module(x)[0], module(x)[0])
+    module.eval()
+    assert torch.equal(module(x)[0], module(x)[0])
+
+
+def test_what_has_no_unit_scaled_form_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="LSTM with proj_size"):
+        uu.LSTM(6, 5, proj_size=3)
+    x = torch.randn(3, 4, 6)
+    with pytest.raises(NotImplementedError, match="LSTM with proj_size"):
+        OPS["lstm"].call(
+            (x, (x, x), nn.LSTM(6, 5, proj_size=3).all_weights[0], True), {}, func=torch.lstm
+        )
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2, 1, 1]))
+    for module in (uu.GRU(6, 5), unit_scale(nn.GRU(6, 5)), unit_scale(nn.LSTM(6, 5))):
+        with pytest.raises(NotImplementedError, match="packed sequence"):
+            module(packed)
+    with pytest.raises(ValueError, match="2 or 3 dimensions"):
+        uu.GRU(6, 5)(torch.randn(6))
+
+
+@each_kind
+def test_compiled_and_in_low_precision(kind: str):
+    module, x = make(kind, 6, 5), torch.randn(3, 4, 6)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):  # torch's compiler asks for that
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x)[0], module(x)[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(x)[0]
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in module.parameters())
+    assert module.bfloat16()(x.bfloat16())[0].dtype == torch.bfloat16
+
+
+@each_kind
+def test_products_under_fp8(kind: str):
+    """e4m3 has three bits: an operand is off by 1/16 at most and 0.036 in RMS, a product of two
+    by 0.05, and the steps pass on less than they add: twice that is a wide margin."""
+    module, x = make(kind, 64, 64), torch.randn(8, 16, 64)
+    with fp8.autocast("unit"):
+        low = module(x)[0]
+    assert 0.01 < (low - module(x)[0]).norm() / low.norm() < 0.1

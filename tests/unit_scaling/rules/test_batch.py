@@ -1,0 +1,160 @@
+"""Gradients of accumulated calls are those of the one large batch."""
+
+import _thread
+import copy
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unit_scaling as uu
+from tests.threads import TIMEOUT, together
+from unit_scaling import functional as U
+from unit_scaling.rules.batch import row_scale
+
+CALLS, BATCH, VOCAB = 4, 3, 11
+
+
+class Model(nn.Module):
+    """A parameter of every kind whose gradient sums over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = uu.Embedding(VOCAB, 8)
+        self.conv = uu.Conv1d(8, 8, 3, padding=1, bias=True)
+        self.norm = uu.LayerNorm(8, elementwise_affine=True)
+        self.rms = uu.RMSNorm(8, elementwise_affine=True)
+        self.linear = uu.Linear(8, 8, bias=True)
+        self.readout = uu.LinearReadout(8, VOCAB, bias=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.conv(self.embedding(tokens).mT).mT)
+        return self.readout(self.linear(self.rms(x)))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def accumulated(model: nn.Module, tokens: Tensor, calls: int, loss=U.cross_entropy, divide=1):
+    """The gradients after `calls` backward passes, each over a part of the examples."""
+    model = copy.deepcopy(model)
+    for part in tokens.chunk(calls):
+        value = loss(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
+        (value / divide).backward()
+    return gradients(model)
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randint(VOCAB, (CALLS * BATCH, 6))
+
+
+def test_accumulation(tokens: Tensor):
+    """A sum of sums; without the setting the gradients are larger by sqrt(CALLS)."""
+    model = Model().double()
+    whole = accumulated(model, tokens, 1)
+    with uu.batch_multiplier(CALLS):
+        parts = accumulated(model, tokens, CALLS)
+    torch.testing.assert_close(parts, whole)
+    unaware = accumulated(model, tokens, CALLS)
+    torch.testing.assert_close(unaware, {n: g * CALLS**0.5 for n, g in whole.items()})
+
+
+def test_accumulation_of_means(tokens: Tensor):
+    """torch's loss is a mean, and the calls are averaged by hand."""
+    model = Model().double()
+    whole = accumulated(model, tokens, 1, loss=F.cross_entropy)
+    with uu.batch_multiplier(CALLS):
+        parts = accumulated(model, tokens, CALLS, loss=F.cross_entropy, divide=CALLS)
+    torch.testing.assert_close(parts, whole)
+
+
+def test_averaged_processes(tokens: Tensor):
+    """What DDP does, in one process: the mean of the gradients of each part."""
+    model = Model().double()
+    whole = accumulated(model, tokens, 1)
+    with uu.batch_multiplier(CALLS, averaged_over=CALLS):
+        ranks = [accumulated(model, part, 1) for part in tokens.chunk(CALLS)]
+    mean = {name: torch.stack([r[name] for r in ranks]).mean(0) for name in whole}
+    torch.testing.assert_close(mean, whole)
+
+
+def test_compiled(tokens: Tensor):
+    """The factor is that of the call, not of the compilation."""
+    model = Model()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for n in (1, 16):
+        with uu.batch_multiplier(n):
+            model.zero_grad()
+            compiled(tokens).sum().backward()
+            fast = gradients(model)
+            model.zero_grad()
+            model(tokens).sum().backward()
+            torch.testing.assert_close(fast, gradients(model))
+            torch.testing.assert_close(
+                model.readout.bias.grad, torch.full((VOCAB,), (tokens.numel() / n) ** 0.5)
+            )
+
+
+def test_block():
+    assert row_scale(4) == 0.5
+    with uu.batch_multiplier(4, averaged_over=2), uu.batch_multiplier(9):
+        assert row_scale(4) == 1 / 6
+    with pytest.raises(KeyError), uu.batch_multiplier(4):
+        raise KeyError
+    assert row_scale(4) == 0.5
+    assert row_scale(0) == 1.0
+
+
+@pytest.mark.parametrize("argument", ["n", "averaged_over"])
+def test_bad_numbers(argument: str):
+    with (
+        pytest.raises(ValueError, match=f"{argument} must be 1 or more, got 0"),
+        uu.batch_multiplier(**{"n": 1, argument: 0}),
+    ):
+        pass
+    with (
+        pytest.raises(TypeError, match=rf"{argument} must be an int, got 1\.5"),
+        uu.batch_multiplier(**{"n": 1, argument: 1.5}),
+    ):
+        pass
+
+
+def test_a_block_belongs_to_its_thread():
+    """Blocks of two threads overlap, and a third has none."""
+    opened, closed = threading.Event(), threading.Event()
+
+    def first() -> float:
+        with uu.batch_multiplier(4):
+            assert opened.wait(TIMEOUT)
+            inside = row_scale(16)
+        closed.set()
+        return inside
+
+    def second() -> float:
+        with uu.batch_multiplier(16):
+            opened.set()
+            assert closed.wait(TIMEOUT)
+            return row_scale(16)
+
+    assert together(first, second, lambda: row_scale(16)) == [1 / 8, 1 / 16, 1 / 4]
+    assert row_scale(16) == 1 / 4
+
+
+def test_autograd_threads_see_the_block():
+    """What is checkpointed is computed again in a thread that Python has not started, on a GPU."""
+    found: list[float] = []
+    done = threading.Event()
+
+    def foreign() -> None:
+        found.append(row_scale(16))
+        done.set()
+
+    with uu.batch_multiplier(4):
+        _thread.start_new_thread(foreign, ())
+        assert done.wait(TIMEOUT)
+    assert found == [1 / 8]

@@ -1,0 +1,158 @@
+"""What is checked at the first call of a model: its weights, and the first gradient of its output.
+
+Neither mistake raises an error: weights that the model's own init has overwritten, and a loss whose
+gradient is divided by the size of the batch. Compiled calls are not checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8.common.pitfalls import ScaleWarning, warn_once
+
+from ..common.constant import aside
+
+__all__ = [
+    "LOW_GRADIENT",
+    "RANGE",
+    "check_gradient",
+    "check_weights_at_first_call",
+    "known_rms",
+    "skip_weight_check",
+]
+
+LOW_GRADIENT = 2.0**-6
+"""A gradient at the output with an RMS below this is reported.
+
+It should be 1. The smallest normal number of e5m2 is 2**-14, and entries of the gradient of a cross
+entropy are smaller than its RMS by the root of the number of classes: 2**-6 leaves 8 octaves.
+"""
+
+RANGE = (1 / 4, 4.0)
+"""The RMS of a weight that counts as unit-scaled: that of `unit_scaling.verify`."""
+
+_FEW = 16
+"""Of fewer normal numbers the RMS may be outside of `RANGE` by chance; of 16 in 1e-7 of cases."""
+
+
+def check_weights_at_first_call(module: nn.Module) -> None:
+    """Has the weights of the model that ``module`` is in checked when it is first called."""
+    module.register_forward_pre_hook(_at_first_call)
+
+
+def skip_weight_check(module: nn.Module) -> bool:
+    """Takes the check away, and says whether there was one: weights of a checkpoint may be any."""
+    hooks = module._forward_pre_hooks
+    keys = [key for key, hook in hooks.items() if hook is _at_first_call]
+    for key in keys:
+        del hooks[key]
+    return bool(keys)
+
+
+def skip_checks(model: nn.Module) -> None:
+    """Takes all checks away from a copy that is measured anyway."""
+    for part in model.modules():
+        skip_weight_check(part)
+        for owner in (part, *(scope for scope, _ in getattr(part, "_scopes", ()))):
+            if hasattr(owner, "gradient_seen"):
+                owner.gradient_seen = True
+
+
+def _at_first_call(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    model = _outermost() or module
+    pending = [(path, part) for path, part in model.named_modules() if skip_weight_check(part)]
+    found = [(p, part, rms) for p, part in pending for rms in _rms_outside(part)]
+    if not found:
+        return
+    path, part, rms = found[0]
+    layer = f"{path or 'the model'} ({type(part).__name__})"
+    others = f", and of {len(found) - 1} more layers not 1" if len(found) > 1 else ""
+    warn_once(
+        ScaleWarning,
+        f"the RMS of the weight of {layer} is {rms:.3g} instead of 1{others}: something has "
+        "overwritten it since the layer was made, as model.apply(_init_weights) does. Unit-scaled "
+        "layers draw their own weights: leave them out of the init, or call reset_parameters() of "
+        "each after it",
+        about=model,
+        key="weights",
+    )
+
+
+def _outermost() -> nn.Module | None:
+    """The outermost module that is being called."""
+    found, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module.__call__.__code__:
+            found = frame.f_locals.get("self")
+        frame = frame.f_back  # type: ignore[assignment]
+    return found if isinstance(found, nn.Module) else None
+
+
+def _rms_outside(module: nn.Module) -> list[float]:
+    """The RMS of the first weight of its own that is far from 1; none where there is no such."""
+    for parameter in module.parameters(recurse=False):
+        kind = getattr(parameter, "mup_type", "")
+        if kind in ("weight", "output") and parameter.dim() > 1 and parameter.numel() >= _FEW:
+            rms = known_rms(parameter)
+            if rms is not None and not RANGE[0] <= rms <= RANGE[1]:
+                return [rms]
+    return []
+
+
+def known_rms(tensor: Tensor) -> float | None:
+    """The RMS; None where it is zero or cannot be known: of meta, sharded and mapped tensors."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return None
+    try:
+        norm: float = aside(_norm, tensor)
+    except RuntimeError:  # of a transform of torch.func, which shows no values
+        return None
+    return norm * tensor.numel() ** -0.5 or None
+
+
+@torch.no_grad()
+def _norm(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
+
+
+def check_gradient(owner: Any, output: Tensor) -> None:
+    """Has the first gradient of ``output`` checked, the output of a unit-scaled model.
+
+    owner: where the attribute ``gradient_seen`` says that it was, which it sets.
+    """
+    if torch.compiler.is_compiling() or owner.gradient_seen:
+        return
+    if not (output.requires_grad and output.dim() and torch.is_grad_enabled()):
+        return
+
+    def check(grad: Tensor) -> None:
+        if owner.gradient_seen or torch.compiler.is_compiling():
+            return
+        rms = known_rms(grad)
+        if rms is None:
+            return
+        owner.gradient_seen = True
+        if rms < LOW_GRADIENT:
+            _warn_of_gradient(owner, rms)
+
+    output.register_hook(check)
+
+
+def _warn_of_gradient(owner: Any, rms: float) -> None:
+    warn_once(
+        ScaleWarning,
+        f"the first gradient at the output of a unit-scaled model has RMS {rms:.2g} instead of 1: "
+        "the loss is outside of the model and divides by the size of the batch, as "
+        "torch.nn.functional.cross_entropy does, and FP8 formats round much of such a gradient to "
+        "zero. Use the loss of unit_scaling.functional (U.cross_entropy), or compute the loss in "
+        "the model's forward, which unit_scale then scales; or keep the loss, with recipe "
+        "'tensor', which has a scale for each tensor",
+        about=owner,
+        key="gradient",
+    )

@@ -1,0 +1,164 @@
+"""What is checked at the first step of an optimizer: whose parameters it steps, and at which rate.
+
+Two mistakes raise no error. An optimizer made before a transform steps the parameters of the model
+that the transform copied. And a rate that suits weights of RMS 0.02 hardly moves weights of RMS 1.
+
+torch calls a hook before each step of every optimizer of the process. It is installed when the
+first parameter is tagged or the first model copied, and looks at each optimizer until it has seen
+one step with gradients.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fp8.common.pitfalls import OptimizerWarning, warn_once
+
+from .first_call import RANGE, known_rms
+
+__all__ = ["LOW_RATE", "check_optimizers", "remember_copy"]
+
+LOW_RATE = 2.0**-8
+"""A learning rate below this is one for weights far smaller than 1.
+
+Adam changes an entry by about its rate in a step. The best rate of u-muP is about 1/2 over the
+square root of the fan-in (docs/learning-rates.md), 2**-7 for a fan-in of 4096 and more for all
+others; readouts, gains and biases take 1/2 itself.
+"""
+
+
+class _Copied:
+    """A model that a transform has copied: its parameters, and its copies and those of them."""
+
+    def __init__(self, model: nn.Module, copy: nn.Module, transform: str) -> None:
+        self.transform = transform
+        self.parameters = WeakTensorKeyDictionary(dict.fromkeys(model.parameters(), True))
+        self.copies = weakref.WeakSet([copy])
+
+
+_COPIED: list[_Copied] = []
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizer -> how many models had been copied when it was checked."""
+_RATE_CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_STATE = {"installed": False, "copies": 0}
+
+
+def check_optimizers() -> None:
+    """Has the first steps of every optimizer checked from now on."""
+    if not _STATE["installed"]:
+        _STATE["installed"] = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def remember_copy(model: nn.Module, copy: nn.Module, transform: str) -> None:
+    """Notes that ``transform`` has returned ``copy`` for ``model``. Both are held weakly.
+
+    Nothing is noted while torch is told to swap parameters when it converts them, which it refuses
+    for a tensor that has a weak reference.
+    """
+    check_optimizers()
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return
+    _COPIED[:] = [each for each in _COPIED if len(each.parameters) and len(each.copies)]
+    for each in _COPIED:
+        if model in each.copies:
+            each.copies.add(copy)
+    _COPIED.append(_Copied(model, copy, transform))
+    _STATE["copies"] += 1
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _CHECKED.get(optimizer) != _STATE["copies"] and _steps_its_own(optimizer):
+        _CHECKED[optimizer] = _STATE["copies"]
+    if optimizer not in _RATE_CHECKED:
+        _RATE_CHECKED.add(optimizer)
+        _check_rate(optimizer)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _steps_its_own(optimizer: Optimizer) -> bool:
+    """Whether no further step has to be looked at; warns of parameters that a copy has replaced.
+
+    That is where none of the optimizer's parameters has a gradient, some belong to a model that was
+    copied, and parameters of the copy, none of which it has, do have gradients.
+    """
+    steps = list(_parameters(optimizer))
+    models = [each for each in _COPIED if any(p in each.parameters for p in steps)]
+    if not models or any(_has_gradient(p) for p in steps):
+        return True
+    own = {id(p) for p in steps}
+    for model in models:
+        for copy in model.copies:
+            parameters = list(copy.parameters())
+            if any(id(p) in own for p in parameters) or not any(map(_has_gradient, parameters)):
+                continue
+            name = type(optimizer).__name__
+            warn_once(
+                OptimizerWarning,
+                f"{name} was made before {model.transform}, which returned a copy of the model: it "
+                "steps the parameters of the original, which have no gradient, and none of the "
+                f"copy's. Make it after {model.transform}: {name}(model.parameters(), ...)",
+                about=optimizer,
+                key="copied",
+            )
+            return True
+    return False
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None and bool(parameter.grad.any())
+
+
+def _check_rate(optimizer: Optimizer) -> None:
+    """Warns of one low rate for weights of RMS 1, where no group was made for them."""
+    weights = [
+        (_rate(optimizer, group), p)
+        for group in optimizer.param_groups
+        if "mup_lr_scale" not in group
+        for p in group["params"]
+        if getattr(p, "mup_type", "") in ("weight", "output") and p.dim() > 1
+    ]
+    rates = {rate for rate, _ in weights}
+    if len(rates) != 1 or not 0 < (rate := rates.pop()) < LOW_RATE:
+        return
+    near = [p.numel() * _is_near_one(p) for _, p in weights]
+    if 2 * sum(near) <= sum(p.numel() for _, p in weights):
+        return  # weights in a scale of their own, as init="preserve" keeps them
+    name = type(optimizer).__name__
+    ours = name if name in ("SGD", "Adam", "AdamW") else "AdamW"
+    warn_once(
+        OptimizerWarning,
+        f"{name} steps {len(weights)} unit-scaled weights, of RMS about 1, at one learning rate, "
+        f"{rate:.4g}: that changes a weight of RMS 1 by {rate:.1g} of itself in a step, and is a "
+        "rate for weights of RMS 0.02. Use unit_scaling.optim."
+        f"{ours}(model.parameters(), lr=2**-2), whose rates follow the shapes; or, for another "
+        "optimizer, the groups of unit_scaling.optim.scaled_parameters(model.parameters(), "
+        f"'adam', lr=2**-2); or a rate of more than {LOW_RATE:.4g}, found by a sweep",
+        about=optimizer,
+        key="rate",
+    )
+
+
+def _rate(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    """The rate that the group was made with, or that a schedule starts from: warm-up aside."""
+    given = (group.get("lr"), group.get("initial_lr"), optimizer.defaults.get("lr"))
+    return max(float(rate) for rate in given if rate is not None)
+
+
+def _is_near_one(parameter: Tensor) -> bool:
+    """Of a sharded or quantized tensor it is not known, and not so."""
+    rms = known_rms(parameter)
+    return rms is not None and RANGE[0] <= rms <= RANGE[1]

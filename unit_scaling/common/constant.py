@@ -1,0 +1,51 @@
+"""Numbers that an op works out from settings alone: once, and outside of whatever calls it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from torch.compiler import is_compiling
+
+from fp8.common.compiler import taken_as_constant
+
+__all__ = ["aside", "constant", "specialised"]
+
+T = TypeVar("T")
+
+
+def constant(fn: Callable[..., T], *args: Any) -> T:
+    """``fn(*args)``, computed at the first call with these arguments and kept.
+
+    fn: computes numbers, with torch if it likes. args: hashable, no tensors. It runs in a thread
+    of its own, where no mode, autocast or torch.func transform of the caller is active; a compiler
+    takes the result as a constant of the graph. Raises what ``fn`` raises.
+    """
+    return _kept(fn, *[specialised(value) for value in args] if is_compiling() else args)
+
+
+@taken_as_constant
+def _kept(fn: Callable[..., T], *args: Any) -> T:
+    return _worked_out(fn, *args)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _worked_out(fn: Callable[..., T], *args: Any) -> T:
+    return aside(fn, *args)
+
+
+def aside(fn: Callable[..., T], *args: Any) -> T:
+    """``fn(*args)`` in a thread of its own: outside of all that is active in the caller's."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(fn, *args).result()
+
+
+def specialised(value: Any) -> Any:
+    """The value as a number that the compiler knows: reading it in `math` makes it one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    number = math.copysign(value, value)
+    return number if isinstance(value, float) else int(number)

@@ -1,0 +1,259 @@
+"""Attention with its projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.types import Device
+
+from fp8.products.multi_head import check_masks, merge_masks
+
+from .. import functional as U
+from ..ops.attention import attention_with_weights
+from ..parameter import MupType, TaggedModule
+from ..rules.batch import row_scale
+from ..scale import scale_bwd
+from .linear import Linear
+
+__all__ = ["MHSA", "KeyValueCache", "MultiheadAttention"]
+
+
+class KeyValueCache:
+    """The keys and values of the tokens that an attention layer has seen. len(): how many."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Tensor, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return 0 if self._seen is None else self._seen[0].shape[-2]
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and all values (..., length, width), those given the last."""
+        if self._seen is not None:
+            key, value = (
+                torch.cat(pair, dim=-2) for pair in zip(self._seen, (key, value), strict=True)
+            )
+        self._seen = key, value
+        return key, value
+
+
+class MHSA(nn.Module):
+    """Multi-head self-attention.
+
+    Input and output (..., length, hidden_size). heads: a divisor of hidden_size. dropout_p: on
+    the attention weights, in training only. mult: the inverse of the softmax's temperature.
+    kv_heads: how many heads keys and values have, a divisor of heads; as many by default.
+    rotary_base: positions enter by `unit_scaling.functional.rotary` with this base, or not at all.
+    context_length: see `unit_scaling.functional.scaled_dot_product_attention`.
+    cache: what came before the input; it is extended. Raises ValueError with one and without a
+    context_length, as the scale would depend on how many tokens have been seen, and for numbers
+    that do not divide.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        is_causal: bool,
+        dropout_p: float = 0.0,
+        mult: float = 1.0,
+        kv_heads: int | None = None,
+        rotary_base: float | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or hidden_size % heads:
+            raise ValueError(f"heads must divide hidden_size {hidden_size}: got {heads}")
+        self.heads = heads
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        if self.kv_heads < 1 or heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads {heads}: got {kv_heads}")
+        self.dropout_p = dropout_p
+        self.is_causal = is_causal
+        self.mult = mult
+        self.rotary_base = rotary_base
+        self.context_length = context_length
+        width = hidden_size // heads
+        self.linear_qkv = Linear(hidden_size, (heads + 2 * self.kv_heads) * width)
+        self.linear_o = Linear(hidden_size, hidden_size)
+
+    def forward(self, input: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        # (..., length, heads * width), three kinds of heads -> (..., heads, length, width)
+        groups = (self.heads, self.kv_heads, self.kv_heads)
+        qkv = self.linear_qkv(input).unflatten(-1, (sum(groups), -1)).transpose(-3, -2)
+        query, key, value = qkv.split(groups, dim=-3)
+        start = 0 if cache is None else len(cache)
+        if self.rotary_base is not None:
+            positions = torch.arange(start, start + input.shape[-2], device=input.device)
+            query, key = (U.rotary(t, positions, self.rotary_base) for t in (query, key))
+        if cache is not None:
+            key, value = self._extended(cache, key, value)
+        mask = None
+        if start and self.is_causal:
+            allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
+            mask = allowed.tril(diagonal=start)
+        attended = U.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            self.dropout_p if self.training else 0.0,
+            self.is_causal,
+            self.mult,
+            enable_gqa=self.kv_heads != self.heads,
+            context_length=self.context_length,
+        )
+        return self.linear_o(attended.transpose(-3, -2).flatten(-2))
+
+    def _extended(self, cache: KeyValueCache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if self.context_length is None:
+            raise ValueError("a cache needs a context_length: without, scales depend on the length")
+        return cache.extend(key, value)
+
+    def extra_repr(self) -> str:
+        grouped = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        return f"heads={self.heads}, is_causal={self.is_causal}{grouped}"
+
+
+class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention`, unit-scaled: its arguments, masks and results.
+
+    Weights are standard normal, biases zero, and the logits are ``mult * query @ key.T / width``
+    where torch divides by sqrt(width). context_length: as in `MHSA`, for length S of the keys.
+    Raises ValueError for masks of another shape, and for is_causal without attn_mask.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        mult: float = 1.0,
+        context_length: int | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self.mult = mult
+        self.context_length = context_length
+        self.out_proj: Any = Linear(embed_dim, embed_dim, bias, device, dtype)
+        kinds: dict[str, MupType] = {
+            name: "bias" if "bias" in name else "weight"
+            for name, _ in self.named_parameters(recurse=False)
+        }
+        self.tag_parameters(**kinds)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights from the standard normal distribution and sets biases to zero.
+
+        The key and the value that add_bias_kv appends are drawn as well.
+        """
+        for name, parameter in self.named_parameters(recurse=False):
+            nn.init.zeros_(parameter) if name == "in_proj_bias" else nn.init.normal_(parameter)
+        self.out_proj.reset_parameters()
+        self.restore_tags()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, and with need_weights the probabilities: shapes and masks as in torch."""
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal is a hint about attn_mask: give the mask as well")
+        q, k, v = self._heads(*self._projected(query, key, value))
+        mask = self._mask(q, k, attn_mask, key_padding_mask)
+        k, v, mask = self._appended(k, v, mask)
+        settings = (self.dropout if self.training else 0.0, is_causal, self.mult)
+        probabilities = None
+        if need_weights:
+            out, probabilities = attention_with_weights(
+                q, k, v, mask, *settings, self.context_length
+            )
+            probabilities = probabilities.mean(1) if average_attn_weights else probabilities
+            probabilities = probabilities if query.dim() == 3 else probabilities.squeeze(0)
+        else:
+            extended = self.bias_k is not None or self.add_zero_attn or key_padding_mask is not None
+            mask = None if is_causal and not extended else mask  # torch's own kernel for it
+            out = U.scaled_dot_product_attention(
+                q, k, v, mask, *settings, context_length=self.context_length
+            )
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if query.dim() == 2:
+            return out.squeeze(0), probabilities
+        return out if self.batch_first else out.transpose(0, 1), probabilities
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        bias = self.in_proj_bias
+        if self.in_proj_weight is not None and query is key and key is value:
+            return U.linear(query, self.in_proj_weight, bias).chunk(3, dim=-1)
+        weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = weights if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+        biases: Any = (None,) * 3 if bias is None else bias.chunk(3)
+        inputs = (query, key, value)
+        return tuple(U.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+
+    def _heads(self, *tensors: Tensor) -> list[Tensor]:
+        """(batch, heads, length, width) of each, whatever the layout of the inputs."""
+        if tensors[0].dim() == 2:
+            tensors = tuple(t.unsqueeze(0) for t in tensors)
+        elif not self.batch_first:
+            tensors = tuple(t.transpose(0, 1) for t in tensors)
+        return [t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in tensors]
+
+    def _mask(
+        self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None
+    ) -> Tensor | None:
+        """Both masks in one that is added to the logits and broadcasts to (batch, heads, L, S)."""
+        if padding is not None and padding.dim() == 1:
+            padding = padding.unsqueeze(0)
+        batch, sizes = q.shape[0], (q.shape[2], k.shape[2])
+        check_masks(attn_mask, padding, batch, self.num_heads, sizes)
+        return merge_masks(attn_mask, padding, batch, self.num_heads, q.dtype)
+
+    def _appended(
+        self, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values with those that add_bias_kv and add_zero_attn append."""
+        size = (k.shape[0], 1, self.embed_dim)
+        extra = []
+        if self.bias_k is not None:
+            assert self.bias_v is not None
+            grad = row_scale(k.shape[0])  # each is added to every example
+            last = (scale_bwd(bias, grad) for bias in (self.bias_k, self.bias_v))
+            extra.append(tuple(bias.expand(size) for bias in last))
+        if self.add_zero_attn:
+            extra.append((k.new_zeros(size), v.new_zeros(size)))
+        for pair in extra:
+            last_k, last_v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in pair)
+            k, v = torch.cat([k, last_k], dim=2), torch.cat([v, last_v], dim=2)
+            mask = None if mask is None else F.pad(mask, (0, 1))
+        return k, v, mask

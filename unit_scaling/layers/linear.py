@@ -1,0 +1,121 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.types import Device
+
+from .. import functional as U
+from ..checks.first_call import check_gradient
+from ..constraints import checked_constraint
+from ..parameter import MupType, TaggedModule
+
+__all__ = ["Bilinear", "Linear", "LinearReadout"]
+
+
+def reset_weight_and_bias(module: Any) -> None:
+    """Draws the weight from the standard normal distribution and sets the bias to zero."""
+    nn.init.normal_(module.weight)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
+    module.restore_tags()
+
+
+class Linear(TaggedModule, nn.Linear):
+    """`unit_scaling.functional.linear` as a module.
+
+    Input (..., in_features), output (..., out_features). weight (out_features, in_features) is
+    standard normal, bias (out_features,) is zero.
+    constraint: how the scales of output and input gradient are tied; None for a layer that is
+    followed by no residual sum. weight_mup_type: the tag of the weight.
+    """
+
+    #: A factor of the parameters' gradients, see `unit_scaling.functional.linear`.
+    weight_grad_mult: float = 1.0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        constraint: str | None = "to_output_scale",
+        weight_mup_type: MupType = "weight",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.constraint = checked_constraint(constraint)
+        self.tag_parameters(weight=weight_mup_type, bias="bias")
+
+    def reset_parameters(self) -> None:
+        """Draws the weight from the standard normal distribution and sets the bias to zero."""
+        reset_weight_and_bias(self)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return U.linear(
+            input,
+            self.weight,
+            self.bias,
+            self.constraint,
+            weight_grad_mult=self.weight_grad_mult,
+        )
+
+
+class LinearReadout(Linear):
+    """`unit_scaling.functional.linear_readout` as a module: the last layer of a model."""
+
+    #: Whether a gradient of its output was checked, see `first_call_checks.check_gradient`.
+    gradient_seen = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        constraint: str | None = None,
+        weight_mup_type: MupType = "output",
+    ) -> None:
+        super().__init__(
+            in_features, out_features, bias, device, dtype, constraint, weight_mup_type
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = U.linear_readout(input, self.weight, self.bias, self.constraint)
+        check_gradient(self, output)
+        return output
+
+
+class Bilinear(TaggedModule, nn.Bilinear):
+    """`unit_scaling.functional.bilinear` as a module.
+
+    Inputs (..., in1_features) and (..., in2_features), output (..., out_features). weight
+    (out_features, in1_features, in2_features) is standard normal, bias zero. constraint and
+    weight_mup_type are those of `Linear`.
+    """
+
+    def __init__(
+        self,
+        in1_features: int,
+        in2_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        constraint: str | None = "to_output_scale",
+        weight_mup_type: MupType = "weight",
+    ) -> None:
+        super().__init__(in1_features, in2_features, out_features, bias, device, dtype)
+        self.constraint = checked_constraint(constraint)
+        self.tag_parameters(weight=weight_mup_type, bias="bias")
+
+    def reset_parameters(self) -> None:
+        """Draws the weight from the standard normal distribution and sets the bias to zero."""
+        reset_weight_and_bias(self)
+
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        return U.bilinear(input1, input2, self.weight, self.bias, self.constraint)

@@ -1,0 +1,315 @@
+"""Arithmetic between tensors, and tensors put together.
+
+A product or quotient with a number or of integers is left as it is: whoever multiplies by a number
+here means it, as a temperature.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rules.table import Scales, row, tie
+from ..scale import kept_in, scale_each, scale_output
+from .activations import add, add_scales
+
+__all__ = ["addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
+
+Number = Tensor | float
+
+
+def _copies(size: int, tensor: Tensor) -> float:
+    """How many places of a result of ``size`` numbers each number of a tensor goes to."""
+    return size / (tensor.numel() or 1) or 1.0
+
+
+# Differences
+
+
+def sub_scales(
+    input: Number,
+    other: Number,
+    constraint: str | None = "to_output_scale",
+    alpha: float = 1,
+) -> Scales:
+    """As `add_scales`."""
+    return add_scales(input, other, constraint, alpha)
+
+
+def _torch_sub(
+    input: Number, other: Number, *, alpha: float = 1, out: Tensor | None = None
+) -> dict[str, Any]:
+    return {"input": input, "other": other, "alpha": alpha, "out": out}
+
+
+def _torch_sub_(input: Tensor, other: Number, *, alpha: float = 1) -> dict[str, Any]:
+    return {"input": input, "other": other, "alpha": alpha, "out": input}
+
+
+def _torch_reversed_sub(input: Tensor, other: Number, *, alpha: float = 1) -> dict[str, Any]:
+    return {"input": other, "other": input, "alpha": alpha}
+
+
+@row(
+    sub_scales,
+    adapters={
+        torch.sub: _torch_sub,
+        torch.subtract: _torch_sub,
+        torch.Tensor.sub: _torch_sub,
+        torch.Tensor.subtract: _torch_sub,
+        torch.Tensor.__sub__: _torch_sub,
+        operator.sub: _torch_sub,
+        torch.Tensor.__rsub__: _torch_reversed_sub,
+        torch.rsub: _torch_reversed_sub,
+        torch.Tensor.sub_: _torch_sub_,
+        torch.Tensor.__isub__: _torch_sub_,
+        operator.isub: _torch_sub_,
+    },
+)
+def sub(
+    input: Number,
+    other: Number,
+    constraint: str | None = "to_output_scale",
+    alpha: float = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``s * (input - alpha * other)``, as `add`: with a number, or of integers, not scaled."""
+    return add(input, other, constraint, -alpha, out)
+
+
+# Products
+
+
+def mul_scales(input: Number, other: Number, constraint: str | None = "to_output_scale") -> Scales:
+    """Independent factors of RMS 1 have a product of RMS 1; a broadcast one collects gradients.
+
+    A product with a number, or of integers, is left alone.
+    """
+    scales = {"output": 1.0, "input": 1.0, "other": 1.0}
+    if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
+        return scales
+    if not (input.is_floating_point() and other.is_floating_point()):
+        return scales
+    grads = [1.0, 1.0]
+    if input.shape != other.shape:
+        size = math.prod(torch.broadcast_shapes(input.shape, other.shape))
+        grads = [float(_copies(size, t) ** -0.5) for t in (input, other)]
+    return tie(constraint, output=1.0, input=grads[0], other=grads[1])
+
+
+def _torch_mul(input: Number, other: Number, *, out: Tensor | None = None) -> dict[str, Any]:
+    return {"input": input, "other": other, "out": out}
+
+
+def _torch_mul_(input: Tensor, other: Number) -> dict[str, Any]:
+    return {"input": input.clone(), "other": other, "out": input}  # autograd saves the factors
+
+
+@row(
+    mul_scales,
+    adapters={
+        torch.mul: _torch_mul,
+        torch.multiply: _torch_mul,
+        torch.Tensor.mul: _torch_mul,
+        torch.Tensor.multiply: _torch_mul,
+        torch.Tensor.__mul__: _torch_mul,
+        torch.Tensor.__rmul__: _torch_mul,
+        operator.mul: _torch_mul,
+        torch.Tensor.mul_: _torch_mul_,
+        torch.Tensor.__imul__: _torch_mul_,
+        operator.imul: _torch_mul_,
+    },
+)
+def mul(
+    input: Number,
+    other: Number,
+    constraint: str | None = "to_output_scale",
+    out: Tensor | None = None,
+) -> Tensor:
+    """``input * other``, whose RMS is 1 already; the factors are those of broadcast gradients.
+
+    input, other: tensors of shapes that broadcast together, or one of them a number.
+    out: a tensor to copy the result into, returned in its place; it may carry gradients.
+    """
+    input, other = _collected(input, other, mul_scales(input, other, constraint))
+    output = torch.mul(input, other)
+    return kept_in(out, output)
+
+
+def _collected(input: Number, other: Number, s: Scales) -> tuple[Number, Number]:
+    """Both operands, with the factors of what a broadcast one collects on the way back."""
+    if s["input"] != 1.0:
+        input = scale_each(input, 1.0, s["input"])  # type: ignore[arg-type]
+    if s["other"] != 1.0:
+        other = scale_each(other, 1.0, s["other"])  # type: ignore[arg-type]
+    return input, other
+
+
+def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output_scale") -> Scales:
+    """As `mul_scales`, for a divisor of magnitude about 1, as norms and averages are.
+
+    The inverse of a standard normal has no finite second moment, and so no factor.
+    """
+    return mul_scales(input, other, constraint)
+
+
+def _torch_div(
+    input: Tensor, other: Number, *, rounding_mode: str | None = None, out: Tensor | None = None
+) -> dict[str, Any]:
+    return {"input": input, "other": other, "rounding_mode": rounding_mode, "out": out}
+
+
+def _torch_div_(
+    input: Tensor, other: Number, *, rounding_mode: str | None = None
+) -> dict[str, Any]:
+    return {**_torch_mul_(input, other), "rounding_mode": rounding_mode}
+
+
+@row(
+    div_scales,
+    adapters={
+        torch.div: _torch_div,
+        torch.divide: _torch_div,
+        torch.true_divide: _torch_div,
+        torch.Tensor.div: _torch_div,
+        torch.Tensor.divide: _torch_div,
+        torch.Tensor.true_divide: _torch_div,
+        torch.Tensor.__truediv__: _torch_div,
+        operator.truediv: _torch_div,
+        torch.Tensor.div_: _torch_div_,
+        torch.Tensor.divide_: _torch_div_,
+        torch.Tensor.true_divide_: _torch_div_,
+        torch.Tensor.__itruediv__: _torch_div_,
+        operator.itruediv: _torch_div_,
+    },
+)
+def div(
+    input: Tensor,
+    other: Number,
+    constraint: str | None = "to_output_scale",
+    rounding_mode: str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``input / other``, for a divisor of magnitude about 1; other arguments as in `mul`.
+
+    rounding_mode: as in `torch.div`. Division by 0 gives Inf or NaN, as there.
+    """
+    dividend, divisor = _collected(input, other, div_scales(input, other, constraint))
+    output = torch.div(dividend, divisor, rounding_mode=rounding_mode)
+    return kept_in(out, output)
+
+
+def addcmul_scales(
+    input: Tensor,
+    tensor1: Tensor,
+    tensor2: Tensor,
+    value: float = 1,
+    constraint: str | None = "to_output_scale",
+) -> Scales:
+    """Independent terms: 1/sqrt(1 + value**2); a broadcast operand collects gradients."""
+    shapes = (input.shape, tensor1.shape, tensor2.shape)
+    size = math.prod(torch.broadcast_shapes(*shapes))
+    weights = (1.0, abs(value) or 1.0, abs(value) or 1.0)
+    grads = [
+        float(_copies(size, t) ** -0.5 / w)
+        for t, w in zip((input, tensor1, tensor2), weights, strict=True)
+    ]
+    names = ("input", "tensor1", "tensor2")
+    return tie(
+        constraint, output=(1 + value * value) ** -0.5, **dict(zip(names, grads, strict=True))
+    )
+
+
+@row(addcmul_scales, replaces=(torch.addcmul, torch.Tensor.addcmul))
+def addcmul(
+    input: Tensor,
+    tensor1: Tensor,
+    tensor2: Tensor,
+    value: float = 1,
+    constraint: str | None = "to_output_scale",
+) -> Tensor:
+    """``s * (input + value * tensor1 * tensor2)``, of shapes that broadcast together."""
+    s = addcmul_scales(input, tensor1, tensor2, value, constraint)
+    operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
+    return _sum_of_terms(lambda *terms: torch.addcmul(*terms, value=value), operands, s)
+
+
+def _sum_of_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Scales) -> Tensor:
+    """``fn(*operands)`` with its factors, in one pass each way where they are all the same."""
+    if len({s[name] for name in operands}) == 1:
+        return scale_output(fn(*operands.values()), s["output"], s["input"], fresh=True)
+    terms = [scale_each(t, 1.0, s[name]) for name, t in operands.items()]
+    return scale_each(fn(*terms), s["output"], 1.0)
+
+
+def lerp_scales(
+    input: Tensor,
+    end: Tensor,
+    weight: Number,
+    constraint: str | None = "to_output_scale",
+) -> Scales:
+    """Independent terms of weights 1 - w and w; for a tensor w, their RMS sqrt(2) and 1."""
+    a, b = (math.sqrt(2), 1.0) if isinstance(weight, Tensor) else (abs(1 - weight), abs(weight))
+    operands = {"input": (input, a), "end": (end, b)}
+    if isinstance(weight, Tensor):
+        operands["weight"] = (weight, math.sqrt(2))
+    size = math.prod(torch.broadcast_shapes(*[t.shape for t, _ in operands.values()]))
+    grads = {
+        name: float(_copies(size, t) ** -0.5 / (w or 1.0)) for name, (t, w) in operands.items()
+    }
+    return tie(constraint, output=(a * a + b * b) ** -0.5, **grads)
+
+
+@row(lerp_scales, replaces=(torch.lerp, torch.Tensor.lerp))
+def lerp(
+    input: Tensor, end: Tensor, weight: Number, constraint: str | None = "to_output_scale"
+) -> Tensor:
+    """``s * (input + weight * (end - input))``, of shapes that broadcast together.
+
+    weight: a number, or a tensor, which is then a standard normal for the rule.
+    """
+    s = lerp_scales(input, end, weight, constraint)
+    operands = {"input": input, "end": end}
+    if isinstance(weight, Tensor):
+        return _sum_of_terms(torch.lerp, {**operands, "weight": weight}, s)
+    return _sum_of_terms(lambda a, b: torch.lerp(a, b, weight), operands, s)
+
+
+# Tensors side by side
+
+
+def cat_scales() -> Scales:
+    """Tensors of one scale side by side have that scale; each gets its own part of the gradient."""
+    return {"output": 1.0, "tensors": 1.0}
+
+
+def _torch_cat(
+    tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None, out: Tensor | None = None
+) -> dict[str, Any]:
+    return {"tensors": tensors, "dim": dim if axis is None else axis, "out": out}
+
+
+@row(cat_scales, adapters=dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _torch_cat))
+def cat(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
+    """`torch.cat`: no factor is needed.
+
+    tensors: of shapes that agree but for ``dim``; two dtypes are promoted to a common one. out: a
+    tensor to write the result into. Errors are torch's.
+    """
+    return torch.cat(tensors, dim, out=out)  # type: ignore[arg-type]
+
+
+def stack_scales() -> Scales:
+    """As `cat_scales`."""
+    return cat_scales()
+
+
+@row(stack_scales, replaces=(torch.stack,))
+def stack(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
+    """`torch.stack`: no factor is needed. tensors: of one shape. Otherwise as `cat`."""
+    return torch.stack(tensors, dim, out=out)  # type: ignore[arg-type]

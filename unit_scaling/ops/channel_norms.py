@@ -1,0 +1,250 @@
+"""Norms over channels, groups and batches: like `layer_norm`, unit-scaled but for their weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp8.norms.layer_norm2d import layer_norm2d as over_channels
+
+from ..common.constant import constant
+from ..rules.batch import row_scale
+from ..rules.quadrature import largest_square
+from ..rules.table import Scales, row, tie
+from ..scale import scale_each, scale_output
+
+__all__ = [
+    "batch_norm",
+    "group_norm",
+    "instance_norm",
+    "layer_norm2d",
+    "local_response_norm",
+    "normalize",
+]
+
+
+def channel_norm_scales(input: Tensor) -> Scales:
+    """The output has RMS 1 as it is; a channel's weight collects from all but the channels."""
+    channels = input.shape[1] if input.dim() > 1 else 1
+    scale = row_scale(input.numel() // (channels or 1), 0.5)
+    return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
+
+
+def _scaled(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
+    s = channel_norm_scales(input)
+    return [
+        None if parameter is None else scale_each(parameter, 1.0, s[name])
+        for name, parameter in (("weight", weight), ("bias", bias))
+    ]
+
+
+def _torch_group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> dict[str, Any]:
+    given = {"input": input, "num_groups": num_groups, "weight": weight, "bias": bias}
+    return {**given, "eps": eps}
+
+
+@row(
+    channel_norm_scales,
+    replaces=(F.group_norm, torch.group_norm),
+    adapters={torch.group_norm: _torch_group_norm},
+)
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.group_norm` with unit-scaled gradients of weight and bias.
+
+    input: (batch, channels, ...). weight, bias: (channels,) or None.
+    """
+    weight, bias = _scaled(input, weight, bias)
+    return F.group_norm(input, num_groups, weight, bias, eps)
+
+
+def _torch_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> dict[str, Any]:
+    given = {"input": input, "running_mean": running_mean, "running_var": running_var}
+    given |= {"weight": weight, "bias": bias}
+    return {**given, "training": training, "momentum": momentum, "eps": eps}
+
+
+@row(
+    channel_norm_scales,
+    replaces=(F.batch_norm, torch.batch_norm),
+    adapters={torch.batch_norm: _torch_batch_norm},
+)
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` with unit-scaled gradients of weight and bias.
+
+    input: (batch, channels, ...). running_mean, running_var, weight, bias: (channels,) or None;
+    the running statistics are read when not training, and updated in place when training.
+    """
+    weight, bias = _scaled(input, weight, bias)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _torch_instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> dict[str, Any]:
+    given = {"input": input, "running_mean": running_mean, "running_var": running_var}
+    given |= {"weight": weight, "bias": bias}
+    return {**given, "use_input_stats": use_input_stats, "momentum": momentum, "eps": eps}
+
+
+@row(
+    channel_norm_scales,
+    replaces=(F.instance_norm, torch.instance_norm),
+    adapters={torch.instance_norm: _torch_instance_norm},
+)
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.instance_norm` with unit-scaled gradients of weight and bias.
+
+    Arguments as in `batch_norm`; use_input_stats is its ``training``.
+    """
+    weight, bias = _scaled(input, weight, bias)
+    return F.instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    )
+
+
+def _fp8_layer_norm2d(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+) -> dict[str, Any]:
+    return {"input": input, "weight": weight, "bias": bias, "eps": eps}
+
+
+@row(
+    channel_norm_scales,
+    replaces=(over_channels,),
+    adapters={over_channels: _fp8_layer_norm2d},
+)
+def layer_norm2d(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`layer_norm` over the channels of each pixel, as in ConvNeXt.
+
+    input: (batch, channels, ...). weight, bias: (channels,) or None. Strides as of
+    `fp8.norms.layer_norm2d.layer_norm2d`. Raises ValueError for an input of fewer than two
+    dimensions.
+    """
+    weight, bias = _scaled(input, weight, bias)
+    return over_channels(input, weight, bias, eps)
+
+
+def local_response_norm_scales(alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Scales:
+    """The divisor of a standard normal is about (k + alpha)**beta."""
+    scale = (k + alpha) ** beta
+    return {"output": scale, "input": scale}
+
+
+@row(local_response_norm_scales, replaces=(F.local_response_norm,))
+def local_response_norm(
+    input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Tensor:
+    """``s * local_response_norm(input, size)``. input: (batch, channels, ...)."""
+    scale = local_response_norm_scales(alpha, beta, k)["output"]
+    return F.local_response_norm(input, size, alpha, beta, k) * scale
+
+
+def normalize_scales(
+    input: Tensor,
+    p: float = 2.0,
+    dim: int | Sequence[int] = 1,
+    constraint: str | None = "to_output_scale",
+) -> Scales:
+    """About the p-norm of n standard normal numbers, which it divides by: sqrt(n) for p = 2.
+
+    For other p (n E|x|^p)^(1/p), E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi); the largest of n.
+    """
+    if not p > 0:
+        raise ValueError(f"normalize needs p above 0: got {p}")
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    size = max(1, math.prod([input.shape[d] for d in dims])) if input.dim() else 1
+    if p == math.inf:
+        norm = math.sqrt(constant(largest_square, 2 * size))
+    else:
+        moment = 2 ** (p / 2) * math.gamma((p + 1) / 2) / math.sqrt(math.pi)
+        norm = (size * moment) ** (1 / p)
+    return tie(constraint, output=norm, input=norm)
+
+
+def _torch_normalize(
+    input: Tensor,
+    p: float = 2.0,
+    dim: int | Sequence[int] = 1,
+    eps: float = 1e-12,
+    out: Tensor | None = None,
+) -> dict[str, Any]:
+    if out is not None:
+        raise TypeError("unit-scaled normalize has no out= argument")
+    return {"input": input, "p": p, "dim": dim, "eps": eps}
+
+
+@row(normalize_scales, adapters={F.normalize: _torch_normalize})
+def normalize(
+    input: Tensor,
+    p: float = 2.0,
+    dim: int | Sequence[int] = 1,
+    eps: float = 1e-12,
+    constraint: str | None = "to_output_scale",
+) -> Tensor:
+    """``s * input / norm(input)``: vectors along ``dim`` of norm s, which is about sqrt(n).
+
+    input: floating point. p: of the norm, above 0. eps: the smallest divisor.
+    Raises ValueError for another p.
+    """
+    s = normalize_scales(input, p, dim, constraint)
+    output = F.normalize(input, p, dim, eps)  # type: ignore[arg-type]
+    return scale_output(output, s["output"], s["input"], fresh=True)

@@ -1,0 +1,258 @@
+"""Convolutions and their transposes: every scale rides in the product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp8.products.convolution import conv, conv_transpose
+
+from ..rules.batch import row_scale
+from ..rules.table import Scales, row, tie
+from ..scale import scale_each
+from .products import SQRT, ScalePower, inverse
+
+__all__ = [
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+]
+
+Ints = int | Sequence[int]
+
+
+def _each(value: Ints, dims: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dims if len(values) == 1 else values
+
+
+def _positions(length: int, kernel: int, stride: int, margin: int | None, dilation: int) -> int:
+    """The length of the output, at least 1: no rule divides by zero. margin: None for "same"."""
+    if margin is None:
+        return max(length, 1)
+    return max((length + 2 * margin - dilation * (kernel - 1) - 1) // stride + 1, 1)
+
+
+def conv_scales(
+    input: Tensor,
+    weight: Tensor,
+    stride: Ints = 1,
+    padding: str | Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = SQRT,
+) -> Scales:
+    """1/sqrt of what each product sums over, edges left aside.
+
+    An output sums in/groups * kernel terms, whatever the size of the input. A weight's gradient
+    sums over batch * positions of the output. An input's gradient sums out/groups times the
+    outputs that an input is part of: kernel/stride in each dimension, or fewer where the kernel
+    is about as large as the input: kernel * positions / length.
+    """
+    fan_out, fan_in, *kernel = weight.shape
+    dims = len(kernel)
+    lengths = input.shape[-dims:]
+    strides, steps = _each(stride, dims), _each(dilation, dims)
+    margins: Sequence[int | None] = (
+        [None if padding == "same" else 0] * dims
+        if isinstance(padding, str)
+        else _each(padding, dims)
+    )
+    positions = list(map(_positions, lengths, kernel, strides, margins, steps))
+    uses = [
+        k * min(1 / step, n / max(length, 1))
+        for k, step, n, length in zip(kernel, strides, positions, lengths, strict=True)
+    ]
+    batch = input.shape[0] if input.dim() == dims + 2 else 1
+    grad = row_scale(batch * math.prod(positions), scale_power[2])
+    tied = tie(
+        constraint,
+        output=inverse(fan_in * math.prod(kernel), scale_power[0]),
+        input=(groups / (fan_out * math.prod(uses))) ** scale_power[1],
+    )
+    return {"weight": grad, "bias": grad, **tied}
+
+
+def _conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Ints,
+    padding: str | Ints,
+    dilation: Ints,
+    groups: int,
+    constraint: str | None,
+    scale_power: ScalePower,
+) -> Tensor:
+    s = conv_scales(input, weight, stride, padding, dilation, groups, constraint, scale_power)
+    if bias is not None:
+        bias = scale_each(bias, s["output"], 1.0)
+    scales = (s["output"], s["input"], s["weight"])
+    return conv(input, weight, bias, stride, padding, dilation, groups, scales=scales, unit=True)
+
+
+@row(conv_scales, replaces=(F.conv1d,))
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: str | Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = SQRT,
+) -> Tensor:
+    """``s * (conv1d(input, weight) + bias)``.
+
+    input: (batch, in, length) or (in, length). weight: (out, in / groups, kernel). bias: (out,)
+    or None. The other arguments are those of `torch.nn.functional.conv1d` (numbers, tuples of
+    one, padding "same" and "valid"), then those of `linear`.
+    """
+    return _conv(input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
+
+
+@row(conv_scales, replaces=(F.conv2d,))
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: str | Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = SQRT,
+) -> Tensor:
+    """`conv1d` in two dimensions. weight: (out, in / groups, height, width)."""
+    return _conv(input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
+
+
+@row(conv_scales, replaces=(F.conv3d,))
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: str | Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = SQRT,
+) -> Tensor:
+    """`conv1d` in three dimensions. weight: (out, in / groups, depth, height, width)."""
+    return _conv(input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
+
+
+def conv_transpose_scales(
+    input: Tensor,
+    weight: Tensor,
+    stride: Ints = 1,
+    groups: int = 1,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = SQRT,
+) -> Scales:
+    """1/sqrt of what each product sums over, edges left aside: `conv_scales` the other way round.
+
+    An output sums in/groups * kernel/stride terms, an input's gradient out/groups * kernel, a
+    weight's gradient batch * positions of the input.
+    """
+    fan_in, out, *kernel = weight.shape
+    dims = len(kernel)
+    taps = math.prod(kernel)
+    batch = input.shape[0] if input.dim() == dims + 2 else 1
+    grad = row_scale(batch * math.prod(input.shape[-dims:]), scale_power[2])
+    steps = math.prod(_each(stride, dims))
+    tied = tie(
+        constraint,
+        output=(groups * steps / (fan_in * taps)) ** scale_power[0],
+        input=inverse(out * taps, scale_power[1]),
+    )
+    outputs = steps ** scale_power[2]  # a bias is added at every output: about stride per input
+    return {"weight": grad, "bias": grad / outputs, **tied}
+
+
+def _conv_transpose(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Ints,
+    padding: Ints,
+    output_padding: Ints,
+    groups: int,
+    dilation: Ints,
+    constraint: str | None,
+    scale_power: ScalePower,
+) -> Tensor:
+    s = conv_transpose_scales(input, weight, stride, groups, constraint, scale_power)
+    if bias is not None:  # the product's own scales give its gradient the weight's factor
+        bias = scale_each(bias, s["output"], s["bias"] / s["weight"])
+    scales = (s["output"], s["input"], s["weight"])
+    sizes = (stride, padding, output_padding, groups, dilation)
+    return conv_transpose(input, weight, bias, *sizes, scales=scales, unit=True)
+
+
+@row(conv_transpose_scales, replaces=(F.conv_transpose1d,))
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = SQRT,
+) -> Tensor:
+    """``s * (conv_transpose1d(input, weight) + bias)``.
+
+    input: (batch, in, length) or (in, length). weight: (in, out / groups, kernel). bias: (out,)
+    or None. The other arguments are those of `torch.nn.functional.conv_transpose1d`, then those
+    of `linear`.
+    """
+    size = (padding, output_padding, groups, dilation)
+    return _conv_transpose(input, weight, bias, stride, *size, constraint, scale_power)
+
+
+@row(conv_transpose_scales, replaces=(F.conv_transpose2d,))
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = SQRT,
+) -> Tensor:
+    """`conv_transpose1d` in two dimensions. weight: (in, out / groups, height, width)."""
+    size = (padding, output_padding, groups, dilation)
+    return _conv_transpose(input, weight, bias, stride, *size, constraint, scale_power)
+
+
+@row(conv_transpose_scales, replaces=(F.conv_transpose3d,))
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = SQRT,
+) -> Tensor:
+    """`conv_transpose1d` in three dimensions. weight: (in, out / groups, depth, height, width)."""
+    size = (padding, output_padding, groups, dilation)
+    return _conv_transpose(input, weight, bias, stride, *size, constraint, scale_power)

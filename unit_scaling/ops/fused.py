@@ -1,0 +1,134 @@
+"""Activations that apply their scale with no more passes over memory than they must, in eager mode.
+
+As a multiplication of its own, a scale costs an activation a pass and a tensor in each direction.
+Here it multiplies fresh results in place, and a product takes it along (``addcmul``). A compiled
+graph fuses all that by itself, so there, and for tensor subclasses, `applies` is False.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from torch.nn import functional as F
+
+from fp8.common.compiler import apply
+from fp8.context.active import active_recipe
+from fp8.products.activations import KERNELS
+
+__all__ = ["activation", "applies", "silu_glu"]
+
+aten = torch.ops.aten
+
+
+def applies(*tensors: Tensor) -> bool:
+    """Whether the functions of this file are for these tensors: eager, plain, and of one shape.
+
+    They keep their input as it is; a recipe that says otherwise sees to torch's functions.
+    """
+    if is_compiling():
+        return False
+    first, recipe = tensors[0], active_recipe()
+    if recipe is not None and recipe.saved_activations:
+        return False
+    return all(
+        type(t) in (Tensor, nn.Parameter)
+        and t.is_floating_point()
+        and t.dtype == first.dtype
+        and t.device == first.device
+        and t.shape == first.shape
+        for t in tensors
+    )
+
+
+class _Activation(Function):
+    """``fwd * f(x)`` with ``bwd`` times its gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
+        result = KERNELS[name].function(x, *settings)
+        return result.mul_(fwd)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, name, _, ctx.bwd, *ctx.settings = inputs
+        ctx.kernel = KERNELS[name]
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        none = [None] * (3 + len(ctx.settings))
+        if torch.is_grad_enabled():
+            return ctx.kernel.differentiable(grad, x, *ctx.settings) * ctx.bwd, *none
+        return ctx.kernel.gradient(grad, x, *ctx.settings).mul_(ctx.bwd), *none
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return ctx.kernel.differentiable(tangent, x, *ctx.settings) * ctx.bwd
+
+
+def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``scale * a * b`` in one pass."""
+    return torch.addcmul(a.new_zeros(()), a, b, value=scale)
+
+
+class _SiluGlu(Function):
+    """``scale * x * activated``, where ``activated`` is silu(gate), and its gradient is gate's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, gate: Tensor, activated: Tensor, scale: float) -> Tensor:
+        return _scaled_product(x, activated, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.scale = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, gate, activated = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            scaled = grad * ctx.scale
+            return (
+                scaled * F.silu(gate),
+                KERNELS["silu"].differentiable(scaled * x, gate),
+                None,
+                None,
+            )
+        dx = _scaled_product(grad, activated, ctx.scale)
+        dactivated = _scaled_product(grad, x, ctx.scale)
+        return dx, aten.silu_backward.default(dactivated, gate), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dgate: Tensor | None, *_: None) -> Tensor:
+        x, gate, activated = ctx.saved_tensors
+        result = torch.zeros_like(x)
+        if dx is not None:
+            result = result + dx * activated
+        if dgate is not None:
+            result = result + KERNELS["silu"].differentiable(dgate * x, gate)
+        return result * ctx.scale
+
+
+def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
+    """``fwd * f(input)``; ``bwd`` times the gradient. name: a key of
+    `fp8.products.activations.KERNELS`."""
+    return apply(_Activation, input, name, fwd, bwd, *settings)
+
+
+def silu_glu(input: Tensor, gate: Tensor, scale: float) -> Tensor:
+    """``scale * input * silu(gate)``."""
+    with torch.no_grad():
+        activated = F.silu(gate)
+    return apply(_SiluGlu, input, gate, activated, scale)

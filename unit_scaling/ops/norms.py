@@ -1,0 +1,94 @@
+"""Normalisations: unit-scaled already, but for the gradients of their weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..rules.batch import row_scale
+from ..rules.table import Scales, row
+from ..scale import scale_each
+
+__all__ = ["layer_norm", "rms_norm"]
+
+
+def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
+    """The output has RMS 1 as it is; weight and bias collect a gradient from every row."""
+    scale = row_scale(input.numel() // (math.prod(normalized_shape) or 1), 0.5)
+    return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
+
+
+def _torch_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> dict[str, Any]:
+    return {
+        "input": input,
+        "normalized_shape": normalized_shape,
+        "weight": weight,
+        "bias": bias,
+        "eps": eps,
+    }
+
+
+@row(
+    layer_norm_scales,
+    replaces=(F.layer_norm, torch.layer_norm),
+    adapters={torch.layer_norm: _torch_layer_norm},
+)
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+) -> Tensor:
+    """`torch.nn.functional.layer_norm` with unit-scaled gradients of weight and bias.
+
+    input: (..., *normalized_shape). weight, bias: normalized_shape or None.
+    """
+    s = layer_norm_scales(input, normalized_shape)
+    weight = None if weight is None else scale_each(weight, 1.0, s["weight"])
+    bias = None if bias is None else scale_each(bias, 1.0, s["bias"])
+    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def rms_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
+    """As `layer_norm_scales`."""
+    s = layer_norm_scales(input, normalized_shape)
+    return {"output": 1.0, "input": 1.0, "weight": s["weight"]}
+
+
+def _torch_rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> dict[str, Any]:
+    return {"input": input, "normalized_shape": normalized_shape, "weight": weight, "eps": eps}
+
+
+@row(rms_norm_scales, adapters={F.rms_norm: _torch_rms_norm, torch.rms_norm: _torch_rms_norm})
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = 1e-05,
+) -> Tensor:
+    """`torch.nn.functional.rms_norm` with a unit-scaled gradient of the weight.
+
+    input: (..., *normalized_shape). weight: normalized_shape or None. eps: None is the machine
+    epsilon of the dtype, torch's own default.
+    """
+    s = rms_norm_scales(input, normalized_shape)
+    weight = None if weight is None else scale_each(weight, 1.0, s["weight"])
+    return F.rms_norm(input, list(normalized_shape), weight, eps)

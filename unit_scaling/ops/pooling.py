@@ -1,0 +1,347 @@
+"""Pooling over windows, for 1, 2 and 3 dimensions, and interpolation.
+
+The rules count a window's numbers as independent, and leave padding aside. Of the gradient they
+use that a window hands on a share of its square: the RMS is then that share, times the number of
+outputs for each input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..common.constant import constant
+from ..rules.one_call import one_call
+from ..rules.quadrature import largest_square
+from ..rules.table import Scales, row, tie
+from ..scale import scale_output
+from .generated import REQUIRED, described
+
+__all__ = [
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "lp_pool1d",
+    "lp_pool2d",
+    "lp_pool3d",
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+]
+
+Sizes = int | Sequence[int]
+Constraint = str | None
+
+#: Sums and their divisor: the averages. None where averages have several divisors.
+Summed = tuple[Tensor, int] | None
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    """A setting for each dimension: one number is for all of them."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dims if len(values) == 1 else values
+
+
+def _steps(stride: Sizes | None, dims: int) -> list[int]:
+    """The stride of each dimension; [] where it is left out: that of the kernel."""
+    return [] if stride is None else _each(stride, dims)
+
+
+def _outputs_per_input(
+    dims: int,
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+) -> float:
+    kernel = _each(kernel_size, dims)
+    steps = _steps(stride, dims) or kernel
+    pads, dilations = _each(padding, dims), _each(dilation, dims)
+    ratio = 1.0
+    for size, k, step, pad, d in zip(
+        input.shape[-dims:], kernel, steps, pads, dilations, strict=True
+    ):
+        room = size + 2 * pad - d * (k - 1) - 1
+        step = step or 1  # torch refuses 0
+        count = (room + step - 1 if ceil_mode else room) // step + 1
+        if ceil_mode and (count - 1) * step >= size + pad:
+            count -= 1  # torch leaves out a window that starts in the padding on the right
+        ratio *= max(1, count) / max(1, size)
+    return ratio
+
+
+def _window(dims: int, input: Tensor, kernel_size: Sizes, padding: Sizes = 0) -> int:
+    """How many numbers a window has: with ``ceil_mode`` a kernel may be larger than its input."""
+    sizes = zip(input.shape[-dims:], _each(kernel_size, dims), _each(padding, dims), strict=True)
+    return math.prod([min(kernel, size + 2 * pad) for size, kernel, pad in sizes])
+
+
+def _averaged(window: float, ratio: float, divisor: float, constraint: Constraint) -> Scales:
+    """A sum of ``window`` numbers over ``divisor``, ``ratio`` times for each input."""
+    output = divisor / window**0.5
+    return tie(constraint, output=output, input=output / ratio**0.5)
+
+
+def _largest(window: int, ratio: float, constraint: Constraint) -> Scales:
+    """The largest of ``window`` numbers, which gets all of the gradient."""
+    output = constant(largest_square, index(window)) ** -0.5  # a symbol of a graph
+    return tie(constraint, output=output, input=ratio**-0.5)
+
+
+def avg_pool_scales(
+    dims: int,
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    ceil_mode: bool = False,
+    divisor_override: int | None = None,
+    constraint: Constraint = "to_output_scale",
+) -> Scales:
+    """The mean of n numbers has RMS 1/sqrt(n), and so has the gradient of a window."""
+    window = _window(dims, input, kernel_size, padding)
+    ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, 1, ceil_mode)
+    return _averaged(window, ratio, divisor_override or window, constraint)
+
+
+def _sums(
+    dims: int,
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Summed:
+    """avg_pool as sums over the windows."""
+    divisor = math.prod(_each(kernel_size, dims)) if divisor_override is None else divisor_override
+    whole = not ceil_mode and (count_include_pad or not any(_each(padding, dims)))
+    if not divisor or not (whole or divisor_override):
+        return None
+    pool = getattr(F, f"avg_pool{dims}d")
+    return pool(input, kernel_size, stride, padding, ceil_mode, count_include_pad, 1), divisor
+
+
+def _sums_of_a_line(
+    dims: int,
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Summed:
+    """avg_pool1d, which has no divisor, over two dimensions of which one is of size 1."""
+    step = _steps(stride, 1)
+    sizes = [1, *_each(kernel_size, 1)], step and [1, *step], [0, *_each(padding, 1)]
+    found = _sums(2, input.unsqueeze(-2), *sizes, ceil_mode, count_include_pad)
+    return found and (found[0].squeeze(-2), found[1])
+
+
+def _sums_of_parts(dims: int, input: Tensor, output_size: Any) -> Summed:
+    """adaptive_avg_pool where all windows are of one size, and not all there is: that is a mean."""
+    sizes = _each(output_size, dims)
+    if all(wanted == 1 for wanted in sizes):
+        return None
+    divisor, parts = 1, input
+    for dim, wanted in zip(range(-1, -2 * dims, -2), reversed(sizes), strict=True):
+        size = parts.shape[dim]
+        wanted = size if wanted is None else wanted
+        if wanted < 1 or size < wanted or size % wanted:
+            return None
+        parts = parts.unflatten(dim, (wanted, size // wanted))
+        divisor *= size // wanted
+    return parts.sum(list(range(-1, -2 * dims, -2))), divisor
+
+
+def max_pool_scales(
+    dims: int,
+    input: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    ceil_mode: bool = False,
+    constraint: Constraint = "to_output_scale",
+) -> Scales:
+    """The RMS of the largest of n standard normal numbers; it gets all of a window's gradient."""
+    ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, dilation, ceil_mode)
+    return _largest(_window(dims, input, kernel_size), ratio, constraint)
+
+
+def _in_pairs(
+    dims: int, input: Tensor, kernel_size: Sizes, stride: Sizes | None = None, **_: Any
+) -> bool:
+    """Whether max_pool in a graph is to be multiplied in another order than it is stored in.
+
+    Then the compiler of torch 2.11 to 2.13 makes vectors of windows of 2 side by side, which it
+    else takes one by one: 1.3 to 4 times as fast. Other windows become slower, and float64.
+    """
+    plain = input.is_cpu and input.is_contiguous() and input.dtype != torch.float64
+    return dims > 1 and plain and _each(kernel_size, dims) == _each(stride or 2, dims) == [2] * dims
+
+
+def lp_pool_scales(
+    dims: int,
+    input: Tensor,
+    norm_type: float,
+    kernel_size: Sizes,
+    stride: Sizes | None = None,
+    ceil_mode: bool = False,
+    constraint: Constraint = "to_output_scale",
+) -> Scales:
+    """(n E|x|^p)^(1/p) for the p-norm of n numbers, sqrt(n) for p = 2.
+
+    With E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi). A window's gradient is
+    (|x| / norm)^(p - 1), of norm 1 for p = 2.
+    """
+
+    def moment(p: float) -> float:
+        return float(2 ** (p / 2) * math.gamma((p + 1) / 2) / math.sqrt(math.pi))
+
+    window, p = _window(dims, input, kernel_size), float(norm_type)
+    if not 0 < p < math.inf:
+        raise ValueError(f"norm_type is a positive number, got {norm_type}")
+    norm = (window * moment(p)) ** (1 / p)
+    share = window * moment(2 * p - 2) / norm ** (2 * p - 2)
+    ratio = _outputs_per_input(dims, input, kernel_size, stride, 0, 1, ceil_mode)
+    return tie(constraint, output=1 / norm, input=(share * ratio) ** -0.5)
+
+
+def _adaptive_window(dims: int, input: Tensor, output_size: Any) -> tuple[float, float]:
+    """(how many inputs an output is made of, outputs for each input)."""
+    sizes = [output_size] * dims if output_size is None else _each(output_size, dims)
+    window, ratio = 1.0, 1.0
+    for size, wanted in zip(input.shape[-dims:], sizes, strict=True):
+        share = 1.0 if wanted is None else max(1, size) / max(1, wanted)
+        window *= max(1.0, share)
+        ratio /= share
+    return window, ratio
+
+
+def adaptive_avg_pool_scales(
+    dims: int,
+    input: Tensor,
+    output_size: int | Sequence[int | None] | None,
+    constraint: Constraint = "to_output_scale",
+) -> Scales:
+    """As `avg_pool_scales`, with windows of the size of the input over that of the output."""
+    window, ratio = _adaptive_window(dims, input, output_size)
+    return _averaged(window, ratio, window, constraint)
+
+
+def adaptive_max_pool_scales(
+    dims: int,
+    input: Tensor,
+    output_size: int | Sequence[int | None] | None,
+    constraint: Constraint = "to_output_scale",
+) -> Scales:
+    """As `max_pool_scales`, with windows of the size of the input over that of the output."""
+    window, ratio = _adaptive_window(dims, input, output_size)
+    return _largest(math.ceil(window), ratio, constraint)
+
+
+class _Kind(NamedTuple):
+    """A rule; torch's arguments after the first, those of the rule's first; what finds `Summed`."""
+
+    rule: Callable[..., Scales]
+    settings: dict[str, Any]
+    sums: Callable[..., Summed] | None = None
+
+
+_WINDOW = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
+_AVERAGE = {**_WINDOW, "ceil_mode": False, "count_include_pad": True}
+_LARGEST = {**_WINDOW, "dilation": 1, "ceil_mode": False, "return_indices": False}
+_NORM = {"norm_type": REQUIRED, "kernel_size": REQUIRED, "stride": None, "ceil_mode": False}
+
+#: torch's name without the dimensions, or with them -> what it does.
+_KINDS = {
+    "avg_pool": _Kind(avg_pool_scales, {**_AVERAGE, "divisor_override": None}, _sums),
+    "avg_pool1d": _Kind(avg_pool_scales, _AVERAGE, _sums_of_a_line),
+    "max_pool": _Kind(max_pool_scales, _LARGEST),
+    "lp_pool": _Kind(lp_pool_scales, _NORM),
+    "adaptive_avg_pool": _Kind(adaptive_avg_pool_scales, {"output_size": REQUIRED}, _sums_of_parts),
+    "adaptive_max_pool": _Kind(
+        adaptive_max_pool_scales, {"output_size": REQUIRED, "return_indices": False}
+    ),
+}
+
+_DOCUMENTATION = """``s * {name}(input)``, with torch's arguments.
+
+input: (batch, channels, ...) or (channels, ...) with {dims} more, floating point. Indices that are
+asked for are torch's.
+"""
+
+
+def _pool(kind: str, dims: int) -> Callable[..., Any]:
+    """Adds the row of one kind of pooling in this number of dimensions, and returns the op."""
+    name = f"{kind}{dims}d"
+    fn = getattr(F, name)
+    rule_of, settings, sums = _KINDS.get(name) or _KINDS[kind]
+    unread = ("return_indices", "count_include_pad")  # the rule's, by not being in its signature
+
+    def rule(input: Tensor, **given: Any) -> Scales:
+        return rule_of(dims, input, **{k: v for k, v in given.items() if k not in unread})
+
+    def pooled(in_graph: bool, input: Tensor, *args: Any, **named: Any) -> Any:
+        names = (*settings, "constraint")
+        if len(args) > len(names):
+            raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
+        given = {**dict(zip(names, args, strict=False)), **named}
+        s = rule(input, **given)
+        given.pop("constraint", None)
+        sum_up = sums if in_graph and input.dtype != torch.float16 else None  # it can overflow
+        summed = sum_up and sum_up(dims, input, **given)
+        output, divisor = summed or (fn(input, **given), 1)
+        fwd, bwd = s["output"] / divisor, s["input"] / divisor
+        if isinstance(output, tuple):
+            values, indices = output
+            return scale_output(values, fwd, bwd, fresh=False), indices
+        if in_graph and kind == "max_pool" and _in_pairs(dims, input, **given):
+            return scale_output(output.mT, fwd, bwd, fresh=False).mT.clone()
+        # In a graph it may be a view, and would stay one; autograd keeps a norm.
+        return scale_output(output, fwd, bwd, fresh=not (in_graph or kind == "lp_pool"))
+
+    def op(input: Tensor, *args: Any, **named: Any) -> Any:
+        return pooled(False, input, *args, **named)
+
+    read = {k: v for k, v in settings.items() if k not in unread}
+    ours = {"constraint": "to_output_scale"}
+    described(rule, f"{name}_scales", rule_of.__doc__, {"input": REQUIRED, **read, **ours})
+    about = _DOCUMENTATION.format(name=name, dims=dims)
+    described(op, name, about, {"input": REQUIRED, **settings, **ours})
+    op.__annotations__ |= {k: v for k, v in rule_of.__annotations__.items() if k in settings}
+    same = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
+    return row(rule, replaces=same)(one_call(op, partial(pooled, True)))
+
+
+def _three(kind: str) -> list[Callable[..., Any]]:
+    return [_pool(kind, dims) for dims in (1, 2, 3)]
+
+
+# These have no return_indices, and return one tensor.
+_without_indices: Callable[[str], list[Callable[..., Tensor]]] = _three
+
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _without_indices(
+    "adaptive_avg_pool"
+)
+adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = _three("adaptive_max_pool")
+avg_pool1d, avg_pool2d, avg_pool3d = _without_indices("avg_pool")
+lp_pool1d, lp_pool2d, lp_pool3d = _without_indices("lp_pool")
+max_pool1d, max_pool2d, max_pool3d = _three("max_pool")

@@ -1,0 +1,335 @@
+"""Linear layers and matrix products: every scale rides in the product.
+
+The products are computed by the fp8 package, so that the recipe of an enclosing `fp8.autocast`
+applies to them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp8.context.active import unit_products
+from fp8.products.matmul import linear as linear_product
+from fp8.products.matmul import matmul as matrix_product
+from fp8.products.matmul import to_autocast_dtype
+
+from ..rules.batch import row_scale
+from ..rules.table import Constraint, Scales, row, tie
+from ..scale import scale_each
+
+__all__ = ["addmm", "bilinear", "linear", "linear_readout", "matmul"]
+
+#: The exponents of 1/fan-in (output), 1/fan-out (input gradient), 1/batch (weight gradient).
+ScalePower = tuple[float, float, float]
+
+SQRT: ScalePower = (0.5, 0.5, 0.5)
+
+
+def linear_scales(
+    input: Tensor,
+    weight: Tensor,
+    constraint: Constraint = "to_output_scale",
+    scale_power: ScalePower = SQRT,
+    weight_grad_mult: float = 1.0,
+) -> Scales:
+    """1/sqrt of what each product sums over: fan-in, fan-out, and the rows of the input."""
+    if weight.dim() != 2:
+        raise ValueError(f"linear needs a weight of shape (out, in), got {tuple(weight.shape)}")
+    fan_out, fan_in = weight.shape
+    grad = row_scale(math.prod(input.shape[:-1]), scale_power[2]) * weight_grad_mult
+    tied = tie(
+        constraint,
+        output=inverse(fan_in, scale_power[0]),
+        input=inverse(fan_out, scale_power[1]),
+    )
+    return {"weight": grad, "bias": grad, **tied}
+
+
+def inverse(size: int, power: float = 0.5) -> float:
+    """``size ** -power``; 1 for an empty dimension, where no element is there to be scaled."""
+    return (size or 1) ** -power
+
+
+@row(linear_scales, replaces=(F.linear,))
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    constraint: Constraint = "to_output_scale",
+    scale_power: ScalePower = SQRT,
+    weight_grad_mult: float = 1.0,
+) -> Tensor:
+    """``s * (input @ weight.T + bias)``.
+
+    input: (..., in). weight: (out, in). bias: (out,) or None. Returns (..., out).
+    scale_power: see `ScalePower`; with 0.5 an output of independent terms has RMS 1.
+    weight_grad_mult: a further factor of the gradients of weight and bias, for a layer whose
+    output is known to receive gradients of another RMS than 1.
+    """
+    s = linear_scales(input, weight, constraint, scale_power, weight_grad_mult)
+    return _linear(input, weight, bias, s)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, s: Scales) -> Tensor:
+    if bias is not None:  # the product's own scales give its gradient the weight's factor
+        bias = scale_each(bias, s["output"], 1.0)
+    scales = (s["output"], s["input"], s["weight"])
+    return linear_product(input, weight, bias, scales=scales, unit=True)
+
+
+READOUT: ScalePower = (1.0, 0.5, 0.5)
+
+
+def linear_readout_scales(input: Tensor, weight: Tensor, constraint: str | None = None) -> Scales:
+    """As `linear_scales`, with 1/fan-in for the output (muP's output layer)."""
+    return linear_scales(input, weight, constraint, READOUT)
+
+
+@row(linear_readout_scales)
+def linear_readout(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, constraint: str | None = None
+) -> Tensor:
+    """The last linear layer of a model: 1/fan-in for the output, and no constraint.
+
+    Shapes as in `linear`. Logits start small, as u-muP asks (arXiv 2407.17465, table 2).
+    """
+    s = linear_readout_scales(input, weight, constraint)
+    return _linear(input, weight, bias, s)
+
+
+def matmul_scales(
+    left: Tensor, right: Tensor, constraint: str | None = "to_output_scale"
+) -> Scales:
+    """1/sqrt of what each of the three products sums over, batches that were broadcast included."""
+    rows = left.shape[-2] if left.dim() > 1 else 1
+    columns = right.shape[-1] if right.dim() > 1 else 1
+    left_batch, right_batch = left.shape[:-2], right.shape[:-2]
+    left_copies = right_copies = 1
+    if left_batch != right_batch:
+        total = math.prod(torch.broadcast_shapes(left_batch, right_batch))
+        left_copies = total // (math.prod(left_batch) or 1)
+        right_copies = total // (math.prod(right_batch) or 1)
+    return tie(
+        constraint,
+        output=inverse(left.shape[-1]),
+        left=inverse(columns * left_copies),
+        right=inverse(rows * right_copies),
+    )
+
+
+def _torch_matmul(
+    input: Tensor,
+    other: Tensor | None = None,
+    *,
+    mat2: Tensor | None = None,
+    vec: Tensor | None = None,
+    tensor: Tensor | None = None,
+    out: Tensor | None = None,
+) -> dict[str, Any]:
+    if out is not None:
+        raise TypeError("unit-scaled matmul has no out= argument")
+    right = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
+    if right is None:
+        raise TypeError("matmul needs two operands, got one")
+    return {"left": input, "right": right}
+
+
+def _torch_vdot(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> dict[str, Any]:
+    return _torch_matmul(input.conj(), other, out=out)
+
+
+def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
+    return {"left": other, "right": input}
+
+
+@row(
+    matmul_scales,
+    adapters={
+        torch.matmul: _torch_matmul,
+        torch.linalg.matmul: _torch_matmul,
+        torch.Tensor.matmul: _torch_matmul,
+        torch.Tensor.__matmul__: _torch_matmul,
+        torch.Tensor.__rmatmul__: _torch_rmatmul,
+        operator.matmul: _torch_matmul,
+        torch.mm: _torch_matmul,
+        torch.Tensor.mm: _torch_matmul,
+        torch.bmm: _torch_matmul,
+        torch.Tensor.bmm: _torch_matmul,
+        torch.mv: _torch_matmul,
+        torch.Tensor.mv: _torch_matmul,
+        torch.dot: _torch_matmul,
+        torch.Tensor.dot: _torch_matmul,
+        torch.vdot: _torch_vdot,
+        torch.Tensor.vdot: _torch_vdot,
+    },
+)
+def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
+    """``s * left @ right``, with the shapes and broadcasting of `torch.matmul`."""
+    s = matmul_scales(left, right, constraint)
+    return matrix_product(left, right, scales=(s["output"], s["left"], s["right"]), unit=True)
+
+
+def addmm_scales(
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    beta: float = 1,
+    alpha: float = 1,
+    constraint: str | None = "to_output_scale",
+) -> Scales:
+    """The product as `matmul_scales`, or with a bias (one dimension) as `linear_scales`.
+
+    A sum of two unit-scaled terms with weights alpha and beta has RMS sqrt(alpha**2 + beta**2).
+    "output" is the factor of the product, "input" that of the gradient of the added term.
+    """
+    a, b = abs(alpha) or 1.0, abs(beta) or 1.0
+    if _is_bias(input, mat2):
+        grad = row_scale(math.prod(mat1.shape[:-1]))
+        fan_in, fan_out = mat2.shape
+        tied = tie(constraint, output=inverse(fan_in) / a, mat1=inverse(fan_out) / a)
+        return {"mat2": grad / a, "input": grad / b, **tied}
+    product = matmul_scales(mat1, mat2, None)
+    norm = math.hypot(alpha, beta) or 1.0
+    tied = tie(
+        constraint,
+        output=product["output"] / norm,
+        mat1=product["left"] / a,
+        mat2=product["right"] / a,
+    )
+    # As many gradients as the product has elements for each of input's.
+    size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.dim() > 1 else 1)
+    own = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
+    return {"input": 1 / norm if constraint else own, **tied}
+
+
+def _is_bias(input: Tensor, mat2: Tensor) -> bool:
+    return input.dim() == 1 and mat2.dim() == 2
+
+
+def _torch_addmm(first: str, second: str) -> Callable[..., dict[str, Any]]:
+    """The arguments of addmm, addmv, baddbmm; those of addbmm, a sum of products, as one product.
+
+    first, second: what torch calls the two operands.
+    """
+
+    def adapt(
+        input: Tensor,
+        *operands: Tensor,
+        beta: float = 1,
+        alpha: float = 1,
+        out: Tensor | None = None,
+        **named: Tensor,
+    ) -> dict[str, Any]:
+        if out is not None:
+            raise TypeError("unit-scaled addmm has no out= argument")
+        names = (first, second)[len(operands) :]
+        if set(named) != set(names) or len(operands) > 2:
+            raise TypeError(f"expected the operands {first} and {second}, beta= and alpha=")
+        mat1, mat2 = (*operands, *(named[name] for name in names))
+        return {"input": input, "mat1": mat1, "mat2": mat2, "beta": beta, "alpha": alpha}
+
+    return adapt
+
+
+def _torch_addbmm(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    given = _torch_addmm("batch1", "batch2")(*args, **kwargs)
+    left, right = given["mat1"], given["mat2"]
+    return {**given, "mat1": left.transpose(0, 1).flatten(1), "mat2": right.flatten(0, 1)}
+
+
+@row(
+    addmm_scales,
+    adapters={
+        torch.addmm: _torch_addmm("mat1", "mat2"),
+        torch.Tensor.addmm: _torch_addmm("mat1", "mat2"),
+        torch.baddbmm: _torch_addmm("batch1", "batch2"),
+        torch.Tensor.baddbmm: _torch_addmm("batch1", "batch2"),
+        torch.addmv: _torch_addmm("mat", "vec"),
+        torch.Tensor.addmv: _torch_addmm("mat", "vec"),
+        torch.addbmm: _torch_addbmm,
+        torch.Tensor.addbmm: _torch_addbmm,
+    },
+)
+def addmm(
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    beta: float = 1,
+    alpha: float = 1,
+    constraint: str | None = "to_output_scale",
+) -> Tensor:
+    """``beta * input + alpha * mat1 @ mat2``, both terms unit-scaled, and so is their sum.
+
+    mat1: (..., m, k). mat2: (..., k, n) or (k,). input: broadcastable to (..., m, n), or (..., m).
+    An input (n,) of the product of two matrices is a bias: the result is
+    ``s * (alpha * mat1 @ mat2 + beta * input)``, as in `linear`, and mat2 takes the part of the
+    weight (no constraint on its gradient). Where beta is 0 input is not read.
+    """
+    if not (mat1.is_floating_point() or mat1.is_complex()):
+        return input * beta + torch.matmul(mat1, mat2) * alpha
+    s = addmm_scales(input, mat1, mat2, beta, alpha, constraint)
+    scales = (alpha * s["output"], alpha * s["mat1"], alpha * s["mat2"])
+    if _is_bias(input, mat2):
+        bias = None
+        if beta:  # the product gives its bias the gradient factor of its weight
+            bias = scale_each(input, beta * s["output"], beta * s["input"] / (scales[2] or 1.0))
+        return linear_product(mat1, mat2.mT, bias, scales=scales, unit=True)
+    product = matrix_product(mat1, mat2, scales=scales, unit=True)
+    if not beta:
+        return product
+    forward = beta / (math.hypot(alpha, beta) or 1.0)
+    (input,) = to_autocast_dtype(input)
+    if forward == beta * s["input"]:
+        return torch.add(product, input, alpha=forward)
+    return product + scale_each(input, forward, beta * s["input"])
+
+
+def scaled(function: Callable[..., Tensor], tensors: dict[str, Tensor], s: Scales) -> Tensor:
+    """``function(*tensors)`` with the factors of ``s``: what an op is where no kernel takes them.
+
+    The gradient that ``function`` receives is that of the result, in unit scale: it may be cast.
+    """
+    operands = [scale_each(t, 1.0, s[name]) for name, t in tensors.items()]
+    with unit_products():
+        output = function(*operands)
+    return scale_each(output, s["output"], 1.0)
+
+
+def bilinear_scales(
+    input1: Tensor, input2: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
+) -> Scales:
+    """1/sqrt of what each product sums over: pairs of features, and the rows of the inputs."""
+    out, in1, in2 = weight.shape
+    grad = row_scale(math.prod(input1.shape[:-1]))
+    tied = tie(
+        constraint,
+        output=inverse(in1 * in2),
+        input1=inverse(out * in2),
+        input2=inverse(out * in1),
+    )
+    return {"weight": grad, "bias": grad, **tied}
+
+
+@row(bilinear_scales, replaces=(F.bilinear,))
+def bilinear(
+    input1: Tensor,
+    input2: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    constraint: str | None = "to_output_scale",
+) -> Tensor:
+    """``s * (bilinear(input1, input2, weight) + bias)``.
+
+    input1: (..., in1). input2: (..., in2). weight: (out, in1, in2). bias: (out,) or None. Returns
+    (..., out).
+    """
+    s = bilinear_scales(input1, input2, weight, constraint)
+    tensors = {"input1": input1, "input2": input2, "weight": weight}
+    return scaled(F.bilinear, tensors if bias is None else {**tensors, "bias": bias}, s)

@@ -1,0 +1,359 @@
+"""Recurrent layers, step by step: torch's single kernel computes its products out of reach.
+
+They compute what torch's do, with weights, inputs and hidden states at unit scale:
+
+- The gates are ``(x W_ih + h W_hh) / sqrt(1 + 1/gates)`` with x W_ih scaled by 1/sqrt(fan-in) and
+  h W_hh by 1/sqrt(fan-out). Every step multiplies a gradient that goes back through time by W_hh,
+  which sums over all gates: scaled by the fan-in it would grow from step to step.
+- A hidden state is torch's times a constant that gives it RMS 1 after the first few steps, for
+  standard normal gates. It stays bounded, and a gate that is open keeps what it holds.
+
+Nothing else is scaled: gradients are those of this function, but for the factor of the weights'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rules.batch import row_scale
+from ..rules.table import Constraint, Scales, row
+from .activations import dropout as unit_dropout
+from .products import inverse, linear
+
+__all__ = [
+    "gru",
+    "gru_cell",
+    "lstm",
+    "lstm_cell",
+    "rnn_relu",
+    "rnn_relu_cell",
+    "rnn_tanh",
+    "rnn_tanh_cell",
+]
+
+States = list[Tensor]
+"""The hidden state (batch, hidden), then the cell state where there is one."""
+
+Step = Callable[[Tensor, Tensor, States], States]
+"""(product of the input, product of the hidden state, states) -> the next states."""
+
+PACKED = "a packed sequence has no unit-scaled form: pad it, and leave the padding out of the loss"
+
+# E[sigmoid(z)**2] and E[tanh(z)**2] for a standard normal z, by quadrature.
+_SIGMOID, _TANH = 0.293379036, 0.394294490
+# What is held decays by _SIGMOID in mean square and gains _SIGMOID * _TANH in each step, so a cell
+# state of torch has the mean square _SIGMOID * _TANH / (1 - _SIGMOID) = 0.1637; tanh of a normal
+# variable of that variance has 0.126124106.
+_TANH_OF_CELL = 0.126124106
+LSTM_FACTOR = (_SIGMOID * _TANH_OF_CELL) ** -0.5
+GRU_FACTOR = ((1 - _SIGMOID) / (_SIGMOID * _TANH)) ** 0.5
+TANH_FACTOR = _TANH**-0.5
+RELU_FACTOR = math.sqrt(2)
+
+
+def _gates(x: Tensor, h: Tensor, gates: int) -> Tensor:
+    return (x + h) * (1 + 1 / gates) ** -0.5
+
+
+def _lstm_step(x: Tensor, h: Tensor, states: States) -> States:
+    i, f, g, o = _gates(x, h, 4).chunk(4, dim=-1)
+    cell = f.sigmoid() * states[1] + i.sigmoid() * g.tanh()
+    return [(o.sigmoid() * cell.tanh() * LSTM_FACTOR).to(x.dtype), cell]
+
+
+def _gru_step(x: Tensor, h: Tensor, states: States) -> States:
+    reset_x, update_x, new_x = x.chunk(3, dim=-1)
+    reset_h, update_h, new_h = h.chunk(3, dim=-1)
+    reset = _gates(reset_x, reset_h, 3).sigmoid() * _SIGMOID**-0.5
+    update = _gates(update_x, update_h, 3).sigmoid()
+    new = _gates(new_x, reset * new_h, 3).tanh() * GRU_FACTOR
+    return [(new + update * (states[0] - new)).to(x.dtype)]
+
+
+def _tanh_step(x: Tensor, h: Tensor, states: States) -> States:
+    return [_gates(x, h, 1).tanh() * TANH_FACTOR]
+
+
+def _relu_step(x: Tensor, h: Tensor, states: States) -> States:
+    return [_gates(x, h, 1).relu() * RELU_FACTOR]
+
+
+def _cell(
+    step: Step,
+    input: Tensor,
+    states: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    weight_factor: bool,
+) -> States:
+    inner, outer = _scales(w_ih, w_hh, weight_factor)
+    h = linear(states[0], w_hh, b_hh, outer)
+    return step(linear(input, w_ih, b_ih, inner), h, list(states))
+
+
+def _scales(w_ih: Tensor, w_hh: Tensor, weight_factor: bool) -> tuple[Constraint, Constraint]:
+    """The constraints of the products of the input and of the hidden state; without a factor for
+    the gradients of weights, their scales."""
+    if weight_factor:
+        return "to_output_scale", "to_grad_input_scale"
+    inner, outer = inverse(w_ih.shape[1]), inverse(w_hh.shape[0])
+    names = ("output", "input", "weight", "bias")
+    return tuple((n, inner) for n in names), tuple((n, outer) for n in names)
+
+
+def _direction(
+    step: Step, sequence: Tensor, states: States, weights: Sequence[Tensor], weight_factor: bool
+) -> tuple[Tensor, States]:
+    """All hidden states (length, batch, hidden) and the last states of one layer's direction."""
+    w_ih, w_hh = weights[:2]
+    b_ih, b_hh = weights[2:] or (None, None)
+    outputs = []
+    each = len(sequence) ** -0.5  # the weight collects a gradient from every step
+    inner, outer = _scales(w_ih, w_hh, weight_factor)
+    for x in linear(sequence, w_ih, b_ih, inner).unbind(0):
+        h = linear(states[0], w_hh, b_hh, outer, weight_grad_mult=each)
+        states = step(x, h, states)
+        outputs.append(states[0])
+    return torch.stack(outputs), states
+
+
+def _recurrent(
+    step: Step,
+    input: Tensor,
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: object,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    weight_factor: bool,
+) -> tuple[Tensor, ...]:
+    """(all outputs of the last layer, the last of each kind of state, layer by layer)."""
+    if not isinstance(has_biases, bool):
+        raise NotImplementedError(PACKED)
+    directions = 2 if bidirectional else 1
+    count = len(params) // (num_layers * directions)
+    if count not in (2, 4):
+        raise NotImplementedError("an LSTM with proj_size has no unit-scaled form")
+    sequence, last = input.transpose(0, 1) if batch_first else input, []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            i = layer * directions + direction
+            given = sequence.flip(0) if direction else sequence
+            weights = params[i * count : (i + 1) * count]
+            output, final = _direction(step, given, [s[i] for s in states], weights, weight_factor)
+            outputs.append(output.flip(0) if direction else output)
+            last.append(final)
+        sequence = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            sequence = unit_dropout(sequence, dropout)
+    output = sequence.transpose(0, 1) if batch_first else sequence
+    return (output, *(torch.stack(kind) for kind in zip(*last, strict=True)))
+
+
+_NAMES = "input hx params has_biases num_layers dropout train bidirectional batch_first".split()
+
+
+def _unpacked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a layer by name; raises NotImplementedError for a packed sequence, of which
+    torch gives other ones."""
+    if len(args) > 3 and not isinstance(args[3], bool):
+        raise NotImplementedError(PACKED)
+    return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+
+
+def _weight_scale(input: Tensor) -> float:
+    return row_scale(math.prod(input.shape[:-1]))
+
+
+def lstm_scales(input: Tensor) -> Scales:
+    """5.2 for the hidden state, which is sigmoid times tanh of a cell state of RMS 0.4."""
+    return {"output": LSTM_FACTOR, "params": _weight_scale(input)}
+
+
+@row(lstm_scales, adapters={torch.lstm: _unpacked})
+def lstm(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    train: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    weight_factor: bool = True,
+) -> tuple[Tensor, ...]:
+    """(output, hidden state, cell state) of `torch.nn.LSTM`, unit-scaled.
+
+    weight_factor: whether the gradients of the weights get the factor of the rule.
+    input: (length, batch, in), or (batch, length, in) with batch_first. hx: hidden and cell state,
+    each (layers * directions, batch, hidden). params: for each layer and direction the weights of
+    input and hidden state and, with has_biases, their biases, as in torch. dropout: between
+    layers, when train. A loop over the steps, slower than torch's kernel; its cell state is in
+    torch's scale. Raises NotImplementedError for packed sequences and for proj_size.
+    """
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
+    return _recurrent(_lstm_step, input, hx, params, *settings)
+
+
+def gru_scales(input: Tensor) -> Scales:
+    """2.5 for the hidden state: the candidate is scaled so that what is held has RMS 1."""
+    return {"output": GRU_FACTOR, "params": _weight_scale(input)}
+
+
+@row(gru_scales, adapters={torch.gru: _unpacked})
+def gru(
+    input: Tensor,
+    hx: Tensor,
+    params: Sequence[Tensor],
+    has_biases: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    train: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    weight_factor: bool = True,
+) -> tuple[Tensor, ...]:
+    """(output, hidden state) of `torch.nn.GRU`, unit-scaled. Arguments as in `lstm`, one state."""
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
+    return _recurrent(_gru_step, input, [hx], params, *settings)
+
+
+def rnn_tanh_scales(input: Tensor) -> Scales:
+    """1 / the RMS of tanh."""
+    return {"output": TANH_FACTOR, "params": _weight_scale(input)}
+
+
+@row(rnn_tanh_scales, adapters={torch.rnn_tanh: _unpacked})
+def rnn_tanh(
+    input: Tensor,
+    hx: Tensor,
+    params: Sequence[Tensor],
+    has_biases: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    train: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    weight_factor: bool = True,
+) -> tuple[Tensor, ...]:
+    """(output, hidden state) of `torch.nn.RNN`, unit-scaled. Arguments as in `gru`."""
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
+    return _recurrent(_tanh_step, input, [hx], params, *settings)
+
+
+def rnn_relu_scales(input: Tensor) -> Scales:
+    """1 / the RMS of relu."""
+    return {"output": RELU_FACTOR, "params": _weight_scale(input)}
+
+
+@row(rnn_relu_scales, adapters={torch.rnn_relu: _unpacked})
+def rnn_relu(
+    input: Tensor,
+    hx: Tensor,
+    params: Sequence[Tensor],
+    has_biases: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    train: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    weight_factor: bool = True,
+) -> tuple[Tensor, ...]:
+    """(output, hidden state) of `torch.nn.RNN` with relu, unit-scaled. Arguments as in `gru`."""
+    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
+    return _recurrent(_relu_step, input, [hx], params, *settings)
+
+
+def lstm_cell_scales(input: Tensor) -> Scales:
+    """As `lstm_scales`. A loop over n calls makes the gradients of the weights sqrt(n) as large."""
+    grad = _weight_scale(input)
+    return {"output": LSTM_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+
+
+@row(lstm_cell_scales, replaces=(torch.lstm_cell,))
+def lstm_cell(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    weight_factor: bool = True,
+) -> tuple[Tensor, ...]:
+    """A step of `lstm`: the next hidden and cell state.
+
+    input: (batch, in). hx: both states, each (batch, hidden).
+    """
+    return tuple(_cell(_lstm_step, input, hx, w_ih, w_hh, b_ih, b_hh, weight_factor))
+
+
+def gru_cell_scales(input: Tensor) -> Scales:
+    """As `gru_scales`, and as `lstm_cell_scales` for the weights."""
+    grad = _weight_scale(input)
+    return {"output": GRU_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+
+
+@row(gru_cell_scales, replaces=(torch.gru_cell,))
+def gru_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    weight_factor: bool = True,
+) -> Tensor:
+    """A step of `gru`: the next hidden state (batch, hidden). input: (batch, in)."""
+    return _cell(_gru_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
+
+
+def rnn_tanh_cell_scales(input: Tensor) -> Scales:
+    """As `rnn_tanh_scales`, and as `lstm_cell_scales` for the weights."""
+    grad = _weight_scale(input)
+    return {"output": TANH_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+
+
+@row(rnn_tanh_cell_scales, replaces=(torch.rnn_tanh_cell,))
+def rnn_tanh_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    weight_factor: bool = True,
+) -> Tensor:
+    """A step of `rnn_tanh`: the next hidden state (batch, hidden). input: (batch, in)."""
+    return _cell(_tanh_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
+
+
+def rnn_relu_cell_scales(input: Tensor) -> Scales:
+    """As `rnn_relu_scales`, and as `lstm_cell_scales` for the weights."""
+    grad = _weight_scale(input)
+    return {"output": RELU_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+
+
+@row(rnn_relu_cell_scales, replaces=(torch.rnn_relu_cell,))
+def rnn_relu_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    weight_factor: bool = True,
+) -> Tensor:
+    """A step of `rnn_relu`: the next hidden state (batch, hidden). input: (batch, in)."""
+    return _cell(_relu_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]

@@ -1,0 +1,227 @@
+"""Activations whose factors are worked out from the function: see `unit_scaling.rules.elementwise`.
+
+Their output has RMS 1 for a standard normal input, the mean included: the next product adds up
+second moments. (gelu and silu, in activations.py, have the fitted constants of u-muP instead, which
+tend to a standard deviation.) The transform scales them wherever a model calls them, as gates too.
+
+A model's clamp keeps its values: it guards against extremes. Its log and roots, which a normal
+number does not have, and powers that have no second moment are left alone. For other functions
+there is `unit_scaling.unit_scaled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import functional as F
+
+from fp8.products.activations import KERNELS
+
+from ..common.constant import specialised
+from ..rules.elementwise import elementwise_factors, elementwise_scales, scaled_elementwise
+from ..rules.table import Adapter, Scales, row
+from ..scale import kept_in, scale_output
+from . import from_output, fused
+from .from_output import activation as activation_in_graph
+from .generated import REQUIRED, described
+
+__all__ = [
+    "abs",
+    "atan",
+    "celu",
+    "clamp",
+    "cos",
+    "elu",
+    "erf",
+    "exp",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "leaky_relu",
+    "logsigmoid",
+    "mish",
+    "pow",
+    "relu",
+    "relu6",
+    "relu_squared",
+    "selu",
+    "sigmoid",
+    "sin",
+    "softplus",
+    "softshrink",
+    "softsign",
+    "square",
+    "tanh",
+    "tanhshrink",
+]
+
+# Below this many numbers, calling a custom autograd function costs more than a pass over them.
+_LARGE = 2**14
+
+_RULE = "1/RMS of {name} and of its derivative for a standard normal, by quadrature."
+
+_DOCUMENTATION = """``s * {name}({arguments}) / mult``.
+
+input: any shape, floating point. mult: how non-linear it is, above 0. inplace: write the result
+into ``input``. Further arguments are torch's. Returns the shape and dtype of input.
+"""
+
+
+def _torch_form(names: Sequence[str], written: bool) -> Adapter:
+    """The arguments of a torch function with these names, the last of which is inplace."""
+
+    def adapter(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        if len(args) > len(names):
+            raise TypeError(f"at most {len(names)} arguments are allowed, {len(args)} were given")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return {**given, "inplace": True} if written else given
+
+    return adapter
+
+
+def _spellings(names: Sequence[str], arguments: Sequence[str]) -> dict[Callable[..., Any], Adapter]:
+    """Every torch function of one of these names, or of one with _ for in place, with its form."""
+    return {
+        getattr(space, name + mark): _torch_form(arguments, bool(mark))
+        for mark in ("", "_")
+        for name in names
+        for space in (F, torch, Tensor, torch.special)
+        if hasattr(space, name + mark)
+    }
+
+
+def _given(
+    name: str, defaults: dict[str, Any], args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[float, str | None, bool, dict[str, Any]]:
+    """mult, constraint, inplace and the settings of a call, as numbers that the compiler knows."""
+    if len(args) >= len(defaults):  # inplace is by name
+        raise TypeError(f"{name} takes {len(defaults)} arguments by position")
+    given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
+    if is_compiling():
+        given = {key: specialised(value) for key, value in given.items()}
+    return given.pop("mult"), given.pop("constraint"), given.pop("inplace"), given
+
+
+def _kernel(name: str, input: Tensor) -> Callable[..., Tensor] | None:
+    """What computes an activation together with its factors in eager code, if anything does."""
+    large = name in KERNELS and input.numel() >= _LARGE
+    return fused.activation if large and fused.applies(input) else None
+
+
+def _activation(
+    name: str,
+    fn: Callable[..., Tensor],
+    settings: dict[str, Any] | None = None,
+    *,
+    spelled: Sequence[str] | None = None,
+    saves_output: bool = False,
+) -> Callable[..., Tensor]:
+    """Adds a row for an elementwise function, and returns its unit-scaled version.
+
+    settings: the arguments of ``fn`` after the first, and their defaults. spelled: what torch
+    calls it, by default as it is named here; () where a transform must not replace it.
+    saves_output: autograd keeps the output of ``fn``, which must then not be changed in place.
+    """
+    settings, spelled = settings or {}, (name,) if spelled is None else spelled
+    ours = {"mult": 1.0, "constraint": "to_output_scale"}
+    defaults = {**ours, **settings, "inplace": False}
+    plain = not (saves_output or name in {**KERNELS, **from_output.KERNELS})
+
+    def rule(mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any) -> Scales:
+        return elementwise_scales(fn, (), named, mult, constraint)
+
+    def op(input: Tensor, *args: Any, **named: Any) -> Tensor:
+        # What a graph reads while it is made it compares at each call: mostly nothing of these.
+        mult, inplace = 1.0, False
+        constraint: str | None = "to_output_scale"
+        given: dict[str, Any] = {}
+        if args or named:
+            mult, constraint, inplace, given = _given(name, defaults, args, named)
+        if not (input.is_floating_point() or input.is_complex()):
+            return kept_in(input if inplace else None, fn(input, **given))
+        fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)
+        x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
+        x = x if mult == 1.0 else x * mult
+        kernel = None
+        if not plain:
+            kernel = activation_in_graph if is_compiling() else _kernel(name, x)
+        if kernel is not None:
+            output = kernel(x, name, fwd, bwd, *(given or settings).values())
+        else:
+            output = fn(x, **given)
+            fresh = plain or not (saves_output and (output.requires_grad or is_compiling()))
+            output = scale_output(output, fwd, bwd, fresh=fresh)
+        return input.copy_(output) if inplace else output
+
+    described(rule, f"{name}_scales", _RULE.format(name=name), {**ours, **settings})
+    about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
+    described(op, name, about, {"input": REQUIRED, **defaults})
+    return row(rule, adapters=_spellings(spelled, ("input", *settings, "inplace")))(op)
+
+
+def _relu_squared(input: Tensor) -> Tensor:
+    """relu(x)**2, the activation of Primer (arXiv 2109.08668)."""
+    return torch.relu(input).square()
+
+
+def _mish(input: Tensor) -> Tensor:
+    """x * tanh(log(1 + e^x)). In a graph x * n / (n + 2) with n = e^x (e^x + 2), where exp is all
+    that takes long; from 20 on that is x to all the digits of float64."""
+    if not is_compiling():
+        return F.mish(input)
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    e = x.clamp(max=20).exp()
+    n = e * (e + 2)
+    rest = 1 / (n + 2)
+    return (x * torch.where(x > 0, 1 - 2 * rest, n * rest)).to(input.dtype)
+
+
+abs = _activation("abs", torch.abs, spelled=("abs", "absolute"))
+atan = _activation("atan", torch.atan, spelled=("atan", "arctan"))
+celu = _activation("celu", F.celu, {"alpha": 1.0})
+clamp = _activation("clamp", torch.clamp, {"min": None, "max": None}, spelled=())
+cos = _activation("cos", torch.cos)
+elu = _activation("elu", F.elu, {"alpha": 1.0})
+erf = _activation("erf", torch.erf)
+exp = _activation("exp", torch.exp, saves_output=True)
+hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5})
+hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
+hardswish = _activation("hardswish", F.hardswish)
+hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0})
+leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
+# A log-probability: losses want its value, so the transform leaves it alone.
+logsigmoid = _activation("logsigmoid", F.logsigmoid, spelled=())
+mish = _activation("mish", _mish)
+relu = _activation("relu", torch.relu, saves_output=True)
+relu6 = _activation("relu6", F.relu6)
+relu_squared = _activation("relu_squared", _relu_squared, spelled=())
+selu = _activation("selu", F.selu)
+sigmoid = _activation("sigmoid", torch.sigmoid, spelled=("sigmoid", "expit"), saves_output=True)
+sin = _activation("sin", torch.sin)
+softplus = _activation("softplus", F.softplus, {"beta": 1.0, "threshold": 20.0})
+softshrink = _activation("softshrink", F.softshrink, {"lambd": 0.5})
+softsign = _activation("softsign", F.softsign)
+square = _activation("square", torch.square)
+tanh = _activation("tanh", torch.tanh, saves_output=True)
+tanhshrink = _activation("tanhshrink", F.tanhshrink)
+
+
+def pow_scales(exponent: float, constraint: str | None = "to_output_scale") -> Scales:
+    """1/RMS of the power and of its derivative for a standard normal, by quadrature."""
+    return elementwise_scales(torch.pow, (exponent,), constraint=constraint)
+
+
+@row(pow_scales)
+def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scale") -> Tensor:
+    """``s * input ** exponent``.
+
+    input: any shape, floating point. exponent: a positive whole number. Returns the shape and dtype
+    of input. Raises ValueError for other exponents: a normal number has no root, and no inverse
+    with a finite second moment.
+    """
+    return scaled_elementwise(torch.pow, input, (exponent,), {}, 1.0, constraint, new=True)

@@ -1,0 +1,182 @@
+"""Factors of any elementwise function, worked out from the function itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from fp8.common.compiler import taken_as_constant
+
+from ..common.constant import constant, specialised
+from ..scale import scale_output
+from .quadrature import normal_means
+from .table import Scales, factors, tie
+
+__all__ = ["elementwise_rms", "elementwise_scales", "scaled_elementwise", "unit_scaled"]
+
+Elementwise = Callable[..., Tensor]
+
+
+def unit_scaled(fn: Elementwise) -> Elementwise:
+    """The unit-scaled version of any elementwise function, as a call or as a decorator.
+
+    fn: ``fn(x, *settings, **named)`` of one floating-point tensor of any shape; settings are
+    numbers, strings and the like. Returns ``scaled(x, *settings, mult=1.0,
+    constraint="to_output_scale", **named)``, which is ``s * fn(mult * x) / mult``, in the shape
+    and dtype of ``fn``.
+
+    The factors are 1/RMS of the output and of the derivative for a standard normal ``x``: the RMS
+    about zero, which is what the next product adds up, not the standard deviation. They
+    are worked out by quadrature to about ten digits, kinks and jumps included, once for each
+    ``mult`` and settings.
+
+    The first call raises ValueError for a function that is not elementwise (or is random), that
+    is constant, that is NaN or infinite for some number that a normal variable may be (log, sqrt),
+    or whose output or derivative has no finite second moment (1/x, tan); TypeError for settings
+    that are tensors.
+
+    >>> snake = unit_scaled(lambda x, a=1.0: x + torch.sin(a * x) ** 2 / a)
+    >>> snake(torch.tensor([0.0, 1.0]))
+    tensor([0.0000, 1.4938])
+    """
+
+    if not callable(fn):
+        raise TypeError(f"unit_scaled needs a function, got {type(fn).__name__}")
+
+    @wraps(fn)
+    def scaled(
+        input: Tensor,
+        *settings: Any,
+        mult: float = 1.0,
+        constraint: str | None = "to_output_scale",
+        **named: Any,
+    ) -> Tensor:
+        return scaled_elementwise(fn, input, settings, named, mult, constraint)
+
+    return scaled
+
+
+def scaled_elementwise(
+    fn: Elementwise,
+    input: Tensor,
+    settings: tuple[Any, ...],
+    named: dict[str, Any],
+    mult: float,
+    constraint: str | None,
+    *,
+    new: bool = False,
+) -> Tensor:
+    """``s * fn(mult * input, *settings, **named) / mult``.
+
+    new: the output of ``fn`` is a new tensor, at no time its input, and autograd does not save it.
+    """
+    if is_compiling():
+        mult = 1.0 if mult == 1.0 else specialised(mult)
+        settings = tuple([specialised(value) for value in settings])
+        named = {key: specialised(value) for key, value in named.items()}
+    fwd, bwd = elementwise_factors(fn, settings, named, mult, constraint)
+    output = fn(input if mult == 1.0 else input * mult, *settings, **named)
+    return scale_output(output, fwd, bwd, fresh=new)
+
+
+@taken_as_constant
+def elementwise_factors(
+    fn: Elementwise,
+    settings: tuple[Any, ...],
+    named: dict[str, Any],
+    mult: float,
+    constraint: str | None,
+) -> tuple[float, float]:
+    """The factors of ``fn(mult * x)`` and of its gradient: one number where they are the same."""
+    return factors(elementwise_scales, fn, settings, named, mult, constraint, mult=mult)
+
+
+def elementwise_scales(
+    fn: Elementwise,
+    settings: tuple[Any, ...] = (),
+    named: dict[str, Any] | None = None,
+    mult: float = 1.0,
+    constraint: str | None = "to_output_scale",
+) -> Scales:
+    """1/RMS of ``fn(mult * x) / mult`` and of its derivative, for a standard normal x."""
+    named = named or {}
+    output, derivative = constant(
+        elementwise_rms, fn, mult, tuple(named), *settings, *named.values()
+    )
+    return tie(constraint, output=mult / output, input=1 / derivative)
+
+
+def elementwise_rms(
+    fn: Elementwise, mult: float, names: tuple[str, ...], *values: Any
+) -> tuple[float, float]:
+    """The RMS of ``fn(mult * x)`` and of ``fn'(mult * x)`` for a standard normal x.
+
+    values: the settings by position, then those of ``names``. Of a step function, whose derivative
+    is 0 wherever it has one, both are the RMS of the output.
+    """
+    name = getattr(fn, "__name__", str(fn))
+    if any(isinstance(value, Tensor) for value in values):
+        raise TypeError(f"settings of {name} are numbers and strings, got a tensor")
+    if not 0 < mult < math.inf:
+        raise ValueError(f"mult is a positive number, got {mult}")
+    positional = values[: len(values) - len(names)]
+    named = dict(zip(names, values[len(positional) :], strict=True))
+
+    def f(x: Tensor) -> Tensor:
+        return fn(mult * x, *positional, **named)
+
+    _check_elementwise(f, name)
+
+    def squares(x: Tensor) -> Tensor:
+        value, derivative = _value_and_derivative(f, x)
+        both = torch.stack([value, derivative / mult])
+        bad = ~both.isfinite().all(0)
+        if bad.any():
+            worst = x[bad][x[bad].abs().argmin()].item() * mult
+            raise ValueError(f"{name} cannot be unit-scaled: not finite at {worst:.3g}")
+        return both.square()
+
+    try:
+        output, derivative = map(math.sqrt, normal_means(squares))
+    except ValueError as error:
+        if "infinite" not in str(error):
+            raise
+        raise ValueError(f"{name} cannot be unit-scaled: second moment {error}") from None
+    return output, derivative or output / mult
+
+
+def _value_and_derivative(f: Elementwise, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    value = f(x)
+    (derivative,) = torch.autograd.grad(value.sum(), x)
+    return value.detach(), derivative
+
+
+def _check_elementwise(f: Elementwise, name: str) -> None:
+    """Raises ValueError unless the value at a point depends on this point, and on it alone."""
+    x = torch.linspace(-6, 6, 30, dtype=torch.float64, device="cpu").requires_grad_()
+    try:
+        value = f(x)
+        shaped = f(x.flip(0).reshape(5, 1, 6))
+        parts = torch.cat([f(x[:7]), f(x[7:])])
+    except Exception as error:
+        raise ValueError(f"{name} is not an elementwise function: {error}") from error
+    same = value.shape == parts.shape == x.shape and shaped.shape == (5, 1, 6)
+    if same:
+        found = torch.stack([parts, shaped.flatten().flip(0)])
+        same = torch.allclose(found, value, rtol=1e-9, atol=1e-12, equal_nan=True)
+    if not same:
+        raise ValueError(
+            f"{name} is not an elementwise function: its value at a point depends on the other "
+            "points, or is random"
+        )
+    if not (value.is_floating_point() and value.requires_grad):
+        raise ValueError(f"{name} cannot be unit-scaled: its output has no gradient")
+    if torch.allclose(value, value[:1], rtol=1e-12, atol=1e-12):
+        raise ValueError(f"{name} cannot be unit-scaled: it is constant from -6 to 6")

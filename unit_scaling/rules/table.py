@@ -1,0 +1,206 @@
+"""The table of unit-scaled operations.
+
+An op is a rule and a body, side by side. The rule reads shapes and settings and returns scale
+factors by name: ``"output"`` for the output, the name of an argument for its gradient. The body is
+the torch operation with those factors applied. `row` adds a row to `OPS`:
+
+    def cube_scales(input, constraint="to_output_scale"):
+        return tie(constraint, output=15**-0.5, input=27**-0.5)
+
+    @row(cube_scales)
+    def cube(input, constraint="to_output_scale"):
+        s = cube_scales(input, constraint)
+        return scale_output(input**3, s["output"], s["input"], fresh=True)
+
+Everything that goes over all operations (transforms, reports, documentation, tests) goes over
+`OPS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from fp8.common.compiler import taken_as_constant
+
+from ..common.watched import watched
+from ..constraints import apply_constraint
+
+__all__ = ["OPS", "Adapter", "Op", "Scales", "find_op", "row", "tie"]
+
+#: Scale factors by name: "output", or the argument whose gradient is multiplied.
+Scales = dict[str, float]
+
+#: The name of a constraint, None, or the scales themselves as a plan sets them: (name, scale) each.
+Constraint = str | tuple[Any, ...] | None
+
+#: A function with torch's own signature that returns the keyword arguments of the unit-scaled op.
+Adapter = Callable[..., dict[str, Any]]
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One row: a unit-scaled operation, its rule, and the torch functions it stands for."""
+
+    name: str
+    #: The unit-scaled operation, ``unit_scaling.functional.<name>``.
+    fn: Callable[..., Any]
+    #: (arguments of ``fn`` by name) -> `Scales`. Reads shapes only.
+    rule: Callable[..., Scales]
+    #: Every torch callable that ``fn`` replaces, the plainest first; () where torch has none.
+    replaces: tuple[Callable[..., Any], ...]
+    #: For those of ``replaces`` that are called in another form than ``fn``.
+    adapters: Mapping[Callable[..., Any], Adapter] = field(default_factory=dict)
+
+    @property
+    def constrainable(self) -> bool:
+        """Whether the op has a ``constraint`` argument."""
+        return "constraint" in inspect.signature(self.fn).parameters
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the op is a loss: it has a ``reduction`` argument."""
+        return "reduction" in inspect.signature(self.fn).parameters
+
+    def bind(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        func: Callable[..., Any] | None = None,
+    ) -> dict[str, Any]:
+        """The keyword arguments of ``fn`` for a call of the torch function ``func``.
+
+        args, kwargs: as that torch function received them. func: one of ``replaces``, by default
+        the first. Raises TypeError where torch would, for arguments that do not fit.
+        """
+        func = self.replaces[0] if func is None else func
+        adapter = self.adapters.get(func)
+        if adapter is not None:
+            return adapter(*args, **kwargs)
+        names = _parameters(self.fn)
+        if len(args) > len(names):
+            raise TypeError(f"{self.name} takes {len(names)} arguments but {len(args)} were given")
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def call(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        func: Callable[..., Any] | None = None,
+        **settings: Any,
+    ) -> Tensor:
+        """The unit-scaled result of the call ``func(*args, **kwargs)`` of a torch function.
+
+        settings: further arguments of ``fn`` (``constraint=None``, ``mult=2.0``); those that the
+        op does not have are ignored, so that one caller can set the constraint of every op.
+
+        >>> from unit_scaling.rules.table import OPS
+        >>> import torch
+        >>> x = torch.ones(2, 3)
+        >>> OPS["softmax"].call((x, -1), {}, func=torch.softmax, constraint=None).shape
+        torch.Size([2, 3])
+        """
+        names = _parameters(self.fn)
+        extra = {name: value for name, value in settings.items() if name in names}
+        return self.fn(**{**self.bind(args, kwargs, func), **extra})
+
+    def scales(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        func: Callable[..., Any] | None = None,
+        **settings: Any,
+    ) -> Scales:
+        """The factors that `call` applies, without computing anything."""
+        given = {**self.bind(args, kwargs, func), **settings}
+        return self.rule(**{name: given[name] for name in _parameters(self.rule) if name in given})
+
+
+#: Every unit-scaled operation by name.
+OPS: dict[str, Op] = {}
+
+_SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {}
+_BY_FUNCTION: dict[Callable[..., Any], Op] = {}
+
+
+def _parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
+    return _SIGNATURES[fn]
+
+
+def find_op(func: Callable[..., Any] | None) -> Op | None:
+    """The row that stands for a torch function, or None."""
+    return None if func is None else _BY_FUNCTION.get(func)
+
+
+def tie(constraint: Constraint, **scales: float) -> Scales:
+    """The named scales ("output" first) after `apply_constraint`, or those that are given.
+
+    The default is told apart, and without a builtin: whatever a compiled function reads, its every
+    call checks.
+
+    >>> tie("to_output_scale", output=0.5, input=0.25)
+    {'output': 0.5, 'input': 0.5}
+    """
+    if constraint == "to_output_scale":
+        return {name: scales["output"] for name in scales}  # noqa: C420
+    if isinstance(constraint, tuple):
+        return dict(constraint)
+    return dict(zip(scales, apply_constraint(constraint, *scales.values()), strict=True))
+
+
+@taken_as_constant
+def factors(rule: Callable[..., Scales], *settings: Any, mult: float = 1.0) -> tuple[float, float]:
+    """("output", "input") of a rule that reads settings alone, both over ``mult``: one number where
+    they are the same.
+
+    A compiled function takes them as they are, and has not read the rule.
+    """
+    s = rule(*settings)
+    fwd = s["output"] / mult
+    return fwd, fwd if s["input"] == s["output"] else s["input"] / mult
+
+
+def row(
+    rule: Callable[..., Scales],
+    *,
+    replaces: Sequence[Callable[..., Any]] = (),
+    adapters: Mapping[Callable[..., Any], Adapter] | None = None,
+) -> Callable[[Fn], Fn]:
+    """Adds the decorated function to `OPS` under its own name.
+
+    The function that it returns is the same, `watched`.
+
+    rule: its arguments are some of the function's, by the same names and with the same defaults.
+    replaces, adapters: as in `Op`; a function with an adapter need not be repeated in replaces.
+    Raises ValueError for a second op of one name or for one torch function, and for a rule with
+    an argument that the function does not have.
+    """
+
+    def add(body: Fn) -> Fn:
+        fn = watched(body)
+        forms = dict(adapters or {})
+        functions = tuple(dict.fromkeys((*replaces, *forms)))
+        op = Op(name=fn.__name__, fn=fn, rule=rule, replaces=functions, adapters=forms)
+        if op.name in OPS:
+            raise ValueError(f"op {op.name!r} is in OPS already")
+        for key in (fn, rule):
+            _SIGNATURES[key] = tuple(inspect.signature(key).parameters)
+        unknown = set(_SIGNATURES[rule]) - set(_SIGNATURES[fn])
+        if unknown:
+            raise ValueError(f"the rule of {op.name!r} has arguments the op lacks: {unknown}")
+        for function in functions:
+            if function in _BY_FUNCTION:
+                raise ValueError(f"{function} is replaced by {_BY_FUNCTION[function].name!r}")
+            _BY_FUNCTION[function] = op
+        OPS[op.name] = op
+        return fn
+
+    return add
