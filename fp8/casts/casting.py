@@ -1,8 +1,8 @@
 """An operand on its way into a product: rotated, scaled tile by tile, rounded; and its gradient.
 
-A `Cast` crosses autograd functions as a plain tuple, its *spec*; () is none. An operand is seen as
-a matrix, or a batch of them, of which the product sums over one axis: -1 (its rows are multiplied)
-or -2 (its columns are).
+A `Cast` crosses autograd functions as a `Spec`, strings and numbers; None is no cast. An operand is
+seen as a matrix, or a batch of them, of which the product sums over one axis: -1 (its rows are
+multiplied) or -2 (its columns are).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -23,18 +23,21 @@ from ..formats.random_bits import KEY_START
 from ..recipes.recipe import Cast, Recipe
 from ..recipes.scaling import E8M0, history_scale, inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import plain
-from .counts import labelled, observe
+from .counts import observe
 from .measuring import measuring
 
 __all__ = [
+    "Spec",
     "cast_backward",
     "cast_forward",
     "format_of",
     "is_symmetric",
     "is_whole",
+    "labelled",
     "rotated",
     "round_straight",
     "rounded",
+    "rounding_of",
     "shifted",
     "spec_of",
     "static_scale",
@@ -44,19 +47,47 @@ __all__ = [
 
 aten = torch.ops.aten
 
-Spec = tuple[Any, ...]
-"""A Cast as strings and numbers, or () for none: no object crosses an autograd function."""
 
-
-def spec_of(cast: Cast | None) -> Spec:
-    """``cast`` as plain values: format (a name or a `Format.text`), rule (followed by `E8M0` where
-    the scale is stored so), tile, margin, rounding, overflow, random bits, size of the rotation,
-    and a label for `fp8.stats`, "" for none.
+class Spec(NamedTuple):
+    """A `Cast` as strings and numbers, which cross autograd functions and compiled graphs.
 
     Without a rule the scale is that of the operand's history (scaling "static"), or ``2**margin``:
-    1, or static, as `shifted` sets it."""
+    1, or static, as `shifted` sets it.
+    """
+
+    format: str
+    """A name in FORMATS, or a `Format.text`."""
+    rule: str | None
+    """A name in RULES, followed by `E8M0` where the scale is stored so."""
+    tile: tuple[int, int]
+    """Elements that share a scale, across and along the axis that is summed over; 0: all."""
+    margin: int
+    rounding: str
+    overflow: str
+    random_bits: int
+    hadamard: int
+    """The size of the rotation; 0: none."""
+    label: str = ""
+    """Of the operand, for `fp8.stats`; "": not sampled."""
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """All but the label: casts with the same settings compute the same."""
+        return self[:-1]
+
+
+@overload
+def spec_of(cast: Cast) -> Spec: ...
+
+
+@overload
+def spec_of(cast: Cast | None) -> Spec | None: ...
+
+
+def spec_of(cast: Cast | None) -> Spec | None:
+    """``cast`` as a `Spec`; None for None."""
     if cast is None:
-        return ()
+        return None
     return _spec(cast.text) if torch.compiler.is_compiling() else _known_spec(cast.text)
 
 
@@ -65,26 +96,28 @@ def _spec(text: str) -> Spec:
     rule += E8M0 if scaling == "mx" else ""
     across, along, margin, _, random_bits, hadamard = [int(number) for number in numbers]
     tile = (across, along)
-    return (format, rule or None, tile, margin, rounding, overflow, random_bits, hadamard, "")
+    return Spec(format, rule or None, tile, margin, rounding, overflow, random_bits, hadamard)
 
 
 _known_spec = cache(_spec)
 
 
-def shifted(spec: Spec, exponent: int) -> Spec:
+def shifted(spec: Spec | None, exponent: int) -> Spec | None:
     """The spec with its static scale times ``2**exponent``; one that finds its scale by a rule as
     it is."""
-    if not spec or spec[1] is not None:
+    if spec is None or spec.rule is not None:
         return spec
-    return (*spec[:3], spec[3] + exponent, *spec[4:])
+    return spec._replace(margin=spec.margin + exponent)
 
 
-def is_symmetric(spec: Spec) -> bool:
+def labelled(spec: Spec | None, name: str, operand: str) -> Spec | None:
+    """The spec with the label of an operand of the product ``name``."""
+    return spec._replace(label=f"{name}|{operand}") if name and spec is not None else spec
+
+
+def is_symmetric(spec: Spec | None) -> bool:
     """Whether the cast is the same along both axes of a matrix, so that one copy serves both."""
-    if not spec:
-        return True
-    _, _, (across, along), *_, hadamard, _ = spec
-    return across == along and not hadamard
+    return spec is None or (spec.tile[0] == spec.tile[1] and not spec.hadamard)
 
 
 def is_whole(recipe: Recipe) -> bool:
@@ -124,12 +157,12 @@ def cast_backward(
     if cast is not None and (pass_ := measuring()) is not None:
         return pass_.gradient(history, x)
     spec = labelled(spec_of(cast), name, "grad")
-    return apply(_RoundGradient, x, history, spec, axis, written=history) if spec else x
+    return apply(_RoundGradient, x, history, spec, axis, written=history) if spec is not None else x
 
 
 def round_straight(
     x: Tensor,
-    spec: Spec,
+    spec: Spec | None,
     axis: int = -1,
     history: Tensor | None = None,
     record: bool | None = None,
@@ -144,20 +177,19 @@ def round_straight(
 
 def rounded(
     x: Tensor,
-    spec: Spec,
+    spec: Spec | None,
     axis: int = -1,
     history: Tensor | None = None,
     record: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`round_straight`, and the scale of all of ``x``; None where that is 1 or each tile has its
     own. A static scale does not depend on ``x``."""
-    if not spec:
+    if spec is None:
         return x, None
     x = plain(x)
     check_dtype(x)
-    *_, hadamard, _ = spec
-    if hadamard:
-        x = rotated(x, hadamard, axis)
+    if spec.hadamard:
+        x = rotated(x, spec.hadamard, axis)
     scale = _whole_scale(x, spec, history, record)
     if not torch.is_grad_enabled():
         return _rounded(x, scale, spec, axis), scale
@@ -167,13 +199,13 @@ def rounded(
 def _whole_scale(
     x: Tensor, spec: Spec, history: Tensor | None, record: bool | None
 ) -> Tensor | None:
-    _, rule, tile, margin, *_ = spec
+    rule, margin = spec.rule, spec.margin
     if history is not None:
         record = torch.is_grad_enabled() if record is None else record
         return history_scale(x, history, format_of(spec), rule, margin, record)
     if rule is None:
         return static_scale(margin, x) if margin else None
-    if tile != (0, 0) or not x.numel():
+    if spec.tile != (0, 0) or not x.numel():
         return None
     return with_margin(scale_of(x, None, format_of(spec), rule), margin, rule)
 
@@ -185,28 +217,37 @@ def static_scale(exponent: int, x: Tensor) -> Tensor:
 
 
 def format_of(spec: Spec) -> Format:
-    """The format of a spec that is not ()."""
-    return Format.from_text(spec[0]) if "|" in spec[0] else get_format(spec[0])
+    """The format of a spec."""
+    return Format.from_text(spec.format) if "|" in spec.format else get_format(spec.format)
+
+
+def rounding_of(spec: Spec) -> dict[str, Any]:
+    """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a spec."""
+    return {
+        "rounding": spec.rounding,
+        "overflow": spec.overflow,
+        "random_bits": spec.random_bits,
+    }
 
 
 def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     """``x`` in the spec's format, with its scales multiplied in again; ``scale`` is that of all of
     x, None where there is one for each tile. No gradient."""
-    _, rule, tile, margin, rounding, overflow, random_bits, _, label = spec
+    rule, tile, label = spec.rule, spec.tile, spec.label
     format = format_of(spec)
-    how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
+    how = rounding_of(spec)
     if rule is None or x.numel() == 0:
         inverse = None if scale is None else inverse_of(scale, rule)
         y, whole = quantize_operand(x, format, scale=scale, inverse=inverse, **how), scale
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
         if scale is None:
-            scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
+            scale = with_margin(scale_of(tiles, dims, format, rule), spec.margin, rule)
         how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
         y = untiled(quantize_operand(tiles, format, **how), x, tile, axis)
         whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
     if label:
-        measured = rule is None and not margin and scale is not None
+        measured = rule is None and not spec.margin and scale is not None
         observe(label, x, y, whole, format, measured)
     return y
 

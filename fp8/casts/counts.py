@@ -36,7 +36,6 @@ __all__ = [
     "Recorder",
     "forget_looks",
     "is_sampled",
-    "labelled",
     "look_here",
     "observe",
     "product_name",
@@ -273,11 +272,6 @@ def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None 
         layer = f"{kind} {look.unnamed[kind]}"
         layer += "" if weight is None else f" (weight {tuple(weight.shape)})"
     return f"{look.token}|{layer}"
-
-
-def labelled(spec: tuple[Any, ...], name: str, operand: str) -> tuple[Any, ...]:
-    """The spec, whose last value is a label, with that of an operand of the product ``name``."""
-    return (*spec[:-1], f"{name}|{operand}") if name and spec else spec
 
 
 def observe(

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..recipes.recipe import Recipe
-from .casting import Spec, is_symmetric, shifted, spec_of
-from .counts import labelled
+from .casting import Spec, is_symmetric, labelled, shifted, spec_of
 
 __all__ = ["Casts", "Exponents", "casts_of", "one_copy", "static_exponent", "with_copies"]
 
@@ -24,14 +23,14 @@ Exponents = tuple[int, ...]
 
 class Casts(NamedTuple):
     """The specs of the six operands of a layer's three products. An operand of the backward
-    products is () where no cast, or no further one, is needed."""
+    products is None where no cast, or no further one, is needed."""
 
-    a: Spec = ()
-    b: Spec = ()
-    grad_for_a: Spec = ()
-    b_again: Spec = ()
-    grad_for_b: Spec = ()
-    a_again: Spec = ()
+    a: Spec | None = None
+    b: Spec | None = None
+    grad_for_a: Spec | None = None
+    b_again: Spec | None = None
+    grad_for_b: Spec | None = None
+    a_again: Spec | None = None
 
 
 def static_exponent(weight: object) -> int:
@@ -64,17 +63,19 @@ def casts_of(
     return Casts(*map(labelled, casts, [name] * len(casts), roles))
 
 
-def one_copy(first: Spec, second: Spec) -> bool:
+def one_copy(first: Spec | None, second: Spec | None) -> bool:
     """Whether an operand cast under ``first`` serves where ``second`` is asked for, along the other
     axis."""
-    return first[:-1] == second[:-1] and is_symmetric(first)
+    if first is None or second is None:
+        return first is second
+    return first.settings == second.settings and is_symmetric(first)
 
 
 def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
-    """What backward casts instead of the cast a and b, None where it uses those; and ``casts``, ()
-    for a copy that needs none."""
+    """What backward casts instead of the cast a and b, None where it uses those; and ``casts``,
+    None for a copy that needs none."""
     keep_a, keep_b = one_copy(casts.a, casts.a_again), one_copy(casts.b, casts.b_again)
     needed = casts._replace(
-        a_again=() if keep_a else casts.a_again, b_again=() if keep_b else casts.b_again
+        a_again=None if keep_a else casts.a_again, b_again=None if keep_b else casts.b_again
     )
     return None if keep_a else a, None if keep_b else b, needed

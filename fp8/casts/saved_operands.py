@@ -26,7 +26,7 @@ __all__ = ["Held", "keep", "kept", "number_of", "once", "one_of", "shared"]
 
 T = TypeVar("T")
 
-Operand = tuple[Tensor, Spec, Tensor | None]
+Operand = tuple[Tensor, Spec | None, Tensor | None]
 """A tensor, the spec that it was cast under, and the scale of all of it, None for one."""
 
 
@@ -49,7 +49,7 @@ class _Last(threading.local):
 _LAST = _Last()
 
 
-def shared(x: Tensor, history: Tensor | None, *specs: Spec) -> Held | None:
+def shared(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Held | None:
     """Where the products of ``x``, cast under ``specs``, find what the one before has kept of it.
 
     None where each keeps its own: without casts; in compiled code, whose compiler sees to it; for a
@@ -58,7 +58,7 @@ def shared(x: Tensor, history: Tensor | None, *specs: Spec) -> Held | None:
     """
     if not any(specs) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    by_chance = any(spec and spec[4] == "stochastic" for spec in specs)
+    by_chance = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
     unknown = history is not None and x.device.type != "cpu"
     if type(x) is not Tensor or by_chance or unknown or x.is_inference():  # that has no version
         return None
@@ -92,11 +92,11 @@ def keep(ctx: Any, *operands: Operand, held: Held | None = None) -> None:
     in_bytes = torch.compiler.is_compiling() or is_plain(ctx)
     for i, (x, spec, scale) in enumerate(operands):
         dtype = _dtype(x, spec) if in_bytes else None
-        if dtype is None:
+        if dtype is None or spec is None:
             saved.append(x)
         else:
             found = None if i else held
-            key = () if found is None else (spec[:-1], x.dtype, number_of(scale))
+            key = () if found is None else (spec.settings, x.dtype, number_of(scale))
             saved += one_of(found, key, partial(_bytes, x, dtype, scale, spec))
         notes.append((dtype is not None, dtype is not None and scale is not None))
     ctx.kept, ctx.held = tuple(notes), held
@@ -126,9 +126,9 @@ def once(ctx: Any) -> None:
         )
 
 
-def _dtype(x: Tensor, spec: Spec) -> torch.dtype | None:
+def _dtype(x: Tensor, spec: Spec | None) -> torch.dtype | None:
     """The dtype that ``x`` is kept in; None for its own, as on devices without FP8 dtypes."""
-    if not spec or spec[2] != (0, 0) or x.device.type == "mps":
+    if spec is None or spec.tile != (0, 0) or x.device.type == "mps":
         return None
     dtype = format_of(spec).dtype
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None
@@ -137,7 +137,7 @@ def _dtype(x: Tensor, spec: Spec) -> torch.dtype | None:
 def _bytes(x: Tensor, dtype: torch.dtype, scale: Tensor | None, spec: Spec) -> tuple[Tensor, ...]:
     if scale is None:
         return (_stored(x, dtype),)
-    inverse = inverse_of(scale, spec[1])
+    inverse = inverse_of(scale, spec.rule)
     return _stored(x / scale if inverse is None else x * inverse, dtype), scale
 
 

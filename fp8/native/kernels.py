@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, format_of, rotated, static_scale, untiled
+from ..casts.casting import Spec, format_of, rotated, rounding_of, static_scale, untiled
 from ..casts.counts import observe
 from ..formats.quantize import quantize_operand
 from ..recipes.scaling import (
@@ -92,30 +92,33 @@ _BLOCK_ROWS = 16
 at multiples of 16 bytes, which are 4 scales."""
 
 
-def kernel_of(a: Spec, b: Spec) -> tuple[str, str]:
+def kernel_of(a: Spec | None, b: Spec | None) -> tuple[str, str]:
     """The kernel that multiplies operands under these specs, or "", and why there is none."""
-    if not a or not b:
+    if a is None or b is None:
         return "", "an operand stays in high precision"
     known = {name for row in KERNELS.values() for pair in row.formats for name in pair}
     for spec in (a, b):
-        if spec[0] not in known:
+        if spec.format not in known:
             return "", f"the kernels have no format {format_of(spec).name!r}"
         if not _kind(spec):
-            return "", f"no kernel has tiles of {spec[2][0]} x {spec[2][1]} by rule {spec[1]!r}"
+            return (
+                "",
+                f"no kernel has tiles of {spec.tile[0]} x {spec.tile[1]} by rule {spec.rule!r}",
+            )
     kinds = {_kind(a), _kind(b)}
     if len(kinds) > 1 and kinds != {"tensor", "row"}:
         return "", "no kernel multiplies scales by {} by scales by {}".format(*sorted(kinds))
     kind = "row" if "row" in kinds else kinds.pop()
-    if (a[0], b[0]) not in KERNELS[kind].formats:
-        return "", f"no kernel multiplies {a[0]} by {b[0]} with scales by {kind}"
-    if a[2] == b[2] == (128, 128):
+    if (a.format, b.format) not in KERNELS[kind].formats:
+        return "", f"no kernel multiplies {a.format} by {b.format} with scales by {kind}"
+    if a.tile == b.tile == (128, 128):
         return "", "no kernel multiplies tiles of 128 x 128 by the same"
     return kind, ""
 
 
 def _kind(spec: Spec) -> str:
     """The row of KERNELS for operands like this, "" for none."""
-    _, rule, (across, along), *_ = spec
+    rule, (across, along) = spec.rule, spec.tile
     if not along:
         return "row" if across else "tensor"
     kind = _ALONG.get(along, "")
@@ -175,9 +178,9 @@ def store(
     takes.
     """
     format = format_of(spec)
-    _, rule, tile, margin, rounding, overflow, random_bits, hadamard, label = spec
-    how: Any = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
-    x = plain(rotated(plain(x), hadamard, axis) if hadamard else x, torch.float32)
+    rule, tile, margin = spec.rule, spec.tile, spec.margin
+    how = rounding_of(spec)
+    x = plain(rotated(plain(x), spec.hadamard, axis) if spec.hadamard else x, torch.float32)
     if history is not None:
         scale = history_scale(x, history, format, rule, margin, record)
         x = x / scale
@@ -199,15 +202,15 @@ def store(
             return _tiled(*((y, scale) if axis == -1 else (y.mT, scale.mT)), unit, spec)
         x = x / scale
     numbers = quantize_operand(x, format, **how)
-    if label and rule is None and history is None:
-        observe(label, x, numbers, None, format)
+    if spec.label and rule is None and history is None:
+        observe(spec.label, x, numbers, None, format)
     y = numbers.to(format.dtype)
     return Stored(y, scale) if axis == -1 else Stored(y.mT, scale.mT if scale.dim() else scale)
 
 
 def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Stored:
     """Numbers (outer, inner) of a format and the scales of their tiles, as kernels read them."""
-    across, along = spec[2]
+    across, along = spec.tile
     kind = _kind(spec)
     multiple = KERNELS[kind].multiple
     rows = max(across, _BLOCK_ROWS) if kind == "block" else 1

@@ -33,7 +33,7 @@ __all__ = [
     "why_not_recipe",
 ]
 
-Pairs = tuple[tuple[Spec, Spec], ...]
+Pairs = tuple[tuple[Spec | None, Spec | None], ...]
 """Of each of the three products the specs of its operands."""
 
 
@@ -68,7 +68,7 @@ def devices(recipe: Recipe) -> str:
 
 
 def kernels(
-    backend: str, a: Tensor, b: Tensor, casts: tuple[Spec, ...], dtype: torch.dtype
+    backend: str, a: Tensor, b: Tensor, casts: tuple[Spec | None, ...], dtype: torch.dtype
 ) -> tuple[str, ...]:
     """The kernels (rows of KERNELS) for a product of a (m, k) and b (n, k) that `takes`, with a
     result of ``dtype``, and for its gradients; () where they are to be simulated.
@@ -77,7 +77,7 @@ def kernels(
     a warning says so.
     """
     # One proof is for all static scales.
-    a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec[3]) for spec in casts)
+    a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec.margin) for spec in casts)
     pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
     kinds = proof.kernels(backend, pairs, str(a.device), dtype_name(dtype))
     return kinds if all(fits(a, b, KERNELS[kind].multiple) for kind in kinds) else ()
@@ -111,7 +111,7 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
 def _handed_on(x: Tensor, spec: Spec) -> Stored | None:
     """The bytes and scale of a ScaledTensor in the format of a cast without scales; None of all
     else."""
-    if not isinstance(x, ScaledTensor) or spec[1] is not None:
+    if not isinstance(x, ScaledTensor) or spec.rule is not None:
         return None
     same = x.stored.dtype == format_of(spec).dtype
     return Stored(x.stored, x.scale) if same else None
@@ -191,16 +191,16 @@ def _first(y: Tensor, rows: int) -> Tensor:
 
 def _again(x: Tensor, stored: Stored, spec: Spec, other: Spec) -> Stored | None:
     """``x`` for a product along its other axis; None where ``stored``, of one scale, serves."""
-    one = spec[:-1] == other[:-1] and not stored.scale.dim()
+    one = spec.settings == other.settings and not stored.scale.dim()
     return None if one else store(x, other, -2)
 
 
 def _left(a: Tensor, spec: Spec, history: Tensor | None, record: bool, held: Held | None) -> Stored:
     """`store` of a first operand, once for all products of it. A history sees each."""
     if history is None:
-        return one_of(held, ("native", spec[:-1]), lambda: store(a, spec))
+        return one_of(held, ("native", spec.settings), lambda: store(a, spec))
     stored = store(a, spec, -1, history, record)
-    key = () if held is None else ("native", spec[:-1], number_of(stored.scale))
+    key = () if held is None else ("native", spec.settings, number_of(stored.scale))
     return one_of(held, key, lambda: stored)
 
 
@@ -209,7 +209,7 @@ def product(
     b: Tensor,
     bias: Tensor | None,
     scales: tuple[float, float, float],
-    casts: tuple[Spec, ...],
+    casts: tuple[Spec | None, ...],
     histories: list[Tensor | None],
     kinds: tuple[str, ...],
     dtype: torch.dtype,
@@ -222,7 +222,7 @@ def product(
     output's. An a that was handed on in the format of its cast (`fp8.norms.norm`) is not cast
     again: its bytes are the operand.
     """
-    for_a, for_b, grad_for_a, b_again, grad_for_b, a_again = casts
+    for_a, for_b, grad_for_a, b_again, grad_for_b, a_again = [c for c in casts if c is not None]
     of_a, of_b, of_grad = histories
     record = torch.is_grad_enabled()
     with torch.no_grad():
@@ -230,7 +230,7 @@ def product(
         right = store(b, for_b, -1, of_b, record)
         again: list[Stored | None] = [None, None]
         if record:
-            key = ("native", for_a[:-1], a_again[:-1])
+            key = ("native", for_a.settings, a_again.settings)
             other = one_of(held, key, lambda: _again(a, left, for_a, a_again))
             again = [other, _again(b, right, for_b, b_again)]
     operands = _flat([left, right, *again])

@@ -21,7 +21,7 @@ from .kernels import kernel_of, multiply, store, why_not_kernel
 
 __all__ = ["kernels", "why_not"]
 
-Pair = tuple[Spec, Spec]
+Pair = tuple[Spec | None, Spec | None]
 
 _PRODUCTS = {
     "output": (-1, -1),
@@ -66,6 +66,8 @@ def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
     if why := _why_not_expected(pairs, device):
         return why
     for (name, axes), (a, b) in zip(_PRODUCTS.items(), pairs, strict=True):
+        assert a is not None
+        assert b is not None
         if why := _disproof(_at_rest(a), _at_rest(b), axes, device, dtype):
             return f"{name}: {why}"
     return ""
@@ -79,7 +81,7 @@ def _why_not_expected(pairs: tuple[Pair, ...], device: str) -> str:
 
 def _at_rest(spec: Spec) -> Spec:
     """Without what happens before the kernel: a rotation, random bits, a label."""
-    return (*spec[:4], "nearest", *spec[5:7], 0, "")
+    return spec._replace(rounding="nearest", hadamard=0, label="")
 
 
 @cache
@@ -114,7 +116,7 @@ def _tried(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: torch.dt
 def _sample(rows: int, columns: int, spec: Spec, seed: int) -> Tensor:
     """Of 0, 1 and -1, times a power of two for each tile: the cast leaves it as it is."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = [by or size for size, by in zip((rows, columns), spec[2], strict=True)]
+    sizes = [by or size for size, by in zip((rows, columns), spec.tile, strict=True)]
     tiles = [-(-size // by) for size, by in zip((rows, columns), sizes, strict=True)]
     powers = 2.0 ** torch.randint(-2, 3, tiles, generator=generator)
     spread = powers.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)

@@ -79,7 +79,7 @@ class _Activation(Function):
         scale: Tensor | None,
         name: str,
         settings: tuple[Any, ...],
-        spec: Spec,
+        spec: Spec | None,
     ) -> Tensor:
         return KERNELS[name].function(x, *settings)
 
@@ -109,7 +109,7 @@ class _Gate(Function):
         kept_b: Tensor,
         scale_a: Tensor | None,
         scale_b: Tensor | None,
-        spec: Spec,
+        spec: Spec | None,
     ) -> Tensor:
         return aten.mul.Tensor(a, b)
 

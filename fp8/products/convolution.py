@@ -42,11 +42,15 @@ Ints = int | Sequence[int]
 
 
 def _cast_maps(
-    x: Tensor, spec: Spec, axis: int, history: Tensor | None = None, record: bool | None = None
+    x: Tensor,
+    spec: Spec | None,
+    axis: int,
+    history: Tensor | None = None,
+    record: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Feature maps (batch, channels, *size) under a spec, and the scale as `rounded` has it; axis:
     -1 sums over channels, -2 over positions."""
-    if not spec or spec[2] == (0, 0):
+    if spec is None or spec.tile == (0, 0):
         return rounded(x, spec, axis, history, record)
     last = x.movedim(1, -1)
     y = round_straight(last.flatten(0, -2), spec, axis)
@@ -54,10 +58,10 @@ def _cast_maps(
 
 
 def _cast_weight(
-    x: Tensor, spec: Spec, axis: int, history: Tensor | None = None
+    x: Tensor, spec: Spec | None, axis: int, history: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """A weight (first, second, *kernel) under a spec; axis: -1 sums over second, -2 over first."""
-    if not spec or spec[2] == (0, 0):
+    if spec is None or spec.tile == (0, 0):
         return rounded(x, spec, axis, history)
     last = x.movedim(1, -1)
     y = round_straight(last.flatten(1), spec, axis)
@@ -90,7 +94,7 @@ class _Convolution(Function):
         s_dx: float,
         s_dw: float,
         geometry: tuple[Any, ...],
-        casts: tuple[Any, ...],
+        casts: Casts,
         held: Held | None,
     ) -> Tensor:
         return aten.convolution.default(input, _times(weight, s_y), bias, *geometry)
@@ -105,7 +109,8 @@ class _Convolution(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w = kept(ctx, grad.dtype)
         needs_x, needs_w, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
-        _, _, for_x, again_w, for_w, again_x = ctx.casts
+        for_x, for_w = ctx.casts.grad_for_a, ctx.casts.grad_for_b
+        again_x, again_w = ctx.casts.a_again, ctx.casts.b_again
         gradient = aten.convolution_backward.default
         one_call = needs_x and needs_w and not again_x and one_copy(for_x, for_w)
         dx: Any = None
@@ -150,7 +155,7 @@ def _convolve(
         return measured(pass_, histories, x, weight, y)
     static = static_exponents(recipe, x, weight)
     casts = casts_of(recipe, name=product_name("conv", weight, recipe), static=static)
-    casts = Casts(*((*spec[:-2], 0, spec[-1]) if spec else () for spec in casts))  # no rotation
+    casts = Casts(*(spec and spec._replace(hadamard=0) for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
     held = shared(x, of_x, casts.a, casts.a_again)
     first, second, casts = with_copies(x, weight, casts)
@@ -160,7 +165,7 @@ def _convolve(
     if bias is not None and bias.dtype != x.dtype:  # torch takes a complex one, and its real part
         raise ValueError(f"a bias has the dtype of the input, {x.dtype}: got {bias.dtype}")
     operands = (x, weight, scale_x, scale_w, first, second)
-    settings = (*scales, geometry, tuple(casts), held)
+    settings = (*scales, geometry, casts, held)
     return apply(_Convolution, *operands, bias, of_grad, *settings, written=of_grad)
 
 
@@ -170,7 +175,7 @@ def _uncast_convolution(
 ) -> Tensor:
     """`_Convolution` of operands that nothing casts, as the graph of a compiler has it."""
     x, weight, bias = to_autocast_dtype(x, weight, bias)
-    settings = (*scales, geometry, tuple(Casts()), None)
+    settings = (*scales, geometry, Casts(), None)
     return _Convolution.apply(x, weight, *[None] * 4, bias, None, *settings)
 
 

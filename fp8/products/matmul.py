@@ -23,7 +23,7 @@ from torch.autograd import Function
 from ..casts.casting import round_straight, rounded
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
-from ..casts.operands import Exponents, casts_of, one_copy, with_copies
+from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import Held, keep, kept, shared
 from ..common.compiler import apply, apply_eagerly, in_graph
 from ..context.active import chosen, layer_histories, static_exponents
@@ -42,16 +42,15 @@ ONES: Scales = (1, 1, 1)  # no floats: those a compiler would take for dynamic
 
 
 def gradients(
-    grad: Tensor, casts: tuple[Any, ...], history: Tensor | None, needs_a: bool, needs_b: bool
+    grad: Tensor, casts: Casts, history: Tensor | None, needs_a: bool, needs_b: bool
 ) -> list[Any]:
-    """The output's gradient (rows, columns) as the products for a and for b use it; differentiable.
-    casts: `Casts`."""
-    for_a = round_straight(grad, casts[2], -1, history, record=True) if needs_a else None
-    if for_a is not None and one_copy(casts[2], casts[4]):
+    """The output's gradient (rows, columns) as the products for a and b use it; differentiable."""
+    for_a = round_straight(grad, casts.grad_for_a, -1, history, record=True) if needs_a else None
+    if for_a is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
         return [for_a, for_a]
     if not needs_b:
         return [for_a, None]
-    return [for_a, round_straight(grad, casts[4], -2, history, record=True)]
+    return [for_a, round_straight(grad, casts.grad_for_b, -2, history, record=True)]
 
 
 def _gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
@@ -97,7 +96,7 @@ class _Product(Function):
         s_y: float,
         s_a: float,
         s_b: float,
-        casts: tuple[Any, ...],
+        casts: Casts,
         held: Held | None,
         fuses: bool,
     ) -> Tensor:
@@ -116,8 +115,8 @@ class _Product(Function):
         a, b = kept(ctx, grad.dtype)
         needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
         for_a, for_b = gradients(grad, ctx.casts, ctx.history, needs_a, needs_b)
-        again_a = round_straight(a, ctx.casts[5], -2).to(grad.dtype) if needs_b else None
-        again_b = round_straight(b, ctx.casts[3], -2).to(grad.dtype) if needs_a else None
+        again_a = round_straight(a, ctx.casts.a_again, -2).to(grad.dtype) if needs_b else None
+        again_b = round_straight(b, ctx.casts.b_again, -2).to(grad.dtype) if needs_a else None
         da, db = _both(ctx, again_a, again_b, for_a, for_b, ctx.s_a, ctx.s_b)
         dbias = _of_bias(grad, ctx.s_b) if needs_bias else None
         return da, db, *[None] * 4, dbias, *[None] * 7
@@ -198,7 +197,7 @@ def keep_operands(ctx: Any, a: Any, b: Any, casts: Any, held: Held | None) -> No
     """`keep` of two operands, each (cast, its scale, what backward casts instead or None)."""
     operands = []
     for (x, scale, other), spec in zip((a, b), casts, strict=False):
-        operands.append((x, spec, scale) if other is None else (other, (), None))
+        operands.append((x, spec, scale) if other is None else (other, None, None))
     keep(ctx, *operands, held=held)
 
 
@@ -244,7 +243,7 @@ def _multiply(
     w, scale_w = rounded(b, casts.b, -1, of_b)
     x, w, bias = to_autocast_dtype(x, w, bias)
     operands = (x, w, scale_x, scale_w, first, second)
-    settings = (*scales, tuple(casts), held, torch.compiler.is_compiling() and _fuses(x))
+    settings = (*scales, casts, held, torch.compiler.is_compiling() and _fuses(x))
     return apply(_Product, *operands, bias, of_grad, *settings, written=of_grad)
 
 

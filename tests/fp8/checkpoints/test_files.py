@@ -95,7 +95,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(saved: Path):
 
 KILLED = """
 import os, signal, sys, torch
-from fp8.files import save_checkpoint
+from fp8.checkpoints.files import save_checkpoint
 path, moment = sys.argv[1:]
 save_checkpoint({"step": 1, "x": torch.ones(1000)}, path)
 def die(*args): os.kill(os.getpid(), signal.SIGKILL)
@@ -124,7 +124,7 @@ def test_killed_while_writing(tmp_path: Path, moment: str, step: int):
 
 WRITER = """
 import itertools, sys, torch
-from fp8.files import save_checkpoint
+from fp8.checkpoints.files import save_checkpoint
 path, writer = sys.argv[1], int(sys.argv[2])
 for i in itertools.count():
     save_checkpoint({"writer": writer, "i": i, "x": torch.full((20_000,), writer * 1e6 + i)}, path)
@@ -270,7 +270,7 @@ def test_what_torch_loads_is_taken(tmp_path: Path):
 
 FULL = """
 import resource, signal, sys, torch
-from fp8.files import save_checkpoint
+from fp8.checkpoints.files import save_checkpoint
 path, *sizes = sys.argv[1:]
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 for size in sizes:

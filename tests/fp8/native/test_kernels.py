@@ -135,7 +135,7 @@ def test_which_kernel_multiplies_what():
         Cast(format="e2m1", scaling="mx"): "e4m3 by e2m1 with scales by mx",
     }.items():
         assert why in kernel(mx, other)[1]
-    assert kernel_of((), spec_of(mx)) == ("", "an operand stays in high precision")
+    assert kernel_of(None, spec_of(mx)) == ("", "an operand stays in high precision")
 
 
 def test_what_each_device_is_expected_to_have(monkeypatch):
