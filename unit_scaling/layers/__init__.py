@@ -1,1 +1,3 @@
-"""The modules, by kind. `unit_scaling.modules` has them all."""
+"""The unit-scaled modules.
+Imports `functional`, `parameter` and below; `unit_scaling.modules` exports them.
+"""

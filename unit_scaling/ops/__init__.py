@@ -1,1 +1,3 @@
-"""The rows of `unit_scaling.rules.table.OPS`, by kind. `unit_scaling.functional` has them all."""
+"""The unit-scaled functions: each a row of OPS, its rule beside its body.
+Imports `rules`, `core` and below; `unit_scaling.functional` exports them.
+"""

@@ -15,8 +15,7 @@ from ..common.constant import specialised
 from ..core.functional import logarithmic_interpolation
 from ..rules.table import Scales, factors, row, tie
 from ..scale import kept_in, scale_each, scale_output
-from . import fused
-from .from_output import activation as activation_in_graph
+from . import from_output, fused
 
 __all__ = ["add", "dropout", "gelu", "silu", "silu_glu", "softmax"]
 
@@ -100,9 +99,7 @@ def silu(
     fwd, bwd = factors(silu_scales, mult, constraint, mult=mult)
     x = input if mult == 1.0 else input * mult
     x = x.clone() if inplace and x is input else x  # what autograd saves must not be written to
-    if is_compiling():
-        output = activation_in_graph(x, "silu", fwd, bwd)
-    elif fused.applies(x):
+    if fused.applies(x):
         output = fused.activation(x, "silu", fwd, bwd)
     else:
         output = scale_output(F.silu(x), fwd, bwd, fresh=True)
@@ -191,7 +188,7 @@ def softmax(
     axis = _softmax_dim(input, dim)
     if is_compiling():
         logits = logits if dtype is None else logits.to(dtype)
-        return activation_in_graph(logits, "softmax", s["output"], s["input"], axis)
+        return from_output.activation(logits, "softmax", s["output"], s["input"], axis)
     output = F.softmax(logits, axis, dtype=dtype)
     return scale_output(output, s["output"], s["input"], fresh=False)
 

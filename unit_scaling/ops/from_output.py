@@ -1,15 +1,8 @@
-"""Activations of compiled graphs, with what they keep for the backward pass: output or input.
+"""Activations of compiled graphs that save their scaled output for the backward pass.
 
-The derivative of exp, relu, sigmoid, tanh and softmax is a function of their value, which torch
-saves. Of a scaled value, though, the compiler would save something else as well, or work the value
-out again. Here the scaled output is all that is saved, and what the next product saves too.
-
-Where the derivative depends on the side of a kink, the compiler saves bools. Its kernels for CPUs
-write and read them one at a time, in ten times the time of all the rest. Here the gradient compares
-the output or, in a graph for a CPU, the input, as in eager mode.
-
-Where CPUs wait for arithmetic and not for memory, a derivative is worked out with less of it: from
-a value in place of an exponential, or with the factor in the constants of its formula.
+The derivatives of exp, sigmoid, tanh and softmax are functions of their value, which torch saves.
+Of a scaled output, torch.compile would save the value as well. Here the gradient is computed from
+the scaled output, which the next product saves too.
 """
 
 from __future__ import annotations
@@ -21,10 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from fp8.common.compiler import in_graph
-from fp8.context.active import active_recipe
 
 from ..scale import scale_both, scale_output
 
@@ -59,80 +50,18 @@ def _softmax_gradient(grad: Tensor, y: Tensor, fwd: float, bwd: float, dim: int)
     return scale_both((grad - mean) * y, bwd / fwd)
 
 
-def _elu_gradient(grad: Tensor, y: Tensor, fwd: float, bwd: float, alpha: float) -> Tensor:
-    """For alpha = 1, with no exponential: e^x is the value and 1."""
-    return scale_both(grad * (y.clamp(max=0) + _top(y, fwd)), bwd / fwd)
-
-
-def _silu_gradient(grad: Tensor, x: Tensor, fwd: float, bwd: float) -> Tensor:
-    """The derivative is g (1 + x (1 - g)), g = sigmoid(x), and each of the two has the root of bwd
-    for a factor. Computed in float32 at least."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    x, root = x.to(dtype), bwd**0.5
-    gate = x.new_full((), root) / (1 + (-x).exp())
-    return grad.to(dtype) * gate * (root + x * (root - gate))
-
-
-def _piecewise(gradient: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``gradient(grad, x, *settings)`` of torch, which compares x, in the form of a `Kernel`.
-
-    To x is added a zero that the compiler does not know before grad, so that it keeps no bools.
-    """
-
-    def scaled(grad: Tensor, x: Tensor, fwd: float, bwd: float, *settings: Any) -> Tensor:
-        return scale_both(gradient(grad, x + grad.sign().clamp(0, 0), *settings), bwd)
-
-    return scaled
-
-
-def _clamp_gradient(grad: Tensor, x: Tensor, low: float | None, high: float | None) -> Tensor:
-    grad = grad if low is None else torch.where(x >= low, grad, 0.0)
-    return grad if high is None else torch.where(x <= high, grad, 0.0)
-
-
-def _leaky_relu_gradient(grad: Tensor, x: Tensor, slope: float) -> Tensor:
-    return aten.leaky_relu_backward.default(grad, x, slope, False)
-
-
-def _relu_gradient(grad: Tensor, y: Tensor) -> Tensor:
-    return aten.threshold_backward.default(grad, y, 0)
-
-
-def _relu6_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return aten.hardtanh_backward.default(grad, x, 0, 6)
-
-
 class Kernel(NamedTuple):
-    """A row of KERNELS: a function of a tensor and its settings; and ``bwd`` times its gradient: a
-    function of the output's gradient, the output, which is ``fwd`` times the function's value, fwd,
-    bwd and the settings. keeps_input: of the input in place of the output, on CPUs. settings: the
-    only ones that the gradient is for, None for any."""
+    """A row of KERNELS: a function of a tensor and its settings, and ``bwd`` times its gradient as
+    a function of the output's gradient, the output times ``fwd``, fwd, bwd and the settings."""
 
     function: Callable[..., Tensor]
     gradient: Callable[..., Tensor]
-    keeps_input: bool = False
-    settings: tuple[Any, ...] | None = None
-
-
-def _kinked(function: Callable[..., Tensor], gradient: Callable[..., Tensor]) -> Kernel:
-    return Kernel(function, _piecewise(gradient), keeps_input=True)
 
 
 KERNELS: dict[str, Kernel] = {
-    "celu": Kernel(aten.celu.default, _elu_gradient, settings=(1.0,)),
-    "clamp": _kinked(aten.clamp.default, _clamp_gradient),
-    "elu": Kernel(aten.elu.default, _elu_gradient, settings=(1.0,)),
     "exp": Kernel(aten.exp.default, _exp_gradient),
-    "hardshrink": _kinked(aten.hardshrink.default, aten.hardshrink_backward.default),
-    "hardsigmoid": _kinked(aten.hardsigmoid.default, aten.hardsigmoid_backward.default),
-    "hardtanh": _kinked(aten.hardtanh.default, aten.hardtanh_backward.default),
-    "leaky_relu": _kinked(aten.leaky_relu.default, _leaky_relu_gradient),
-    "relu": Kernel(torch.relu, _piecewise(_relu_gradient)),
-    "relu6": _kinked(aten.relu6.default, _relu6_gradient),
     "sigmoid": Kernel(aten.sigmoid.default, _sigmoid_gradient),
-    "silu": Kernel(F.silu, _silu_gradient, keeps_input=True),
     "softmax": Kernel(aten.softmax.int, _softmax_gradient),
-    "softshrink": _kinked(aten.softshrink.default, aten.softshrink_backward.default),
     "tanh": Kernel(aten.tanh.default, _tanh_gradient),
 }
 """Name -> how it is computed."""
@@ -151,7 +80,7 @@ class _Activation(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, ctx.name, *ctx.settings = inputs
         ctx.dtype = x.dtype
-        ctx.save_for_backward(x if KERNELS[ctx.name].keeps_input else output)
+        ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -162,22 +91,17 @@ class _Activation(Function):
 
 @in_graph
 def _activation(x: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
-    kernel = KERNELS[name]
-    if (x.is_cpu or not kernel.keeps_input) and kernel.settings in (None, settings):
-        return _Activation.apply(x, name, fwd, bwd, *settings)
-    return scale_output(kernel.function(x, *settings), fwd, bwd, fresh=False)
+    return _Activation.apply(x, name, fwd, bwd, *settings)
 
 
 def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
     """``fwd * f(input)``; ``bwd`` times the gradient. settings: the arguments of f after input.
 
-    Torch's own gradient for an input that records none, for `torch.func`; and for relu and silu
-    where a recipe says what is saved, and sees to torch's functions.
+    An input that requires no gradient, as in `torch.func`, takes torch's own function.
     """
+    if not input.requires_grad:
+        output = KERNELS[name].function(input, *settings)
+        return scale_output(output, fwd, bwd, fresh=False)
     from fp8.common.traced import apply
 
-    recipe = active_recipe() if name in ("relu", "silu") else None
-    if input.requires_grad and not (recipe and recipe.saved_activations):
-        function = "unit_scaling.ops.from_output._activation"
-        return apply(function, input, name, fwd, bwd, *settings)
-    return scale_output(KERNELS[name].function(input, *settings), fwd, bwd, fresh=False)
+    return apply("unit_scaling.ops.from_output._activation", input, name, fwd, bwd, *settings)

@@ -45,9 +45,6 @@ __all__ = [
 Sizes = int | Sequence[int]
 Constraint = str | None
 
-#: Sums and their divisor: the averages. None where averages have several divisors.
-Summed = tuple[Tensor, int] | None
-
 
 def _each(value: Any, dims: int) -> list[int]:
     """A setting for each dimension: one number is for all of them."""
@@ -119,57 +116,6 @@ def avg_pool_scales(
     return _averaged(window, ratio, divisor_override or window, constraint)
 
 
-def _sums(
-    dims: int,
-    input: Tensor,
-    kernel_size: Sizes,
-    stride: Sizes | None = None,
-    padding: Sizes = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Summed:
-    """avg_pool as sums over the windows."""
-    divisor = math.prod(_each(kernel_size, dims)) if divisor_override is None else divisor_override
-    whole = not ceil_mode and (count_include_pad or not any(_each(padding, dims)))
-    if not divisor or not (whole or divisor_override):
-        return None
-    pool = getattr(F, f"avg_pool{dims}d")
-    return pool(input, kernel_size, stride, padding, ceil_mode, count_include_pad, 1), divisor
-
-
-def _sums_of_a_line(
-    dims: int,
-    input: Tensor,
-    kernel_size: Sizes,
-    stride: Sizes | None = None,
-    padding: Sizes = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-) -> Summed:
-    """avg_pool1d, which has no divisor, over two dimensions of which one is of size 1."""
-    step = _steps(stride, 1)
-    sizes = [1, *_each(kernel_size, 1)], step and [1, *step], [0, *_each(padding, 1)]
-    found = _sums(2, input.unsqueeze(-2), *sizes, ceil_mode, count_include_pad)
-    return found and (found[0].squeeze(-2), found[1])
-
-
-def _sums_of_parts(dims: int, input: Tensor, output_size: Any) -> Summed:
-    """adaptive_avg_pool where all windows are of one size, and not all there is: that is a mean."""
-    sizes = _each(output_size, dims)
-    if all(wanted == 1 for wanted in sizes):
-        return None
-    divisor, parts = 1, input
-    for dim, wanted in zip(range(-1, -2 * dims, -2), reversed(sizes), strict=True):
-        size = parts.shape[dim]
-        wanted = size if wanted is None else wanted
-        if wanted < 1 or size < wanted or size % wanted:
-            return None
-        parts = parts.unflatten(dim, (wanted, size // wanted))
-        divisor *= size // wanted
-    return parts.sum(list(range(-1, -2 * dims, -2))), divisor
-
-
 def max_pool_scales(
     dims: int,
     input: Tensor,
@@ -183,18 +129,6 @@ def max_pool_scales(
     """The RMS of the largest of n standard normal numbers; it gets all of a window's gradient."""
     ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, dilation, ceil_mode)
     return _largest(_window(dims, input, kernel_size), ratio, constraint)
-
-
-def _in_pairs(
-    dims: int, input: Tensor, kernel_size: Sizes, stride: Sizes | None = None, **_: Any
-) -> bool:
-    """Whether max_pool in a graph is to be multiplied in another order than it is stored in.
-
-    Then the compiler of torch 2.11 to 2.13 makes vectors of windows of 2 side by side, which it
-    else takes one by one: 1.3 to 4 times as fast. Other windows become slower, and float64.
-    """
-    plain = input.is_cpu and input.is_contiguous() and input.dtype != torch.float64
-    return dims > 1 and plain and _each(kernel_size, dims) == _each(stride or 2, dims) == [2] * dims
 
 
 def lp_pool_scales(
@@ -258,11 +192,10 @@ def adaptive_max_pool_scales(
 
 
 class _Kind(NamedTuple):
-    """A rule; torch's arguments after the first, those of the rule's first; what finds `Summed`."""
+    """A rule; torch's arguments after the first, those of the rule's first."""
 
     rule: Callable[..., Scales]
     settings: dict[str, Any]
-    sums: Callable[..., Summed] | None = None
 
 
 _WINDOW = {"kernel_size": REQUIRED, "stride": None, "padding": 0}
@@ -272,11 +205,11 @@ _NORM = {"norm_type": REQUIRED, "kernel_size": REQUIRED, "stride": None, "ceil_m
 
 #: torch's name without the dimensions, or with them -> what it does.
 _KINDS = {
-    "avg_pool": _Kind(avg_pool_scales, {**_AVERAGE, "divisor_override": None}, _sums),
-    "avg_pool1d": _Kind(avg_pool_scales, _AVERAGE, _sums_of_a_line),
+    "avg_pool": _Kind(avg_pool_scales, {**_AVERAGE, "divisor_override": None}),
+    "avg_pool1d": _Kind(avg_pool_scales, _AVERAGE),
     "max_pool": _Kind(max_pool_scales, _LARGEST),
     "lp_pool": _Kind(lp_pool_scales, _NORM),
-    "adaptive_avg_pool": _Kind(adaptive_avg_pool_scales, {"output_size": REQUIRED}, _sums_of_parts),
+    "adaptive_avg_pool": _Kind(adaptive_avg_pool_scales, {"output_size": REQUIRED}),
     "adaptive_max_pool": _Kind(
         adaptive_max_pool_scales, {"output_size": REQUIRED, "return_indices": False}
     ),
@@ -293,7 +226,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     """Adds the row of one kind of pooling in this number of dimensions, and returns the op."""
     name = f"{kind}{dims}d"
     fn = getattr(F, name)
-    rule_of, settings, sums = _KINDS.get(name) or _KINDS[kind]
+    rule_of, settings = _KINDS.get(name) or _KINDS[kind]
     unread = ("return_indices", "count_include_pad")  # the rule's, by not being in its signature
 
     def rule(input: Tensor, **given: Any) -> Scales:
@@ -306,17 +239,13 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         given = {**dict(zip(names, args, strict=False)), **named}
         s = rule(input, **given)
         given.pop("constraint", None)
-        sum_up = sums if in_graph and input.dtype != torch.float16 else None  # it can overflow
-        summed = sum_up and sum_up(dims, input, **given)
-        output, divisor = summed or (fn(input, **given), 1)
-        fwd, bwd = s["output"] / divisor, s["input"] / divisor
+        output = fn(input, **given)
         if isinstance(output, tuple):
             values, indices = output
-            return scale_output(values, fwd, bwd, fresh=False), indices
-        if in_graph and kind == "max_pool" and _in_pairs(dims, input, **given):
-            return scale_output(output.mT, fwd, bwd, fresh=False).mT.clone()
+            return scale_output(values, s["output"], s["input"], fresh=False), indices
         # In a graph it may be a view, and would stay one; autograd keeps a norm.
-        return scale_output(output, fwd, bwd, fresh=not (in_graph or kind == "lp_pool"))
+        fresh = not (in_graph or kind == "lp_pool")
+        return scale_output(output, s["output"], s["input"], fresh=fresh)
 
     def op(input: Tensor, *args: Any, **named: Any) -> Any:
         return pooled(False, input, *args, **named)

@@ -26,7 +26,6 @@ from ..rules.elementwise import elementwise_factors, elementwise_scales, scaled_
 from ..rules.table import Adapter, Scales, row
 from ..scale import kept_in, scale_output
 from . import from_output, fused
-from .from_output import activation as activation_in_graph
 from .generated import REQUIRED, described
 
 __all__ = [
@@ -107,12 +106,6 @@ def _given(
     return given.pop("mult"), given.pop("constraint"), given.pop("inplace"), given
 
 
-def _kernel(name: str, input: Tensor) -> Callable[..., Tensor] | None:
-    """What computes an activation together with its factors in eager code, if anything does."""
-    large = name in KERNELS and input.numel() >= _LARGE
-    return fused.activation if large and fused.applies(input) else None
-
-
 def _activation(
     name: str,
     fn: Callable[..., Tensor],
@@ -130,13 +123,11 @@ def _activation(
     settings, spelled = settings or {}, (name,) if spelled is None else spelled
     ours = {"mult": 1.0, "constraint": "to_output_scale"}
     defaults = {**ours, **settings, "inplace": False}
-    plain = not (saves_output or name in {**KERNELS, **from_output.KERNELS})
 
     def rule(mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any) -> Scales:
         return elementwise_scales(fn, (), named, mult, constraint)
 
     def op(input: Tensor, *args: Any, **named: Any) -> Tensor:
-        # What a graph reads while it is made it compares at each call: mostly nothing of these.
         mult, inplace = 1.0, False
         constraint: str | None = "to_output_scale"
         given: dict[str, Any] = {}
@@ -147,15 +138,12 @@ def _activation(
         fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult
-        kernel = None
-        if not plain:
-            kernel = activation_in_graph if is_compiling() else _kernel(name, x)
-        if kernel is not None:
-            output = kernel(x, name, fwd, bwd, *(given or settings).values())
+        if is_compiling() and name in from_output.KERNELS:
+            output = from_output.activation(x, name, fwd, bwd)
+        elif name in KERNELS and x.numel() >= _LARGE and fused.applies(x):
+            output = fused.activation(x, name, fwd, bwd, *(given or settings).values())
         else:
-            output = fn(x, **given)
-            fresh = plain or not (saves_output and (output.requires_grad or is_compiling()))
-            output = scale_output(output, fwd, bwd, fresh=fresh)
+            output = scale_output(fn(x, **given), fwd, bwd, fresh=not saves_output)
         return input.copy_(output) if inplace else output
 
     described(rule, f"{name}_scales", _RULE.format(name=name), {**ours, **settings})
@@ -167,18 +155,6 @@ def _activation(
 def _relu_squared(input: Tensor) -> Tensor:
     """relu(x)**2, the activation of Primer (arXiv 2109.08668)."""
     return torch.relu(input).square()
-
-
-def _mish(input: Tensor) -> Tensor:
-    """x * tanh(log(1 + e^x)). In a graph x * n / (n + 2) with n = e^x (e^x + 2), where exp is all
-    that takes long; from 20 on that is x to all the digits of float64."""
-    if not is_compiling():
-        return F.mish(input)
-    x = input.to(torch.promote_types(input.dtype, torch.float32))
-    e = x.clamp(max=20).exp()
-    n = e * (e + 2)
-    rest = 1 / (n + 2)
-    return (x * torch.where(x > 0, 1 - 2 * rest, n * rest)).to(input.dtype)
 
 
 abs = _activation("abs", torch.abs, spelled=("abs", "absolute"))
@@ -196,7 +172,7 @@ hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0}
 leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
 # A log-probability: losses want its value, so the transform leaves it alone.
 logsigmoid = _activation("logsigmoid", F.logsigmoid, spelled=())
-mish = _activation("mish", _mish)
+mish = _activation("mish", F.mish)
 relu = _activation("relu", torch.relu, saves_output=True)
 relu6 = _activation("relu6", F.relu6)
 relu_squared = _activation("relu_squared", _relu_squared, spelled=())

@@ -1,0 +1,3 @@
+"""Checks at the first call of a model and at the first step of an optimizer.
+Imports `common`.
+"""

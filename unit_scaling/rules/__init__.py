@@ -1,0 +1,3 @@
+"""The rules of ops: the table OPS, quadrature, elementwise factors, the batch of a step.
+Imports `scale`, `constraints` and `common`.
+"""
