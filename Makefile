@@ -8,10 +8,10 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 .DEFAULT_GOAL := help
 .PHONY: help setup demo record test test-all lint format bench notebooks docs clean
 
-help:  ## list the targets
+help:  ## list the targets and what each costs (times: 2 CPU cores)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## create .venv and install everything the other targets need
+setup: $(STAMP)  ## create .venv and install the tools of all targets (minutes: downloads torch)
 
 $(RUN): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,38 +22,38 @@ $(STAMP): $(RUN)
 	$(INSTALL) -e '.[dev]'
 	touch $@
 
-demo: $(RUN)  ## train a small GPT in FP32, FP8, unit-scaled and unit-scaled FP8, with a table and a plot
+demo: $(RUN)  ## train a small GPT in six variants, with a table and a figure (6 to 8 minutes)
 	$(BIN)/python -m notebooks.nanogpt --preset small
 
-record: $(RUN)  ## the demo, with its table, figures and plot written into the README
+record: $(RUN)  ## the demo, with its results written into README.md and docs/ (6 to 8 minutes)
 	rm -rf out/record
 	$(BIN)/python -m notebooks.nanogpt --preset small --out out/record
 	$(BIN)/python -m docs.demo out/record
 
-test: $(STAMP)  ## the tests (minutes, no GPU)
+test: $(STAMP)  ## run the tests (8 to 12 minutes, no GPU)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-test-all: $(STAMP)  ## the tests and the exhaustive checks (every fp32 bit pattern)
+test-all: $(STAMP)  ## run the tests and the exhaustive checks, every fp32 bit pattern (long)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ''
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## check with ruff and mypy (seconds)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)  ## format the code
+format: $(STAMP)  ## format the code with ruff (seconds)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## every benchmark, results in benchmarks/results
+bench: $(STAMP)  ## run every benchmark, results in benchmarks/results (hours)
 	$(BIN)/python -m benchmarks
 
-notebooks: $(STAMP)  ## run the notebooks and keep their outputs
+notebooks: $(STAMP)  ## run the notebooks and save their outputs (minutes)
 	$(BIN)/python -m notebooks.execute
 
-docs: $(STAMP)  ## write the pages that are made from the code, and the site to out/site
+docs: $(STAMP)  ## write the generated pages, and the site to out/site (a minute)
 	$(BIN)/python -m docs.build
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
-clean:  ## remove the environment and everything generated
+clean:  ## remove the environment and all generated files (seconds)
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,8 +1,8 @@
-"""`python -m docs.demo FOLDER`: the results of ``make demo`` in FOLDER become the README's.
+"""`python -m docs.demo FOLDER`: records the results of ``make demo`` in FOLDER.
 
-Writes benchmarks/results/demo.json and docs/demo.png, and then what is made from all results: pages
-and the parts of the README between ``<!-- NAME -->`` and ``<!-- /NAME -->``. ``--without-times`` is
-for runs on a machine that did other work.
+Writes benchmarks/results/demo.json and docs/demo.png, and then the pages that are made from all
+results, with the parts of README.md and docs/demo-results.md between ``<!-- NAME -->`` and
+``<!-- /NAME -->``. ``--without-times`` is for a run on a machine with other load.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from notebooks.nanogpt.session import RESULTS as RUN
 from notebooks.nanogpt.variants import VARIANTS
 
 README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).with_name("demo-results.md")
 PICTURE = Path(__file__).with_name("demo.png")
 
 TIMES = ("ms_per_step", "time_ratio")
@@ -96,6 +97,19 @@ def demo() -> str:
     return f"{table(' | '.join(COLUMNS), lines)}\n\n{about}"
 
 
+def summary() -> str:
+    """One sentence: the loss of each variant of the demo, and its time per step if it was timed."""
+    found = results("demo")
+    about = f"Held-out loss after {found['iters']} steps, one seed"
+    timed = all(TIMES[1] in row for row in found["rows"])
+    about += " (and time per step, relative to FP32)" if timed else ""
+    losses = [
+        f"{row['label']} {row['val_loss']:.3f}" + (f" ({row[TIMES[1]]:.2f})" if timed else "")
+        for row in found["rows"]
+    ]
+    return f"{about}: {'; '.join(losses)}."
+
+
 def training() -> str:
     """The differences of the longer runs of benchmarks.training."""
     found = results("training")
@@ -106,24 +120,32 @@ def training() -> str:
     return f"{made}\n\n{question[:1].upper()}{question[1:]}."
 
 
-PARTS: dict[str, Callable[[], str]] = {"demo": demo, "training": training}
-"""Name of a part of the README -> its text."""
+PARTS: dict[Path, dict[str, Callable[[], str]]] = {
+    README: {"demo": summary},
+    PAGE: {"demo": demo, "training": training},
+}
+"""File -> name of a generated part -> function that returns its text."""
 
 
-def readme(text: str) -> str:
-    """The README with its parts made anew. ValueError if one is not there."""
-    for name, made in PARTS.items():
+def with_parts(path: Path, text: str) -> str:
+    """``text``, the content of ``path``, with its generated parts replaced.
+
+    Raises ValueError if a part is missing or there more than once.
+    """
+    for name, made in PARTS[path].items():
         part = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if len(part.findall(text)) != 1:
-            raise ValueError(f"README.md must have one part <!-- {name} --> ... <!-- /{name} -->")
+            where = f"{path.name} must have one part"
+            raise ValueError(f"{where} <!-- {name} --> ... <!-- /{name} -->")
         body = made()
         text = part.sub(lambda found, body=body: f"{found[1]}{body}\n{found[2]}", text)
     return text
 
 
 def update() -> None:
-    """Writes the README and docs/benchmarks.md."""
-    README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")
+    """Writes the generated parts of the README and of PAGE, and docs/benchmarks.md."""
+    for path in PARTS:
+        path.write_text(with_parts(path, path.read_text(encoding="utf-8")), encoding="utf-8")
     BENCHMARKS.write_text(render_benchmarks(), encoding="utf-8")
 
 

@@ -21,9 +21,10 @@ def test_benchmarks_are_up_to_date():
     )
 
 
-def test_the_results_of_the_readme_are_up_to_date():
-    text = demo.README.read_text(encoding="utf-8")
-    assert demo.readme(text) == text, "run `make docs`"
+@pytest.mark.parametrize("path", demo.PARTS, ids=lambda path: path.name)
+def test_generated_parts_are_up_to_date(path: Path):
+    text = path.read_text(encoding="utf-8")
+    assert demo.with_parts(path, text) == text, "run `make docs`"
 
 
 def test_the_readme_says_what_the_demo_has_found():
@@ -49,14 +50,17 @@ def test_the_demo_takes_the_best_rates_of_its_sweep():
         assert rates[0] < row["best"] < rates[-1]
 
 
-def test_parts_of_the_readme_are_made_anew():
-    text = "a\n<!-- demo -->\nold\n<!-- /demo -->\nb\n<!-- training -->\n<!-- /training -->\n"
-    made = demo.readme(text)
+def test_generated_parts_are_replaced():
+    text = "a\n<!-- demo -->\nold\n<!-- /demo -->\nb\n"
+    made = demo.with_parts(demo.README, text)
     assert "old" not in made
-    assert demo.readme(made) == made
+    assert demo.with_parts(demo.README, made) == made
+    assert "; unit-scaled FP8 2." in made
+    made = demo.with_parts(demo.PAGE, f"{text}<!-- training -->\n<!-- /training -->")
     assert "| FP32 | 0.004 |" in made
-    with pytest.raises(ValueError, match=r"one part <!-- training -->"):
-        demo.readme("<!-- demo -->\n<!-- /demo -->")
+    assert "| cost of FP8 under unit scaling |" in made
+    with pytest.raises(ValueError, match=r"demo-results.md must have one part <!-- training -->"):
+        demo.with_parts(demo.PAGE, text)
 
 
 def test_every_row_is_there():
