@@ -265,9 +265,7 @@ class _Planner:
             return Step(op=op.name, slots=slots, settings=settings), "scaled", ""
         scales = op.scales(node.args, node.kwargs, func=node.function)
         weighted = any(self.nodes[i.node].computed for i in node.inputs)
-        if (
-            len(set(scales.values())) == 1 and not weighted
-        ):  # a weight's factor depends on batch size
+        if len(set(scales.values())) == 1 and not weighted:  # weight factors depend on batch size
             return Step(op=op.name, slots=slots), "scaled", ""
         return Step(slots=slots, output=scales["output"]), "scaled", ""
 
