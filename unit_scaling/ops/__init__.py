@@ -1,1 +1,1 @@
-"""The rows of `unit_scaling.rules.table.OPS`, by kind. `unit_scaling.functional` has them all."""
+"""The rows of `unit_scaling.rules.table.OPS`, by kind; `unit_scaling.functional` exports them."""

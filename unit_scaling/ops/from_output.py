@@ -1,15 +1,15 @@
-"""Activations of compiled graphs, with what they keep for the backward pass: output or input.
+"""Activations in compiled graphs, and what they save for the backward pass: output or input.
 
-The derivative of exp, relu, sigmoid, tanh and softmax is a function of their value, which torch
-saves. Of a scaled value, though, the compiler would save something else as well, or work the value
-out again. Here the scaled output is all that is saved, and what the next product saves too.
+The derivatives of exp, relu, sigmoid, tanh and softmax are functions of their output, which torch
+saves. For a scaled output, the compiler would save another tensor or recompute the output. Here
+only the scaled output is saved, which the next product saves as well.
 
-Where the derivative depends on the side of a kink, the compiler saves bools. Its kernels for CPUs
-write and read them one at a time, in ten times the time of all the rest. Here the gradient compares
-the output or, in a graph for a CPU, the input, as in eager mode.
+For piecewise derivatives the compiler saves booleans, which its CPU kernels access one by one, in
+ten times the time of everything else. Here the gradient compares the output or, in graphs for a
+CPU, the input, as in eager mode.
 
-Where CPUs wait for arithmetic and not for memory, a derivative is worked out with less of it: from
-a value in place of an exponential, or with the factor in the constants of its formula.
+On CPUs, where activations are compute-bound, derivatives use cheaper formulas: the output instead
+of an exponential, or the factor merged into constants.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ aten = torch.ops.aten
 
 
 def _top(y: Tensor, fwd: float) -> float:
-    """``fwd`` as a number of the dtype of y: what y is where the function is 1, so that the
-    gradient is 0 there, and nowhere of the wrong sign."""
+    """``fwd`` rounded to the dtype of y: the value of y where the function is 1. The gradient is
+    then 0 there and never has the wrong sign.
+    """
     unit = torch.finfo(y.dtype).eps * 2.0 ** (math.frexp(fwd)[1] - 1)
     return round(fwd / unit) * unit
 
@@ -60,13 +61,14 @@ def _softmax_gradient(grad: Tensor, y: Tensor, fwd: float, bwd: float, dim: int)
 
 
 def _elu_gradient(grad: Tensor, y: Tensor, fwd: float, bwd: float, alpha: float) -> Tensor:
-    """For alpha = 1, with no exponential: e^x is the value and 1."""
+    """For alpha = 1, without an exponential: e^x is the output plus 1."""
     return scale_both(grad * (y.clamp(max=0) + _top(y, fwd)), bwd / fwd)
 
 
 def _silu_gradient(grad: Tensor, x: Tensor, fwd: float, bwd: float) -> Tensor:
-    """The derivative is g (1 + x (1 - g)), g = sigmoid(x), and each of the two has the root of bwd
-    for a factor. Computed in float32 at least."""
+    """The derivative is g (1 + x (1 - g)), g = sigmoid(x); each factor is multiplied by the root of
+    bwd. Computed in at least float32.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, root = x.to(dtype), bwd**0.5
     gate = x.new_full((), root) / (1 + (-x).exp())
@@ -74,9 +76,9 @@ def _silu_gradient(grad: Tensor, x: Tensor, fwd: float, bwd: float) -> Tensor:
 
 
 def _piecewise(gradient: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``gradient(grad, x, *settings)`` of torch, which compares x, in the form of a `Kernel`.
+    """Wraps torch's ``gradient(grad, x, *settings)``, which compares x, for a `Kernel`.
 
-    To x is added a zero that the compiler does not know before grad, so that it keeps no bools.
+    A zero that depends on grad is added to x, so that the compiler does not save booleans.
     """
 
     def scaled(grad: Tensor, x: Tensor, fwd: float, bwd: float, *settings: Any) -> Tensor:
@@ -103,10 +105,12 @@ def _relu6_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 class Kernel(NamedTuple):
-    """A row of KERNELS: a function of a tensor and its settings; and ``bwd`` times its gradient: a
-    function of the output's gradient, the output, which is ``fwd`` times the function's value, fwd,
-    bwd and the settings. keeps_input: of the input in place of the output, on CPUs. settings: the
-    only ones that the gradient is for, None for any."""
+    """A row of KERNELS: a function of a tensor and settings, and its gradient times ``bwd``.
+
+    The gradient is a function of the output's gradient, the output (``fwd`` times the function),
+    fwd, bwd and the settings. keeps_input: on CPUs, it takes the input instead of the output.
+    settings: the only settings that the gradient supports; None for any.
+    """
 
     function: Callable[..., Tensor]
     gradient: Callable[..., Tensor]
@@ -135,7 +139,7 @@ KERNELS: dict[str, Kernel] = {
     "softshrink": _kinked(aten.softshrink.default, aten.softshrink_backward.default),
     "tanh": Kernel(aten.tanh.default, _tanh_gradient),
 }
-"""Name -> how it is computed."""
+"""Name -> kernel."""
 
 
 class _Activation(Function):
@@ -169,10 +173,11 @@ def _activation(x: Tensor, name: str, fwd: float, bwd: float, *settings: Any) ->
 
 
 def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
-    """``fwd * f(input)``; ``bwd`` times the gradient. settings: the arguments of f after input.
+    """Returns ``fwd * f(input)``, with ``bwd`` times the gradient. settings: further arguments of
+    f.
 
-    Torch's own gradient for an input that records none, for `torch.func`; and for relu and silu
-    where a recipe says what is saved, and sees to torch's functions.
+    Uses torch's own gradient if the input does not require one, for `torch.func`, and for relu and
+    silu if a recipe quantizes saved activations, which it does for torch functions.
     """
     from fp8.common.traced import apply
 

@@ -1,8 +1,8 @@
-"""Pooling over windows, for 1, 2 and 3 dimensions, and interpolation.
+"""Pooling in 1, 2 and 3 dimensions.
 
-The rules count a window's numbers as independent, and leave padding aside. Of the gradient they
-use that a window hands on a share of its square: the RMS is then that share, times the number of
-outputs for each input.
+The rules assume uncorrelated elements in a window and ignore padding. The second moment of an input
+gradient is the fraction of the squared gradient that a window propagates to one input, times the
+number of outputs per input.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ __all__ = [
 Sizes = int | Sequence[int]
 Constraint = str | None
 
-#: Sums and their divisor: the averages. None where averages have several divisors.
+#: Sums and their divisor, for averages; None if the divisor is not constant.
 Summed = tuple[Tensor, int] | None
 
 
 def _each(value: Any, dims: int) -> list[int]:
-    """A setting for each dimension: one number is for all of them."""
+    """One setting for each dimension; a number applies to all."""
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
 
 
 def _steps(stride: Sizes | None, dims: int) -> list[int]:
-    """The stride of each dimension; [] where it is left out: that of the kernel."""
+    """The stride of each dimension; [] if it is omitted and equals the kernel."""
     return [] if stride is None else _each(stride, dims)
 
 
@@ -77,29 +77,29 @@ def _outputs_per_input(
         input.shape[-dims:], kernel, steps, pads, dilations, strict=True
     ):
         room = size + 2 * pad - d * (k - 1) - 1
-        step = step or 1  # torch refuses 0
+        step = step or 1  # torch rejects 0
         count = (room + step - 1 if ceil_mode else room) // step + 1
         if ceil_mode and (count - 1) * step >= size + pad:
-            count -= 1  # torch leaves out a window that starts in the padding on the right
+            count -= 1  # torch drops windows in the right padding
         ratio *= max(1, count) / max(1, size)
     return ratio
 
 
 def _window(dims: int, input: Tensor, kernel_size: Sizes, padding: Sizes = 0) -> int:
-    """How many numbers a window has: with ``ceil_mode`` a kernel may be larger than its input."""
+    """The number of elements in a window; with ``ceil_mode`` a kernel may exceed its input."""
     sizes = zip(input.shape[-dims:], _each(kernel_size, dims), _each(padding, dims), strict=True)
     return math.prod([min(kernel, size + 2 * pad) for size, kernel, pad in sizes])
 
 
 def _averaged(window: float, ratio: float, divisor: float, constraint: Constraint) -> Scales:
-    """A sum of ``window`` numbers over ``divisor``, ``ratio`` times for each input."""
+    """A sum of ``window`` elements divided by ``divisor``, with ``ratio`` outputs per input."""
     output = divisor / window**0.5
     return tie(constraint, output=output, input=output / ratio**0.5)
 
 
 def _largest(window: int, ratio: float, constraint: Constraint) -> Scales:
-    """The largest of ``window`` numbers, which gets all of the gradient."""
-    output = constant(largest_square, index(window)) ** -0.5  # a symbol of a graph
+    """The largest of ``window`` elements, which receives the whole gradient."""
+    output = constant(largest_square, index(window)) ** -0.5  # may be symbolic
     return tie(constraint, output=output, input=ratio**-0.5)
 
 
@@ -113,7 +113,7 @@ def avg_pool_scales(
     divisor_override: int | None = None,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """The mean of n numbers has RMS 1/sqrt(n), and so has the gradient of a window."""
+    """The mean of n elements, and the gradient that it propagates, have RMS 1/sqrt(n)."""
     window = _window(dims, input, kernel_size, padding)
     ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, 1, ceil_mode)
     return _averaged(window, ratio, divisor_override or window, constraint)
@@ -129,7 +129,7 @@ def _sums(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Summed:
-    """avg_pool as sums over the windows."""
+    """avg_pool as sums over windows."""
     divisor = math.prod(_each(kernel_size, dims)) if divisor_override is None else divisor_override
     whole = not ceil_mode and (count_include_pad or not any(_each(padding, dims)))
     if not divisor or not (whole or divisor_override):
@@ -147,7 +147,7 @@ def _sums_of_a_line(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Summed:
-    """avg_pool1d, which has no divisor, over two dimensions of which one is of size 1."""
+    """avg_pool1d, which has no divisor_override, by avg_pool2d with one dimension of size 1."""
     step = _steps(stride, 1)
     sizes = [1, *_each(kernel_size, 1)], step and [1, *step], [0, *_each(padding, 1)]
     found = _sums(2, input.unsqueeze(-2), *sizes, ceil_mode, count_include_pad)
@@ -155,7 +155,7 @@ def _sums_of_a_line(
 
 
 def _sums_of_parts(dims: int, input: Tensor, output_size: Any) -> Summed:
-    """adaptive_avg_pool where all windows are of one size, and not all there is: that is a mean."""
+    """adaptive_avg_pool as sums, if all windows have equal size and do not cover the whole input."""
     sizes = _each(output_size, dims)
     if all(wanted == 1 for wanted in sizes):
         return None
@@ -180,7 +180,7 @@ def max_pool_scales(
     ceil_mode: bool = False,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """The RMS of the largest of n standard normal numbers; it gets all of a window's gradient."""
+    """1/RMS of the largest of n standard normal values, which receives the window's whole gradient."""
     ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, dilation, ceil_mode)
     return _largest(_window(dims, input, kernel_size), ratio, constraint)
 
@@ -188,10 +188,10 @@ def max_pool_scales(
 def _in_pairs(
     dims: int, input: Tensor, kernel_size: Sizes, stride: Sizes | None = None, **_: Any
 ) -> bool:
-    """Whether max_pool in a graph is to be multiplied in another order than it is stored in.
+    """Whether a compiled max_pool is multiplied in transposed order.
 
-    Then the compiler of torch 2.11 to 2.13 makes vectors of windows of 2 side by side, which it
-    else takes one by one: 1.3 to 4 times as fast. Other windows become slower, and float64.
+    The compiler of torch 2.11 to 2.13 then vectorises adjacent windows of 2, which it otherwise
+    processes one by one: 1.3 to 4 times as fast. Other windows and float64 become slower.
     """
     plain = input.is_cpu and input.is_contiguous() and input.dtype != torch.float64
     return dims > 1 and plain and _each(kernel_size, dims) == _each(stride or 2, dims) == [2] * dims
@@ -206,10 +206,10 @@ def lp_pool_scales(
     ceil_mode: bool = False,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """(n E|x|^p)^(1/p) for the p-norm of n numbers, sqrt(n) for p = 2.
+    """1/RMS of the p-norm of n elements, (n E|x|^p)^(1/p), which is sqrt(n) for p = 2.
 
-    With E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi). A window's gradient is
-    (|x| / norm)^(p - 1), of norm 1 for p = 2.
+    E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi). The gradient of a window is (|x| / norm)^(p - 1),
+    of norm 1 for p = 2.
     """
 
     def moment(p: float) -> float:
@@ -225,7 +225,7 @@ def lp_pool_scales(
 
 
 def _adaptive_window(dims: int, input: Tensor, output_size: Any) -> tuple[float, float]:
-    """(how many inputs an output is made of, outputs for each input)."""
+    """(inputs per output, outputs per input)."""
     sizes = [output_size] * dims if output_size is None else _each(output_size, dims)
     window, ratio = 1.0, 1.0
     for size, wanted in zip(input.shape[-dims:], sizes, strict=True):
@@ -241,7 +241,7 @@ def adaptive_avg_pool_scales(
     output_size: int | Sequence[int | None] | None,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """As `avg_pool_scales`, with windows of the size of the input over that of the output."""
+    """As `avg_pool_scales`, with windows of input size over output size."""
     window, ratio = _adaptive_window(dims, input, output_size)
     return _averaged(window, ratio, window, constraint)
 
@@ -252,13 +252,15 @@ def adaptive_max_pool_scales(
     output_size: int | Sequence[int | None] | None,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """As `max_pool_scales`, with windows of the size of the input over that of the output."""
+    """As `max_pool_scales`, with windows of input size over output size."""
     window, ratio = _adaptive_window(dims, input, output_size)
     return _largest(math.ceil(window), ratio, constraint)
 
 
 class _Kind(NamedTuple):
-    """A rule; torch's arguments after the first, those of the rule's first; what finds `Summed`."""
+    """A rule, torch's arguments after the first (those of the rule first), and a function for
+    `Summed`.
+    """
 
     rule: Callable[..., Scales]
     settings: dict[str, Any]
@@ -270,7 +272,7 @@ _AVERAGE = {**_WINDOW, "ceil_mode": False, "count_include_pad": True}
 _LARGEST = {**_WINDOW, "dilation": 1, "ceil_mode": False, "return_indices": False}
 _NORM = {"norm_type": REQUIRED, "kernel_size": REQUIRED, "stride": None, "ceil_mode": False}
 
-#: torch's name without the dimensions, or with them -> what it does.
+#: torch's name, with or without the number of dimensions -> its kind.
 _KINDS = {
     "avg_pool": _Kind(avg_pool_scales, {**_AVERAGE, "divisor_override": None}, _sums),
     "avg_pool1d": _Kind(avg_pool_scales, _AVERAGE, _sums_of_a_line),
@@ -282,19 +284,20 @@ _KINDS = {
     ),
 }
 
-_DOCUMENTATION = """``s * {name}(input)``, with torch's arguments.
+_DOCUMENTATION = """Computes ``s * {name}(input)``, with torch's arguments; indices are torch's.
 
-input: (batch, channels, ...) or (channels, ...) with {dims} more, floating point. Indices that are
-asked for are torch's.
+Args:
+    input: (batch, channels, ...) or (channels, ...) with {dims} more dimensions, floating point.
+    constraint: see `unit_scaling.constraints`.
 """
 
 
 def _pool(kind: str, dims: int) -> Callable[..., Any]:
-    """Adds the row of one kind of pooling in this number of dimensions, and returns the op."""
+    """Adds the row of a kind of pooling in ``dims`` dimensions and returns the op."""
     name = f"{kind}{dims}d"
     fn = getattr(F, name)
     rule_of, settings, sums = _KINDS.get(name) or _KINDS[kind]
-    unread = ("return_indices", "count_include_pad")  # the rule's, by not being in its signature
+    unread = ("return_indices", "count_include_pad")  # not in the rule's signature
 
     def rule(input: Tensor, **given: Any) -> Scales:
         return rule_of(dims, input, **{k: v for k, v in given.items() if k not in unread})
@@ -306,7 +309,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         given = {**dict(zip(names, args, strict=False)), **named}
         s = rule(input, **given)
         given.pop("constraint", None)
-        sum_up = sums if in_graph and input.dtype != torch.float16 else None  # it can overflow
+        sum_up = sums if in_graph and input.dtype != torch.float16 else None  # float16 may overflow
         summed = sum_up and sum_up(dims, input, **given)
         output, divisor = summed or (fn(input, **given), 1)
         fwd, bwd = s["output"] / divisor, s["input"] / divisor
@@ -315,7 +318,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
             return scale_output(values, fwd, bwd, fresh=False), indices
         if in_graph and kind == "max_pool" and _in_pairs(dims, input, **given):
             return scale_output(output.mT, fwd, bwd, fresh=False).mT.clone()
-        # In a graph it may be a view, and would stay one; autograd keeps a norm.
+        # In a graph it may be a view, and must not be modified; autograd saves a norm.
         return scale_output(output, fwd, bwd, fresh=not (in_graph or kind == "lp_pool"))
 
     def op(input: Tensor, *args: Any, **named: Any) -> Any:
@@ -335,7 +338,7 @@ def _three(kind: str) -> list[Callable[..., Any]]:
     return [_pool(kind, dims) for dims in (1, 2, 3)]
 
 
-# These have no return_indices, and return one tensor.
+# These have no return_indices and return one tensor.
 _without_indices: Callable[[str], list[Callable[..., Tensor]]] = _three
 
 adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _without_indices(
