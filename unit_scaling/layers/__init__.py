@@ -1,1 +1,1 @@
-"""The modules, by kind. `unit_scaling.modules` has them all."""
+"""Unit-scaled modules, by kind; `unit_scaling.modules` exports them."""
