@@ -246,8 +246,7 @@ def set_depth(stack: nn.Module, depth: int) -> None:
 
     Raises:
         TypeError: ``stack`` is not an `nn.Module`.
-        ValueError: ``depth`` is below 1, or a parameter has no mup_type; nothing is changed in the
-            latter case.
+        ValueError: ``depth`` is below 1, or a parameter has no mup_type. Nothing is changed.
     """
     check_module("set_depth", stack)
     for name, parameter in stack.named_parameters():

@@ -206,10 +206,10 @@ def lp_pool_scales(
     ceil_mode: bool = False,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """1/RMS of the p-norm of n elements, (n E|x|^p)^(1/p), which is sqrt(n) for p = 2.
+    """1/RMS of the p-norm of n elements, which is sqrt(n) for p = 2.
 
-    E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi). The gradient of a window is (|x| / norm)^(p - 1),
-    of norm 1 for p = 2.
+    In general it is (n E|x|^p)^(1/p), where E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi). The
+    gradient of a window is (|x| / norm)^(p - 1), of norm 1 for p = 2.
     """
 
     def moment(p: float) -> float:

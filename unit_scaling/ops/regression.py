@@ -61,7 +61,7 @@ def _clipped_rms(limit: float) -> float:
 
 
 def mse_loss_scales(input: Tensor, target: Tensor) -> Scales:
-    """Twice the difference of two standard normal variables, the gradient, has RMS sqrt(8).
+    """The gradient, twice the difference of two standard normals, has RMS sqrt(8).
 
     A broadcast operand sums the gradients of its copies.
     """

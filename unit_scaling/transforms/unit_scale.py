@@ -153,7 +153,7 @@ def register_transformers() -> None:
 def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | None) -> Any:
     """Returns init, residual and context_length of a plan; raises ValueError if others were given."""
     if replace:
-        raise ValueError("plan: it has no place for functions in replace")
+        raise ValueError("plan: cannot be combined with functions in replace")
     defaults = {"init": "unit", "residual": "fixed", "context_length": None}
     for name, value in given.items():
         planned = getattr(plan, name)
@@ -166,12 +166,12 @@ def _check(replace: Any, length: Any) -> None:
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace: a dict of torch function -> function, got {replace!r}")
     if not all(map(callable, dict(replace or {}).values())):
-        raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
+        raise TypeError(f"replace: a replacement must be callable, got {replace!r}")
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(
-                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
-                "to take its place in the model itself"
+                f"replace: {function!r} is not a torch function, so its calls are not intercepted; "
+                "call the replacement in the model itself"
             )
     whole = isinstance(length, int) and not isinstance(length, bool) and length > 0
     if not (length is None or whole):

@@ -141,8 +141,8 @@ def _classes(restore: Restore) -> tuple[type, type]:
             """Reads the configuration before the weights file is looked up."""
             if self.quantization_config.plan is None:
                 raise ValueError(
-                    "the model was saved with functions in unit_scale(replace=...), which are no "
-                    "data: make it by unit_scale again and load its state_dict"
+                    "the model was saved with functions in unit_scale(replace=...), which are not "
+                    "saved: apply unit_scale again and load its state_dict"
                 )
             vars(config).pop("transformers_weights", None)
             return config

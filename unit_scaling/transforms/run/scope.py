@@ -392,7 +392,7 @@ class UnitScale:
         if seen:
             self._check_seen(model)
         if self.replacements:
-            raise ValueError("the plan of a model with functions in replace is no data")
+            raise ValueError("the plan of a model with functions in replace cannot be saved")
         given = (self.init, self.residual, self.context_length, tags_in(model), tuple(self.rows))
         return ModelPlan(*given, *copy.deepcopy((self.plans, self.settled)))
 
@@ -417,7 +417,7 @@ class UnitScale:
         """
         if self.init == "preserve":
             if self.replacements:
-                raise ValueError("functions that unit_scale was given in replace are in no weight")
+                raise ValueError("functions in replace of unit_scale cannot be folded into weights")
             return Folded({}, {})
         self._check_seen(model)
         seen = [plan for form, plan in list(self.plans.items()) if form[0] == "" and not form[1]]
