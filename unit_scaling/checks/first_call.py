@@ -29,7 +29,8 @@ LOW_GRADIENT = 2.0**-6
 """A gradient at the output with an RMS below this is reported.
 
 It should be 1. The smallest normal number of E5M2 is 2**-14, and the entries of a cross entropy
-gradient are smaller than its RMS by the root of the number of classes: 2**-6 leaves 8 octaves.
+gradient are smaller than its RMS by the root of the number of classes: 2**-6 leaves a factor of
+2**8.
 """
 
 RANGE = (1 / 4, 4.0)

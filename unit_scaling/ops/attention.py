@@ -19,7 +19,7 @@ __all__ = ["rotary", "scaled_dot_product_attention"]
 
 
 def _average_std(length: int, is_causal: bool) -> float:
-    """The RMS of a uniform average of uncorrelated rows: of all, or if causal of the previous ones.
+    """The RMS of a uniform average of uncorrelated rows: of all rows, or of those so far if causal.
 
     Causal row t averages t values, so the mean square is about log(length)/length. A single row is
     returned unchanged.

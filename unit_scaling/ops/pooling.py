@@ -1,8 +1,8 @@
 """Pooling in 1, 2 and 3 dimensions.
 
 The rules assume uncorrelated elements in a window and ignore padding. The second moment of an input
-gradient is the fraction of the squared gradient that a window propagates to one input, times the
-number of outputs per input.
+gradient is the fraction of its squared gradient that a window propagates, times the number of
+outputs per input.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def avg_pool_scales(
     divisor_override: int | None = None,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """The mean of n elements, and the gradient that it propagates, have RMS 1/sqrt(n)."""
+    """The mean of n elements has RMS 1/sqrt(n); the gradient of a window has norm 1/sqrt(n)."""
     window = _window(dims, input, kernel_size, padding)
     ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, 1, ceil_mode)
     return _averaged(window, ratio, divisor_override or window, constraint)

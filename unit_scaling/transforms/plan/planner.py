@@ -12,8 +12,8 @@ The first decider that applies to a call decides:
 7. calls outside the `interior`: keep their values;
 8. the rule of the op, with the true gradient of the scaled function.
 
-Where a rule is off by more than a factor of two, the factor is measured, as are the gauges of all
-gradients (`measure.gauge`).
+Where log2 of a result's RMS differs from 0 by more than `measure.measuring.REACH`, the factor is
+corrected by measurement. The gauges of all gradients are measured too (`measure.gauge`).
 """
 
 from __future__ import annotations
