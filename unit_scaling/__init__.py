@@ -1,4 +1,4 @@
-"""Scales: what factor each operation needs so that every tensor has RMS about 1."""
+"""Unit scaling: scale factors for each operation such that every tensor has RMS about 1."""
 
 from . import (
     analysis,

@@ -1,6 +1,6 @@
 """Tables and plots of the scales in a model, from the graphs of `track_scales`.
 
-pandas and matplotlib are needed by what uses them: install ``unit-scaling-fp8[analysis]``.
+Requires pandas or matplotlib: install ``unit-scaling-fp8[analysis]``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["example_batch", "graph_to_dataframe", "plot", "visualiser"]
 
-_COLOURS = {"fwd": "#0173b2", "bwd": "#de8f05"}  # blue and orange: told apart by the colour-blind
+_COLOURS = {"fwd": "#0173b2", "bwd": "#de8f05"}  # blue and orange: colour-blind safe
 _NAMES = {"fwd": "forward pass", "bwd": "backward pass"}
 
 
@@ -55,25 +55,35 @@ def example_batch(
     *,
     text: str | Path | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids (batch_size, seq_len) from a text, a mask of ones, and the ids that follow each.
+    """Returns a batch of token ids from a text. Nothing is downloaded.
 
-    Nothing is downloaded. text: the text itself, or the path of a file with it as a
-    `pathlib.Path`. Without it ``dataset_path`` is the path of such a file. dataset_name is not
-    used.
-    tokenizer: has a method ``encode``, or is called, with a string, and returns the ids, or a
-    mapping with "input_ids". One without ``encode`` that takes a keyword ``max_length`` is called
-    as unit-scaling 0.3.5 does, with a list of one string and ``max_length``, ``truncation``,
-    ``return_tensors="pt"`` and ``padding``.
     Each sequence starts at one of the first ``shuffle_buffer_size`` tokens, drawn with ``seed``.
 
-    Raises ValueError without a text, and for one that is shorter than a sequence; TypeError for
-    another kind of text.
+    Args:
+        tokenizer: has a method ``encode``, or is callable, on a string, and returns ids or a
+            mapping with "input_ids". A tokenizer without ``encode`` that accepts ``max_length`` is
+            called as in unit-scaling 0.3.5: with a list of one string and ``max_length``,
+            ``truncation``, ``return_tensors="pt"`` and ``padding``.
+        batch_size: the number of sequences.
+        seq_len: the length of a sequence.
+        dataset_path: the path of a text file, used if ``text`` is None.
+        dataset_name: not used.
+        shuffle_buffer_size: the number of tokens at which sequences may start.
+        seed: of the random starts.
+        text: the text, or the path of a text file as a `pathlib.Path`.
+
+    Returns:
+        Token ids, a mask of ones, and the id that follows each token; each (batch_size, seq_len).
+
+    Raises:
+        TypeError: ``text`` has another type.
+        ValueError: a size is below 1, there is no text, or it is shorter than a sequence.
     """
     for name, size in (("batch_size", batch_size), ("seq_len", seq_len)):
         if size < 1:
             raise ValueError(f"{name} must be 1 or more, got {size}")
     wanted = shuffle_buffer_size + seq_len
-    # No more than is used: a token of a natural text is hardly ever longer than 16 characters.
+    # No more than needed: tokens of natural text rarely exceed 16 characters.
     ids = _encoded(tokenizer, _text(text, dataset_path)[: 16 * wanted], wanted)[:wanted]
     starts = ids.numel() - seq_len
     if starts < 1:
@@ -100,7 +110,7 @@ def _text(text: str | Path | None, dataset_path: str) -> str:
 
 
 def _encoded(tokenizer: Any, text: str, length: int) -> Tensor:
-    """The ids of the text; of some tokenizers no more than ``length``."""
+    """The token ids of the text; some tokenizers return at most ``length``."""
     if hasattr(tokenizer, "encode"):
         found = tokenizer.encode(text)
     elif _takes_lists(tokenizer):
@@ -114,7 +124,7 @@ def _encoded(tokenizer: Any, text: str, length: int) -> Tensor:
 
 
 def _takes_lists(tokenizer: Any) -> bool:
-    """Whether a tokenizer has the keywords with which transformers' take lists of strings."""
+    """Whether a tokenizer accepts the keywords of tokenizers in transformers."""
     try:
         parameters = inspect.signature(tokenizer).parameters
     except (TypeError, ValueError):  # not callable, or without a signature
@@ -125,12 +135,18 @@ def _takes_lists(tokenizer: Any) -> bool:
 
 
 def graph_to_dataframe(g: Graph) -> pandas.DataFrame:
-    """The metrics of a graph of `track_scales` as a table, two rows for each tensor.
+    """Returns the metrics of a graph of `track_scales` as a table, two rows for each tensor.
 
-    Columns: "layer", "weight tensor" (whether it is a parameter), "direction" ("fwd" or "bwd"),
-    "tensor type" ("x", "w", "grad_x" or "grad_w") and `Metrics.full_names`. The numbers of a
-    gradient that is not known are missing.
-    Raises ImportError without pandas.
+    Args:
+        g: a graph of `track_scales`.
+
+    Returns:
+        A data frame with columns "layer", "weight tensor" (whether it is a parameter), "direction"
+        ("fwd" or "bwd"), "tensor type" ("x", "w", "grad_x" or "grad_w") and `Metrics.full_names`.
+        Unknown gradients have missing values.
+
+    Raises:
+        ImportError: pandas is not installed.
     """
     pandas = _need("pandas", "graph_to_dataframe")
     rows = []
@@ -160,17 +176,28 @@ def plot(
     xmin: float | None = None,
     xmax: float | None = None,
 ) -> Axes:
-    """A plot of the scales of a graph of `track_scales`: a line for each tensor, in order.
+    """Plots the scales of a graph of `track_scales`, one row for each tensor, in order.
 
-    Points are the tensor in the forward pass and its gradient, triangles those of parameters, on a
-    logarithmic axis with the limits of FP8 and FP16.
-    metric: one of `Metrics.names` or `Metrics.full_names`. prune_same_scale: leave out what does
-    not change the scale of its input. show_arrows: from each tensor to those computed from it.
-    show_error_bars: from the smallest magnitude to the largest. show_zero_tensors: mark a tensor of
-    zeros, which has no place on the axis, at its left end. xmin, xmax: the ends of the axis.
+    Points are tensors and their gradients, triangles are parameters and theirs. The axis is
+    logarithmic and shows the limits of FP8 formats.
 
-    Raises ImportError without matplotlib, ValueError for an unknown metric and a graph without
-    tensors.
+    Args:
+        g: a graph of `track_scales`.
+        title: the title of the figure.
+        metric: one of `Metrics.names` or `Metrics.full_names`.
+        prune_same_scale: omit nodes that do not change the scale of their input.
+        show_arrows: draw arrows from each tensor to those computed from it.
+        show_error_bars: draw bars from the smallest to the largest magnitude.
+        show_zero_tensors: draw tensors of zeros at the left end of the axis.
+        xmin: the left end of the axis.
+        xmax: the right end of the axis.
+
+    Returns:
+        The axes of the plot.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the metric is unknown, or the graph has no tensors.
     """
     pyplot = _need("matplotlib.pyplot", "plot")
     metric = _short_name(metric)
@@ -197,14 +224,14 @@ def plot(
 def _short_name(metric: str) -> str:
     names = dict(zip(Metrics.full_names(), Metrics.names(), strict=True))
     short = names.get(metric, metric)
-    Metrics.get_full_name(short)  # refuses what is not one
+    Metrics.get_full_name(short)  # raises for an unknown name
     return short
 
 
 def _limits(
     nodes: list[Node], metric: str, bars: bool, xmin: float | None, xmax: float | None
 ) -> tuple[float, float]:
-    """The ends of the axis: powers of two around everything that is drawn, and all of FP8."""
+    """The ends of the axis: powers of two around all data and the range of FP8."""
     names = [metric, "abs_min", "abs_max"] if bars else [metric]
     data = [d for node in nodes for d in _data(node).values()]
     values = [getattr(d, name) for d in data for name in names]
@@ -219,13 +246,14 @@ def _data(node: Node) -> dict[str, Metrics.Data]:
 
 
 class _Drawing:
-    """Puts tensors on axes. rows: the height of each node."""
+    """Draws tensors on axes. rows: node -> vertical position."""
 
     def __init__(self, axes: Any, metric: str, rows: dict[Node, int], zeros: bool) -> None:
         self.axes, self.metric, self.rows, self.zeros = axes, metric, rows, zeros
 
     def x(self, node: Node, direction: str) -> float | None:
-        """Where a tensor is on the axis; at its left end for zeros and NaN, None for nothing."""
+        """The horizontal position of a tensor: the left end for zeros and NaN if shown, else
+        None."""
         data = _data(node).get(direction)
         if data is None:
             return None
@@ -281,7 +309,7 @@ def _decorate(axes: Any, nodes: list[Node], title: str, metric: str) -> None:
 
 
 def _label(node: Node) -> str:
-    """The name without what all names have in common, and without the number that fx gives it."""
+    """The name without common prefixes and without the number added by fx."""
     name = str(node.meta["clean_name"])
     name = re.sub(r"(^self_)|(modules_)|(parameters_)|(buffers_)", "", name)
     return re.sub(r"_\d+$", "", name)
@@ -299,15 +327,26 @@ def visualiser(
     text: str | Path | None = None,
     **plot_kwargs: Any,
 ) -> Axes:
-    """A `plot` of the scales of a language model on an `example_batch` of a text.
+    """Plots the scales of a language model on a text: see `example_batch` and `plot`.
 
-    The model is called as Hugging Face's are if its forward has an argument ``input_ids``:
-    ``model(input_ids=..., attention_mask=..., labels=...)``, the labels being the ids themselves,
-    which such models shift; else as ``model(inputs, labels)``. Its loss is its output's ``loss`` or
-    first tensor without dimensions. The model is left as it is.
-    backward: whether to run the backward pass. plot_kwargs: arguments of `plot`.
+    A model with an argument ``input_ids`` is called as in Hugging Face: ``model(input_ids=...,
+    attention_mask=..., labels=...)``, where the labels are the ids, which the model shifts. Other
+    models are called as ``model(inputs, labels)``. The loss is the output's ``loss`` or its first
+    tensor without dimensions. The model is not changed.
 
-    Raises ValueError for an output without a loss, and what `example_batch` and `plot` raise.
+    Args:
+        model: the language model.
+        tokenizer: see `example_batch`.
+        batch_size: see `example_batch`.
+        seq_len: see `example_batch`.
+        backward: whether to run the backward pass.
+        dataset_path: see `example_batch`.
+        dataset_name: not used.
+        text: see `example_batch`.
+        plot_kwargs: arguments of `plot`.
+
+    Raises:
+        ValueError: the output has no loss. Errors of `example_batch` and `plot` are raised as well.
     """
     inputs, mask, labels = example_batch(
         tokenizer, batch_size, seq_len, dataset_path, dataset_name, text=text

@@ -1,12 +1,13 @@
-"""How the scales of one op are tied together.
+"""Constraints between the scale factors of one op.
 
-An op that gives its output one scale and its input's gradient another computes a gradient that is
-only right up to a constant. That is harmless where the graph can be cut, and wrong inside a
-residual branch, where two paths meet again. A constraint replaces the scales of an op by one
-common value (Blake, Orr and Luschi 2023, "Unit Scaling", section 4.3).
+If an op scales its output and its input's gradient differently, its gradient is correct only up to
+a constant. This is harmless at a cut edge of the graph, but wrong inside a residual branch, where
+two paths meet again. A constraint replaces the scales of an op by one common value.
 
-`CONSTRAINTS` holds every constraint by name. A constraint is always given by its name, or as None
-for no constraint at all.
+`CONSTRAINTS` holds all constraints by name. A constraint is given by name, or None for no
+constraint.
+
+Source: Blake, Orr and Luschi 2023, "Unit Scaling", section 4.3.
 """
 
 from __future__ import annotations
@@ -28,54 +29,63 @@ __all__ = [
 
 
 def amean(*scales: float) -> float:
-    """The arithmetic mean of the scales."""
+    """Returns the arithmetic mean of the scales."""
     return sum(scales) / len(scales)
 
 
 def gmean(*scales: float) -> float:
-    """The geometric mean of the scales: of negative ones minus that of their magnitudes."""
+    """Returns the geometric mean of the scales; for negative scales, minus that of their
+    magnitudes.
+
+    Raises:
+        ValueError: the scales differ in sign, or one is 0.
+    """
     sign = _sign("gmean", scales)
     return float(sign * abs(math.prod(scales)) ** (1 / len(scales)))
 
 
 def hmean(*scales: float) -> float:
-    """The harmonic mean of the scales, all positive or all negative."""
+    """Returns the harmonic mean of the scales.
+
+    Raises:
+        ValueError: the scales differ in sign, or one is 0.
+    """
     _sign("hmean", scales)
     return len(scales) / sum(1 / scale for scale in scales)
 
 
 def _sign(name: str, scales: tuple[float, ...]) -> int:
-    """1 or -1. Raises ValueError for scales that have none in common."""
+    """1 or -1. Raises ValueError for scales without a common sign."""
     if any(scale <= 0 for scale in scales) and any(scale >= 0 for scale in scales):
         raise ValueError(f"{name} is a mean of numbers of one sign, none of them 0, got {scales}")
     return -1 if scales[0] < 0 else 1
 
 
 def to_output_scale(output_scale: float, *grad_input_scale: float) -> float:
-    """The scale of the output, for every gradient as well. The default of every op."""
+    """Returns the scale of the output, for every gradient as well. The default of every op."""
     return output_scale
 
 
 def to_grad_input_scale(output_scale: float, grad_input_scale: float) -> float:
-    """The scale of the gradient of the input: for ops with one input."""
+    """Returns the scale of the input's gradient; for ops with one input."""
     return grad_input_scale
 
 
 def to_left_grad_scale(
     output_scale: float, left_grad_scale: float, right_grad_scale: float
 ) -> float:
-    """The scale of the gradient of the left operand: for ops with two inputs."""
+    """Returns the scale of the left operand's gradient; for ops with two inputs."""
     return left_grad_scale
 
 
 def to_right_grad_scale(
     output_scale: float, left_grad_scale: float, right_grad_scale: float
 ) -> float:
-    """The scale of the gradient of the right operand: for ops with two inputs."""
+    """Returns the scale of the right operand's gradient; for ops with two inputs."""
     return right_grad_scale
 
 
-#: Every constraint by name.
+#: Constraints by name.
 CONSTRAINTS: dict[str, Callable[..., float]] = {
     "amean": amean,
     "gmean": gmean,
@@ -86,12 +96,12 @@ CONSTRAINTS: dict[str, Callable[..., float]] = {
     "to_right_grad_scale": to_right_grad_scale,
 }
 
-# How many scales (one output, then gradients) a constraint applies to, where not to any number.
+# The number of scales (output and gradients) of constraints that do not accept any number.
 _ARITY = {"to_grad_input_scale": 2, "to_left_grad_scale": 3, "to_right_grad_scale": 3}
 
 
 def checked_constraint(name: str | None) -> str | None:
-    """``name``. Raises ValueError for what is neither None, "" nor a key of `CONSTRAINTS`."""
+    """Returns ``name``. Raises ValueError unless it is None, "" or a key of `CONSTRAINTS`."""
     if name is None or name == "" or (isinstance(name, str) and name in CONSTRAINTS):
         return name
     allowed = ", ".join(map(repr, CONSTRAINTS))
@@ -99,13 +109,19 @@ def checked_constraint(name: str | None) -> str | None:
 
 
 def apply_constraint(constraint_name: str | None, *scales: float) -> tuple[float, ...]:
-    """The scales after the constraint: as many as were given, all equal unless it is None.
+    """Applies a constraint to the scales of an op.
 
-    constraint_name: a key of `CONSTRAINTS`, "" or None. scales: the output's, then one for each
-    input's gradient.
-    Raises ValueError for an unknown name, and for a constraint that does not fit this number of
-    scales ("to_left_grad_scale" with one input); for a geometric or harmonic mean of scales that
-    differ in sign or are 0.
+    Args:
+        constraint_name: a key of `CONSTRAINTS`, "" or None.
+        scales: the scale of the output, then of each input's gradient.
+
+    Returns:
+        As many scales as were given, all equal unless there is no constraint.
+
+    Raises:
+        ValueError: the name is unknown, the constraint is for another number of scales
+            ("to_left_grad_scale" with one input), or a geometric or harmonic mean is of scales that
+            differ in sign or are 0.
 
     >>> apply_constraint("gmean", 2.0, 8.0)
     (4.0, 4.0)

@@ -1,8 +1,10 @@
-"""`FPFormat`: formats by their numbers of bits, in the symmetric family with one bias.
+"""`FPFormat`: floating-point formats given by their numbers of bits.
 
-For the formats of hardware (OCP e4m3 and e5m2 among them) see `fp8.FORMATS`. Those of `FPFormat`
-are the "fnuz" family (Noune et al. 2022, arXiv 2206.02915), with -0 and without a NaN code of
-their own: the bias is ``2**(exponent_bits - 1)`` and every code is a finite value.
+These are "fnuz" formats, but with -0 and without a NaN code: the bias is ``2**(exponent_bits - 1)``
+and every code is a finite value. For hardware formats (OCP E4M3 and E5M2 among them) see
+`fp8.FORMATS`.
+
+Source: Noune et al. 2022, arXiv 2206.02915.
 """
 
 from __future__ import annotations
@@ -19,18 +21,25 @@ __all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
 
 _SHORT = {"nearest": "RN", "stochastic": "SR"}
 
-# float32 has this many mantissa bits; stochastic rounding draws random ones for those dropped.
+# The mantissa bits of float32; stochastic rounding adds random bits in place of the dropped ones.
 _MANTISSA_BITS = 23
 
 
 @dataclass
 class FPFormat:
-    """A format of 1 + exponent_bits + mantissa_bits bits, and how values are rounded to it.
+    """A format of 1 + exponent_bits + mantissa_bits bits, and its rounding mode.
 
-    exponent_bits: 1 to 8. mantissa_bits: 0 to 23. rounding: "stochastic" or "nearest" (ties to
-    even). srbits: how many random bits stochastic rounding uses; 0 means all there are to drop.
-    Values beyond the largest saturate, Inf included; NaN stays NaN, -0 stays -0.
-    Raises ValueError for anything else.
+    Values beyond the largest saturate, including Inf; NaN and -0 are kept.
+
+    Args:
+        exponent_bits: 1 to 8.
+        mantissa_bits: 0 to 23.
+        rounding: "stochastic" or "nearest" (ties to even).
+        srbits: the number of random bits of stochastic rounding; 0 means all dropped bits.
+
+    Raises:
+        TypeError: a number of bits is not an int.
+        ValueError: an argument is out of range.
 
     >>> FPFormat(4, 3).max_absolute_value
     240.0
@@ -53,7 +62,7 @@ class FPFormat:
                 raise TypeError(f"{name} must be a whole number from {lowest}, got {got!r}")
             if most is not None and not lowest <= got <= most:
                 raise ValueError(f"{name} is {got}, allowed are {lowest} to {most}")
-        _ = self.format  # refuses impossible numbers of bits
+        _ = self.format  # raises for invalid numbers of bits
         dropped = _MANTISSA_BITS - self.mantissa_bits
         if self.srbits and self.rounding == "nearest":
             raise ValueError(f"srbits is for stochastic rounding: got {self.srbits} with 'nearest'")
@@ -64,7 +73,7 @@ class FPFormat:
 
     @property
     def format(self) -> Format:
-        """The set of values, for `fp8`."""
+        """The format for functions of `fp8`."""
         bias = 2 ** (self.exponent_bits - 1) if self.exponent_bits > 0 else 0
         return Format(
             name=f"E{self.exponent_bits}M{self.mantissa_bits}",
@@ -76,40 +85,42 @@ class FPFormat:
 
     @property
     def random_bits(self) -> int:
-        """What ``srbits`` is to `fp8.quantize`, where "all" are 31, more than are ever dropped."""
+        """``srbits`` as the random_bits of `fp8.quantize`, where 31 stands for all."""
         dropped = _MANTISSA_BITS - self.mantissa_bits
         return self.srbits if 0 < self.srbits < dropped else 31
 
     @property
     def bits(self) -> int:
-        """Sign, exponent and mantissa bits."""
+        """The number of sign, exponent and mantissa bits."""
         return self.format.bits
 
     @property
     def max_absolute_value(self) -> float:
-        """The largest value: what lies beyond saturates to it."""
+        """The largest value; larger values saturate to it."""
         return self.format.max
 
     @property
     def min_absolute_normal(self) -> float:
-        """The smallest value with full precision."""
+        """The smallest normal value."""
         return self.format.min_normal
 
     @property
     def min_absolute_subnormal(self) -> float:
-        """The smallest value above zero."""
+        """The smallest positive value."""
         return self.format.min_subnormal
 
     def quantise(self, x: Tensor) -> Tensor:
-        """x rounded to values of the format. Shape and floating-point dtype of x; no gradient."""
+        """Returns ``x`` rounded to the format, in its shape and floating-point dtype, without a
+        gradient.
+        """
         return quantize(x, self.format, rounding=self.rounding)
 
     def quantise_fwd(self, x: Tensor) -> Tensor:
-        """`quantise(x)`, with the gradient passed back unchanged."""
+        """Returns ``quantise(x)``; the gradient is propagated unchanged."""
         return quantize_forward(x, self.format, rounding=self.rounding)
 
     def quantise_bwd(self, x: Tensor) -> Tensor:
-        """x itself, with its gradient rounded on the way back."""
+        """Returns ``x``; its gradient is rounded in the backward pass."""
         return quantize_backward(x, self.format, rounding=self.rounding)
 
     def __str__(self) -> str:
@@ -117,10 +128,10 @@ class FPFormat:
 
 
 def format_to_tuple(format: FPFormat) -> tuple[int, int]:
-    """(exponent_bits, mantissa_bits): all that a tuple keeps; rounding and srbits are lost."""
+    """Returns (exponent_bits, mantissa_bits); rounding and srbits are lost."""
     return (format.exponent_bits, format.mantissa_bits)
 
 
 def tuple_to_format(t: tuple[int, int]) -> FPFormat:
-    """The format of (exponent_bits, mantissa_bits), with stochastic rounding."""
+    """Returns the format of (exponent_bits, mantissa_bits), with stochastic rounding."""
     return FPFormat(*t)

@@ -1,9 +1,9 @@
-"""Unit-scaled versions of `torch.nn.functional`: at initialisation, with standard normal inputs,
-the output of every function and the gradient of every argument have RMS about 1.
+"""Unit-scaled versions of `torch.nn.functional`.
 
-Each function is a row of `unit_scaling.rules.table.OPS`. ``constraint`` names how its scales are
-tied (see `unit_scaling.constraints`), ``mult`` is the op's u-muP hyper-parameter: how non-linear it
-is.
+At initialisation, with standard normal inputs, the output of every function and the gradient of
+every argument have RMS about 1. Each function is a row of `unit_scaling.rules.table.OPS`.
+``constraint`` names a constraint on its scales (see `unit_scaling.constraints`); ``mult`` is the
+op's u-muP hyperparameter, which controls its non-linearity.
 """
 
 from .ops.activations import *
@@ -26,10 +26,10 @@ from .ops.residuals import *
 from .ops.resizing import *
 from .ops.unary import *
 
-# Other names of the same.
+# Aliases.
 mm = bmm = mv = matmul
 baddbmm = addmm
 swiglu = silu_glu
 
-# Every name that is imported here without an underscore is public.
+# All imported names without a leading underscore are public.
 __all__ = sorted(name for name in dir() if not name.startswith("_"))

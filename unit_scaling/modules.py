@@ -1,8 +1,8 @@
 """Unit-scaled versions of the modules of `torch.nn`, and a transformer made of them.
 
-Each is a subclass of the module of the same name in torch, where there is one: `isinstance`,
-`state_dict` keys and `repr` are torch's. Weights start at RMS 1, biases at zero. `MODULES` maps
-one to the other.
+Each subclasses the torch module of the same name, if there is one: `isinstance`, `state_dict` keys
+and `repr` are torch's. Weights are initialised to RMS 1, biases to zero. `MODULES` maps torch
+modules to unit-scaled ones.
 """
 
 from torch import nn as _nn
@@ -24,7 +24,7 @@ from .layers.transformer import *
 
 _CLASSES = {name: value for name, value in globals().items() if isinstance(value, type)}
 
-#: Module of torch.nn -> its unit-scaled version, which takes its arguments in the same order.
+#: torch.nn module -> its unit-scaled version, with the same order of arguments.
 MODULES: dict[type[_nn.Module], type[_nn.Module]] = {
     _base: unit
     for name, unit in _CLASSES.items()
@@ -34,5 +34,5 @@ MODULES: dict[type[_nn.Module], type[_nn.Module]] = {
 for _class in _CLASSES.values():
     _named_in_errors(_class)
 
-# Every name that is imported here without an underscore is public.
+# All imported names without a leading underscore are public.
 __all__ = sorted(name for name in dir() if not name.startswith("_"))

@@ -1,21 +1,21 @@
-"""SGD, Adam and AdamW whose learning rates follow u-muP: one ``lr`` for a model of any size.
+"""SGD, Adam and AdamW with u-muP learning rates: one ``lr`` for models of any size.
 
     lr of a parameter = lr * (rule for its mup_type) / sqrt(mup_scaling_depth)
 
-A weight w of `unit_scale(init="preserve")` has its own scale f = mup_scale, and makes the steps,
-relative to its size, of u = w / f, which has RMS about 1. An update of Adam or Muon does not depend
-on the size of the gradient: w changes by f times what u does, and lr is multiplied by f. An update
-of SGD is the gradient, which for u is f times that for w: lr is multiplied by f**2.
+A weight w of `unit_scale(init="preserve")` has its own scale f = mup_scale. Its relative steps are
+those of u = w / f, which has RMS about 1. Updates of Adam and Muon do not depend on the size of the
+gradient, so lr is multiplied by f. An update of SGD is the gradient, which for u is f times that
+for w, so lr is multiplied by f**2.
 
-`LR_RULES` holds the rules; `scaled_parameters` applies one, or a function of your own, for any
-optimizer of torch. Parameters that end up with the same learning rate share a group, so a model has
-a handful of groups, and the fused and foreach implementations of torch stay quick.
+`LR_RULES` holds the rules. `scaled_parameters` applies a rule, or a function, for any torch
+optimizer. Parameters with equal learning rates share a group, so a model has few groups and the
+fused and foreach implementations of torch stay fast.
 
-Learning-rate schedules multiply each group's own rate (LambdaLR, CosineAnnealingLR, ...) and keep
-the ratios. One that sets a rate needs one per group, or it flattens them:
-``OneCycleLR(opt, max_lr=[g["lr"] for g in opt.param_groups])``. The same goes for a loop that sets
-``group["lr"]``: multiply by ``group["mup_lr_scale"]``. Rates that are flat at the first step are a
-ValueError. CosineAnnealingLR's eta_min, if not 0, is one rate for all that the schedule ends with.
+Learning-rate schedules that multiply each group's rate (LambdaLR, CosineAnnealingLR, ...) keep the
+ratios. Schedules that set a rate need one per group: ``OneCycleLR(opt, max_lr=[g["lr"] for g in
+opt.param_groups])``. Likewise, a loop that sets ``group["lr"]`` must multiply by
+``group["mup_lr_scale"]``. Equal rates in all groups at the first step raise ValueError. A nonzero
+eta_min of CosineAnnealingLR is the same final rate for all groups.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ LrMult = Mapping[MupType, float]
 
 
 def _fan_in(shape: torch.Size) -> int:
-    """What one output sums over: all dimensions of a weight but the first; all of a vector.
+    """The number of terms in an output's sum: all dimensions but the first; all of a vector.
 
-    Of an embedding it is the width, as u-muP's table 2 has it (there called fan-out). Of weights
-    that are stored the other way round (transposed convolutions) it is a width of the same layer,
-    which grows with the model in the same way.
+    For an embedding it is the width, as in u-muP's table 2 (called fan-out there). For transposed
+    weights (transposed convolutions) it is another width of the layer, which grows equally with the
+    model.
     """
     return math.prod(shape[1:] if len(shape) > 1 else shape) or 1
 
@@ -78,15 +78,15 @@ def _muon(shape: torch.Size) -> float:
     return math.sqrt(min(shape[0], _fan_in(shape)) or 1)
 
 
-#: Rule -> mup_type -> (shape of the parameter) -> factor of the learning rate.
-#: "adam" is u-muP's table 2 (arXiv 2407.17465), for all optimizers whose update has entries of
-#: about 1 (Adam, AdamW, NAdam, RAdam, Adamax, Lion, ...). "sgd" is the same, with or without
-#: momentum, since a unit-scaled gradient has RMS 1 as an Adam update has. "sgd_to_output_scale" is
-#: for a readout whose input gradient is tied to its output, and so is smaller by the square root of
-#: the width throughout the model. "muon" is for hidden matrices under `torch.optim.Muon` with the
-#: adjust_lr_fn that it has by default: its update has singular values of
-#: sqrt(max(1, fan_out/fan_in)). A layer, which divides by sqrt(fan_in), is to change by
-#: lr * sqrt(fan_out/fan_in) in the spectral norm, as under Adam (arXiv 2310.17813, condition 1).
+#: Rule -> mup_type -> (shape of the parameter) -> factor of the learning rate. "adam" is for all
+#: optimizers whose updates have entries of about 1 (Adam, AdamW, NAdam, RAdam, Adamax, Lion, ...).
+#: Source: u-muP (arXiv 2407.17465), table 2. "sgd" is the same, with or without momentum, since
+#: unit-scaled gradients have RMS 1, as Adam updates have. "sgd_to_output_scale" is for models whose
+#: readout has its input gradient tied to its output: gradients are then smaller by the square root
+#: of the width. "muon" is for hidden matrices under `torch.optim.Muon` with the default
+#: adjust_lr_fn, whose updates have singular values sqrt(max(1, fan_out/fan_in)). A layer, which
+#: divides by sqrt(fan_in), must change by lr * sqrt(fan_out/fan_in) in spectral norm, as under
+#: Adam. Source: arXiv 2310.17813, condition 1.
 LR_RULES: dict[str, dict[str, Callable[[torch.Size], float]]] = {
     "adam": {"weight": _inverse_sqrt_fan_in, "bias": _one, "norm": _one, "output": _one},
     "sgd": {"weight": _inverse_sqrt_fan_in, "bias": _one, "norm": _one, "output": _one},
@@ -101,12 +101,12 @@ LR_RULES: dict[str, dict[str, Callable[[torch.Size], float]]] = {
 
 
 def lr_scale_for_depth(param: ParameterData) -> float:
-    """1 / sqrt(mup_scaling_depth); 1 outside a stack of layers."""
+    """Returns 1 / sqrt(mup_scaling_depth); 1 outside a stack of layers."""
     depth = param.mup_scaling_depth
     return 1.0 if depth is None else float(depth**-0.5)
 
 
-#: Rule -> power of mup_scale in the learning rate.
+#: Rule -> exponent of mup_scale in the learning rate.
 _SCALE_POWERS = {"adam": 1, "sgd": 2, "sgd_to_output_scale": 2, "muon": 1}
 
 
@@ -132,7 +132,7 @@ def _as_function(rule: LrScale | str) -> LrScale:
 
 
 def lr_scale_func_adam(param: ParameterData) -> float:
-    """The factor of the learning rate of a parameter under Adam and AdamW."""
+    """Returns the learning-rate factor of a parameter under Adam and AdamW."""
     return _lr_scale("adam", param)
 
 
@@ -146,9 +146,13 @@ def _sgd_rule(readout_constraint: str | None) -> str:
 
 
 def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
-    """The factors under SGD, for a model whose readout has this constraint.
+    """Returns a function parameter -> learning-rate factor under SGD.
 
-    readout_constraint: None or "to_output_scale"; ValueError for anything else.
+    Args:
+        readout_constraint: the constraint of the model's readout: None or "to_output_scale".
+
+    Raises:
+        ValueError: ``readout_constraint`` is anything else.
     """
     return _as_function(_sgd_rule(readout_constraint))
 
@@ -166,23 +170,29 @@ def scaled_parameters(
     *,
     lr_mult: LrMult | None = None,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for any torch optimizer: one for each learning rate.
+    """Returns parameter groups for any torch optimizer: one for each learning rate.
 
-    params: parameters, (name, parameter) pairs or groups, as torch's optimizers take them.
-    lr_scale_func: the name of a rule of `LR_RULES`, or parameter -> factor, depth included.
-    lr, weight_decay: for groups without their own.
-    independent_weight_decay: divide weight_decay by the learning rate, so that the decay per step,
-    lr * weight_decay in torch, does not depend on it (Wortsman et al. 2023, arXiv 2309.14322). It
-    still follows the schedule. At a learning rate of 0 it is left as it is.
-    allow_non_unit_scaling_params: give parameters without tags the plain lr, instead of raising
-    ValueError.
-    lr_mult: mup_type -> a factor of the learning rate beside the rule's; 1 for a type that it does
-    not name. ``{"norm": 1 / 32}`` suits gains, which the rule gives the whole of ``lr``.
-    Returns groups with "params", "lr", "weight_decay", "mup_lr_scale" (the factor that is in lr),
-    and whatever the given ones had.
-    Raises ValueError for a group without a learning rate, a parameter without tags, an unknown
-    rule, a parameter of a kind that the rule is not for, and an lr_mult of an unknown type, or one
-    that is negative or not finite.
+    Args:
+        params: parameters, (name, parameter) pairs or groups, as for torch optimizers.
+        lr_scale_func: the name of a rule in `LR_RULES`, or a function parameter -> factor, which
+            must include depth.
+        lr: the learning rate of groups without their own.
+        weight_decay: the weight decay of groups without their own.
+        independent_weight_decay: divide weight_decay by the learning rate, so that the decay per
+            step, lr * weight_decay in torch, does not depend on it, except through a schedule. A
+            learning rate of 0 leaves it unchanged. Source: Wortsman et al. 2023, arXiv 2309.14322.
+        allow_non_unit_scaling_params: use the plain lr for untagged parameters instead of raising.
+        lr_mult: mup_type -> an additional factor of the learning rate; 1 for other types.
+            ``{"norm": 1 / 32}`` suits gains, whose rate is otherwise the full ``lr``.
+
+    Returns:
+        Groups with "params", "lr", "weight_decay", "mup_lr_scale" (the factor included in lr), and
+        the other entries of the given groups.
+
+    Raises:
+        ValueError: a group has no learning rate, a parameter has no tags or a type that the rule
+            does not cover, the rule is unknown, or ``lr_mult`` has an unknown type or a factor that
+            is negative or not finite.
 
     >>> from unit_scaling import Linear
     >>> groups = scaled_parameters(Linear(16, 64).parameters(), "muon", lr=0.5)
@@ -239,7 +249,7 @@ def _as_groups(params: ParamsT) -> list[dict[str, Any]]:
 def _by_scale(
     group: dict[str, Any], lr_scale_func: LrScale, allow_untagged: bool
 ) -> Iterable[tuple[float, list[Any]]]:
-    """The entries of a group by the factor of their learning rate, in order of appearance."""
+    """The entries of a group by their learning-rate factor, in order of appearance."""
     params = group["params"]
     found: dict[float, list[Any]] = {}
     for index, entry in enumerate([params] if isinstance(params, Tensor) else list(params)):
@@ -260,7 +270,7 @@ def _by_scale(
 
 
 class _UnitScaled(torch.optim.Optimizer):
-    """Scales every group that is added, those of the constructor included."""
+    """Scales every group that is added, including those of the constructor."""
 
     def _configure(
         self,
@@ -297,15 +307,16 @@ class _UnitScaled(torch.optim.Optimizer):
         self._given += [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; also the state_dict of an optimizer that groups its parameters otherwise.
+        """As in torch; also loads the state_dict of an optimizer with other parameter groups.
 
-        Its states go to the parameters in the order in which both optimizers were given theirs.
-        Groups of unit-scaling 0.3.5, one for each parameter, keep their learning rates and other
-        settings. Those of an optimizer of torch know no u-muP rates: of them the states alone are
-        taken, and this optimizer keeps its learning rates, weight decays and all other settings.
-        ``mup_lr_scale`` stays in either case.
-        Raises ValueError for another number of parameters, for states of other shapes, and for
-        settings that differ between parameters of one group here.
+        States are assigned in the order in which both optimizers received their parameters. Groups
+        of unit-scaling 0.3.5, one for each parameter, keep their learning rates and other settings.
+        Of a torch optimizer only the states are loaded, as it has no u-muP rates; this optimizer
+        keeps its settings. ``mup_lr_scale`` is kept in both cases.
+
+        Raises:
+            ValueError: the number of parameters or the shape of a state differs, or parameters of
+                one group have different settings.
         """
         super().load_state_dict(_grouped_as(self, state_dict))
 
@@ -315,7 +326,7 @@ class _UnitScaled(torch.optim.Optimizer):
 
 
 def _grouped_as(opt: _UnitScaled, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """``state_dict`` in the groups of ``opt``; itself if it is of an optimizer like this."""
+    """``state_dict`` in the groups of ``opt``; unchanged if its groups already are."""
     groups = state_dict["param_groups"]
     if all("mup_lr_scale" in group for group in groups):
         return state_dict
@@ -342,14 +353,14 @@ def _grouped_as(opt: _UnitScaled, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_own_rates(opt: _UnitScaled, groups: list[dict[str, Any]]) -> bool:
-    """Whether each parameter has a rate of its own there, as unit-scaling 0.3.5 has it."""
+    """Whether each parameter has its own rate, as in unit-scaling 0.3.5."""
     rates, here = ({float(g["lr"]) for g in found} for found in (groups, opt.param_groups))
     flat = len(rates) == 1 and len(here) > 1
     return not flat and all(len(group["params"]) == 1 for group in groups)
 
 
 def _common(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
-    """The settings that ``groups`` agree on, rates up to rounding."""
+    """The settings that ``groups`` have in common; rates may differ by rounding."""
     first = {key: value for key, value in groups[0].items() if key not in ("params", "param_names")}
     for key, value in first.items():
         for other in (group.get(key) for group in groups[1:]):
@@ -365,7 +376,7 @@ def _common(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
 
 
 def _refuse_flat_rates(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Run before each step, until one has a learning rate that is not zero."""
+    """Raises ValueError for equal rates. Runs before each step, until one has a nonzero rate."""
     if torch.compiler.is_compiling() or len(opt._rates) < 2:  # type: ignore[attr-defined]
         return
     rates = {float(group["lr"]) for group in opt.param_groups}
@@ -383,9 +394,18 @@ def _refuse_flat_rates(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 class SGD(_UnitScaled, torch.optim.SGD):
     """`torch.optim.SGD` with u-muP learning rates.
 
-    Positional arguments are torch's. independent_weight_decay, allow_non_unit_scaling_params and
-    lr_mult: see `scaled_parameters`. readout_constraint: see `lr_scale_func_sgd`. kwargs: torch's
-    others.
+    Args:
+        params: as in `scaled_parameters`.
+        lr: as in torch.
+        momentum: as in torch.
+        dampening: as in torch.
+        weight_decay: as in `scaled_parameters`.
+        nesterov: as in torch.
+        independent_weight_decay: see `scaled_parameters`.
+        allow_non_unit_scaling_params: see `scaled_parameters`.
+        lr_mult: see `scaled_parameters`.
+        readout_constraint: see `lr_scale_func_sgd`.
+        kwargs: other arguments of torch.
     """
 
     def __init__(
@@ -412,7 +432,10 @@ class SGD(_UnitScaled, torch.optim.SGD):
 
 
 class Adam(_UnitScaled, torch.optim.Adam):
-    """`torch.optim.Adam` with u-muP learning rates. Arguments as in `SGD`."""
+    """`torch.optim.Adam` with u-muP learning rates.
+
+    Positional arguments are those of torch; see `SGD` for the others.
+    """
 
     def __init__(
         self,
@@ -436,7 +459,9 @@ class Adam(_UnitScaled, torch.optim.Adam):
 
 
 class AdamW(_UnitScaled, torch.optim.AdamW):
-    """`torch.optim.AdamW` with u-muP learning rates. Arguments as in `SGD`.
+    """`torch.optim.AdamW` with u-muP learning rates.
+
+    Positional arguments are those of torch; see `SGD` for the others.
 
     >>> from unit_scaling import Linear
     >>> opt = AdamW(Linear(16, 4).parameters(), lr=0.5, weight_decay=0.01)

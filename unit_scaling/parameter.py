@@ -1,17 +1,17 @@
-"""Parameters that say what they are for, in plain attributes: their tags.
+"""Tagged parameters: plain attributes that say what a parameter is for.
 
     mup_type: "weight", "bias", "norm" or "output"
-    mup_scaling_depth: the number of residual layers the parameter is one of, or None
-    mup_scale: the power of two that a weight is multiplied by after a cast to FP8 and divided by
-        before, about its RMS; `unit_scale(init="preserve")` sets it, elsewhere it is 1
-    mup_divisor: what `unit_scale(init="unit")` divided a weight by, None for all others
+    mup_scaling_depth: the number of layers in the parameter's residual stack, or None
+    mup_scale: a power of two, about the weight's RMS, that the weight is divided by before a cast
+        to FP8 and multiplied by after it; set by `unit_scale(init="preserve")`, otherwise 1
+    mup_divisor: the number that `unit_scale(init="unit")` divided a weight by, otherwise None
 
-The optimizers of `unit_scaling.optim` set its learning rate by the first three.
+The optimizers of `unit_scaling.optim` set learning rates by the first three.
 
-They survive `copy.deepcopy`, `pickle` and `torch.save`. What puts other parameters in their place
+Tags survive `copy.deepcopy`, `pickle` and `torch.save`, but not the replacement of a parameter
 (``load_state_dict(assign=True)``, ``to_empty`` of a model on the meta device, FSDP2, a
-parametrization) takes the tags away. A `TaggedModule`, which every module of unit_scaling and of a
-transformed model is, gives them back by itself; `remember_tags` and `restore_tags` do so for any.
+parametrization). A `TaggedModule`, such as every module of unit_scaling and of a transformed model,
+restores them itself; `remember_tags` and `restore_tags` do so for other modules.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Tags(NamedTuple):
 
 
 class ParameterData(Protocol):
-    """What a tagged parameter has."""
+    """The protocol of a tagged parameter."""
 
     mup_type: MupType
     mup_scaling_depth: int | None
@@ -81,9 +81,14 @@ def Parameter(
     mup_scaling_depth: int | None = None,
     requires_grad: bool = True,
 ) -> nn.Parameter:
-    """A `torch.nn.Parameter` with the tags that the optimizers of `unit_scaling.optim` read.
+    """Returns a `torch.nn.Parameter` with the tags that the optimizers of `unit_scaling.optim`
+    read.
 
-    data: the values, RMS about 1 for a weight. The other arguments: see `tag`.
+    Args:
+        data: the values; a weight should have RMS 1.
+        mup_type: see `tag`.
+        mup_scaling_depth: see `tag`.
+        requires_grad: as in torch.
 
     >>> p = Parameter(torch.randn(4, 8), mup_type="weight")
     >>> p.mup_type, p.mup_scaling_depth
@@ -103,9 +108,16 @@ def tag(
 ) -> nn.Parameter:
     """Tags ``parameter`` in place and returns it.
 
-    mup_type: one of `MupType`. mup_scaling_depth: 1 or more, or None outside a residual stack.
-    mup_scale: a power of two. mup_divisor: a positive number. None leaves these two as they are.
-    Raises ValueError for anything else.
+    Args:
+        parameter: the parameter to tag.
+        mup_type: one of `MupType`.
+        mup_scaling_depth: 1 or more, or None outside a residual stack.
+        mup_scale: a power of two; None keeps the current value.
+        mup_divisor: a positive number; None keeps the current value.
+
+    Raises:
+        TypeError: ``parameter`` is not a tensor, or ``mup_scaling_depth`` not an int or None.
+        ValueError: any other value is invalid.
     """
     check_name("mup_type", mup_type, get_args(MupType))
     check_optimizers()
@@ -122,8 +134,8 @@ def tag(
     divisor = before.mup_divisor if mup_divisor is None else mup_divisor
     attributes: dict[str, Any] = Tags(mup_type, mup_scaling_depth, scale, divisor)._asdict()
     if type(parameter) is nn.Parameter:
-        # torch copies and pickles it without its attributes, or with those alone. These two take
-        # their place on this instance. A weak reference, so that they keep nothing alive.
+        # torch copies and pickles a plain Parameter without its attributes. These methods replace
+        # its own on this instance. The reference is weak, so that they keep nothing alive.
         self = TensorWeakRef(parameter)
         attributes |= {
             "__deepcopy__": partial(_deepcopy, self),
@@ -135,7 +147,7 @@ def tag(
 
 
 def tags_of(parameter: Tensor | ParameterData) -> Tags:
-    """The tags of a parameter; for what it does not have, those of a weight."""
+    """Returns the tags of a parameter; missing ones have the values of a weight."""
     found = {name: getattr(parameter, name) for name in Tags._fields if hasattr(parameter, name)}
     return Tags(**{"mup_type": "weight", **found})
 
@@ -146,34 +158,34 @@ def _untag(parameter: nn.Parameter) -> None:
 
 
 def has_parameter_data(parameter: nn.Parameter) -> TypeGuard[ParameterData]:  # type: ignore[type-var, unused-ignore]
-    """Whether the parameter is tagged."""
+    """Returns whether the parameter is tagged."""
     return hasattr(parameter, "mup_type") and hasattr(parameter, "mup_scaling_depth")
 
 
 class TaggedModule(nn.Module):
-    """A module whose parameters get their tags back when others take their place.
+    """A module that restores the tags of its parameters when they are replaced.
 
-    A parameter that comes without tags is tagged as the one of that name before it: one that is
-    assigned (``layer.weight = nn.Parameter(...)``, ``load_state_dict(assign=True)``, FSDP2, before
-    and after it gathers), and one that a conversion makes anew (``to_empty``, or any with
+    An untagged parameter gets the tags of the previous one of that name when it is assigned
+    (``layer.weight = nn.Parameter(...)``, ``load_state_dict(assign=True)``, FSDP2 sharding and
+    gathering) or recreated by a conversion (``to_empty``, or any conversion with
     `torch.__future__.set_swap_module_params_on_conversion`).
     """
 
     #: Name of a parameter -> its tags.
     mup_tags: dict[str, Tags]
 
-    #: What `fp8` asks where a recipe is "auto": whether the operands and gradients of the module's
-    #: products have RMS 1.
+    #: Read by `fp8` for recipe "auto": whether the operands and gradients of the module's products
+    #: have RMS 1.
     fp8_unit_scaled: bool = True
 
     def tag_parameters(self, **types: MupType) -> None:
-        """Tags the parameters of these names, as far as the module has them."""
+        """Tags the named parameters that the module has."""
         self.mup_tags = {name: Tags(mup_type) for name, mup_type in types.items()}
         self.restore_tags()
         check_weights_at_first_call(self)
 
     def restore_tags(self) -> None:
-        """Tags every parameter of its own that has lost its tags."""
+        """Tags the module's own parameters that have lost their tags."""
         _restore(self, getattr(self, "mup_tags", {}))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -183,11 +195,11 @@ class TaggedModule(nn.Module):
             tag(param, *tags[name])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As torch's: FSDP2 assigns parameters where a module has one of its own."""
+        """As in torch; needed for FSDP2, which assigns parameters."""
         super().__setattr__(name, value)
 
-    # The two places where torch converts and loads a module's own parameters, to be overridden as
-    # torch's own modules do (RNNBase, BatchNorm).
+    # torch converts and loads a module's own parameters in these two methods. Its own modules
+    # (RNNBase, BatchNorm) override them too.
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         with _keeping_tags(self):
             return super()._apply(*args, **kwargs)
@@ -199,10 +211,13 @@ class TaggedModule(nn.Module):
 
 
 def remember_tags(model: nn.Module) -> None:
-    """Notes the tags of all parameters of ``model`` in its modules, for `restore_tags`.
+    """Stores the tags of all parameters of ``model`` in its modules, for `restore_tags`.
 
-    The modules of unit_scaling do so themselves. This is for parameters in modules of others,
-    before something replaces them.
+    Modules of unit_scaling do so themselves. Call this for other modules before their parameters
+    are replaced.
+
+    Args:
+        model: the model.
     """
     for module in model.modules():
         tags = _tags(module)
@@ -211,7 +226,7 @@ def remember_tags(model: nn.Module) -> None:
 
 
 def forget_tags(module: nn.Module) -> None:
-    """Takes the tags of a module's own parameters away, unless it is a `TaggedModule`."""
+    """Removes the tags of a module's own parameters, unless it is a `TaggedModule`."""
     if not isinstance(module, TaggedModule):
         vars(module).pop("mup_tags", None)
         for parameter in module.parameters(recurse=False):
@@ -219,12 +234,19 @@ def forget_tags(module: nn.Module) -> None:
 
 
 def set_depth(stack: nn.Module, depth: int) -> None:
-    """Sets the mup_scaling_depth of every parameter in ``stack``, and has its modules remember it.
+    """Sets the mup_scaling_depth of every parameter in ``stack``, and stores it in the modules.
 
-    For a stack of residual layers that is no `DepthSequential` or `DepthModuleList`: after
-    `unit_scale`, ``set_depth(model.blocks, len(model.blocks))``, before the optimizer is made.
-    depth: the number of layers, 1 or more. Raises ValueError for another one, and for a parameter
-    without a mup_type, before anything is changed.
+    For stacks of residual layers that are neither `DepthSequential` nor `DepthModuleList`: call
+    ``set_depth(model.blocks, len(model.blocks))`` after `unit_scale` and before creating the
+    optimizer.
+
+    Args:
+        stack: the module that contains the layers.
+        depth: the number of layers, 1 or more.
+
+    Raises:
+        TypeError: ``stack`` is not an `nn.Module`.
+        ValueError: ``depth`` is below 1, or a parameter has no mup_type. Nothing is changed.
     """
     check_module("set_depth", stack)
     for name, parameter in stack.named_parameters():
@@ -236,10 +258,13 @@ def set_depth(stack: nn.Module, depth: int) -> None:
 
 
 def restore_tags(model: nn.Module) -> None:
-    """Tags the parameters of ``model`` that have replaced tagged ones, parametrizations included.
+    """Tags the parameters of ``model`` that have replaced tagged ones, including parametrized ones.
 
-    Where a parametrization has split a weight (`torch.nn.utils.parametrizations.weight_norm`), the
-    part of the weight's shape has the weight's tag, and any other that of a gain: "norm".
+    If a parametrization has split a weight (`torch.nn.utils.parametrizations.weight_norm`), the
+    part with the weight's shape gets the weight's tags; other parts are tagged as gains ("norm").
+
+    Args:
+        model: the model, changed in place.
 
     >>> from unit_scaling import Linear
     >>> layer = torch.nn.utils.parametrizations.weight_norm(Linear(4, 3))
@@ -260,7 +285,7 @@ def restore_tags(model: nn.Module) -> None:
 
 
 def _tags(module: nn.Module) -> dict[str, Tags]:
-    """The tags that the module's own parameters have now."""
+    """The current tags of the module's own parameters."""
     own = module.named_parameters(recurse=False)
     return {n: tags_of(p) for n, p in own if has_parameter_data(p)}
 
@@ -273,11 +298,11 @@ def _restore(module: nn.Module, tags: dict[str, Tags]) -> None:
 
 @contextmanager
 def _keeping_tags(module: nn.Module) -> Iterator[None]:
-    """Gives the parameters that the module has afterwards the tags of those it has now."""
+    """Restores the current tags of the module's parameters when the block ends."""
     tags = _tags(module)
     if torch.__future__.get_swap_module_params_on_conversion():
         for parameter in module.parameters(recurse=False):
-            _untag(parameter)  # torch refuses to swap a tensor that has a weak reference
+            _untag(parameter)  # torch cannot swap a tensor that has a weak reference
     try:
         yield
     finally:
@@ -302,9 +327,9 @@ def _reduce(reference: TensorWeakRef, protocol: Any) -> tuple[Any, ...]:
 
 
 def _rebuild(data: Tensor, requires_grad: bool, *tags: Any) -> nn.Parameter:
-    """The tagged parameter that was pickled. Hooks are not pickled, as in torch."""
+    """Unpickles a tagged parameter. Hooks are not pickled, as in torch."""
     return tag(nn.Parameter(data, requires_grad), *tags)
 
 
-# Lets torch.load(weights_only=True) read what torch.save wrote.
+# Allows torch.load(weights_only=True) to read what torch.save wrote.
 torch.serialization.add_safe_globals([_rebuild])

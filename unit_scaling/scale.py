@@ -1,7 +1,7 @@
-"""Multiplying a tensor by a constant in one direction of autograd only.
+"""Multiplies a tensor by a constant in one direction of autograd only.
 
-Scales are constants of the computation: numbers, worked out from shapes. Where the two directions
-have the same scale, an op is a plain multiplication and needs nothing from this file.
+Scales are constant numbers, derived from shapes. An op whose scales are equal in both directions is
+a plain multiplication and does not need this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["scale_bwd", "scale_fwd"]
 
 @in_graph
 class _Scale(Function):
-    """``y = fwd * x`` with ``dx = bwd * dy``. Differentiable twice, forward too, and under vmap."""
+    """``y = fwd * x`` with ``dx = bwd * dy``. Supports double backward, forward mode and vmap."""
 
     generate_vmap_rule = True
 
@@ -45,7 +45,8 @@ class _Scale(Function):
 
 @in_graph
 class _Instead(Function):
-    """``y = value`` with ``d total = scale * dy``: one number returned, another differentiated."""
+    """``y = value`` with ``d total = scale * dy``: returns one tensor and differentiates
+    another."""
 
     generate_vmap_rule = True
 
@@ -72,10 +73,10 @@ def _check(scale: float) -> None:
 
 
 def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
-    """``fwd * input`` with ``bwd`` times the gradient. ``input`` itself where both are 1, and where
-    it holds integers: what is counted has no scale.
+    """Returns ``fwd * input``, with ``bwd`` times the gradient.
 
-    Where both are 1 a graph has a view of it, and reads neither.
+    Returns ``input`` itself for integers and, in eager mode, if both factors are 1. A graph has a
+    view instead, and does not guard on the factors.
     """
     if not (input.is_floating_point() or input.is_complex()):
         return input
@@ -87,8 +88,9 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
 
 
 def scale_edge(input: Tensor, fwd: float, bwd: float) -> Tensor:
-    """`scale_each`, whose result may be written to in place. What an autograd function returns may
-    not, where it is a view: where the gradient alone is scaled, a hook does it in eager code."""
+    """As `scale_each`, but the result may be written in place, unlike a view returned by an
+    autograd function. If only the gradient is scaled, eager code uses a hook.
+    """
     if fwd == bwd:
         return scale_both(input, fwd) if _has_scale(input) else input
     if is_compiling() or not _is_one(fwd):
@@ -105,16 +107,18 @@ def _has_scale(input: Tensor) -> bool:
 
 
 def scale_both(input: Tensor, scale: float) -> Tensor:
-    """``scale * input``, and so is the gradient. ``input`` itself where the scale is 1."""
+    """Returns ``scale * input`` with the gradient scaled equally; ``input`` itself if the scale is
+    1.
+    """
     return input if _is_one(scale) else input * scale
 
 
 def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tensor:
-    """The scaled output of an op that is linear in its gradient: gelu, softmax, attention.
+    """Scales the output of an op that is linear in its gradient: gelu, softmax, attention.
 
-    Scaling the gradient of the output scales the gradient of every input. Integers are left as
-    they are.
-    fresh: no one else holds ``output``, autograd has not saved it: it may be changed in place.
+    Scaling the gradient of the output scales the gradients of all inputs. Integers are not scaled.
+    fresh: ``output`` is not referenced elsewhere and not saved by autograd, so it may be modified
+    in place.
     """
     if not (fwd is bwd or is_inference_graph() or fwd == bwd):
         return scale_each(output, fwd, bwd)
@@ -124,9 +128,9 @@ def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tens
 
 
 def kept_in(out: Tensor | None, output: Tensor) -> Tensor:
-    """``out`` with the values of ``output``, or ``output`` where there is none.
+    """Returns ``out`` with the values of ``output``, or ``output`` if ``out`` is None.
 
-    Raises TypeError where torch would, for a dtype that cannot hold them.
+    Raises TypeError for a dtype that cannot hold them, as torch does.
     """
     if out is None:
         return output
@@ -136,7 +140,7 @@ def kept_in(out: Tensor | None, output: Tensor) -> Tensor:
 
 
 def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
-    """``value``, whose gradient is ``scale`` times that of ``total`` (of the same shape)."""
+    """Returns ``value``, whose gradient is ``scale`` times that of ``total`` (of equal shape)."""
     if is_compiling():
         from fp8.common.traced import apply as apply_in_graph
 
@@ -146,11 +150,17 @@ def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
 
 @watched
 def scale_fwd(input: Tensor, scale: float) -> Tensor:
-    """``scale * input``, with the gradient passed back as it is.
+    """Returns ``scale * input``; the gradient is propagated unscaled.
 
-    input: any shape, a floating-point dtype, which is kept. scale: a constant number (or a 0-dim
-    tensor without gradient). Returns ``input`` itself where the scale is 1.
-    Raises ValueError for a scale that requires a gradient.
+    Args:
+        input: any shape, floating point.
+        scale: a constant: a number, or a 0-dim tensor that does not require a gradient.
+
+    Returns:
+        The shape and dtype of ``input``; ``input`` itself if the scale is 1.
+
+    Raises:
+        ValueError: the scale requires a gradient.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> scale_fwd(x, 3.0).tolist()
@@ -164,9 +174,9 @@ def scale_fwd(input: Tensor, scale: float) -> Tensor:
 
 @watched
 def scale_bwd(input: Tensor, scale: float) -> Tensor:
-    """``input``, with its gradient multiplied by ``scale`` on the way back.
+    """Returns ``input``, with its gradient multiplied by ``scale`` in the backward pass.
 
-    Arguments and errors as in `scale_fwd`.
+    Arguments and errors are as in `scale_fwd`.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> scale_bwd(x, 3.0).sum().backward(); x.grad.tolist()

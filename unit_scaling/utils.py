@@ -1,4 +1,4 @@
-"""The scales of a model beside its code."""
+"""Shows the scales of a model next to its code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["ScalePair", "ScaleTracker", "ScaleTrackingInterpreter", "analyse_mod
 
 @dataclass
 class ScalePair:
-    """The standard deviation of a tensor and of its gradient; None for what is not known."""
+    """The standard deviation of a tensor and of its gradient; None if unknown."""
 
     forward: float | None = None
     backward: float | None = None
@@ -45,9 +45,9 @@ class ScalePair:
 
 
 class ScaleTracker(Function):
-    """The identity; writes the standard deviation of its input and of its gradient in a pair.
+    """The identity; stores the standard deviation of its input and its gradient in a `ScalePair`.
 
-    That of a single element is 0.
+    The standard deviation of a single element is 0.
     """
 
     @staticmethod
@@ -63,15 +63,20 @@ class ScaleTracker(Function):
 
     @staticmethod
     def track(t: Tensor, scale_tracker: ScalePair) -> Tensor:
-        """``t``, any shape, floating point; its scales are written in ``scale_tracker``."""
+        """Returns ``t``, and stores its scales in ``scale_tracker``.
+
+        Args:
+            t: any shape, floating point.
+            scale_tracker: receives the standard deviations.
+        """
         return ScaleTracker.apply(t, scale_tracker)
 
 
 class ScaleTrackingInterpreter(fx.Interpreter):
-    """Runs a `torch.fx.GraphModule` and notes the scales of every floating-point tensor.
+    """Runs a `torch.fx.GraphModule` and records the scales of every floating-point tensor.
 
-    scales: the name of a node -> its `ScalePair`, whose backward part is there after the backward
-    pass.
+    Attributes:
+        scales: name of a node -> its `ScalePair`; the backward part is set by the backward pass.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -79,7 +84,7 @@ class ScaleTrackingInterpreter(fx.Interpreter):
         self.scales: OrderedDict[str, ScalePair] = OrderedDict()
 
     def run_node(self, n: fx.Node) -> Any:
-        """The result of a node, tracked."""
+        """Returns the result of a node, tracked."""
         result = super().run_node(n)
         if isinstance(result, Tensor) and result.is_floating_point():
             self.scales[n.name] = ScalePair()
@@ -96,18 +101,23 @@ def analyse_module(
     autowrap_modules: tuple[ModuleType, ...] = (math, einops, functional),
     autowrap_functions: tuple[Callable[..., Any], ...] = (),
 ) -> str:
-    """What ``module`` does as code, with the standard deviation of each tensor and of its gradient.
+    """Returns the code of ``module`` with the standard deviation of each tensor and its gradient.
 
-    inputs: the arguments. backward: the gradient of the output, which is one tensor; needed unless
-    that has one element.
-    recurse_modules: False for one line per submodule. syntax_highlight: colours for a terminal,
-    where pygments is installed; without it there are none.
-    autowrap_modules, autowrap_functions: not used. They are for tracing with symbols, where some
-    functions cannot be followed; here the module runs, or rather a copy of it, with whatever
-    transforms it has. ``module`` and ``inputs`` get no gradients.
+    A copy of the module runs, with all of its transforms; ``module`` and ``inputs`` get no
+    gradients.
 
-    Raises TypeError for what is not a module and for an output that is not a tensor, ValueError
-    for an output that needs ``backward``.
+    Args:
+        module: the module to analyse; its output must be one tensor.
+        inputs: its arguments.
+        backward: the gradient of the output; required unless the output has one element.
+        recurse_modules: whether to show the code of submodules; False shows one line for each.
+        syntax_highlight: use terminal colours if pygments is installed.
+        autowrap_modules: not used; for compatibility with symbolic tracing.
+        autowrap_functions: not used; for compatibility with symbolic tracing.
+
+    Raises:
+        TypeError: ``module`` is not an `nn.Module`, or its output is not a tensor.
+        ValueError: the output needs ``backward``.
 
     >>> print(analyse_module(nn.ReLU(), torch.ones(2, 2), torch.ones(2, 2), syntax_highlight=False))
     def forward(self, input):  (-> 0.0, <- 0.0)
@@ -144,7 +154,7 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
 
 
 def _variables(graph: fx.Graph) -> dict[fx.Node, str]:
-    """The name of each node; short ones for inputs and parameters, where nothing else has them."""
+    """The name of each node; inputs and parameters have short names where these are unique."""
     taken = {node.name for node in graph.nodes}
     names = {}
     for node in graph.nodes:
@@ -189,7 +199,7 @@ def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:
 
 
 def _function(target: Any) -> str:
-    """A function as it is usually imported."""
+    """The usual qualified name of a function."""
     name = getattr(target, "__name__", str(target))
     if getattr(functional, name, None) is target:
         return f"U.{name}"

@@ -128,9 +128,9 @@ def test_refused_by_name():
         unit_scale(GPT(layers=3), plan=plan)
     with pytest.raises(ValueError, match="made with residual='fixed', got residual='umup'"):
         unit_scale(gpt(), plan=plan, residual="umup")
-    with pytest.raises(ValueError, match="no place for functions in replace"):
+    with pytest.raises(ValueError, match="cannot be combined with functions in replace"):
         unit_scale(gpt(), {torch.relu: torch.tanh}, plan=plan)
     replaced = unit_scale(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {torch.relu: torch.tanh})
     replaced(torch.randn(1, 2))
-    with pytest.raises(ValueError, match="with functions in replace is no data"):
+    with pytest.raises(ValueError, match="with functions in replace cannot be saved"):
         uu.plan(replaced)

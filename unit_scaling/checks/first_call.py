@@ -1,7 +1,7 @@
-"""What is checked at the first call of a model: its weights, and the first gradient of its output.
+"""Checks at the first call of a model: its weights, and the first gradient of its output.
 
-Neither mistake raises an error: weights that the model's own init has overwritten, and a loss whose
-gradient is divided by the size of the batch. Compiled calls are not checked.
+Two mistakes raise no error: weights overwritten by the model's own init, and a loss whose gradient
+is divided by the batch size. Compiled calls are not checked.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ __all__ = [
 LOW_GRADIENT = 2.0**-6
 """A gradient at the output with an RMS below this is reported.
 
-It should be 1. The smallest normal number of e5m2 is 2**-14, and entries of the gradient of a cross
-entropy are smaller than its RMS by the root of the number of classes: 2**-6 leaves 8 octaves.
+It should be 1. The smallest normal number of E5M2 is 2**-14, and the entries of a cross entropy
+gradient are smaller than its RMS by the root of the number of classes: 2**-6 leaves a factor of
+2**8.
 """
 
 RANGE = (1 / 4, 4.0)
-"""The RMS of a weight that counts as unit-scaled: that of `unit_scaling.verify`."""
+"""The RMS of a weight that counts as unit-scaled, as in `unit_scaling.verify`."""
 
 _FEW = 16
-"""Of fewer normal numbers the RMS may be outside of `RANGE` by chance; of 16 in 1e-7 of cases."""
+"""Smaller weights may be outside `RANGE` by chance; 16 normal values are in 1e-7 of cases."""
 
 
 def check_weights_at_first_call(module: nn.Module) -> None:
-    """Has the weights of the model that ``module`` is in checked when it is first called."""
+    """Checks the weights of the model that contains ``module`` at its first call."""
     module.register_forward_pre_hook(_at_first_call)
 
 
 def skip_weight_check(module: nn.Module) -> bool:
-    """Takes the check away, and says whether there was one: weights of a checkpoint may be any."""
+    """Removes the check and returns whether there was one: weights of a checkpoint may have any
+    RMS.
+    """
     hooks = module._forward_pre_hooks
     keys = [key for key, hook in hooks.items() if hook is _at_first_call]
     for key in keys:
@@ -54,7 +57,7 @@ def skip_weight_check(module: nn.Module) -> bool:
 
 
 def skip_checks(model: nn.Module) -> None:
-    """Takes all checks away from a copy that is measured anyway."""
+    """Removes all checks from a copy that is measured anyway."""
     for part in model.modules():
         skip_weight_check(part)
         for owner in (part, *(scope for scope, _ in getattr(part, "_scopes", ()))):
@@ -95,7 +98,7 @@ def _outermost() -> nn.Module | None:
 
 
 def _rms_outside(module: nn.Module) -> list[float]:
-    """The RMS of the first weight of its own that is far from 1; none where there is no such."""
+    """The RMS of the module's first own weight that is far from 1; [] if there is none."""
     for parameter in module.parameters(recurse=False):
         kind = getattr(parameter, "mup_type", "")
         if kind in ("weight", "output") and parameter.dim() > 1 and parameter.numel() >= _FEW:
@@ -106,12 +109,12 @@ def _rms_outside(module: nn.Module) -> list[float]:
 
 
 def known_rms(tensor: Tensor) -> float | None:
-    """The RMS; None where it is zero or cannot be known: of meta, sharded and mapped tensors."""
+    """The RMS; None if it is zero or unknown (meta tensors, sharded tensors, inside vmap)."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     try:
         norm: float = aside(_norm, tensor)
-    except RuntimeError:  # of a transform of torch.func, which shows no values
+    except RuntimeError:  # no values inside torch.func transforms
         return None
     return norm * tensor.numel() ** -0.5 or None
 
@@ -122,9 +125,9 @@ def _norm(tensor: Tensor) -> float:
 
 
 def check_gradient(owner: Any, output: Tensor) -> None:
-    """Has the first gradient of ``output`` checked, the output of a unit-scaled model.
+    """Checks the first gradient of ``output``, the output of a unit-scaled model.
 
-    owner: where the attribute ``gradient_seen`` says that it was, which it sets.
+    owner: its attribute ``gradient_seen`` says whether this was done; it is set here.
     """
     if torch.compiler.is_compiling() or owner.gradient_seen:
         return

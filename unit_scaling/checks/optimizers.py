@@ -1,11 +1,11 @@
-"""What is checked at the first step of an optimizer: whose parameters it steps, and at which rate.
+"""Checks at the first step of an optimizer: whose parameters it steps, and at which rate.
 
-Two mistakes raise no error. An optimizer made before a transform steps the parameters of the model
-that the transform copied. And a rate that suits weights of RMS 0.02 hardly moves weights of RMS 1.
+Two mistakes raise no error. An optimizer created before a transform steps the parameters of the
+original model, not of the copy. And a rate for weights of RMS 0.02 hardly changes weights of RMS 1.
 
-torch calls a hook before each step of every optimizer of the process. It is installed when the
-first parameter is tagged or the first model copied, and looks at each optimizer until it has seen
-one step with gradients.
+The check is a torch hook that runs before each step of every optimizer of the process. It is
+installed when the first parameter is tagged or the first model copied, and checks each optimizer
+until one step with gradients.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .first_call import RANGE, known_rms
 __all__ = ["LOW_RATE", "check_optimizers", "remember_copy"]
 
 LOW_RATE = 2.0**-8
-"""A learning rate below this is one for weights far smaller than 1.
+"""A learning rate below this is one for weights much smaller than 1.
 
 Adam changes an entry by about its rate in a step. The best rate of u-muP is about 1/2 over the
-square root of the fan-in (docs/learning-rates.md), 2**-7 for a fan-in of 4096 and more for all
-others; readouts, gains and biases take 1/2 itself.
+square root of the fan-in (docs/learning-rates.md): 2**-7 for a fan-in of 4096, higher for smaller
+ones; for readouts, gains and biases it is 1/2.
 """
 
 
 class _Copied:
-    """A model that a transform has copied: its parameters, and its copies and those of them."""
+    """A model that a transform has copied: its parameters, its copies, and copies of these."""
 
     def __init__(self, model: nn.Module, copy: nn.Module, transform: str) -> None:
         self.transform = transform
@@ -45,23 +45,23 @@ class _Copied:
 
 _COPIED: list[_Copied] = []
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""Optimizer -> how many models had been copied when it was checked."""
+"""Optimizer -> the number of copied models when it was checked."""
 _RATE_CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _STATE = {"installed": False, "copies": 0}
 
 
 def check_optimizers() -> None:
-    """Has the first steps of every optimizer checked from now on."""
+    """Checks the first steps of every optimizer from now on."""
     if not _STATE["installed"]:
         _STATE["installed"] = True
         register_optimizer_step_pre_hook(_before_step)
 
 
 def remember_copy(model: nn.Module, copy: nn.Module, transform: str) -> None:
-    """Notes that ``transform`` has returned ``copy`` for ``model``. Both are held weakly.
+    """Records that ``transform`` returned ``copy`` for ``model``; both are weakly referenced.
 
-    Nothing is noted while torch is told to swap parameters when it converts them, which it refuses
-    for a tensor that has a weak reference.
+    Nothing is recorded while torch is set to swap parameters in conversions, which fails for
+    tensors with weak references.
     """
     check_optimizers()
     if torch.__future__.get_swap_module_params_on_conversion():
@@ -90,10 +90,10 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _steps_its_own(optimizer: Optimizer) -> bool:
-    """Whether no further step has to be looked at; warns of parameters that a copy has replaced.
+    """Whether no further step needs a check; warns of parameters that a copy has replaced.
 
-    That is where none of the optimizer's parameters has a gradient, some belong to a model that was
-    copied, and parameters of the copy, none of which it has, do have gradients.
+    The warning applies if none of the optimizer's parameters has a gradient, some belong to a
+    copied model, and parameters of the copy, none of which it has, do have gradients.
     """
     steps = list(_parameters(optimizer))
     models = [each for each in _COPIED if any(p in each.parameters for p in steps)]
@@ -123,7 +123,7 @@ def _has_gradient(parameter: Tensor) -> bool:
 
 
 def _check_rate(optimizer: Optimizer) -> None:
-    """Warns of one low rate for weights of RMS 1, where no group was made for them."""
+    """Warns of one low rate for weights of RMS 1, unless groups were made for them."""
     weights = [
         (_rate(optimizer, group), p)
         for group in optimizer.param_groups
@@ -136,7 +136,7 @@ def _check_rate(optimizer: Optimizer) -> None:
         return
     near = [p.numel() * _is_near_one(p) for _, p in weights]
     if 2 * sum(near) <= sum(p.numel() for _, p in weights):
-        return  # weights in a scale of their own, as init="preserve" keeps them
+        return  # weights with their own scales, as with init="preserve"
     name = type(optimizer).__name__
     ours = name if name in ("SGD", "Adam", "AdamW") else "AdamW"
     warn_once(
@@ -153,12 +153,12 @@ def _check_rate(optimizer: Optimizer) -> None:
 
 
 def _rate(optimizer: Optimizer, group: dict[str, Any]) -> float:
-    """The rate that the group was made with, or that a schedule starts from: warm-up aside."""
+    """The rate that the group was created with or that a schedule starts from, ignoring warm-up."""
     given = (group.get("lr"), group.get("initial_lr"), optimizer.defaults.get("lr"))
     return max(float(rate) for rate in given if rate is not None)
 
 
 def _is_near_one(parameter: Tensor) -> bool:
-    """Of a sharded or quantized tensor it is not known, and not so."""
+    """Whether the RMS is near 1; False if unknown, as for sharded or quantized tensors."""
     rms = known_rms(parameter)
     return rms is not None and RANGE[0] <= rms <= RANGE[1]

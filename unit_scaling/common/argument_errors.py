@@ -1,7 +1,7 @@
-"""Errors for arguments of a wrong type: which argument, what it was given, and what is allowed.
+"""Errors for arguments of a wrong type: the argument, what it was given, and what is allowed.
 
-Nothing is checked in advance. Where a call has failed, its arguments are compared with their
-annotations, and the first that does not fit is what the error is about.
+Nothing is checked in advance. After a call fails, its arguments are compared with their
+annotations, and the first mismatch is reported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = ["check_arguments", "named_in_errors"]
 
-#: A type -> the method that a value which may be passed for it has.
+#: A type -> the method of values that are accepted for it.
 _METHODS = {Tensor: "__torch_function__", int: "__index__", float: "__float__"}
 
 _NAMES: dict[Any, str] = {
@@ -33,11 +33,10 @@ _NAMES: dict[Any, str] = {
 def check_arguments(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises TypeError if an argument of the call does not fit its annotation, whose error it
-    replaces.
+    """Raises TypeError, replacing the current error, if an argument does not fit its annotation.
 
-    name: what the caller knows the function by. Arguments without an annotation, or with one of a
-    type that is not in this file, are not compared; nor are calls that lack an argument.
+    name: the public name of the function. Arguments without an annotation or with an unsupported
+    type are not compared, nor are calls that lack an argument.
 
     >>> def half(x: int | None): ...
     >>> check_arguments("half", half, ("a",), {})
@@ -46,7 +45,7 @@ def check_arguments(
     """
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
-    except TypeError:  # Python's own error says what is missing or unknown
+    except TypeError:  # Python's own error names missing and unknown arguments
         return
     hints = _hints(function)
     for argument, value in given.items():
@@ -57,7 +56,7 @@ def check_arguments(
 
 
 def named_in_errors(cls: Any) -> None:
-    """Has the class refuse arguments of a wrong type by name where its ``__init__`` fails."""
+    """Makes the class name the argument of a wrong type if its ``__init__`` fails."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -72,7 +71,7 @@ def named_in_errors(cls: Any) -> None:
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The types of the arguments; those of a class from each ``__init__`` that it inherits."""
+    """The annotated types of the arguments; for a class, those of every inherited ``__init__``."""
     if not isinstance(function, type):
         return _types(function)
     found: dict[str, Any] = {}
@@ -85,12 +84,12 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 def _types(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(function)
-    except NameError:  # a type that was imported for type checkers alone
+    except NameError:  # a type imported only for type checkers
         return {}
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type, or may be: types that are not in this file are not known."""
+    """Whether a value fits a type; True for unsupported types."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, choice) for choice in get_args(hint))
@@ -118,5 +117,5 @@ def _named(hint: Any) -> str:
 
 
 def _is_fixed(hint: Any) -> bool:
-    """Whether it is the type of a tuple with one type for each item."""
+    """Whether it is a tuple type with one type for each item."""
     return get_origin(hint) is tuple and Ellipsis not in get_args(hint)

@@ -1,4 +1,4 @@
-"""Numbers that an op works out from settings alone: once, and outside of whatever calls it."""
+"""Constants that ops derive from settings: computed once, outside the calling context."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 def constant(fn: Callable[..., T], *args: Any) -> T:
-    """``fn(*args)``, computed at the first call with these arguments and kept.
+    """Returns ``fn(*args)``, computed at the first call with these arguments and cached.
 
-    fn: computes numbers, with torch if it likes. args: hashable, no tensors. It runs in a thread
-    of its own, where no mode, autocast or torch.func transform of the caller is active; a compiler
-    takes the result as a constant of the graph. Raises what ``fn`` raises.
+    fn: computes numbers, possibly with torch. args: hashable, no tensors. It runs in its own
+    thread, where no mode, autocast or torch.func transform of the caller is active; the compiler
+    treats the result as a constant. Raises what ``fn`` raises.
     """
     return _kept(fn, *[specialised(value) for value in args] if is_compiling() else args)
 
@@ -38,13 +38,15 @@ def _worked_out(fn: Callable[..., T], *args: Any) -> T:
 
 
 def aside(fn: Callable[..., T], *args: Any) -> T:
-    """``fn(*args)`` in a thread of its own: outside of all that is active in the caller's."""
+    """Runs ``fn(*args)`` in its own thread, without the modes and transforms active in the
+    caller's.
+    """
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(fn, *args).result()
 
 
 def specialised(value: Any) -> Any:
-    """The value as a number that the compiler knows: reading it in `math` makes it one."""
+    """The value as a concrete number: passing it to `math` makes the compiler specialise it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     number = math.copysign(value, value)

@@ -1,4 +1,4 @@
-"""Functions of `unit_scaling` that are seen as one call by whoever watches a model."""
+"""Functions of `unit_scaling` that observers of a model see as one call."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 Watcher = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: Functions (the watched function, its body, args, kwargs) -> result that make the call in the
-#: body's place, the last of them alone: how `unit_scaling.verify`, `track_scales` and
-#: `analyse_module` see what a model calls of `unit_scaling` by name. All threads share this list,
-#: which every compiled op compares: a watcher makes the call as it is where it is not its thread's.
+#: Functions (the watched function, its body, args, kwargs) -> result that make the call instead of
+#: the body; only the last is used. `unit_scaling.verify`, `track_scales` and `analyse_module` use
+#: them to see the `unit_scaling` functions that a model calls by name. All threads share this list,
+#: which compiled ops guard on: in other threads a watcher makes the call unchanged.
 WATCHERS: list[Watcher] = []
 
 
 def watched(body: Fn) -> Fn:
-    """``body``, but for calling the innermost of `WATCHERS` instead where there is one.
+    """Returns ``body``, which calls the last of `WATCHERS` instead if there is one.
 
-    A call that fails for an argument of a wrong type says so by the argument's name.
+    If a call fails because of an argument of a wrong type, the error names the argument.
     """
     space = "U." if ".ops." in body.__module__ else ""
 

@@ -1,4 +1,4 @@
-"""The pieces that unit-scaled operations are made of."""
+"""Building blocks of unit-scaled operations."""
 
 from . import functional
 

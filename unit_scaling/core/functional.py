@@ -1,4 +1,4 @@
-"""Building blocks of rules and residual schemes."""
+"""Building blocks of op rules and residual schemes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ResidualScalingFn = Callable[[int, int], float]
 
 
 def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float:
-    """``lower**(1 - alpha) * upper**alpha``: `lower` at 0, `upper` at 1; both positive.
+    """Returns ``lower**(1 - alpha) * upper**alpha``: ``lower`` at 0, ``upper`` at 1; both positive.
 
     >>> logarithmic_interpolation(0.5, 2.0, 8.0)
     4.0
@@ -37,10 +37,19 @@ def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float
 def rms(
     x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, eps: float = 0.0
 ) -> Tensor:
-    """``sqrt(mean(x**2) + eps)`` over ``dims`` (all by default), at least in float32.
+    """Returns ``sqrt(mean(x**2) + eps)`` over ``dims``.
 
-    x: floating point. Half-precision input is squared in float32, so nothing under- or overflows
-    on the way; the result has the dtype of x. NaN and Inf propagate.
+    Half-precision input is squared in float32, so squares neither underflow nor overflow. NaN and
+    Inf propagate.
+
+    Args:
+        x: floating point.
+        dims: the dimensions to reduce; by default all.
+        keepdim: whether to keep reduced dimensions with size 1, if ``dims`` is given.
+        eps: added to the mean.
+
+    Returns:
+        The RMS, in the dtype of ``x``.
 
     >>> rms(torch.tensor([1.0, -7.0]))
     tensor(5.)
@@ -56,9 +65,13 @@ def scale_elementwise(
     grad_input_scale: float,
     constraint: str | None = "to_output_scale",
 ) -> Callable[..., Tensor]:
-    """``f`` with its output and the gradient of its first argument scaled.
+    """Returns ``f`` with its output and the gradient of its first argument scaled.
 
-    f: a function of one tensor and settings. The two scales are tied by ``constraint``.
+    Args:
+        f: a function of one tensor and settings.
+        output_scale: the factor of the output.
+        grad_input_scale: the factor of the gradient.
+        constraint: ties the two factors; see `unit_scaling.constraints`.
 
     >>> unit_tanh = scale_elementwise(torch.tanh, 1.59, 1.47)
     >>> unit_tanh(torch.tensor([0.0, 100.0]))
@@ -76,16 +89,25 @@ def scale_elementwise(
 def transformer_residual_scaling_rule(
     residual_mult: float = 1.0, residual_attn_ratio: float = 1.0
 ) -> ResidualScalingFn:
-    """The weights of the residual branches of a pre-norm transformer, attention and MLP in turn.
+    """Returns the rule for residual branch weights in a pre-norm transformer.
 
-    residual_mult: of all branches against the embedding. residual_attn_ratio: of attention
-    against MLP branches. Returns (index, branches) -> tau: branch number ``index`` (even:
-    attention, odd: MLP) of ``branches`` (an even number) is added as `U.residual_add` does.
-    Source: u-muP (arXiv 2407.17465), appendix G. With residual_mult=sqrt(tuned / layers) they are
-    CompleteP's (arXiv 2505.01618): in proportion to 1 / layers, and u-muP's in a model of ``tuned``
-    layers; its rates take ``set_depth(stack, tuned)``.
-    Raises ValueError for a negative number; the function for an odd number of branches, and for an
-    index that is not one of them.
+    With residual_mult=sqrt(tuned / layers) the weights are those of CompleteP: proportional to 1 /
+    layers, and equal to u-muP's in a model of ``tuned`` layers. Its learning rates need
+    ``set_depth(stack, tuned)``.
+
+    Args:
+        residual_mult: the weight of all branches relative to the embedding.
+        residual_attn_ratio: the weight of attention relative to MLP branches.
+
+    Returns:
+        A function (index, branches) -> tau. Branch ``index`` (even: attention, odd: MLP) of
+        ``branches`` (an even number) is added with weight tau by `U.residual_add`. It raises
+        ValueError for an odd number of branches or an index out of range.
+
+    Raises:
+        ValueError: an argument is negative.
+
+    Source: u-muP (arXiv 2407.17465), appendix G; CompleteP (arXiv 2505.01618).
 
     >>> tau = transformer_residual_scaling_rule()
     >>> [round(tau(i, 4), 3) for i in range(4)]

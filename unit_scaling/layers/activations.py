@@ -1,4 +1,4 @@
-"""Activations: ``mult`` and ``constraint``, then the arguments of torch.nn."""
+"""Activations; their arguments are ``mult`` and ``constraint``, followed by those of torch.nn."""
 
 from __future__ import annotations
 

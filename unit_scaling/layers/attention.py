@@ -1,4 +1,4 @@
-"""Attention with its projections."""
+"""Attention with projections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ __all__ = ["MHSA", "KeyValueCache", "MultiheadAttention"]
 
 
 class KeyValueCache:
-    """The keys and values of the tokens that an attention layer has seen. len(): how many."""
+    """The keys and values of the tokens that an attention layer has processed. len() is their
+    number.
+    """
 
     def __init__(self) -> None:
         self._seen: tuple[Tensor, Tensor] | None = None
@@ -31,7 +33,7 @@ class KeyValueCache:
         return 0 if self._seen is None else self._seen[0].shape[-2]
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and all values (..., length, width), those given the last."""
+        """Appends keys and values, and returns all of them, (..., length, width)."""
         if self._seen is not None:
             key, value = (
                 torch.cat(pair, dim=-2) for pair in zip(self._seen, (key, value), strict=True)
@@ -41,16 +43,24 @@ class KeyValueCache:
 
 
 class MHSA(nn.Module):
-    """Multi-head self-attention.
+    """Multi-head self-attention. Input and output are (..., length, hidden_size).
 
-    Input and output (..., length, hidden_size). heads: a divisor of hidden_size. dropout_p: on
-    the attention weights, in training only. mult: the inverse of the softmax's temperature.
-    kv_heads: how many heads keys and values have, a divisor of heads; as many by default.
-    rotary_base: positions enter by `unit_scaling.functional.rotary` with this base, or not at all.
-    context_length: see `unit_scaling.functional.scaled_dot_product_attention`.
-    cache: what came before the input; it is extended. Raises ValueError with one and without a
-    context_length, as the scale would depend on how many tokens have been seen, and for numbers
-    that do not divide.
+    ``forward`` takes an optional `KeyValueCache` of the preceding tokens, which it extends. It
+    raises ValueError for a cache without ``context_length``, as the scale would depend on the
+    number of tokens.
+
+    Args:
+        hidden_size: the width of input and output.
+        heads: the number of heads, a divisor of ``hidden_size``.
+        is_causal: whether each token attends only to itself and earlier ones.
+        dropout_p: the dropout probability of attention weights, in training only.
+        mult: the inverse of the softmax's temperature.
+        kv_heads: the number of key and value heads, a divisor of ``heads``; by default ``heads``.
+        rotary_base: the base of `unit_scaling.functional.rotary`; None for no positions.
+        context_length: see `unit_scaling.functional.scaled_dot_product_attention`.
+
+    Raises:
+        ValueError: ``heads`` or ``kv_heads`` is not a divisor.
     """
 
     def __init__(
@@ -119,11 +129,15 @@ class MHSA(nn.Module):
 
 
 class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention`, unit-scaled: its arguments, masks and results.
+    """`torch.nn.MultiheadAttention`, unit-scaled, with the same arguments, masks and results.
 
-    Weights are standard normal, biases zero, and the logits are ``mult * query @ key.T / width``
-    where torch divides by sqrt(width). context_length: as in `MHSA`, for length S of the keys.
-    Raises ValueError for masks of another shape, and for is_causal without attn_mask.
+    Weights are standard normal, biases zero, and the logits are ``mult * query @ key.T / width``,
+    where torch divides by sqrt(width). ``forward`` raises ValueError for masks of another shape,
+    and for ``is_causal`` without ``attn_mask``.
+
+    Args:
+        mult: the inverse of the softmax's temperature.
+        context_length: as in `MHSA`, for the length S of the keys.
     """
 
     def __init__(
@@ -166,9 +180,9 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights from the standard normal distribution and sets biases to zero.
+        """Initialises weights with a standard normal and biases with zero.
 
-        The key and the value that add_bias_kv appends are drawn as well.
+        The key and value appended by ``add_bias_kv`` are standard normal as well.
         """
         for name, parameter in self.named_parameters(recurse=False):
             nn.init.zeros_(parameter) if name == "in_proj_bias" else nn.init.normal_(parameter)
@@ -186,7 +200,9 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, and with need_weights the probabilities: shapes and masks as in torch."""
+        """Returns the output and, if ``need_weights``, the probabilities, with torch's shapes and
+        masks.
+        """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is a hint about attn_mask: give the mask as well")
         q, k, v = self._heads(*self._projected(query, key, value))
@@ -202,7 +218,7 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
             probabilities = probabilities if query.dim() == 3 else probabilities.squeeze(0)
         else:
             extended = self.bias_k is not None or self.add_zero_attn or key_padding_mask is not None
-            mask = None if is_causal and not extended else mask  # torch's own kernel for it
+            mask = None if is_causal and not extended else mask  # allows torch's causal kernel
             out = U.scaled_dot_product_attention(
                 q, k, v, mask, *settings, context_length=self.context_length
             )
@@ -222,7 +238,7 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         return tuple(U.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
 
     def _heads(self, *tensors: Tensor) -> list[Tensor]:
-        """(batch, heads, length, width) of each, whatever the layout of the inputs."""
+        """Reshapes inputs of any layout to (batch, heads, length, width)."""
         if tensors[0].dim() == 2:
             tensors = tuple(t.unsqueeze(0) for t in tensors)
         elif not self.batch_first:
@@ -232,7 +248,9 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None
     ) -> Tensor | None:
-        """Both masks in one that is added to the logits and broadcasts to (batch, heads, L, S)."""
+        """Merges both masks into one that is added to the logits, broadcastable to (batch, heads,
+        L, S).
+        """
         if padding is not None and padding.dim() == 1:
             padding = padding.unsqueeze(0)
         batch, sizes = q.shape[0], (q.shape[2], k.shape[2])
@@ -242,7 +260,7 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
     def _appended(
         self, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values with those that add_bias_kv and add_zero_attn append."""
+        """Keys and values with those appended by add_bias_kv and add_zero_attn."""
         size = (k.shape[0], 1, self.embed_dim)
         extra = []
         if self.bias_k is not None:

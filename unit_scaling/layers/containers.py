@@ -1,4 +1,4 @@
-"""Containers of residual layers: they tell their parameters how deep the stack is.
+"""Containers of residual layers, which tag their parameters with the depth of the stack.
 
 u-muP divides learning rates in a stack of layers by the square root of its depth.
 """
@@ -20,9 +20,8 @@ __all__ = ["DepthModuleList", "DepthSequential"]
 def _multiply_depth(root: nn.Module, old: int | None, new: int | None) -> None:
     """Replaces the factor ``old`` in the depth of every parameter in ``root`` by ``new``.
 
-    None is the factor of no container at all, which leaves a depth of None.
-
-    Raises ValueError for a parameter without tags, before anything is changed.
+    None stands for no container and leaves a depth of None. Raises ValueError for an untagged
+    parameter, before anything is changed.
     """
     tags: dict[nn.Parameter, Tags] = {}
     for name, parameter in root.named_parameters():
@@ -46,12 +45,12 @@ def _multiply_depth(root: nn.Module, old: int | None, new: int | None) -> None:
 class _DepthContainer(nn.Module):
     """Multiplies the mup_scaling_depth of every parameter inside by the number of its entries.
 
-    Containers nest: in 3 stages of 4 layers the depth is 12. The depth follows `append`,
+    Containers may be nested: 3 stages of 4 layers have depth 12. The depth is updated by `append`,
     `extend`, `insert`, `pop`, and assignment and deletion of entries. A slice is a plain torch
-    container of the same layers, whose depth stays that of the whole.
+    container of the same layers, which keep their depth.
     """
 
-    #: The factor that is in the depths now.
+    #: The factor included in the current depths.
     _factor: int | None = None
 
     def _set_factor(self, factor: int | None) -> None:
@@ -94,11 +93,13 @@ class _DepthContainer(nn.Module):
 class DepthSequential(_DepthContainer, nn.Sequential):
     """`torch.nn.Sequential` of residual layers: sets the depth of the parameters inside.
 
-    Multiplies the mup_scaling_depth of every parameter by the number of layers. Containers nest:
-    in 3 stages of 4 layers the depth is 12. The depth follows `append`, `extend`, `insert`, `pop`
-    and assignment and deletion of layers. A slice is a plain `torch.nn.Sequential` of the same
-    layers, whose depth stays that of the whole.
-    Raises ValueError for a parameter without tags, naming it.
+    The mup_scaling_depth of every parameter is multiplied by the number of layers. Containers may
+    be nested: 3 stages of 4 layers have depth 12. The depth is updated by `append`, `extend`,
+    `insert`, `pop`, and assignment and deletion of layers. A slice is a plain `torch.nn.Sequential`
+    of the same layers, which keep their depth.
+
+    Raises:
+        ValueError: a parameter has no tags.
 
     >>> from unit_scaling import DepthSequential, Linear
     >>> stack = DepthSequential(Linear(8, 8), Linear(8, 8))

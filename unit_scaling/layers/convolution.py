@@ -1,4 +1,4 @@
-"""Convolutions and their transposes."""
+"""Convolutions and transposed convolutions."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .linear import reset_weight_and_bias
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
 
 _Sizes = int | tuple[int, ...]
-"""One number for every dimension, or one for each."""
+"""One number for all dimensions, or one for each."""
 
 
 class _Weighted(TaggedModule):
-    """What convolutions share. ``self`` is also the torch module of the same name."""
+    """Base of all convolutions. ``self`` is also the torch module of the same name."""
 
     def _keep(self, constraint: str | None, weight_mup_type: MupType) -> None:
         self.constraint = checked_constraint(constraint)
         self.tag_parameters(weight=weight_mup_type, bias="bias")
 
     def reset_parameters(self) -> None:
-        """Draws the weight from the standard normal distribution and sets the bias to zero."""
+        """Initialises the weight with a standard normal and the bias with zero."""
         reset_weight_and_bias(self)
 
 
 class _Convolution(_Weighted):
-    """The constructor of the convolutions: torch's arguments, then ours."""
+    """The constructor of convolutions: torch's arguments, followed by ours."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class _Convolution(_Weighted):
 
 
 class _Transposed(_Weighted):
-    """The constructor of the transposed ones: torch's arguments, then ours."""
+    """The constructor of transposed convolutions: torch's arguments, followed by ours."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ def _convolve(module: Any, function: Any, input: Tensor) -> Tensor:
 
 
 def _margins(module: Any) -> list[int]:
-    """What to pad, last dimension first as `F.pad` takes it; the odd one of "same" on the right."""
+    """The padding for `F.pad`, last dimension first; an odd element of "same" is on the right."""
     sides = []
     for i in reversed(range(len(module.kernel_size))):
         if module.padding == "valid":
@@ -152,7 +152,7 @@ def _transpose(module: Any, function: Any, input: Tensor, output_size: list[int]
 
 
 def _output_padding(module: Any, input: Tensor, output_size: list[int]) -> list[int]:
-    """What makes the output as large as asked. Raises ValueError where nothing does."""
+    """The output padding for a requested output size. Raises ValueError if there is none."""
     dims = len(module.kernel_size)
     wanted, sizes = output_size[-dims:], input.shape[-dims:]
     least = [
@@ -172,9 +172,13 @@ def _output_padding(module: Any, input: Tensor, output_size: list[int]) -> list[
 class Conv1d(_Convolution, nn.Conv1d):
     """`unit_scaling.functional.conv1d` as a module.
 
-    Input (batch, in_channels, length) or (in_channels, length). weight is standard normal, bias
-    zero. kernel_size, stride, padding (also "same", "valid"), dilation, groups and padding_mode
-    are those of `torch.nn.Conv1d`; constraint and weight_mup_type those of `Linear`.
+    Input is (batch, in_channels, length) or (in_channels, length). The weight is initialised with a
+    standard normal, the bias with zero. Other arguments are those of `torch.nn.Conv1d`, including
+    padding "same" and "valid".
+
+    Args:
+        constraint: see `Linear`.
+        weight_mup_type: see `Linear`.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -182,9 +186,9 @@ class Conv1d(_Convolution, nn.Conv1d):
 
 
 class Conv2d(_Convolution, nn.Conv2d):
-    """`unit_scaling.functional.conv2d` as a module. Arguments: see `Conv1d`.
+    """`unit_scaling.functional.conv2d` as a module; arguments as in `Conv1d`.
 
-    Input (batch, in_channels, height, width), or without batch.
+    Input is (batch, in_channels, height, width), or without batch.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -192,9 +196,9 @@ class Conv2d(_Convolution, nn.Conv2d):
 
 
 class Conv3d(_Convolution, nn.Conv3d):
-    """`unit_scaling.functional.conv3d` as a module. Arguments: see `Conv1d`.
+    """`unit_scaling.functional.conv3d` as a module; arguments as in `Conv1d`.
 
-    Input (batch, in_channels, depth, height, width), or without batch.
+    Input is (batch, in_channels, depth, height, width), or without batch.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -204,8 +208,12 @@ class Conv3d(_Convolution, nn.Conv3d):
 class ConvTranspose1d(_Transposed, nn.ConvTranspose1d):
     """`unit_scaling.functional.conv_transpose1d` as a module.
 
-    Input (batch, in_channels, length), or without batch. The other arguments are
-    those of `torch.nn.ConvTranspose1d`, then those of `Linear`.
+    Input is (batch, in_channels, length), or without batch. Other arguments are those of
+    `torch.nn.ConvTranspose1d`.
+
+    Args:
+        constraint: see `Linear`.
+        weight_mup_type: see `Linear`.
     """
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -213,10 +221,9 @@ class ConvTranspose1d(_Transposed, nn.ConvTranspose1d):
 
 
 class ConvTranspose2d(_Transposed, nn.ConvTranspose2d):
-    """`unit_scaling.functional.conv_transpose2d` as a module.
+    """`unit_scaling.functional.conv_transpose2d` as a module; arguments as in `ConvTranspose1d`.
 
-    Input (batch, in_channels, height, width), or without batch. Arguments: see
-    `ConvTranspose1d`.
+    Input is (batch, in_channels, height, width), or without batch.
     """
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -224,10 +231,9 @@ class ConvTranspose2d(_Transposed, nn.ConvTranspose2d):
 
 
 class ConvTranspose3d(_Transposed, nn.ConvTranspose3d):
-    """`unit_scaling.functional.conv_transpose3d` as a module.
+    """`unit_scaling.functional.conv_transpose3d` as a module; arguments as in `ConvTranspose1d`.
 
-    Input (batch, in_channels, depth, height, width), or without batch. Arguments: see
-    `ConvTranspose1d`.
+    Input is (batch, in_channels, depth, height, width), or without batch.
     """
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:

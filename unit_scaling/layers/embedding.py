@@ -1,4 +1,4 @@
-"""Look-up tables."""
+"""Embeddings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Embedding", "EmbeddingBag"]
 
 
 class Embedding(TaggedModule, nn.Embedding):
-    """`unit_scaling.functional.embedding` as a module. weight is standard normal.
+    """`unit_scaling.functional.embedding` as a module, with a standard normal weight.
 
-    The arguments are those of `torch.nn.Embedding`; so is ``from_pretrained``, freezing included.
+    Arguments and ``from_pretrained``, including freezing, are those of `torch.nn.Embedding`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Embedding(TaggedModule, nn.Embedding):
         self.tag_parameters(weight="weight")
 
     def reset_parameters(self) -> None:
-        """Draws the weight from the standard normal distribution; a padding row is zero."""
+        """Initialises the weight with a standard normal; the padding row is zero."""
         super().reset_parameters()
         self.restore_tags()
 
@@ -65,9 +65,9 @@ class Embedding(TaggedModule, nn.Embedding):
 
 
 class EmbeddingBag(TaggedModule, nn.EmbeddingBag):
-    """`unit_scaling.functional.embedding_bag` as a module. weight is standard normal.
+    """`unit_scaling.functional.embedding_bag` as a module, with a standard normal weight.
 
-    The arguments are those of `torch.nn.EmbeddingBag`; so is ``from_pretrained``.
+    Arguments and ``from_pretrained`` are those of `torch.nn.EmbeddingBag`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class EmbeddingBag(TaggedModule, nn.EmbeddingBag):
         self.tag_parameters(weight="weight")
 
     def reset_parameters(self) -> None:
-        """Draws the weight from the standard normal distribution; a padding row is zero."""
+        """Initialises the weight with a standard normal; the padding row is zero."""
         super().reset_parameters()
         self.restore_tags()
 

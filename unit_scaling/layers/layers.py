@@ -1,4 +1,4 @@
-"""Activations, norms and losses: the modules of `torch.nn` with unit-scaled functions."""
+"""Activations, norms and losses of `torch.nn` with unit-scaled functions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Softmax(nn.Softmax):
 
 
 class Dropout(nn.Dropout):
-    """`unit_scaling.functional.dropout` as a module: the identity under ``eval()``."""
+    """`unit_scaling.functional.dropout` as a module; the identity in evaluation mode."""
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__(p, inplace)

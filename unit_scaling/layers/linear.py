@@ -17,7 +17,7 @@ __all__ = ["Bilinear", "Linear", "LinearReadout"]
 
 
 def reset_weight_and_bias(module: Any) -> None:
-    """Draws the weight from the standard normal distribution and sets the bias to zero."""
+    """Initialises the weight with a standard normal and the bias with zero."""
     nn.init.normal_(module.weight)
     if module.bias is not None:
         nn.init.zeros_(module.bias)
@@ -27,13 +27,21 @@ def reset_weight_and_bias(module: Any) -> None:
 class Linear(TaggedModule, nn.Linear):
     """`unit_scaling.functional.linear` as a module.
 
-    Input (..., in_features), output (..., out_features). weight (out_features, in_features) is
-    standard normal, bias (out_features,) is zero.
-    constraint: how the scales of output and input gradient are tied; None for a layer that is
-    followed by no residual sum. weight_mup_type: the tag of the weight.
+    Input is (..., in_features), output (..., out_features). The weight (out_features, in_features)
+    is initialised with a standard normal, the bias (out_features,) with zero.
+
+    Args:
+        in_features: the size of the input.
+        out_features: the size of the output.
+        bias: whether to add a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+        constraint: ties the scales of output and input gradient; None for a layer that no residual
+            sum follows.
+        weight_mup_type: the tag of the weight.
     """
 
-    #: A factor of the parameters' gradients, see `unit_scaling.functional.linear`.
+    #: A factor of the parameters' gradients; see `unit_scaling.functional.linear`.
     weight_grad_mult: float = 1.0
 
     def __init__(
@@ -51,7 +59,7 @@ class Linear(TaggedModule, nn.Linear):
         self.tag_parameters(weight=weight_mup_type, bias="bias")
 
     def reset_parameters(self) -> None:
-        """Draws the weight from the standard normal distribution and sets the bias to zero."""
+        """Initialises the weight with a standard normal and the bias with zero."""
         reset_weight_and_bias(self)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -65,9 +73,12 @@ class Linear(TaggedModule, nn.Linear):
 
 
 class LinearReadout(Linear):
-    """`unit_scaling.functional.linear_readout` as a module: the last layer of a model."""
+    """`unit_scaling.functional.linear_readout` as a module: the last layer of a model.
 
-    #: Whether a gradient of its output was checked, see `first_call_checks.check_gradient`.
+    Arguments are as in `Linear`.
+    """
+
+    #: Whether a gradient of the output was checked; see `checks.first_call.check_gradient`.
     gradient_seen = False
 
     def __init__(
@@ -93,9 +104,9 @@ class LinearReadout(Linear):
 class Bilinear(TaggedModule, nn.Bilinear):
     """`unit_scaling.functional.bilinear` as a module.
 
-    Inputs (..., in1_features) and (..., in2_features), output (..., out_features). weight
-    (out_features, in1_features, in2_features) is standard normal, bias zero. constraint and
-    weight_mup_type are those of `Linear`.
+    Inputs are (..., in1_features) and (..., in2_features), the output is (..., out_features). The
+    weight (out_features, in1_features, in2_features) is initialised with a standard normal, the
+    bias with zero. Other arguments are as in `Linear`.
     """
 
     def __init__(
@@ -114,7 +125,7 @@ class Bilinear(TaggedModule, nn.Bilinear):
         self.tag_parameters(weight=weight_mup_type, bias="bias")
 
     def reset_parameters(self) -> None:
-        """Draws the weight from the standard normal distribution and sets the bias to zero."""
+        """Initialises the weight with a standard normal and the bias with zero."""
         reset_weight_and_bias(self)
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses: torch's value, with the gradient of the sum over the examples, scaled."""
+"""Losses with torch's value and the scaled gradient of the sum over examples."""
 
 from __future__ import annotations
 

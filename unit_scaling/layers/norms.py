@@ -27,7 +27,7 @@ __all__ = [
 
 
 class _Norm(Scaled, TaggedModule):
-    """A norm with a weight that starts at one and a bias that starts at zero, or without."""
+    """A norm whose weight, if any, is initialised with one, and its bias with zero."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,12 +49,14 @@ class _BatchNorm(_Norm):
     op = staticmethod(U.batch_norm)
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        """As torch: batch statistics in training, running ones otherwise, where there are any."""
+        """As in torch: uses batch statistics in training, otherwise running statistics if there are
+        any.
+        """
         self._check_input_dim(input)
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if self.momentum is None:  # the average of all batches
+            if self.momentum is None:  # cumulative average
                 momentum = 1.0 / float(self.num_batches_tracked)
         read = not self.training or self.track_running_stats
         mean, var = (self.running_mean, self.running_var) if read else (None, None)
@@ -63,24 +65,27 @@ class _BatchNorm(_Norm):
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """`unit_scaling.functional.batch_norm` as a module: (batch, channels) or one dimension more."""
+    """`unit_scaling.functional.batch_norm` as a module, for (batch, channels[, length])."""
 
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """`unit_scaling.functional.batch_norm` as a module: (batch, channels, height, width)."""
+    """`unit_scaling.functional.batch_norm` as a module, for (batch, channels, height, width)."""
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """`unit_scaling.functional.batch_norm` as a module: (batch, channels, depth, height, width)."""
+    """`unit_scaling.functional.batch_norm` as a module, for (batch, channels, depth, height,
+    width).
+    """
 
 
 class _InstanceNorm(_Norm):
     op = staticmethod(U.instance_norm)
-    #: Dimensions of an input without a batch.
+    #: The number of dimensions of an input without a batch.
     unbatched: int
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        """As torch: statistics of each image, or running ones where tracked and not training."""
+        """As in torch: uses statistics of each image, or tracked running statistics in
+        evaluation."""
         self._check_input_dim(input)
         batch = input if input.dim() != self.unbatched else input[None]
         output = U.instance_norm(
@@ -97,28 +102,36 @@ class _InstanceNorm(_Norm):
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
-    """`unit_scaling.functional.instance_norm` as a module: (batch, channels, length)."""
+    """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, length)."""
 
     unbatched = 2
 
 
 class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
-    """`unit_scaling.functional.instance_norm` as a module: (batch, channels, height, width)."""
+    """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, height, width)."""
 
     unbatched = 3
 
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
-    """`unit_scaling.functional.instance_norm` as a module: (batch, channels, depth, h, w)."""
+    """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, depth, h, w)."""
 
     unbatched = 4
 
 
 class LayerNorm2d(_Norm, norm.LayerNorm2d):
-    """`unit_scaling.functional.layer_norm2d` as a module: over the channels of each pixel.
+    """`unit_scaling.functional.layer_norm2d` as a module: normalises over the channels of each
+    pixel.
 
-    Input and output (batch, num_channels, ...). affine: with weight and, unless bias is
-    False, bias (num_channels,).
+    Input and output are (batch, num_channels, ...).
+
+    Args:
+        num_channels: the number of channels.
+        eps: added to the variance.
+        affine: whether to have a weight and a bias, each (num_channels,).
+        bias: whether to have a bias, if ``affine``.
+        device: of the parameters.
+        dtype: of the parameters.
     """
 
     op = staticmethod(U.layer_norm2d)
@@ -136,6 +149,6 @@ class LayerNorm2d(_Norm, norm.LayerNorm2d):
         super().__init__(num_channels, eps, affine, bias=bias, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Any:
-        """`unit_scaling.functional.layer_norm2d`. Raises ValueError for other channels."""
+        """Normalises ``input``. Raises ValueError for another number of channels."""
         self.check_channels(input)
         return super().forward(input)

@@ -1,4 +1,4 @@
-"""Pooling and interpolation: the arguments of torch.nn, then ``constraint=``."""
+"""Pooling and interpolation, with the arguments of torch.nn and the keyword ``constraint``."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell"]
 
 
 class _Recurrent(TaggedModule):
-    """What recurrent layers share. ``self`` is also the torch module of the same name."""
+    """Base of all recurrent layers. ``self`` is also the torch module of the same name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,7 +27,7 @@ class _Recurrent(TaggedModule):
         self.tag_parameters(**kinds)
 
     def reset_parameters(self) -> None:
-        """Draws the weights from the standard normal distribution and sets the biases to zero."""
+        """Initialises weights with a standard normal and biases with zero."""
         for p in self.parameters(recurse=False):
             nn.init.normal_(p) if p.dim() > 1 else nn.init.zeros_(p)
         self.restore_tags()
@@ -36,7 +36,7 @@ class _Recurrent(TaggedModule):
 def _run(module: Any, function: Any, input: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
     """The output and the last states of a layer, for a batch or a single sequence.
 
-    Raises NotImplementedError for a packed sequence, ValueError for input of other dimensions.
+    Raises NotImplementedError for a packed sequence, ValueError for another number of dimensions.
     """
     if not isinstance(input, Tensor):
         raise NotImplementedError(PACKED)
@@ -71,8 +71,11 @@ def _run(module: Any, function: Any, input: Tensor, states: Any) -> tuple[Tensor
 class LSTM(_Recurrent, nn.LSTM):
     """`unit_scaling.functional.lstm` as a module: `torch.nn.LSTM` with weights at unit scale.
 
-    Input, states and results are those of torch, but for packed sequences and proj_size, which
-    raise NotImplementedError. Weights are standard normal, biases zero.
+    Arguments, input, states and results are those of torch. Weights are initialised with a standard
+    normal, biases with zero.
+
+    Raises:
+        NotImplementedError: proj_size is used, or (in ``forward``) the sequence is packed.
     """
 
     def __init__(
@@ -111,7 +114,9 @@ class LSTM(_Recurrent, nn.LSTM):
 
 
 class GRU(_Recurrent, nn.GRU):
-    """`unit_scaling.functional.gru` as a module: `torch.nn.GRU`, as `LSTM` is torch's LSTM."""
+    """`unit_scaling.functional.gru` as a module: `torch.nn.GRU` with weights at unit scale; see
+    `LSTM`.
+    """
 
     def __init__(
         self,
@@ -143,9 +148,10 @@ class GRU(_Recurrent, nn.GRU):
 
 
 class RNN(_Recurrent, nn.RNN):
-    """`torch.nn.RNN` with weights at unit scale, as `LSTM` is torch's LSTM.
+    """`torch.nn.RNN` with weights at unit scale; see `LSTM`.
 
-    nonlinearity: "tanh" or "relu".
+    Args:
+        nonlinearity: "tanh" or "relu".
     """
 
     def __init__(
@@ -200,7 +206,9 @@ def _step(module: Any, function: Any, input: Tensor, states: Any) -> tuple[Tenso
 
 
 class LSTMCell(_Recurrent, nn.LSTMCell):
-    """`unit_scaling.functional.lstm_cell` as a module, as `LSTM` is torch's LSTM."""
+    """`unit_scaling.functional.lstm_cell` as a module: `torch.nn.LSTMCell` at unit scale; see
+    `LSTM`.
+    """
 
     def __init__(
         self,
@@ -220,7 +228,8 @@ class LSTMCell(_Recurrent, nn.LSTMCell):
 
 
 class GRUCell(_Recurrent, nn.GRUCell):
-    """`unit_scaling.functional.gru_cell` as a module, as `LSTM` is torch's LSTM."""
+    """`unit_scaling.functional.gru_cell` as a module: `torch.nn.GRUCell` at unit scale; see
+    `LSTM`."""
 
     def __init__(
         self,
@@ -237,7 +246,11 @@ class GRUCell(_Recurrent, nn.GRUCell):
 
 
 class RNNCell(_Recurrent, nn.RNNCell):
-    """`torch.nn.RNNCell` with weights at unit scale. nonlinearity: "tanh" or "relu"."""
+    """`torch.nn.RNNCell` with weights at unit scale; see `LSTM`.
+
+    Args:
+        nonlinearity: "tanh" or "relu".
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Dropout, gated units, and what else has the arguments of torch.nn."""
+"""Dropout, gated units and other modules, with the arguments of torch.nn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class AlphaDropout(Constrained, nn.AlphaDropout):
-    """`unit_scaling.functional.alpha_dropout` as a module: the identity under ``eval()``."""
+    """`unit_scaling.functional.alpha_dropout` as a module; the identity in evaluation mode."""
 
     op = staticmethod(U.alpha_dropout)
 
@@ -39,19 +39,19 @@ class CosineSimilarity(Constrained, nn.CosineSimilarity):
 
 
 class Dropout1d(Scaled, nn.Dropout1d):
-    """`unit_scaling.functional.dropout1d` as a module: the identity under ``eval()``."""
+    """`unit_scaling.functional.dropout1d` as a module; the identity in evaluation mode."""
 
     op = staticmethod(U.dropout1d)
 
 
 class Dropout2d(Scaled, nn.Dropout2d):
-    """`unit_scaling.functional.dropout2d` as a module: the identity under ``eval()``."""
+    """`unit_scaling.functional.dropout2d` as a module; the identity in evaluation mode."""
 
     op = staticmethod(U.dropout2d)
 
 
 class Dropout3d(Scaled, nn.Dropout3d):
-    """`unit_scaling.functional.dropout3d` as a module: the identity under ``eval()``."""
+    """`unit_scaling.functional.dropout3d` as a module; the identity in evaluation mode."""
 
     op = staticmethod(U.dropout3d)
 
@@ -81,7 +81,7 @@ class LogSoftmax(Scaled, nn.LogSoftmax):
 
 
 class PReLU(TaggedModule, nn.PReLU):
-    """`unit_scaling.functional.prelu` as a module. The slopes start at ``init``."""
+    """`unit_scaling.functional.prelu` as a module. The slopes are initialised with ``init``."""
 
     def __init__(
         self,

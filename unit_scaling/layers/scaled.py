@@ -1,4 +1,4 @@
-"""A module of torch.nn, and the unit-scaled function that takes the place of its own."""
+"""Base classes that make modules of torch.nn call unit-scaled functions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Activation", "Constrained", "Scaled"]
 
 
 class Scaled(nn.Module):
-    """``class ReLU(Scaled, nn.ReLU)``: torch's module, calling ``op`` with its own settings.
+    """Makes torch's module call ``op`` with its settings: ``class ReLU(Scaled, nn.ReLU)``.
 
-    A setting is an attribute of the module that has the name of an argument of ``op``.
+    Settings are attributes of the module that are named like an argument of ``op``.
     """
 
-    #: The function of `unit_scaling.functional`.
+    #: The function in `unit_scaling.functional`.
     op: ClassVar[Callable[..., Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives the class a signature: the arguments of torch's module after or before ours."""
+        """Sets the signature of the class: torch's arguments before or after ours."""
         super().__init_subclass__(**kwargs)
         torch_class = cls.__bases__[-1]
         if issubclass(torch_class, Scaled) or torch_class is nn.Module:
@@ -46,7 +46,7 @@ class Scaled(nn.Module):
         self._settings = tuple(name for name in names if hasattr(self, name))
 
     def forward(self, *inputs: Any) -> Any:
-        """``op`` of the inputs."""
+        """Returns ``op`` of the inputs."""
         return type(self).op(*inputs, **{name: getattr(self, name) for name in self._settings})
 
 
@@ -67,7 +67,7 @@ class Activation(Scaled):
 
 
 class Constrained(Scaled):
-    """A `Scaled` with ``constraint`` as a keyword after torch's arguments."""
+    """A `Scaled` with the keyword ``constraint`` after torch's arguments."""
 
     def __init__(
         self, *args: Any, constraint: str | None = "to_output_scale", **kwargs: Any

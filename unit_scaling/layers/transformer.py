@@ -1,4 +1,4 @@
-"""A pre-norm transformer out of unit-scaled layers."""
+"""A pre-norm transformer of unit-scaled layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ __all__ = ["MLP", "TransformerDecoder", "TransformerLayer", "TransformerStack"]
 class MLP(nn.Module):
     """A gated MLP: ``linear_2(linear_1(x) * silu(linear_gate(x)))``, as in Llama.
 
-    Input and output (..., hidden_size). The inner width is expansion_factor * hidden_size.
+    Input and output are (..., hidden_size).
+
+    Args:
+        hidden_size: the width of input and output.
+        expansion_factor: the inner width divided by ``hidden_size``.
     """
 
     def __init__(self, hidden_size: int, expansion_factor: int = 4) -> None:
@@ -33,8 +37,9 @@ class MLP(nn.Module):
         self.linear_1 = Linear(hidden_size, width)
         self.linear_gate = Linear(hidden_size, width)
         self.linear_2 = Linear(width, hidden_size)
-        # linear_2 scales the gradient of its input as its output, by 1/sqrt(width), though it
-        # sums over hidden_size terms: what the first two layers receive is this much smaller.
+        # linear_2 scales the gradient of its input like its output, by 1/sqrt(width), although it
+        # sums over hidden_size terms: the gradients of the first two layers are smaller by the
+        # ratio.
         self.linear_1.weight_grad_mult = math.sqrt(expansion_factor)
         self.linear_gate.weight_grad_mult = math.sqrt(expansion_factor)
 
@@ -45,9 +50,19 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """Attention and MLP, each a residual branch that starts with an RMSNorm.
 
-    Input and output (..., length, hidden_size). mhsa_tau, mlp_tau: the weights of the branches,
-    see `unit_scaling.functional.residual_split`. dropout_p: at the end of each branch and in the
-    attention, in training only. kv_heads, rotary_base, context_length, cache: see `MHSA`.
+    Input and output are (..., length, hidden_size). ``forward`` takes a cache as `MHSA` does.
+
+    Args:
+        hidden_size: the width of input and output.
+        heads: see `MHSA`.
+        mhsa_tau: the weight of the attention branch; see `unit_scaling.functional.residual_split`.
+        mlp_tau: the weight of the MLP branch.
+        is_causal: see `MHSA`.
+        dropout_p: the dropout probability at the end of each branch and in attention, in training
+            only.
+        kv_heads: see `MHSA`.
+        rotary_base: see `MHSA`.
+        context_length: see `MHSA`.
     """
 
     def __init__(
@@ -93,10 +108,12 @@ class TransformerLayer(nn.Module):
 
 
 class TransformerStack(DepthSequential):
-    """``layers`` transformer layers whose residual weights follow ``residual_scaling``.
+    """A stack of transformer layers with residual weights given by a rule.
 
-    residual_scaling: (index, branches) -> tau, by default u-muP's rule. kwargs: the other
-    arguments of `TransformerLayer`.
+    Args:
+        layers: the number of layers.
+        residual_scaling: (index, branches) -> tau; by default u-muP's rule.
+        kwargs: other arguments of `TransformerLayer`.
     """
 
     def __init__(
@@ -128,10 +145,22 @@ class TransformerStack(DepthSequential):
 class TransformerDecoder(nn.Sequential):
     """A language model: embedding, causal transformer layers, norm, readout.
 
-    Input (..., length), token numbers below vocab_size. Output (..., length, vocab_size), logits.
-    kv_heads, rotary_base: see `MHSA`. context_length: the longest sequence that the model is for.
-    With it the logits of a token do not depend on how many follow, nor on whether those before it
-    come in the same call or from a cache:
+    Input is (..., length), token indices below vocab_size. Output is (..., length, vocab_size),
+    logits.
+
+    With ``context_length``, the logits of a token depend neither on the number of tokens that
+    follow nor on whether earlier tokens are in the same call or in a cache.
+
+    Args:
+        hidden_size: the width of the layers.
+        vocab_size: the number of tokens.
+        layers: the number of layers.
+        heads: see `MHSA`.
+        dropout_p: see `TransformerLayer`.
+        residual_scaling: see `TransformerStack`.
+        kv_heads: see `MHSA`.
+        rotary_base: see `MHSA`.
+        context_length: the maximum sequence length.
 
     >>> import torch, unit_scaling as uu
     >>> model = uu.TransformerDecoder(16, 11, layers=2, heads=2, context_length=64)
@@ -184,13 +213,18 @@ class TransformerDecoder(nn.Sequential):
         return logits
 
     def new_cache(self) -> list[KeyValueCache]:
-        """An empty cache for each layer: ``model(tokens, cache)`` continues what it has seen."""
+        """Returns an empty cache for each layer; ``model(tokens, cache)`` continues the cached
+        sequence.
+        """
         return [KeyValueCache() for _ in self.layers]
 
     def loss(self, input_ids: Tensor) -> Tensor:
-        """The mean cross-entropy of predicting each token of input_ids from those before it.
+        """Returns the mean cross entropy of predicting each token from the previous ones.
 
-        input_ids: (..., length), length 2 or more. Computed in float32 at least.
+        Computed in at least float32.
+
+        Args:
+            input_ids: (..., length), length 2 or more.
         """
         logits: Tensor = self(input_ids)[..., :-1, :]
         return U.cross_entropy(logits.float().flatten(0, -2), input_ids[..., 1:].flatten())

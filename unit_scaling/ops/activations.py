@@ -1,4 +1,4 @@
-"""Elementwise operations, softmax and dropout."""
+"""Addition, softmax, dropout, gelu and silu."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from . import from_output, fused
 
 __all__ = ["add", "dropout", "gelu", "silu", "silu_glu", "softmax"]
 
-# The standard deviation of relu(x) for a standard normal x is sqrt((1 - 1/pi) / 2), and the RMS
-# of its derivative is sqrt(1/2): gelu and silu tend to relu as mult grows. At small mult both are
-# x/2, with 1/2 for a derivative. The interpolation weights in between are fits to measured values,
-# within 4 % of exact at mult = 1 (u-muP, arXiv 2407.17465, appendix B).
+# For standard normal x, the standard deviation of relu(x) is sqrt((1 - 1/pi) / 2), and the RMS of
+# its derivative is sqrt(1/2). gelu and silu tend to relu as mult grows; at small mult both tend to
+# x/2 with derivative 1/2. The interpolation weights in between are fits to measurements, within 4 %
+# of the exact value at mult = 1. Source: u-muP, arXiv 2407.17465, appendix B.
 _RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
 _RELU_GRAD_RMS = math.sqrt(1 / 2)
 _LINEAR_STD = 1 / 2
 
 
 def _alpha(weight: float, mult: float) -> float:
-    """How near an op is to its limit for a large mult. Raises ValueError for what is no number
-    above 0, as torch's own arguments are by position: ``silu(x, inplace)``."""
-    default = mult == 1.0 and mult is not True  # all that most graphs look at
+    """The interpolation weight of an op's limit for large mult. Raises ValueError if mult is not a
+    positive number, as for torch's positional arguments: ``silu(x, inplace)``.
+    """
+    default = mult == 1.0 and mult is not True  # the only check in most graphs
     if not default and (isinstance(mult, (bool, str)) or not mult > 0):
         raise ValueError(f"mult is {mult!r}, not a number above 0; give torch's arguments by name")
     return 1 / (1 + weight / mult**2)
 
 
 def _gated_scale(weight: float, mult: float, limit: float) -> float:
-    """1 / the RMS of x * sigmoid-like(mult * x): between x/2 and relu-like as mult grows."""
+    """1/RMS of x * sigmoid-like(mult * x): between x/2 and relu-like as mult grows."""
     alpha = _alpha(weight, mult)
     return logarithmic_interpolation(alpha, 1 / _LINEAR_STD, 1 / limit)
 
@@ -48,7 +49,7 @@ def _torch_gelu(input: Tensor, *, approximate: str = "none") -> dict[str, Any]:
 
 
 def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
-    """Interpolated between x/2 and relu; measured weights 1/4 and 1/4."""
+    """Interpolated between x/2 and relu; fitted weights 1/4 and 1/4."""
     output = _gated_scale(1 / 4, mult, _RELU_STD)
     return tie(constraint, output=output, input=_gated_scale(1 / 4, mult, _RELU_GRAD_RMS))
 
@@ -60,10 +61,16 @@ def gelu(
     constraint: str | None = "to_output_scale",
     approximate: str = "none",
 ) -> Tensor:
-    """``s * gelu(mult * input) / mult``.
+    """Computes ``s * gelu(mult * input) / mult``.
 
-    input: any shape, floating point. mult: how non-linear it is, above 0. approximate: "none" or
-    "tanh", as in `torch.nn.functional.gelu`. Returns the shape and dtype of input.
+    Args:
+        input: any shape, floating point.
+        mult: the non-linearity, above 0.
+        constraint: see `unit_scaling.constraints`.
+        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+
+    Returns:
+        The shape and dtype of ``input``.
     """
     mult = mult if mult == 1.0 else specialised(mult)
     fwd, bwd = factors(gelu_scales, mult, constraint, mult=mult)
@@ -74,7 +81,7 @@ def gelu(
 
 
 def silu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
-    """Interpolated between x/2 and relu; measured weights 1/4 and 1."""
+    """Interpolated between x/2 and relu; fitted weights 1/4 and 1."""
     output = _gated_scale(1 / 4, mult, _RELU_STD)
     return tie(constraint, output=output, input=_gated_scale(1, mult, _RELU_GRAD_RMS))
 
@@ -90,10 +97,16 @@ def silu(
     constraint: str | None = "to_output_scale",
     inplace: bool = False,
 ) -> Tensor:
-    """``s * silu(mult * input) / mult``.
+    """Computes ``s * silu(mult * input) / mult``.
 
-    input: any shape, floating point. mult: how non-linear it is, above 0. inplace: write the
-    result into ``input``. Returns the shape and dtype of input.
+    Args:
+        input: any shape, floating point.
+        mult: the non-linearity, above 0.
+        constraint: see `unit_scaling.constraints`.
+        inplace: write the result into ``input``.
+
+    Returns:
+        The shape and dtype of ``input``.
     """
     mult = mult if mult == 1.0 else specialised(mult)
     fwd, bwd = factors(silu_scales, mult, constraint, mult=mult)
@@ -107,17 +120,22 @@ def silu(
 
 
 def silu_glu_scales(mult: float = 1.0) -> Scales:
-    """One scale for all: input and gate meet in a product, so their gradients are tied."""
+    """One scale for all: input and gate are multiplied, so their gradients are tied."""
     scale = _gated_scale(1, mult, _RELU_GRAD_RMS)
     return {"output": scale, "input": scale, "gate": scale}
 
 
 @row(silu_glu_scales)
 def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
-    """``s * input * silu(mult * gate) / mult``: the gated unit of Llama's MLP.
+    """Computes ``s * input * silu(mult * gate) / mult``, the gated unit of Llama's MLP.
 
-    input, gate: of shapes that broadcast together, floating point. mult: how non-linear the gate
-    is, above 0.
+    Args:
+        input: floating point, broadcastable with ``gate``.
+        gate: floating point.
+        mult: the non-linearity of the gate, above 0.
+
+    Returns:
+        The broadcast shape.
     """
     s = silu_glu_scales(mult)
     scale = s["output"] / mult
@@ -128,7 +146,7 @@ def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
 
 
 def _softmax_dim(input: Tensor, dim: int | None) -> int:
-    """The dimension that `torch.nn.functional.softmax` takes where none is given."""
+    """The dimension, with the default of `torch.nn.functional.softmax`."""
     if dim is not None:
         return dim
     return 0 if input.dim() in (0, 1, 3) else 1
@@ -140,14 +158,14 @@ def softmax_scales(
     constraint: str | None = "to_output_scale",
     mult: float = 1.0,
 ) -> Scales:
-    """Between n (near uniform) and sqrt(n) as mult grows, with a measured weight. n: entries.
+    """Between n (near uniform) and sqrt(n) as mult grows, with a fitted weight, for n entries.
 
-    The gradient: between n/mult and sqrt(n/mult) (u-muP, arXiv 2407.17465, appendix B).
+    The gradient is between n/mult and sqrt(n/mult). Source: u-muP, arXiv 2407.17465, appendix B.
     """
     size = input.size(_softmax_dim(input, dim)) if input.dim() else 1
     if size == 0:
         return tie(constraint, output=1.0, input=1.0)
-    power = 1 - _alpha(4, mult) / 2  # of `logarithmic_interpolation` between a number and its root
+    power = 1 - _alpha(4, mult) / 2  # logarithmic interpolation of n and its root
     return tie(constraint, output=size**power, input=(size / mult) ** power)
 
 
@@ -178,10 +196,17 @@ def softmax(
     constraint: str | None = "to_output_scale",
     mult: float = 1.0,
 ) -> Tensor:
-    """``s * softmax(mult * input)`` along ``dim``.
+    """Computes ``s * softmax(mult * input)`` along ``dim``; the entries sum to s, not 1.
 
-    input: floating point. dim: None takes the one that torch takes. dtype: cast the input first.
-    mult: the inverse of a temperature. Returns the shape of input. The entries sum to s, not 1.
+    Args:
+        input: any shape, floating point.
+        dim: the dimension; the default of None is torch's.
+        dtype: the dtype that ``input`` is cast to first.
+        constraint: see `unit_scaling.constraints`.
+        mult: the inverse of a temperature.
+
+    Returns:
+        The shape of ``input``.
     """
     s = softmax_scales(input, dim, constraint, mult)
     logits = input if mult == 1.0 else input * mult
@@ -194,7 +219,7 @@ def softmax(
 
 
 def dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scales:
-    """Zeroing a share p and dividing by 1 - p multiplies the RMS by 1/sqrt(1 - p)."""
+    """Zeroing a fraction p and dividing by 1 - p multiplies the RMS by 1/sqrt(1 - p)."""
     scale = math.sqrt(1 - p) if training and p < 1 else 1.0
     return {"output": scale, "input": scale}
 
@@ -207,10 +232,19 @@ def _torch_dropout(
 
 @row(dropout_scales, replaces=(F.dropout, torch.dropout), adapters={torch.dropout: _torch_dropout})
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """``s * dropout(input, p)``; the identity when not training.
+    """Computes ``s * dropout(input, p)``; the identity if not training.
 
-    input: any shape, floating point. p: the share set to zero, in [0, 1]. inplace: write the
-    result into ``input``. Raises ValueError for p outside [0, 1], as torch does.
+    Args:
+        input: any shape, floating point.
+        p: the fraction set to zero, in [0, 1].
+        training: whether to apply dropout.
+        inplace: write the result into ``input``.
+
+    Returns:
+        The shape and dtype of ``input``.
+
+    Raises:
+        ValueError: p is outside [0, 1].
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
@@ -225,10 +259,10 @@ def add_scales(
     constraint: str | None = "to_output_scale",
     alpha: float = 1,
 ) -> Scales:
-    """Independent terms: 1/sqrt(1 + alpha**2); a broadcast term collects that many gradients.
+    """Uncorrelated terms: 1/sqrt(1 + alpha**2); a broadcast term sums the gradients of its copies.
 
-    A sum with a number, or of integers, is left alone; so is what a tensor of one element is added
-    to, a number that has a gradient.
+    Sums with a number, sums of integers, and tensors added to a one-element tensor (a number with a
+    gradient) are not scaled.
     """
     if not _is_float(input) or not _is_float(other):
         return {"output": 1.0, "input": 1.0, "other": 1.0}
@@ -281,11 +315,17 @@ def add(
     alpha: float = 1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``s * (input + alpha * other)``; a sum with a number, or of integers, is not scaled.
+    """Computes ``s * (input + alpha * other)``; sums with a number or of integers are not scaled.
 
-    input, other: tensors of shapes that broadcast together, or one of them a number, which a tensor
-    of one element is too.
-    out: a tensor to copy the result into, returned in its place; it may carry gradients.
+    Args:
+        input: a tensor or a number; one-element tensors count as numbers.
+        other: a tensor broadcastable with ``input``, or a number.
+        constraint: see `unit_scaling.constraints`.
+        alpha: the factor of ``other``.
+        out: a tensor that the result is copied into and that is returned; may require gradients.
+
+    Returns:
+        The broadcast shape.
     """
     s = add_scales(input, other, constraint, alpha)
     if s["input"] == s["other"]:

@@ -1,7 +1,7 @@
-"""Arithmetic between tensors, and tensors put together.
+"""Arithmetic between tensors, and concatenation.
 
-A product or quotient with a number or of integers is left as it is: whoever multiplies by a number
-here means it, as a temperature.
+Products and quotients with a number or of integers are not scaled: an explicit number, such as a
+temperature, is intentional.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ Number = Tensor | float
 
 
 def _copies(size: int, tensor: Tensor) -> float:
-    """How many places of a result of ``size`` numbers each number of a tensor goes to."""
+    """The number of elements of a result of ``size`` elements that each element of a tensor
+    contributes to.
+    """
     return size / (tensor.numel() or 1) or 1.0
 
 
@@ -78,7 +80,7 @@ def sub(
     alpha: float = 1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``s * (input - alpha * other)``, as `add`: with a number, or of integers, not scaled."""
+    """Computes ``s * (input - alpha * other)``; arguments are as in `add`."""
     return add(input, other, constraint, -alpha, out)
 
 
@@ -86,9 +88,9 @@ def sub(
 
 
 def mul_scales(input: Number, other: Number, constraint: str | None = "to_output_scale") -> Scales:
-    """Independent factors of RMS 1 have a product of RMS 1; a broadcast one collects gradients.
+    """The product of uncorrelated factors of RMS 1 has RMS 1; a broadcast factor sums gradients.
 
-    A product with a number, or of integers, is left alone.
+    Products with a number or of integers are not scaled.
     """
     scales = {"output": 1.0, "input": 1.0, "other": 1.0}
     if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
@@ -131,10 +133,16 @@ def mul(
     constraint: str | None = "to_output_scale",
     out: Tensor | None = None,
 ) -> Tensor:
-    """``input * other``, whose RMS is 1 already; the factors are those of broadcast gradients.
+    """Computes ``input * other``, which has RMS 1; gradients of broadcast operands are scaled.
 
-    input, other: tensors of shapes that broadcast together, or one of them a number.
-    out: a tensor to copy the result into, returned in its place; it may carry gradients.
+    Args:
+        input: a tensor or a number.
+        other: a tensor broadcastable with ``input``, or a number.
+        constraint: see `unit_scaling.constraints`.
+        out: a tensor that the result is copied into and that is returned; may require gradients.
+
+    Returns:
+        The broadcast shape.
     """
     input, other = _collected(input, other, mul_scales(input, other, constraint))
     output = torch.mul(input, other)
@@ -142,7 +150,7 @@ def mul(
 
 
 def _collected(input: Number, other: Number, s: Scales) -> tuple[Number, Number]:
-    """Both operands, with the factors of what a broadcast one collects on the way back."""
+    """Both operands, with the gradient factors of a broadcast one."""
     if s["input"] != 1.0:
         input = scale_each(input, 1.0, s["input"])  # type: ignore[arg-type]
     if s["other"] != 1.0:
@@ -151,9 +159,9 @@ def _collected(input: Number, other: Number, s: Scales) -> tuple[Number, Number]
 
 
 def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output_scale") -> Scales:
-    """As `mul_scales`, for a divisor of magnitude about 1, as norms and averages are.
+    """As `mul_scales`, for a divisor of magnitude about 1, such as norms and averages.
 
-    The inverse of a standard normal has no finite second moment, and so no factor.
+    The inverse of a standard normal variable has no finite second moment, and therefore no factor.
     """
     return mul_scales(input, other, constraint)
 
@@ -195,9 +203,12 @@ def div(
     rounding_mode: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``input / other``, for a divisor of magnitude about 1; other arguments as in `mul`.
+    """Computes ``input / other``, for a divisor of magnitude about 1.
 
-    rounding_mode: as in `torch.div`. Division by 0 gives Inf or NaN, as there.
+    Division by 0 gives Inf or NaN, as in torch. Other arguments are as in `mul`.
+
+    Args:
+        rounding_mode: as in `torch.div`.
     """
     dividend, divisor = _collected(input, other, div_scales(input, other, constraint))
     output = torch.div(dividend, divisor, rounding_mode=rounding_mode)
@@ -211,7 +222,7 @@ def addcmul_scales(
     value: float = 1,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """Independent terms: 1/sqrt(1 + value**2); a broadcast operand collects gradients."""
+    """Uncorrelated terms: 1/sqrt(1 + value**2); a broadcast operand sums gradients."""
     shapes = (input.shape, tensor1.shape, tensor2.shape)
     size = math.prod(torch.broadcast_shapes(*shapes))
     weights = (1.0, abs(value) or 1.0, abs(value) or 1.0)
@@ -233,14 +244,16 @@ def addcmul(
     value: float = 1,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * (input + value * tensor1 * tensor2)``, of shapes that broadcast together."""
+    """Computes ``s * (input + value * tensor1 * tensor2)``; the shapes must be broadcastable."""
     s = addcmul_scales(input, tensor1, tensor2, value, constraint)
     operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
     return _sum_of_terms(lambda *terms: torch.addcmul(*terms, value=value), operands, s)
 
 
 def _sum_of_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Scales) -> Tensor:
-    """``fn(*operands)`` with its factors, in one pass each way where they are all the same."""
+    """Computes ``fn(*operands)`` with its factors, in a single pass per direction if they are
+    equal.
+    """
     if len({s[name] for name in operands}) == 1:
         return scale_output(fn(*operands.values()), s["output"], s["input"], fresh=True)
     terms = [scale_each(t, 1.0, s[name]) for name, t in operands.items()]
@@ -253,7 +266,7 @@ def lerp_scales(
     weight: Number,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """Independent terms of weights 1 - w and w; for a tensor w, their RMS sqrt(2) and 1."""
+    """Uncorrelated terms of weights 1 - w and w; for a tensor w, of RMS sqrt(2) and 1."""
     a, b = (math.sqrt(2), 1.0) if isinstance(weight, Tensor) else (abs(1 - weight), abs(weight))
     operands = {"input": (input, a), "end": (end, b)}
     if isinstance(weight, Tensor):
@@ -269,9 +282,13 @@ def lerp_scales(
 def lerp(
     input: Tensor, end: Tensor, weight: Number, constraint: str | None = "to_output_scale"
 ) -> Tensor:
-    """``s * (input + weight * (end - input))``, of shapes that broadcast together.
+    """Computes ``s * (input + weight * (end - input))``; the shapes must be broadcastable.
 
-    weight: a number, or a tensor, which is then a standard normal for the rule.
+    Args:
+        input: floating point.
+        end: floating point.
+        weight: a number, or a tensor, which the rule assumes to be standard normal.
+        constraint: see `unit_scaling.constraints`.
     """
     s = lerp_scales(input, end, weight, constraint)
     operands = {"input": input, "end": end}
@@ -280,11 +297,11 @@ def lerp(
     return _sum_of_terms(lambda a, b: torch.lerp(a, b, weight), operands, s)
 
 
-# Tensors side by side
+# Concatenation
 
 
 def cat_scales() -> Scales:
-    """Tensors of one scale side by side have that scale; each gets its own part of the gradient."""
+    """Concatenation keeps the scale of its tensors and of their gradients."""
     return {"output": 1.0, "tensors": 1.0}
 
 
@@ -296,10 +313,12 @@ def _torch_cat(
 
 @row(cat_scales, adapters=dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _torch_cat))
 def cat(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
-    """`torch.cat`: no factor is needed.
+    """Concatenates tensors as `torch.cat`; no factor is needed.
 
-    tensors: of shapes that agree but for ``dim``; two dtypes are promoted to a common one. out: a
-    tensor to write the result into. Errors are torch's.
+    Args:
+        tensors: of equal shapes except in ``dim``; dtypes are promoted.
+        dim: the dimension to concatenate.
+        out: a tensor to write the result into.
     """
     return torch.cat(tensors, dim, out=out)  # type: ignore[arg-type]
 
@@ -311,5 +330,6 @@ def stack_scales() -> Scales:
 
 @row(stack_scales, replaces=(torch.stack,))
 def stack(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
-    """`torch.stack`: no factor is needed. tensors: of one shape. Otherwise as `cat`."""
+    """Stacks tensors of equal shapes as `torch.stack`; no factor is needed. Arguments as in
+    `cat`."""
     return torch.stack(tensors, dim, out=out)  # type: ignore[arg-type]

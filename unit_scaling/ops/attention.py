@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, and the rotation of its queries and keys by position."""
+"""Scaled dot-product attention and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["rotary", "scaled_dot_product_attention"]
 
 
 def _average_std(length: int, is_causal: bool) -> float:
-    """The RMS of a uniform average of independent rows: of all of them, or of those so far.
+    """The RMS of a uniform average of uncorrelated rows: of all rows, or of those so far if causal.
 
-    Causal: row t averages t values, so the mean square is about log(length)/length. One row is
-    returned as it is.
+    Causal row t averages t values, so the mean square is about log(length)/length. A single row is
+    returned unchanged.
     """
     if length <= 1:
         return 1.0
@@ -40,9 +40,9 @@ def scaled_dot_product_attention_scales(
 ) -> Scales:
     """Between a uniform average of the values (small logits) and one of them (large logits).
 
-    The interpolation weight is measured, as a function of the standard deviation of the logits,
-    mult * scale * sqrt(width): 1 / (1 + 4 / std**2) (u-muP, arXiv 2407.17465, appendix B).
-    One factor for all, because query, key and value come from the same activations.
+    The interpolation weight is 1 / (1 + 4 / std**2), fitted as a function of the standard deviation
+    of the logits, std = mult * scale * sqrt(width). There is one factor for all, as query, key and
+    value are computed from the same activations. Source: u-muP, arXiv 2407.17465, appendix B.
     """
     width = query.shape[-1]
     length = value.shape[-2] if context_length is None else context_length
@@ -67,15 +67,28 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     context_length: int | None = None,
 ) -> Tensor:
-    """``s * softmax(mult * scale * query @ key.T) @ value``.
+    """Computes ``s * softmax(mult * scale * query @ key.T) @ value``.
 
-    query: (..., L, E). key: (..., S, E). value: (..., S, V). Returns (..., L, V).
-    attn_mask: broadcastable to (..., L, S), boolean or added to the logits; the factor s does not
-    depend on it. is_causal: with attn_mask, it only says that this mask is causal, for the sake of
-    s; without, it is torch's. scale: 1/E by default, as muP asks, where torch's default is
-    1/sqrt(E). enable_gqa: query may have a multiple of the heads of key and value, as in torch.
-    context_length: what s is worked out for in place of S, so that it is the same at any length:
-    that of the longest sequence the model is for. Raises ValueError where it is below 1.
+    Args:
+        query: (..., L, E).
+        key: (..., S, E).
+        value: (..., S, V).
+        attn_mask: broadcastable to (..., L, S), boolean or added to the logits; s does not depend
+            on it.
+        dropout_p: the probability of dropping an attention weight.
+        is_causal: as in torch; with ``attn_mask``, it only declares the mask causal, which affects
+            s.
+        mult: a factor of the logits.
+        scale: by default 1/E, as in muP; torch's default is 1/sqrt(E).
+        enable_gqa: query may have a multiple of the heads of key and value, as in torch.
+        context_length: the length that s is computed for instead of S, such as the maximum sequence
+            length, so that s is the same for all lengths.
+
+    Returns:
+        (..., L, V).
+
+    Raises:
+        ValueError: context_length is below 1.
     """
     if context_length is not None and context_length < 1:
         raise ValueError(f"context_length must be 1 or more, got {context_length}")
@@ -98,7 +111,8 @@ def attention_with_weights(
     mult: float,
     context_length: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """`scaled_dot_product_attention` by separate products, and its probabilities (..., L, S).
+    """`scaled_dot_product_attention` by separate products; also returns its probabilities (..., L,
+    S).
 
     attn_mask: added to the logits. is_causal: whether it is causal.
     """
@@ -113,18 +127,29 @@ def attention_with_weights(
 
 
 def rotary_scales() -> Scales:
-    """A rotation keeps the scale, in both directions."""
+    """Rotations keep the scale in both directions."""
     return {"output": 1.0, "input": 1.0}
 
 
 @row(rotary_scales)
 def rotary(input: Tensor, positions: Tensor | None = None, base: float = 10000.0) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): a rotation by position.
+    """Applies a rotary position embedding.
 
-    input: (..., length, width), width even: feature i is rotated with feature i + width/2 by
-    position * base ** (-2 i / width), as in Llama. positions: numbers that broadcast to
-    (..., length), 0 to length - 1 by default. Computed in float32 at least, and rounded to the
-    dtype of input. Raises ValueError for an odd width.
+    Feature i is rotated with feature i + width/2 by position * base ** (-2 i / width), as in Llama,
+    in at least float32.
+
+    Args:
+        input: (..., length, width), floating point, width even.
+        positions: broadcastable to (..., length); by default 0 to length - 1.
+        base: the base of the angles.
+
+    Returns:
+        The shape and dtype of ``input``.
+
+    Raises:
+        ValueError: the width is odd.
+
+    Source: Su et al. 2021, arXiv 2104.09864.
     """
     length, width = input.shape[-2:]
     if width % 2:

@@ -1,4 +1,4 @@
-"""Norms over channels, groups and batches: like `layer_norm`, unit-scaled but for their weights."""
+"""Normalisations over channels, groups and batches, with unit-scaled gradients of their weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def channel_norm_scales(input: Tensor) -> Scales:
-    """The output has RMS 1 as it is; a channel's weight collects from all but the channels."""
+    """The output has RMS 1; the weight of a channel sums gradients over all other dimensions."""
     channels = input.shape[1] if input.dim() > 1 else 1
     scale = row_scale(input.numel() // (channels or 1), 0.5)
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
@@ -69,7 +69,12 @@ def group_norm(
 ) -> Tensor:
     """`torch.nn.functional.group_norm` with unit-scaled gradients of weight and bias.
 
-    input: (batch, channels, ...). weight, bias: (channels,) or None.
+    Args:
+        input: (batch, channels, ...).
+        num_groups: the number of groups that channels are divided into.
+        weight: (channels,) or None.
+        bias: (channels,) or None.
+        eps: added to the variance.
     """
     weight, bias = _scaled(input, weight, bias)
     return F.group_norm(input, num_groups, weight, bias, eps)
@@ -108,8 +113,15 @@ def batch_norm(
 ) -> Tensor:
     """`torch.nn.functional.batch_norm` with unit-scaled gradients of weight and bias.
 
-    input: (batch, channels, ...). running_mean, running_var, weight, bias: (channels,) or None;
-    the running statistics are read when not training, and updated in place when training.
+    Args:
+        input: (batch, channels, ...).
+        running_mean: (channels,) or None; updated in place if training, otherwise used.
+        running_var: as ``running_mean``.
+        weight: (channels,) or None.
+        bias: (channels,) or None.
+        training: whether to normalise with the statistics of the batch.
+        momentum: the weight of the batch in the running statistics.
+        eps: added to the variance.
     """
     weight, bias = _scaled(input, weight, bias)
     return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -148,7 +160,7 @@ def instance_norm(
 ) -> Tensor:
     """`torch.nn.functional.instance_norm` with unit-scaled gradients of weight and bias.
 
-    Arguments as in `batch_norm`; use_input_stats is its ``training``.
+    Arguments are as in `batch_norm`; ``use_input_stats`` is its ``training``.
     """
     weight, bias = _scaled(input, weight, bias)
     return F.instance_norm(
@@ -175,16 +187,23 @@ def layer_norm2d(
 ) -> Tensor:
     """`layer_norm` over the channels of each pixel, as in ConvNeXt.
 
-    input: (batch, channels, ...). weight, bias: (channels,) or None. Strides as of
-    `fp8.norms.layer_norm2d.layer_norm2d`. Raises ValueError for an input of fewer than two
-    dimensions.
+    Strides are those of `fp8.norms.layer_norm2d.layer_norm2d`.
+
+    Args:
+        input: (batch, channels, ...).
+        weight: (channels,) or None.
+        bias: (channels,) or None.
+        eps: added to the variance.
+
+    Raises:
+        ValueError: the input has fewer than two dimensions.
     """
     weight, bias = _scaled(input, weight, bias)
     return over_channels(input, weight, bias, eps)
 
 
 def local_response_norm_scales(alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Scales:
-    """The divisor of a standard normal is about (k + alpha)**beta."""
+    """For standard normal input, the divisor is about (k + alpha)**beta."""
     scale = (k + alpha) ** beta
     return {"output": scale, "input": scale}
 
@@ -193,7 +212,7 @@ def local_response_norm_scales(alpha: float = 1e-4, beta: float = 0.75, k: float
 def local_response_norm(
     input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Tensor:
-    """``s * local_response_norm(input, size)``. input: (batch, channels, ...)."""
+    """Computes ``s * local_response_norm(input, size)`` for input (batch, channels, ...)."""
     scale = local_response_norm_scales(alpha, beta, k)["output"]
     return F.local_response_norm(input, size, alpha, beta, k) * scale
 
@@ -204,9 +223,10 @@ def normalize_scales(
     dim: int | Sequence[int] = 1,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """About the p-norm of n standard normal numbers, which it divides by: sqrt(n) for p = 2.
+    """The p-norm of n standard normal values, about sqrt(n) for p = 2.
 
-    For other p (n E|x|^p)^(1/p), E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi); the largest of n.
+    For other p it is (n E|x|^p)^(1/p), where E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi); for p =
+    inf the RMS of the largest of n magnitudes.
     """
     if not p > 0:
         raise ValueError(f"normalize needs p above 0: got {p}")
@@ -240,10 +260,18 @@ def normalize(
     eps: float = 1e-12,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * input / norm(input)``: vectors along ``dim`` of norm s, which is about sqrt(n).
+    """Computes ``s * input / norm(input)``: vectors along ``dim`` of norm s, which is about
+    sqrt(n).
 
-    input: floating point. p: of the norm, above 0. eps: the smallest divisor.
-    Raises ValueError for another p.
+    Args:
+        input: any shape, floating point.
+        p: the exponent of the norm, above 0.
+        dim: the dimension or dimensions of the vectors.
+        eps: the smallest divisor.
+        constraint: see `unit_scaling.constraints`.
+
+    Raises:
+        ValueError: p is not above 0.
     """
     s = normalize_scales(input, p, dim, constraint)
     output = F.normalize(input, p, dim, eps)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Sums of products in Einstein's notation: einsum, tensordot, inner, vecdot."""
+"""Tensor contractions in Einstein notation: einsum, tensordot, inner, vecdot."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ __all__ = ["einsum"]
 
 
 def _letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
-    """`fp8.products.einsum.letters`. Raises ValueError where the equation does not fit the
-    operands."""
+    """As `fp8.products.einsum.letters`. Raises ValueError if the equation does not fit the
+    operands.
+    """
     terms = equation.partition("->")[0].split(",")
     if len(terms) != len(operands):
         raise ValueError(f"einsum {equation!r} needs {len(terms)} operands, got {len(operands)}")
@@ -55,9 +56,8 @@ def einsum_scales(
     more: Sequence[Tensor] = (),
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """1/sqrt of what each tensor sums over: the sizes of all indices that it does not have.
-
-    A dimension of size 1 that is broadcast counts as one it does not have.
+    """1/sqrt of the number of terms in each sum: the product of the sizes of all indices that a
+    tensor lacks. A broadcast dimension of size 1 counts as lacking.
     """
     operands = _operands(equation, left, right, more)
     return _factors(*_letters(equation.replace(" ", ""), operands), operands, constraint)
@@ -72,7 +72,7 @@ def _factors(
     for name, term, x in zip(("left", "right"), terms, operands, strict=False):
         own = math.prod([size for i, size in enumerate(x.shape) if term.index(term[i]) == i])
         factors[name] = inverse(every // (own or 1))
-    if constraint and len(operands) > 2:  # the further operands' factors are not in the table
+    if constraint and len(operands) > 2:  # the table has no factors for further operands
         constraint = "to_output_scale"
     return tie(constraint, **factors)
 
@@ -140,13 +140,22 @@ def einsum(
     more: Sequence[Tensor] = (),
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * einsum(equation, left, right, *more)``.
+    """Computes ``s * einsum(equation, left, right, *more)``.
 
-    equation: as in `torch.einsum`, with or without "..." and "->". Two operands are multiplied by
-    one (batched) matrix product, more of them two at a time from the left, so that a constraint
-    between two operands does not exist for them: any other than None is "to_output_scale".
-    Raises ValueError where the equation does not fit the operands, TypeError where it is no string
-    or ``more`` no sequence.
+    Two operands are multiplied by one (batched) matrix product, more by products of two, from the
+    left.
+
+    Args:
+        equation: as in `torch.einsum`, with or without "..." and "->".
+        left: the first operand.
+        right: the second operand, if any.
+        more: further operands.
+        constraint: see `unit_scaling.constraints`. For more than two operands, any constraint other
+            than None is "to_output_scale".
+
+    Raises:
+        TypeError: the equation is not a string, or ``more`` is not a sequence.
+        ValueError: the equation does not fit the operands.
     """
     operands = _operands(equation, left, right, more)
     terms, output = _letters(equation.replace(" ", ""), operands)

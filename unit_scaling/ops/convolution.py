@@ -1,4 +1,4 @@
-"""Convolutions and their transposes: every scale rides in the product."""
+"""Convolutions and transposed convolutions; the product kernels apply all scales."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def _each(value: Ints, dims: int) -> list[int]:
 
 
 def _positions(length: int, kernel: int, stride: int, margin: int | None, dilation: int) -> int:
-    """The length of the output, at least 1: no rule divides by zero. margin: None for "same"."""
+    """The length of the output, at least 1 to avoid division by zero. margin: None for "same"
+    padding.
+    """
     if margin is None:
         return max(length, 1)
     return max((length + 2 * margin - dilation * (kernel - 1) - 1) // stride + 1, 1)
@@ -49,12 +51,12 @@ def conv_scales(
     constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
 ) -> Scales:
-    """1/sqrt of what each product sums over, edges left aside.
+    """1/sqrt of the number of terms of each sum, ignoring edges.
 
-    An output sums in/groups * kernel terms, whatever the size of the input. A weight's gradient
-    sums over batch * positions of the output. An input's gradient sums out/groups times the
-    outputs that an input is part of: kernel/stride in each dimension, or fewer where the kernel
-    is about as large as the input: kernel * positions / length.
+    An output sums in/groups * kernel terms. A weight gradient sums batch * output positions terms.
+    An input gradient sums out/groups times the number of outputs that an input contributes to: in
+    each dimension kernel/stride, or kernel * positions / length if that is fewer, where the kernel
+    is about as large as the input.
     """
     fan_out, fan_in, *kernel = weight.shape
     dims = len(kernel)
@@ -110,11 +112,21 @@ def conv1d(
     constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
 ) -> Tensor:
-    """``s * (conv1d(input, weight) + bias)``.
+    """Computes ``s * (conv1d(input, weight) + bias)``.
 
-    input: (batch, in, length) or (in, length). weight: (out, in / groups, kernel). bias: (out,)
-    or None. The other arguments are those of `torch.nn.functional.conv1d` (numbers, tuples of
-    one, padding "same" and "valid"), then those of `linear`.
+    Args:
+        input: (batch, in, length) or (in, length).
+        weight: (out, in / groups, kernel).
+        bias: (out,) or None.
+        stride: a number or a tuple of one, as in torch.
+        padding: a number, a tuple of one, "same" or "valid".
+        dilation: a number or a tuple of one.
+        groups: the number of groups of channels.
+        constraint: see `unit_scaling.constraints`.
+        scale_power: see `linear`.
+
+    Returns:
+        (batch, out, positions) or (out, positions).
     """
     return _conv(input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
 
@@ -131,7 +143,7 @@ def conv2d(
     constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
 ) -> Tensor:
-    """`conv1d` in two dimensions. weight: (out, in / groups, height, width)."""
+    """2D convolution: as `conv1d`, with weight (out, in / groups, height, width)."""
     return _conv(input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
 
 
@@ -147,7 +159,7 @@ def conv3d(
     constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
 ) -> Tensor:
-    """`conv1d` in three dimensions. weight: (out, in / groups, depth, height, width)."""
+    """3D convolution: as `conv1d`, with weight (out, in / groups, depth, height, width)."""
     return _conv(input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
 
 
@@ -159,10 +171,10 @@ def conv_transpose_scales(
     constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
 ) -> Scales:
-    """1/sqrt of what each product sums over, edges left aside: `conv_scales` the other way round.
+    """1/sqrt of the number of terms of each sum, ignoring edges: the transpose of `conv_scales`.
 
-    An output sums in/groups * kernel/stride terms, an input's gradient out/groups * kernel, a
-    weight's gradient batch * positions of the input.
+    An output sums in/groups * kernel/stride terms, an input gradient out/groups * kernel, a weight
+    gradient batch * input positions.
     """
     fan_in, out, *kernel = weight.shape
     dims = len(kernel)
@@ -175,7 +187,7 @@ def conv_transpose_scales(
         output=(groups * steps / (fan_in * taps)) ** scale_power[0],
         input=inverse(out * taps, scale_power[1]),
     )
-    outputs = steps ** scale_power[2]  # a bias is added at every output: about stride per input
+    outputs = steps ** scale_power[2]  # a bias is added to about stride outputs per input
     return {"weight": grad, "bias": grad / outputs, **tied}
 
 
@@ -192,7 +204,7 @@ def _conv_transpose(
     scale_power: ScalePower,
 ) -> Tensor:
     s = conv_transpose_scales(input, weight, stride, groups, constraint, scale_power)
-    if bias is not None:  # the product's own scales give its gradient the weight's factor
+    if bias is not None:  # the product applies its weight's factor to the bias
         bias = scale_each(bias, s["output"], s["bias"] / s["weight"])
     scales = (s["output"], s["input"], s["weight"])
     sizes = (stride, padding, output_padding, groups, dilation)
@@ -212,11 +224,19 @@ def conv_transpose1d(
     constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
 ) -> Tensor:
-    """``s * (conv_transpose1d(input, weight) + bias)``.
+    """Computes ``s * (conv_transpose1d(input, weight) + bias)``.
 
-    input: (batch, in, length) or (in, length). weight: (in, out / groups, kernel). bias: (out,)
-    or None. The other arguments are those of `torch.nn.functional.conv_transpose1d`, then those
-    of `linear`.
+    Args:
+        input: (batch, in, length) or (in, length).
+        weight: (in, out / groups, kernel).
+        bias: (out,) or None.
+        stride: a number or a tuple of one, as in torch.
+        padding: likewise.
+        output_padding: likewise.
+        groups: the number of groups of channels.
+        dilation: a number or a tuple of one.
+        constraint: see `unit_scaling.constraints`.
+        scale_power: see `linear`.
     """
     size = (padding, output_padding, groups, dilation)
     return _conv_transpose(input, weight, bias, stride, *size, constraint, scale_power)
@@ -235,7 +255,7 @@ def conv_transpose2d(
     constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
 ) -> Tensor:
-    """`conv_transpose1d` in two dimensions. weight: (in, out / groups, height, width)."""
+    """As `conv_transpose1d` in two dimensions, with weight (in, out / groups, height, width)."""
     size = (padding, output_padding, groups, dilation)
     return _conv_transpose(input, weight, bias, stride, *size, constraint, scale_power)
 
@@ -253,6 +273,8 @@ def conv_transpose3d(
     constraint: str | None = "to_output_scale",
     scale_power: ScalePower = SQRT,
 ) -> Tensor:
-    """`conv_transpose1d` in three dimensions. weight: (in, out / groups, depth, height, width)."""
+    """As `conv_transpose1d` in three dimensions, with weight (in, out / groups, depth, height,
+    width).
+    """
     size = (padding, output_padding, groups, dilation)
     return _conv_transpose(input, weight, bias, stride, *size, constraint, scale_power)

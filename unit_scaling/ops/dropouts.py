@@ -1,4 +1,4 @@
-"""Dropout of single numbers is in activations.py; here are its relatives."""
+"""Dropout of channels, and alpha dropout; see activations.py for elementwise dropout."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .activations import dropout_scales
 
 __all__ = ["alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"]
 
-# What selu tends to for large negative numbers, -scale * alpha: the value of a dropped number
-# (Klambauer et al. 2017, "Self-Normalizing Neural Networks", section 2).
+# The limit of selu at minus infinity, -scale * alpha: the value of a dropped element. Source:
+# Klambauer et al. 2017, "Self-Normalizing Neural Networks", section 2.
 _DROPPED = -1.7580993408473766
 
 
@@ -28,7 +28,7 @@ def _check(p: float) -> None:
 
 
 def channel_dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scales:
-    """As `dropout_scales`: zeroing a share p of the channels and dividing by 1 - p."""
+    """As `dropout_scales`: zeroing a fraction p of the channels and dividing by 1 - p."""
     return dropout_scales(input, p, training)
 
 
@@ -46,7 +46,8 @@ def _channel_dropout(
 def dropout1d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """``s * dropout1d(input, p)`` of (batch, channels, length); arguments as in `dropout`."""
+    """Computes ``s * dropout1d(input, p)`` of (batch, channels, length); arguments as in
+    `dropout`."""
     return _channel_dropout(F.dropout1d, input, p, training, inplace)
 
 
@@ -55,7 +56,8 @@ def dropout1d(
 def dropout2d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """``s * dropout2d(input, p)`` of (batch, channels, h, w); arguments as in `dropout`."""
+    """Computes ``s * dropout2d(input, p)`` of (batch, channels, h, w); arguments as in
+    `dropout`."""
     return _channel_dropout(F.dropout2d, input, p, training, inplace)
 
 
@@ -64,14 +66,18 @@ def dropout2d(
 def dropout3d(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """``s * dropout3d(input, p)`` of (batch, channels, d, h, w); arguments as in `dropout`."""
+    """Computes ``s * dropout3d(input, p)`` of (batch, channels, d, h, w); arguments as in
+    `dropout`.
+    """
     return _channel_dropout(F.dropout3d, input, p, training, inplace)
 
 
 def alpha_dropout_scales(
     p: float = 0.5, training: bool = True, constraint: str | None = "to_output_scale"
 ) -> Scales:
-    """It keeps mean 0 and variance 1 itself; the gradient of the share 1 - p that is kept."""
+    """Torch's op keeps mean 0 and variance 1; only the gradient of the kept fraction 1 - p is
+    scaled.
+    """
     gradient = math.sqrt(1 + p * _DROPPED**2) if training and p < 1 else 1.0
     return tie(constraint, output=1.0, input=gradient)
 
@@ -107,7 +113,11 @@ def alpha_dropout(
     inplace: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """`torch.nn.functional.alpha_dropout`, which goes with selu. Raises ValueError for a bad p."""
+    """`torch.nn.functional.alpha_dropout`, for use with selu, with a unit-scaled gradient.
+
+    Raises:
+        ValueError: p is outside [0, 1].
+    """
     return _alpha_dropout(F.alpha_dropout, input, p, training, inplace, constraint)
 
 
@@ -124,5 +134,5 @@ def feature_alpha_dropout(
     inplace: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """`alpha_dropout` of whole channels: input (batch, channels, ...)."""
+    """`alpha_dropout` of whole channels, for input (batch, channels, ...)."""
     return _alpha_dropout(F.feature_alpha_dropout, input, p, training, inplace, constraint)

@@ -1,4 +1,4 @@
-"""Look-ups of rows of a weight, and of sums of them."""
+"""Embeddings, and sums and means of them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,16 @@ def embedding(
 ) -> Tensor:
     """`torch.nn.functional.embedding` with a unit-scaled gradient of the weight.
 
-    input: integers of any shape. weight: (rows, width). Returns (*input.shape, width).
-    The gradient of the output is scaled rather than the weight's: it is the smaller one, the
-    weight's may be sparse, and ``max_norm`` changes the weight in place.
+    The factor is applied to the gradient of the output, not of the weight: it is smaller, the
+    weight gradient may be sparse, and ``max_norm`` changes the weight in place. Other arguments are
+    torch's.
+
+    Args:
+        input: integers of any shape.
+        weight: (rows, width).
+
+    Returns:
+        (*input.shape, width).
     """
     s = embedding_scales(input, weight)
     output = F.embedding(
@@ -43,11 +50,12 @@ def embedding(
 
 
 def _scale_gradient(output: Tensor, scale: float) -> Tensor:
-    """``output``, with its gradient multiplied by ``scale``: a tensor that may be written to.
+    """Returns ``output``, with its gradient multiplied by ``scale``, as a tensor that may be
+    written in place.
 
-    What an autograd function returns may not (``x = embedding(ids); x += positions``): eagerly a
-    hook does it, and writes after it do not change what the hook sees. The view keeps it from
-    other hooks, which see the gradient as it arrives.
+    The result of an autograd function may not (``x = embedding(ids); x += positions``), so eager
+    code uses a hook, which later writes do not affect. The view separates it from other hooks,
+    which see the unscaled gradient.
     """
     if torch.compiler.is_compiling() or not output.requires_grad:
         return scale_each(output, 1.0, scale)
@@ -56,7 +64,7 @@ def _scale_gradient(output: Tensor, scale: float) -> Tensor:
 
 
 def _bag_size(input: Tensor, offsets: Tensor | None, include_last_offset: bool = False) -> float:
-    """How many rows a bag has on average, at least 1."""
+    """The average number of rows in a bag, at least 1."""
     if offsets is None:
         return max(input.shape[-1] if input.dim() > 1 else 1, 1)
     bags = offsets.numel() - include_last_offset
@@ -70,11 +78,11 @@ def embedding_bag_scales(
     mode: str = "mean",
     include_last_offset: bool = False,
 ) -> Scales:
-    """A bag of n rows on average: its sum has RMS sqrt(n), its mean 1/sqrt(n).
+    """The sum of n rows has RMS sqrt(n), their mean 1/sqrt(n), for n rows in a bag on average.
 
-    A maximum keeps the scale, though not the mean, of its n rows: it is left as it is, and sends
-    its gradient to one of them. Each row of the weight collects a gradient from lookups/rows of
-    the entries, 1/n as large with the mean; a weight of an entry one from each feature.
+    A maximum keeps about the RMS of its n rows, is not scaled, and propagates its gradient to one
+    of them. A row of the weight sums gradients of lookups/rows entries, divided by n for the mean;
+    the weight of an entry sums over features.
     """
     size = _bag_size(input, offsets, include_last_offset)
     rows, lookups = weight.shape[0] or 1, input.numel() or 1
@@ -99,11 +107,19 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """``s * embedding_bag(input, weight)``, with a unit-scaled gradient of the weight.
+    """Computes ``s * embedding_bag(input, weight)``, with a unit-scaled gradient of the weight.
 
-    input: integers, (bags, size), or (entries,) with the start of each bag in offsets: (bags,).
-    weight: (rows, width). mode: "sum", "mean" or "max". per_sample_weights: as input, RMS about 1;
-    with "sum" only, as in torch, and their gradient is torch's. Returns (bags, width).
+    Other arguments are torch's.
+
+    Args:
+        input: integers, (bags, size), or (entries,) with ``offsets``.
+        weight: (rows, width).
+        offsets: (bags,), the start of each bag.
+        mode: "sum", "mean" or "max".
+        per_sample_weights: as input, RMS about 1; only for "sum". Their gradient is torch's.
+
+    Returns:
+        (bags, width).
     """
     s = embedding_bag_scales(input, weight, offsets, mode, include_last_offset)
     plain = not sparse and max_norm is None and per_sample_weights is None
@@ -111,7 +127,7 @@ def embedding_bag(
     on_weight = plain and weight.shape[0] * bag_size < input.numel()  # fewer rows than bags
     if on_weight:
         weight = scale_each(weight, s["output"], s["weight"])
-    if per_sample_weights is not None:  # the factor of the output's gradient comes on top
+    if per_sample_weights is not None:  # on top of the output's gradient factor
         own = s["per_sample_weights"] / s["weight"]
         per_sample_weights = scale_each(per_sample_weights, 1.0, own)
     output = F.embedding_bag(

@@ -1,8 +1,8 @@
-"""Activations that apply their scale with no more passes over memory than they must, in eager mode.
+"""Activations that apply their scales with the fewest passes over memory, in eager mode.
 
-As a multiplication of its own, a scale costs an activation a pass and a tensor in each direction.
-Here it multiplies fresh results in place, and a product takes it along (``addcmul``). A compiled
-graph fuses all that by itself, so there, and for tensor subclasses, `applies` is False.
+As a separate multiplication, a scale costs one pass and one tensor in each direction. Here it
+multiplies new results in place or is part of a product (``addcmul``). Compiled graphs fuse this
+themselves, so `applies` is False for them, and for tensor subclasses.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ aten = torch.ops.aten
 
 
 def applies(*tensors: Tensor) -> bool:
-    """Whether the functions of this file are for these tensors: eager, plain, and of one shape.
+    """Whether the functions of this module support these tensors: eager, plain, and of one shape.
 
-    They keep their input as it is; a recipe that says otherwise sees to torch's functions.
+    They save their input unchanged; recipes that quantize it do so for torch functions.
     """
     if is_compiling():
         return False
@@ -81,7 +81,9 @@ def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class _SiluGlu(Function):
-    """``scale * x * activated``, where ``activated`` is silu(gate), and its gradient is gate's."""
+    """``scale * x * activated``, where ``activated`` is silu(gate) and its gradient propagates to
+    gate.
+    """
 
     generate_vmap_rule = True
 
@@ -122,13 +124,15 @@ class _SiluGlu(Function):
 
 
 def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
-    """``fwd * f(input)``; ``bwd`` times the gradient. name: a key of
-    `fp8.products.activations.KERNELS`."""
+    """Returns ``fwd * f(input)``, with ``bwd`` times the gradient.
+
+    name: a key of `fp8.products.activations.KERNELS`.
+    """
     return apply(_Activation, input, name, fwd, bwd, *settings)
 
 
 def silu_glu(input: Tensor, gate: Tensor, scale: float) -> Tensor:
-    """``scale * input * silu(gate)``."""
+    """Returns ``scale * input * silu(gate)``."""
     with torch.no_grad():
         activated = F.silu(gate)
     return apply(_SiluGlu, input, gate, activated, scale)

@@ -1,4 +1,4 @@
-"""Gated units, prelu, and the relatives of softmax."""
+"""Gated units, prelu, softmin and log_softmax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = ["geglu", "glu", "log_softmax", "prelu", "reglu", "softmin"]
 
 
 def glu_scales(constraint: str | None = "to_output_scale") -> Scales:
-    """A standard normal times the sigmoid of another; the gradient's two halves together."""
+    """A standard normal times the sigmoid of another; one factor for both halves of the
+    gradient."""
     s = elementwise_scales(torch.sigmoid, constraint=None)
     gradient = (s["output"] ** -2 + s["input"] ** -2) / 2
     return tie(constraint, output=s["output"], input=gradient**-0.5)
@@ -27,16 +28,22 @@ def glu_scales(constraint: str | None = "to_output_scale") -> Scales:
 
 @row(glu_scales, replaces=(F.glu,))
 def glu(input: Tensor, dim: int = -1, constraint: str | None = "to_output_scale") -> Tensor:
-    """``s * a * sigmoid(b)``, where a and b are the halves of input along ``dim``.
+    """Computes ``s * a * sigmoid(b)``, where a and b are the halves of ``input`` along ``dim``.
 
-    input: floating point, of an even size along dim. Returns half of that size.
+    Args:
+        input: floating point, of even size along ``dim``.
+        dim: the dimension to split.
+        constraint: see `unit_scaling.constraints`.
+
+    Returns:
+        Half of the size of ``input`` along ``dim``.
     """
     fwd, bwd = factors(glu_scales, constraint)
     return scale_output(F.glu(input, dim), fwd, bwd, fresh=True)
 
 
 def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
-    """One scale for all, 1/RMS of gelu: input and gate meet in a product."""
+    """One scale for all, 1/RMS of gelu: input and gate are multiplied."""
     named = {"approximate": approximate}
     scale = elementwise_scales(F.gelu, (), named, mult)["output"]
     return {"output": scale, "input": scale, "gate": scale}
@@ -44,10 +51,15 @@ def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
 
 @row(geglu_scales)
 def geglu(input: Tensor, gate: Tensor, mult: float = 1.0, approximate: str = "none") -> Tensor:
-    """``s * input * gelu(mult * gate) / mult`` (Shazeer 2020, arXiv 2002.05202).
+    """Computes ``s * input * gelu(mult * gate) / mult``.
 
-    input, gate: of shapes that broadcast together, floating point. mult: how non-linear the gate
-    is, above 0. approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+    Args:
+        input: floating point, broadcastable with ``gate``.
+        gate: floating point.
+        mult: the non-linearity of the gate, above 0.
+        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
+
+    Source: Shazeer 2020, arXiv 2002.05202.
     """
     scale = geglu_scales(mult, approximate)["output"] / mult
     gate = gate if mult == 1.0 else gate * mult
@@ -62,9 +74,13 @@ def reglu_scales() -> Scales:
 
 @row(reglu_scales)
 def reglu(input: Tensor, gate: Tensor) -> Tensor:
-    """``s * input * relu(gate)`` (Shazeer 2020, arXiv 2002.05202).
+    """Computes ``s * input * relu(gate)``.
 
-    input, gate: of shapes that broadcast together, floating point.
+    Args:
+        input: floating point, broadcastable with ``gate``.
+        gate: floating point.
+
+    Source: Shazeer 2020, arXiv 2002.05202.
     """
     return (input * F.relu(gate)).mul_(math.sqrt(2))
 
@@ -72,7 +88,9 @@ def reglu(input: Tensor, gate: Tensor) -> Tensor:
 def prelu_scales(
     input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
 ) -> Scales:
-    """As leaky_relu with the slope 1/4 that torch starts from; a slope collects all negatives."""
+    """As leaky_relu with torch's initial slope 1/4; a slope's gradient sums over all negative
+    inputs.
+    """
     fwd, bwd = elementwise_factors(F.leaky_relu, (0.25,), {}, 1.0, constraint)
     collected = row_scale(input.numel() // (weight.numel() or 1), 0.5)
     return {"output": fwd, "input": bwd, "weight": 2**0.5 * collected}
@@ -80,9 +98,12 @@ def prelu_scales(
 
 @row(prelu_scales, replaces=(F.prelu, torch.prelu, torch.Tensor.prelu))
 def prelu(input: Tensor, weight: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
-    """``s * prelu(input, weight)``, with a unit-scaled gradient of the slopes.
+    """Computes ``s * prelu(input, weight)``, with a unit-scaled gradient of the slopes.
 
-    input: floating point, channels second. weight: one slope, or one for each channel.
+    Args:
+        input: floating point, (batch, channels, ...).
+        weight: one slope, or one for each channel.
+        constraint: see `unit_scaling.constraints`.
     """
     s = prelu_scales(input, weight, constraint)
     output = F.prelu(input, scale_each(weight, 1.0, s["weight"] / s["input"]))
@@ -119,12 +140,14 @@ def softmin(
     constraint: str | None = "to_output_scale",
     mult: float = 1.0,
 ) -> Tensor:
-    """``s * softmax(-mult * input)`` along ``dim``; arguments as in `softmax`."""
+    """Computes ``s * softmax(-mult * input)`` along ``dim``; arguments as in `softmax`."""
     return softmax(-input, dim, dtype, constraint, mult)
 
 
 def log_softmax_scales() -> Scales:
-    """Log-probabilities are kept: losses read them. The gradient is ``g - softmax * sum(g)``."""
+    """Log-probabilities are not scaled, as losses use them. The gradient is ``g - softmax *
+    sum(g)``.
+    """
     return {"output": 1.0, "input": 1.0}
 
 
@@ -140,9 +163,10 @@ def log_softmax_scales() -> Scales:
 def log_softmax(
     input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, mult: float = 1.0
 ) -> Tensor:
-    """``log_softmax(mult * input)`` along ``dim``: log-probabilities, which are not scaled.
+    """Computes ``log_softmax(mult * input)`` along ``dim``; log-probabilities are not scaled.
 
-    For a unit normal input the gradient has RMS 1 up to 1/sqrt(classes).
+    For a unit normal input, the gradient has RMS 1 up to 1/sqrt(classes). Arguments are as in
+    `softmax`.
     """
     logits = input if mult == 1.0 else input * mult
     return F.log_softmax(logits, dim, dtype=dtype, _stacklevel=5)

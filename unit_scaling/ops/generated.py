@@ -1,4 +1,4 @@
-"""Functions that are made rather than written: what they are called, and their arguments."""
+"""Names, docstrings and signatures of generated functions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 
 __all__ = ["REQUIRED", "described"]
 
-#: In place of the default of an argument that has none.
+#: Stands for the default of an argument without a default.
 REQUIRED: Any = Parameter.empty
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def described(function: F, name: str, documentation: str | None, arguments: Mapping[str, Any]) -> F:
-    """``function``, with this name, docstring and signature.
+    """Returns ``function`` with this name, docstring and signature.
 
-    arguments: name -> default or `REQUIRED`, in order; inplace by keyword only.
+    arguments: name -> default or `REQUIRED`, in order; ``inplace`` is keyword-only.
     """
     function.__name__ = function.__qualname__ = name
     function.__doc__ = documentation

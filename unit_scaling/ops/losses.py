@@ -1,7 +1,7 @@
-"""Losses: the value that torch returns, with the gradient of the sum over the examples, scaled.
+"""Losses with torch's value and the scaled gradient of the sum over examples.
 
-Dividing by the number of examples is part of the value only. A gradient divided by a large batch
-is what loss scaling exists to undo.
+Division by the number of examples applies only to the value. A gradient divided by a large batch
+size would need loss scaling.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def reduction_of(
     reduce: bool | None,
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> str:
-    """The reduction, with torch's two legacy arguments taken into account."""
+    """The reduction, considering torch's two legacy arguments."""
     if reduction == "mean" and size_average is None and reduce is None:
-        return reduction  # a compiled call looks no further than this
+        return reduction  # all that compiled calls guard on
     if size_average is not None or reduce is not None:
         if reduce is False:
             return "none"
@@ -49,9 +49,9 @@ def _class_dim(input: Tensor) -> int:
 
 
 def cross_entropy_scales(input: Tensor, label_smoothing: float = 0.0) -> Scales:
-    """The gradient of an example's loss at uniform probabilities is 1/V - onehot.
+    """At uniform probabilities, the gradient of an example's loss is 1/V - onehot.
 
-    Its RMS over V classes is sqrt(V - 1)/V; smoothed labels multiply it by 1 - label_smoothing.
+    Its RMS over V classes is sqrt(V - 1)/V; label smoothing multiplies it by 1 - label_smoothing.
     """
     classes = input.shape[_class_dim(input)] if input.dim() else 1
     scale = classes / math.sqrt(classes - 1) if classes > 1 else 1.0
@@ -70,14 +70,22 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     mult: float = 1.0,
 ) -> Tensor:
-    """The value of `torch.nn.functional.cross_entropy` of ``mult * input``, unit-scaled backward.
+    """`torch.nn.functional.cross_entropy` of ``mult * input``, with a unit-scaled gradient.
 
-    input: logits (classes,), (batch, classes) or (batch, classes, ...). target: class numbers, or
-    probabilities of the shape of input. weight: (classes,), multiplies each example's loss and
-    gradient. mult: the inverse of a temperature.
-    The gradient is s times that of the sum of the examples' losses, for "mean" too: an ignored
-    example has none, and does not change that of the others.
-    Raises ValueError for an unknown reduction; other errors are torch's.
+    The gradient is s times that of the sum of the examples' losses, for "mean" too: ignored
+    examples do not change the gradients of others. Legacy arguments are torch's.
+
+    Args:
+        input: logits, (classes,), (batch, classes) or (batch, classes, ...).
+        target: class indices, or probabilities of the shape of ``input``.
+        weight: (classes,), multiplies the loss and gradient of each example.
+        ignore_index: the class index of ignored examples.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: as in torch.
+        mult: the inverse of a temperature.
+
+    Raises:
+        ValueError: the reduction is unknown.
     """
     kind = reduction_of(reduction, size_average, reduce)
     scale = cross_entropy_scales(input, label_smoothing)["input"]
@@ -85,7 +93,7 @@ def cross_entropy(
     if target.is_floating_point() or label_smoothing:
         loss: Loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
         scores = logits
-    else:  # what F.cross_entropy computes; the softmax is shared by the value and the sum
+    else:  # as F.cross_entropy; value and sum share the softmax
         loss = F.nll_loss
         scores = F.log_softmax(logits, _class_dim(logits))
     loss = partial(loss, weight=weight, ignore_index=ignore_index)
@@ -93,7 +101,9 @@ def cross_entropy(
 
 
 def unit_loss(loss: Loss, *operands: Tensor, kind: str, scale: float) -> Tensor:
-    """``loss(*operands)`` reduced as ``kind``; the gradient is ``scale`` times the sum's."""
+    """Returns ``loss(*operands)`` reduced by ``kind``, with ``scale`` times the gradient of the
+    sum.
+    """
     if kind == "none":
         return scale_each(loss(*operands, reduction="none"), 1.0, scale)
     total = loss(*operands, reduction="sum")
@@ -105,7 +115,8 @@ def unit_loss(loss: Loss, *operands: Tensor, kind: str, scale: float) -> Tensor:
 
 
 def nll_loss_scales(input: Tensor) -> Scales:
-    """The gradient of a log-probability is -1 for the class at hand and 0 for the others."""
+    """The gradient with respect to log-probabilities is -1 for the target class and 0 for
+    others."""
     classes = input.shape[_class_dim(input)] if input.dim() else 1
     return {"output": 1.0, "input": float((classes or 1) ** 0.5)}
 
@@ -120,11 +131,13 @@ def nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """The value of `torch.nn.functional.nll_loss`, unit-scaled backward.
+    """`torch.nn.functional.nll_loss` with a unit-scaled gradient.
 
-    input: log-probabilities (classes,), (batch, classes) or (batch, classes, ...). target, weight,
-    ignore_index, the gradient and errors are as in `cross_entropy`. After `log_softmax` of c
-    classes the logits' gradient is smaller than that of `cross_entropy` by sqrt(1 - 1/c).
+    Other arguments, the gradient and errors are as in `cross_entropy`. After `log_softmax` of c
+    classes the gradient of the logits is smaller than that of `cross_entropy` by sqrt(1 - 1/c).
+
+    Args:
+        input: log-probabilities, (classes,), (batch, classes) or (batch, classes, ...).
     """
     kind = reduction_of(reduction, size_average, reduce)
     loss = partial(F.nll_loss, weight=weight, ignore_index=ignore_index)
@@ -132,11 +145,11 @@ def nll_loss(
 
 
 def ctc_loss_scales(log_probs: Tensor) -> Scales:
-    """Twice the factor of `cross_entropy`: the gradient is 1/V less the posterior of each class.
+    """Twice the factor of `cross_entropy`: the gradient is 1/V minus the posterior of each class.
 
-    With uniform probabilities the posterior of an alignment is spread over blanks and neighbouring
-    labels. Counting the alignments of 1 to 500 labels with 8 to 1000 frames, the gradient has 0.2
-    to 0.9 of the RMS that a single certain class would give; most often about half.
+    For uniform probabilities, the posterior of an alignment is spread over blanks and adjacent
+    labels. Over all alignments of 1 to 500 labels with 8 to 1000 frames, the gradient has 0.2 to
+    0.9 of the RMS for a single certain class, most often about half.
     """
     classes = log_probs.shape[-1] if log_probs.dim() else 1
     return {"output": 1.0, "log_probs": 2 * classes / math.sqrt(max(1, classes - 1))}
@@ -152,18 +165,29 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """The value of `torch.nn.functional.ctc_loss`, unit-scaled backward (Graves et al. 2006).
+    """`torch.nn.functional.ctc_loss` with a unit-scaled gradient.
 
-    log_probs: (frames, batch, classes) or (frames, classes), from `log_softmax`. targets: class
-    numbers, (batch, length) or one after the other. input_lengths, target_lengths: (batch,).
-    The gradient is s times that of the sum of the examples' losses, for "mean" too. It is that
-    of the logits: torch's is right only where a log_softmax comes before. As there, an example that
-    has no alignment has the loss Inf and the gradient NaN, unless zero_infinity sets both to 0.
-    Raises ValueError for an unknown reduction; other errors are torch's.
+    The gradient is s times that of the sum of the examples' losses, for "mean" too. It is the
+    gradient of the logits: as in torch, it is correct only after a log_softmax. An example without
+    an alignment has loss Inf and gradient NaN, unless ``zero_infinity`` sets both to 0.
+
+    Args:
+        log_probs: (frames, batch, classes) or (frames, classes), from `log_softmax`.
+        targets: class indices, (batch, length) or concatenated.
+        input_lengths: (batch,).
+        target_lengths: (batch,).
+        blank: the class index of the blank.
+        reduction: "mean", "sum" or "none".
+        zero_infinity: whether to zero infinite losses and their gradients.
+
+    Raises:
+        ValueError: the reduction is unknown.
+
+    Source: Graves et al. 2006.
     """
     kind = reduction_of(reduction, None, None)
     scale = ctc_loss_scales(log_probs)["log_probs"]
-    loss: Any = F.ctc_loss  # takes sequences too, whatever its annotations say
+    loss: Any = F.ctc_loss  # accepts sequences, unlike its annotation
     lengths = (input_lengths, target_lengths)
     losses = loss(log_probs, targets, *lengths, blank, "none", zero_infinity)
     if kind == "none":

@@ -1,4 +1,4 @@
-"""Normalisations: unit-scaled already, but for the gradients of their weights."""
+"""Layer normalisation and RMS normalisation, with unit-scaled gradients of their weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["layer_norm", "rms_norm"]
 
 
 def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
-    """The output has RMS 1 as it is; weight and bias collect a gradient from every row."""
+    """The output has RMS 1; gradients of weight and bias sum over all rows."""
     scale = row_scale(input.numel() // (math.prod(normalized_shape) or 1), 0.5)
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
@@ -54,7 +54,12 @@ def layer_norm(
 ) -> Tensor:
     """`torch.nn.functional.layer_norm` with unit-scaled gradients of weight and bias.
 
-    input: (..., *normalized_shape). weight, bias: normalized_shape or None.
+    Args:
+        input: (..., *normalized_shape).
+        normalized_shape: the trailing dimensions to normalise.
+        weight: of shape ``normalized_shape``, or None.
+        bias: of shape ``normalized_shape``, or None.
+        eps: added to the variance.
     """
     s = layer_norm_scales(input, normalized_shape)
     weight = None if weight is None else scale_each(weight, 1.0, s["weight"])
@@ -86,8 +91,11 @@ def rms_norm(
 ) -> Tensor:
     """`torch.nn.functional.rms_norm` with a unit-scaled gradient of the weight.
 
-    input: (..., *normalized_shape). weight: normalized_shape or None. eps: None is the machine
-    epsilon of the dtype, torch's own default.
+    Args:
+        input: (..., *normalized_shape).
+        normalized_shape: the trailing dimensions to normalise.
+        weight: of shape ``normalized_shape``, or None.
+        eps: added to the mean square; None is the machine epsilon of the dtype, torch's default.
     """
     s = rms_norm_scales(input, normalized_shape)
     weight = None if weight is None else scale_each(weight, 1.0, s["weight"])

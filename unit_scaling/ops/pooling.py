@@ -1,8 +1,8 @@
-"""Pooling over windows, for 1, 2 and 3 dimensions, and interpolation.
+"""Pooling in 1, 2 and 3 dimensions.
 
-The rules count a window's numbers as independent, and leave padding aside. Of the gradient they
-use that a window hands on a share of its square: the RMS is then that share, times the number of
-outputs for each input.
+The rules assume uncorrelated elements in a window and ignore padding. The second moment of an input
+gradient is the fraction of its squared gradient that a window propagates, times the number of
+outputs per input.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Constraint = str | None
 
 
 def _each(value: Any, dims: int) -> list[int]:
-    """A setting for each dimension: one number is for all of them."""
+    """One setting for each dimension; a number applies to all."""
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
 
 
 def _steps(stride: Sizes | None, dims: int) -> list[int]:
-    """The stride of each dimension; [] where it is left out: that of the kernel."""
+    """The stride of each dimension; [] if it is omitted and equals the kernel."""
     return [] if stride is None else _each(stride, dims)
 
 
@@ -74,29 +74,29 @@ def _outputs_per_input(
         input.shape[-dims:], kernel, steps, pads, dilations, strict=True
     ):
         room = size + 2 * pad - d * (k - 1) - 1
-        step = step or 1  # torch refuses 0
+        step = step or 1  # torch rejects 0
         count = (room + step - 1 if ceil_mode else room) // step + 1
         if ceil_mode and (count - 1) * step >= size + pad:
-            count -= 1  # torch leaves out a window that starts in the padding on the right
+            count -= 1  # torch drops windows in the right padding
         ratio *= max(1, count) / max(1, size)
     return ratio
 
 
 def _window(dims: int, input: Tensor, kernel_size: Sizes, padding: Sizes = 0) -> int:
-    """How many numbers a window has: with ``ceil_mode`` a kernel may be larger than its input."""
+    """The number of elements in a window; with ``ceil_mode`` a kernel may exceed its input."""
     sizes = zip(input.shape[-dims:], _each(kernel_size, dims), _each(padding, dims), strict=True)
     return math.prod([min(kernel, size + 2 * pad) for size, kernel, pad in sizes])
 
 
 def _averaged(window: float, ratio: float, divisor: float, constraint: Constraint) -> Scales:
-    """A sum of ``window`` numbers over ``divisor``, ``ratio`` times for each input."""
+    """A sum of ``window`` elements divided by ``divisor``, with ``ratio`` outputs per input."""
     output = divisor / window**0.5
     return tie(constraint, output=output, input=output / ratio**0.5)
 
 
 def _largest(window: int, ratio: float, constraint: Constraint) -> Scales:
-    """The largest of ``window`` numbers, which gets all of the gradient."""
-    output = constant(largest_square, index(window)) ** -0.5  # a symbol of a graph
+    """The largest of ``window`` elements, which receives the whole gradient."""
+    output = constant(largest_square, index(window)) ** -0.5  # may be symbolic
     return tie(constraint, output=output, input=ratio**-0.5)
 
 
@@ -110,7 +110,7 @@ def avg_pool_scales(
     divisor_override: int | None = None,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """The mean of n numbers has RMS 1/sqrt(n), and so has the gradient of a window."""
+    """The mean of n elements has RMS 1/sqrt(n); the gradient of a window has norm 1/sqrt(n)."""
     window = _window(dims, input, kernel_size, padding)
     ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, 1, ceil_mode)
     return _averaged(window, ratio, divisor_override or window, constraint)
@@ -126,7 +126,8 @@ def max_pool_scales(
     ceil_mode: bool = False,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """The RMS of the largest of n standard normal numbers; it gets all of a window's gradient."""
+    """1/RMS of the largest of n standard normal values, which receives the window's whole
+    gradient."""
     ratio = _outputs_per_input(dims, input, kernel_size, stride, padding, dilation, ceil_mode)
     return _largest(_window(dims, input, kernel_size), ratio, constraint)
 
@@ -140,10 +141,10 @@ def lp_pool_scales(
     ceil_mode: bool = False,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """(n E|x|^p)^(1/p) for the p-norm of n numbers, sqrt(n) for p = 2.
+    """1/RMS of the p-norm of n elements, which is sqrt(n) for p = 2.
 
-    With E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi). A window's gradient is
-    (|x| / norm)^(p - 1), of norm 1 for p = 2.
+    In general it is (n E|x|^p)^(1/p), where E|x|^p = 2^(p/2) Gamma((p + 1)/2) / sqrt(pi). The
+    gradient of a window is (|x| / norm)^(p - 1), of norm 1 for p = 2.
     """
 
     def moment(p: float) -> float:
@@ -159,7 +160,7 @@ def lp_pool_scales(
 
 
 def _adaptive_window(dims: int, input: Tensor, output_size: Any) -> tuple[float, float]:
-    """(how many inputs an output is made of, outputs for each input)."""
+    """(inputs per output, outputs per input)."""
     sizes = [output_size] * dims if output_size is None else _each(output_size, dims)
     window, ratio = 1.0, 1.0
     for size, wanted in zip(input.shape[-dims:], sizes, strict=True):
@@ -175,7 +176,7 @@ def adaptive_avg_pool_scales(
     output_size: int | Sequence[int | None] | None,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """As `avg_pool_scales`, with windows of the size of the input over that of the output."""
+    """As `avg_pool_scales`, with windows of input size over output size."""
     window, ratio = _adaptive_window(dims, input, output_size)
     return _averaged(window, ratio, window, constraint)
 
@@ -186,7 +187,7 @@ def adaptive_max_pool_scales(
     output_size: int | Sequence[int | None] | None,
     constraint: Constraint = "to_output_scale",
 ) -> Scales:
-    """As `max_pool_scales`, with windows of the size of the input over that of the output."""
+    """As `max_pool_scales`, with windows of input size over output size."""
     window, ratio = _adaptive_window(dims, input, output_size)
     return _largest(math.ceil(window), ratio, constraint)
 
@@ -203,7 +204,7 @@ _AVERAGE = {**_WINDOW, "ceil_mode": False, "count_include_pad": True}
 _LARGEST = {**_WINDOW, "dilation": 1, "ceil_mode": False, "return_indices": False}
 _NORM = {"norm_type": REQUIRED, "kernel_size": REQUIRED, "stride": None, "ceil_mode": False}
 
-#: torch's name without the dimensions, or with them -> what it does.
+#: torch's name, with or without the number of dimensions -> its kind.
 _KINDS = {
     "avg_pool": _Kind(avg_pool_scales, {**_AVERAGE, "divisor_override": None}),
     "avg_pool1d": _Kind(avg_pool_scales, _AVERAGE),
@@ -215,15 +216,16 @@ _KINDS = {
     ),
 }
 
-_DOCUMENTATION = """``s * {name}(input)``, with torch's arguments.
+_DOCUMENTATION = """Computes ``s * {name}(input)``, with torch's arguments; indices are torch's.
 
-input: (batch, channels, ...) or (channels, ...) with {dims} more, floating point. Indices that are
-asked for are torch's.
+Args:
+    input: (batch, channels, ...) or (channels, ...) with {dims} more dimensions, floating point.
+    constraint: see `unit_scaling.constraints`.
 """
 
 
 def _pool(kind: str, dims: int) -> Callable[..., Any]:
-    """Adds the row of one kind of pooling in this number of dimensions, and returns the op."""
+    """Adds the row of a kind of pooling in ``dims`` dimensions and returns the op."""
     name = f"{kind}{dims}d"
     fn = getattr(F, name)
     rule_of, settings = _KINDS.get(name) or _KINDS[kind]
@@ -264,7 +266,7 @@ def _three(kind: str) -> list[Callable[..., Any]]:
     return [_pool(kind, dims) for dims in (1, 2, 3)]
 
 
-# These have no return_indices, and return one tensor.
+# These have no return_indices and return one tensor.
 _without_indices: Callable[[str], list[Callable[..., Tensor]]] = _three
 
 adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = _without_indices(

@@ -1,7 +1,6 @@
-"""Linear layers and matrix products: every scale rides in the product.
+"""Linear layers and matrix products; the product kernels apply all scales.
 
-The products are computed by the fp8 package, so that the recipe of an enclosing `fp8.autocast`
-applies to them.
+The products are computed by the fp8 package, so the recipe of an enclosing `fp8.autocast` applies.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..scale import scale_each
 
 __all__ = ["addmm", "bilinear", "linear", "linear_readout", "matmul"]
 
-#: The exponents of 1/fan-in (output), 1/fan-out (input gradient), 1/batch (weight gradient).
+#: Exponents of 1/fan-in (output), 1/fan-out (input gradient) and 1/batch (weight gradient).
 ScalePower = tuple[float, float, float]
 
 SQRT: ScalePower = (0.5, 0.5, 0.5)
@@ -39,7 +38,7 @@ def linear_scales(
     scale_power: ScalePower = SQRT,
     weight_grad_mult: float = 1.0,
 ) -> Scales:
-    """1/sqrt of what each product sums over: fan-in, fan-out, and the rows of the input."""
+    """1/sqrt of the number of terms of each sum: fan-in, fan-out, and the rows of the input."""
     if weight.dim() != 2:
         raise ValueError(f"linear needs a weight of shape (out, in), got {tuple(weight.shape)}")
     fan_out, fan_in = weight.shape
@@ -53,7 +52,7 @@ def linear_scales(
 
 
 def inverse(size: int, power: float = 0.5) -> float:
-    """``size ** -power``; 1 for an empty dimension, where no element is there to be scaled."""
+    """``size ** -power``; 1 for an empty dimension."""
     return (size or 1) ** -power
 
 
@@ -66,19 +65,27 @@ def linear(
     scale_power: ScalePower = SQRT,
     weight_grad_mult: float = 1.0,
 ) -> Tensor:
-    """``s * (input @ weight.T + bias)``.
+    """Computes ``s * (input @ weight.T + bias)``.
 
-    input: (..., in). weight: (out, in). bias: (out,) or None. Returns (..., out).
-    scale_power: see `ScalePower`; with 0.5 an output of independent terms has RMS 1.
-    weight_grad_mult: a further factor of the gradients of weight and bias, for a layer whose
-    output is known to receive gradients of another RMS than 1.
+    Args:
+        input: (..., in).
+        weight: (out, in).
+        bias: (out,) or None.
+        constraint: see `unit_scaling.constraints`.
+        scale_power: exponents of 1/fan-in (output), 1/fan-out (input gradient) and 1/batch (weight
+            gradient). With 0.5, an output of uncorrelated terms has RMS 1.
+        weight_grad_mult: an additional factor of the gradients of weight and bias, for a layer
+            whose output gradient has a known RMS other than 1.
+
+    Returns:
+        (..., out).
     """
     s = linear_scales(input, weight, constraint, scale_power, weight_grad_mult)
     return _linear(input, weight, bias, s)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, s: Scales) -> Tensor:
-    if bias is not None:  # the product's own scales give its gradient the weight's factor
+    if bias is not None:  # the product applies its weight's factor to the bias
         bias = scale_each(bias, s["output"], 1.0)
     scales = (s["output"], s["input"], s["weight"])
     return linear_product(input, weight, bias, scales=scales, unit=True)
@@ -96,9 +103,11 @@ def linear_readout_scales(input: Tensor, weight: Tensor, constraint: str | None 
 def linear_readout(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, constraint: str | None = None
 ) -> Tensor:
-    """The last linear layer of a model: 1/fan-in for the output, and no constraint.
+    """The last linear layer of a model: 1/fan-in for the output, and no constraint by default.
 
-    Shapes as in `linear`. Logits start small, as u-muP asks (arXiv 2407.17465, table 2).
+    Logits are small at initialisation. Arguments are as in `linear`.
+
+    Source: u-muP, arXiv 2407.17465, table 2.
     """
     s = linear_readout_scales(input, weight, constraint)
     return _linear(input, weight, bias, s)
@@ -107,7 +116,7 @@ def linear_readout(
 def matmul_scales(
     left: Tensor, right: Tensor, constraint: str | None = "to_output_scale"
 ) -> Scales:
-    """1/sqrt of what each of the three products sums over, batches that were broadcast included."""
+    """1/sqrt of the number of terms of each of the three products, including broadcast batches."""
     rows = left.shape[-2] if left.dim() > 1 else 1
     columns = right.shape[-1] if right.dim() > 1 else 1
     left_batch, right_batch = left.shape[:-2], right.shape[:-2]
@@ -171,7 +180,7 @@ def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
     },
 )
 def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
-    """``s * left @ right``, with the shapes and broadcasting of `torch.matmul`."""
+    """Computes ``s * left @ right``, with the shapes and broadcasting of `torch.matmul`."""
     s = matmul_scales(left, right, constraint)
     return matrix_product(left, right, scales=(s["output"], s["left"], s["right"]), unit=True)
 
@@ -184,9 +193,9 @@ def addmm_scales(
     alpha: float = 1,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """The product as `matmul_scales`, or with a bias (one dimension) as `linear_scales`.
+    """The product as in `matmul_scales` or, with a bias (one dimension), as in `linear_scales`.
 
-    A sum of two unit-scaled terms with weights alpha and beta has RMS sqrt(alpha**2 + beta**2).
+    The sum of two unit-scaled terms with weights alpha and beta has RMS sqrt(alpha**2 + beta**2).
     "output" is the factor of the product, "input" that of the gradient of the added term.
     """
     a, b = abs(alpha) or 1.0, abs(beta) or 1.0
@@ -203,7 +212,7 @@ def addmm_scales(
         mat1=product["left"] / a,
         mat2=product["right"] / a,
     )
-    # As many gradients as the product has elements for each of input's.
+    # Each element of input receives product elements / input elements gradients.
     size = mat1.numel() // (mat1.shape[-1] or 1) * (mat2.shape[-1] if mat2.dim() > 1 else 1)
     own = ((input.numel() or 1) / (size or 1)) ** 0.5 / b
     return {"input": 1 / norm if constraint else own, **tied}
@@ -214,9 +223,9 @@ def _is_bias(input: Tensor, mat2: Tensor) -> bool:
 
 
 def _torch_addmm(first: str, second: str) -> Callable[..., dict[str, Any]]:
-    """The arguments of addmm, addmv, baddbmm; those of addbmm, a sum of products, as one product.
+    """Adapts addmm, addmv and baddbmm, and addbmm, a sum of products, as one product.
 
-    first, second: what torch calls the two operands.
+    first, second: torch's names of the two operands.
     """
 
     def adapt(
@@ -265,12 +274,19 @@ def addmm(
     alpha: float = 1,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``beta * input + alpha * mat1 @ mat2``, both terms unit-scaled, and so is their sum.
+    """Computes ``beta * input + alpha * mat1 @ mat2`` with unit-scaled terms and a unit-scaled sum.
 
-    mat1: (..., m, k). mat2: (..., k, n) or (k,). input: broadcastable to (..., m, n), or (..., m).
-    An input (n,) of the product of two matrices is a bias: the result is
-    ``s * (alpha * mat1 @ mat2 + beta * input)``, as in `linear`, and mat2 takes the part of the
-    weight (no constraint on its gradient). Where beta is 0 input is not read.
+    An input (n,) added to the product of two matrices is a bias: the result is ``s * (alpha * mat1
+    @ mat2 + beta * input)``, as in `linear`, and mat2 is treated as its weight (no constraint on
+    its gradient).
+
+    Args:
+        input: broadcastable to (..., m, n) or (..., m); not read if beta is 0.
+        mat1: (..., m, k).
+        mat2: (..., k, n) or (k,).
+        beta: the factor of ``input``.
+        alpha: the factor of the product.
+        constraint: see `unit_scaling.constraints`.
     """
     if not (mat1.is_floating_point() or mat1.is_complex()):
         return input * beta + torch.matmul(mat1, mat2) * alpha
@@ -278,7 +294,7 @@ def addmm(
     scales = (alpha * s["output"], alpha * s["mat1"], alpha * s["mat2"])
     if _is_bias(input, mat2):
         bias = None
-        if beta:  # the product gives its bias the gradient factor of its weight
+        if beta:  # the product applies its weight's factor to the bias
             bias = scale_each(input, beta * s["output"], beta * s["input"] / (scales[2] or 1.0))
         return linear_product(mat1, mat2.mT, bias, scales=scales, unit=True)
     product = matrix_product(mat1, mat2, scales=scales, unit=True)
@@ -292,9 +308,9 @@ def addmm(
 
 
 def scaled(function: Callable[..., Tensor], tensors: dict[str, Tensor], s: Scales) -> Tensor:
-    """``function(*tensors)`` with the factors of ``s``: what an op is where no kernel takes them.
+    """Returns ``function(*tensors)`` with the factors of ``s``, for ops without a fused kernel.
 
-    The gradient that ``function`` receives is that of the result, in unit scale: it may be cast.
+    The gradient that ``function`` receives is that of the unit-scaled result, so it may be cast.
     """
     operands = [scale_each(t, 1.0, s[name]) for name, t in tensors.items()]
     with unit_products():
@@ -305,7 +321,7 @@ def scaled(function: Callable[..., Tensor], tensors: dict[str, Tensor], s: Scale
 def bilinear_scales(
     input1: Tensor, input2: Tensor, weight: Tensor, constraint: str | None = "to_output_scale"
 ) -> Scales:
-    """1/sqrt of what each product sums over: pairs of features, and the rows of the inputs."""
+    """1/sqrt of the number of terms of each sum: pairs of features, and the rows of the inputs."""
     out, in1, in2 = weight.shape
     grad = row_scale(math.prod(input1.shape[:-1]))
     tied = tie(
@@ -325,10 +341,17 @@ def bilinear(
     bias: Tensor | None = None,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * (bilinear(input1, input2, weight) + bias)``.
+    """Computes ``s * (bilinear(input1, input2, weight) + bias)``.
 
-    input1: (..., in1). input2: (..., in2). weight: (out, in1, in2). bias: (out,) or None. Returns
-    (..., out).
+    Args:
+        input1: (..., in1).
+        input2: (..., in2).
+        weight: (out, in1, in2).
+        bias: (out,) or None.
+        constraint: see `unit_scaling.constraints`.
+
+    Returns:
+        (..., out).
     """
     s = bilinear_scales(input1, input2, weight, constraint)
     tensors = {"input1": input1, "input2": input2, "weight": weight}

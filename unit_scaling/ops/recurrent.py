@@ -1,14 +1,15 @@
-"""Recurrent layers, step by step: torch's single kernel computes its products out of reach.
+"""Recurrent layers as Python loops, as torch's fused kernel does not expose its products.
 
-They compute what torch's do, with weights, inputs and hidden states at unit scale:
+They compute torch's function with weights, inputs and hidden states at unit scale:
 
-- The gates are ``(x W_ih + h W_hh) / sqrt(1 + 1/gates)`` with x W_ih scaled by 1/sqrt(fan-in) and
-  h W_hh by 1/sqrt(fan-out). Every step multiplies a gradient that goes back through time by W_hh,
-  which sums over all gates: scaled by the fan-in it would grow from step to step.
+- The gates are ``(x W_ih + h W_hh) / sqrt(1 + 1/gates)`` with x W_ih scaled by 1/sqrt(fan-in) and h
+  W_hh by 1/sqrt(fan-out). Every step multiplies the gradient through time by W_hh, which sums over
+  all gates: scaled by the fan-in, it would grow from step to step.
 - A hidden state is torch's times a constant that gives it RMS 1 after the first few steps, for
-  standard normal gates. It stays bounded, and a gate that is open keeps what it holds.
+  standard normal gates. It stays bounded, and an open gate keeps its state.
 
-Nothing else is scaled: gradients are those of this function, but for the factor of the weights'.
+Nothing else is scaled: gradients are those of this function, except for a factor of weight
+gradients.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ __all__ = [
 ]
 
 States = list[Tensor]
-"""The hidden state (batch, hidden), then the cell state where there is one."""
+"""The hidden state (batch, hidden), then the cell state if there is one."""
 
 Step = Callable[[Tensor, Tensor, States], States]
 """(product of the input, product of the hidden state, states) -> the next states."""
 
 PACKED = "a packed sequence has no unit-scaled form: pad it, and leave the padding out of the loss"
 
-# E[sigmoid(z)**2] and E[tanh(z)**2] for a standard normal z, by quadrature.
+# E[sigmoid(z)**2] and E[tanh(z)**2] for standard normal z, by quadrature.
 _SIGMOID, _TANH = 0.293379036, 0.394294490
-# What is held decays by _SIGMOID in mean square and gains _SIGMOID * _TANH in each step, so a cell
-# state of torch has the mean square _SIGMOID * _TANH / (1 - _SIGMOID) = 0.1637; tanh of a normal
-# variable of that variance has 0.126124106.
+# In each step the second moment of a state is multiplied by _SIGMOID and gains _SIGMOID * _TANH.
+# The second moment of torch's cell state is therefore _SIGMOID * _TANH / (1 - _SIGMOID) = 0.1637;
+# that of tanh of a normal variable with this variance is 0.126124106.
 _TANH_OF_CELL = 0.126124106
 LSTM_FACTOR = (_SIGMOID * _TANH_OF_CELL) ** -0.5
 GRU_FACTOR = ((1 - _SIGMOID) / (_SIGMOID * _TANH)) ** 0.5
@@ -99,8 +100,9 @@ def _cell(
 
 
 def _scales(w_ih: Tensor, w_hh: Tensor, weight_factor: bool) -> tuple[Constraint, Constraint]:
-    """The constraints of the products of the input and of the hidden state; without a factor for
-    the gradients of weights, their scales."""
+    """The constraints of the input and hidden products; without a factor of weight gradients, their
+    scales.
+    """
     if weight_factor:
         return "to_output_scale", "to_grad_input_scale"
     inner, outer = inverse(w_ih.shape[1]), inverse(w_hh.shape[0])
@@ -111,11 +113,11 @@ def _scales(w_ih: Tensor, w_hh: Tensor, weight_factor: bool) -> tuple[Constraint
 def _direction(
     step: Step, sequence: Tensor, states: States, weights: Sequence[Tensor], weight_factor: bool
 ) -> tuple[Tensor, States]:
-    """All hidden states (length, batch, hidden) and the last states of one layer's direction."""
+    """All hidden states (length, batch, hidden) and the last states of one direction of a layer."""
     w_ih, w_hh = weights[:2]
     b_ih, b_hh = weights[2:] or (None, None)
     outputs = []
-    each = len(sequence) ** -0.5  # the weight collects a gradient from every step
+    each = len(sequence) ** -0.5  # weight gradients sum over all steps
     inner, outer = _scales(w_ih, w_hh, weight_factor)
     for x in linear(sequence, w_ih, b_ih, inner).unbind(0):
         h = linear(states[0], w_hh, b_hh, outer, weight_grad_mult=each)
@@ -165,8 +167,9 @@ _NAMES = "input hx params has_biases num_layers dropout train bidirectional batc
 
 
 def _unpacked(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a layer by name; raises NotImplementedError for a packed sequence, of which
-    torch gives other ones."""
+    """The arguments of a layer by name; raises NotImplementedError for packed sequences, for which
+    torch has other arguments.
+    """
     if len(args) > 3 and not isinstance(args[3], bool):
         raise NotImplementedError(PACKED)
     return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
@@ -177,7 +180,7 @@ def _weight_scale(input: Tensor) -> float:
 
 
 def lstm_scales(input: Tensor) -> Scales:
-    """5.2 for the hidden state, which is sigmoid times tanh of a cell state of RMS 0.4."""
+    """5.2 for the hidden state, which is a sigmoid times the tanh of a cell state of RMS 0.4."""
     return {"output": LSTM_FACTOR, "params": _weight_scale(input)}
 
 
@@ -194,21 +197,32 @@ def lstm(
     batch_first: bool = False,
     weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
-    """(output, hidden state, cell state) of `torch.nn.LSTM`, unit-scaled.
+    """Computes the output, hidden state and cell state of `torch.nn.LSTM`, unit-scaled.
 
-    weight_factor: whether the gradients of the weights get the factor of the rule.
-    input: (length, batch, in), or (batch, length, in) with batch_first. hx: hidden and cell state,
-    each (layers * directions, batch, hidden). params: for each layer and direction the weights of
-    input and hidden state and, with has_biases, their biases, as in torch. dropout: between
-    layers, when train. A loop over the steps, slower than torch's kernel; its cell state is in
-    torch's scale. Raises NotImplementedError for packed sequences and for proj_size.
+    It loops over the steps and is slower than torch's kernel. The cell state has torch's scale.
+
+    Args:
+        input: (length, batch, in), or (batch, length, in) if ``batch_first``.
+        hx: hidden and cell state, each (layers * directions, batch, hidden).
+        params: for each layer and direction the weights of input and hidden state and, if
+            ``has_biases``, their biases, as in torch.
+        has_biases: whether ``params`` has biases.
+        num_layers: the number of layers.
+        dropout: the probability of dropout between layers, if ``train``.
+        train: whether to apply dropout.
+        bidirectional: whether each layer has a second, reverse direction.
+        batch_first: whether the batch is the first dimension of ``input`` and output.
+        weight_factor: whether to scale the gradients of the weights.
+
+    Raises:
+        NotImplementedError: the sequence is packed, or proj_size is used.
     """
     settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
     return _recurrent(_lstm_step, input, hx, params, *settings)
 
 
 def gru_scales(input: Tensor) -> Scales:
-    """2.5 for the hidden state: the candidate is scaled so that what is held has RMS 1."""
+    """2.5 for the hidden state: the candidate is scaled such that the state has RMS 1."""
     return {"output": GRU_FACTOR, "params": _weight_scale(input)}
 
 
@@ -225,13 +239,13 @@ def gru(
     batch_first: bool = False,
     weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
-    """(output, hidden state) of `torch.nn.GRU`, unit-scaled. Arguments as in `lstm`, one state."""
+    """Computes output and hidden state of `torch.nn.GRU`, unit-scaled; as `lstm` with one state."""
     settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
     return _recurrent(_gru_step, input, [hx], params, *settings)
 
 
 def rnn_tanh_scales(input: Tensor) -> Scales:
-    """1 / the RMS of tanh."""
+    """1/RMS of tanh."""
     return {"output": TANH_FACTOR, "params": _weight_scale(input)}
 
 
@@ -248,13 +262,13 @@ def rnn_tanh(
     batch_first: bool = False,
     weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
-    """(output, hidden state) of `torch.nn.RNN`, unit-scaled. Arguments as in `gru`."""
+    """Computes output and hidden state of `torch.nn.RNN`, unit-scaled; arguments as in `gru`."""
     settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
     return _recurrent(_tanh_step, input, [hx], params, *settings)
 
 
 def rnn_relu_scales(input: Tensor) -> Scales:
-    """1 / the RMS of relu."""
+    """1/RMS of relu."""
     return {"output": RELU_FACTOR, "params": _weight_scale(input)}
 
 
@@ -271,13 +285,13 @@ def rnn_relu(
     batch_first: bool = False,
     weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
-    """(output, hidden state) of `torch.nn.RNN` with relu, unit-scaled. Arguments as in `gru`."""
+    """Computes output and hidden state of `torch.nn.RNN` with relu, unit-scaled; as `gru`."""
     settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
     return _recurrent(_relu_step, input, [hx], params, *settings)
 
 
 def lstm_cell_scales(input: Tensor) -> Scales:
-    """As `lstm_scales`. A loop over n calls makes the gradients of the weights sqrt(n) as large."""
+    """As `lstm_scales`. In a loop of n calls, weight gradients are larger by sqrt(n)."""
     grad = _weight_scale(input)
     return {"output": LSTM_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
 
@@ -292,9 +306,11 @@ def lstm_cell(
     b_hh: Tensor | None = None,
     weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
-    """A step of `lstm`: the next hidden and cell state.
+    """Computes one step of `lstm`: the next hidden and cell state.
 
-    input: (batch, in). hx: both states, each (batch, hidden).
+    Args:
+        input: (batch, in).
+        hx: both states, each (batch, hidden).
     """
     return tuple(_cell(_lstm_step, input, hx, w_ih, w_hh, b_ih, b_hh, weight_factor))
 
@@ -315,7 +331,7 @@ def gru_cell(
     b_hh: Tensor | None = None,
     weight_factor: bool = True,
 ) -> Tensor:
-    """A step of `gru`: the next hidden state (batch, hidden). input: (batch, in)."""
+    """Computes one step of `gru`: input (batch, in) to the next hidden state (batch, hidden)."""
     return _cell(_gru_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
 
 
@@ -335,7 +351,8 @@ def rnn_tanh_cell(
     b_hh: Tensor | None = None,
     weight_factor: bool = True,
 ) -> Tensor:
-    """A step of `rnn_tanh`: the next hidden state (batch, hidden). input: (batch, in)."""
+    """Computes one step of `rnn_tanh`: input (batch, in) to the next hidden state (batch,
+    hidden)."""
     return _cell(_tanh_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
 
 
@@ -355,5 +372,6 @@ def rnn_relu_cell(
     b_hh: Tensor | None = None,
     weight_factor: bool = True,
 ) -> Tensor:
-    """A step of `rnn_relu`: the next hidden state (batch, hidden). input: (batch, in)."""
+    """Computes one step of `rnn_relu`: input (batch, in) to the next hidden state (batch,
+    hidden)."""
     return _cell(_relu_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]

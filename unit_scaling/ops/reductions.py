@@ -1,4 +1,4 @@
-"""Sums, means and variances over dimensions, and the cosine between vectors."""
+"""Sums, means and variances over dimensions, and cosine similarity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Dims = int | Sequence[int] | None
 
 
 def _summed(input: Tensor, dim: Dims) -> int:
-    """How many numbers each sum is of."""
+    """The number of terms of each sum."""
     if isinstance(dim, int):
         return input.shape[dim] or 1 if input.dim() else 1
     if dim is None or len(dim) == 0:
@@ -29,7 +29,7 @@ def _summed(input: Tensor, dim: Dims) -> int:
 
 
 def _is_value(input: Tensor, dim: Dims, keepdim: bool) -> bool:
-    """Whether a sum or mean is a value to be kept: of all numbers (a loss), or a statistic."""
+    """Whether a sum or mean keeps its value: over all elements (a loss), or a statistic."""
     return keepdim or dim is None or not (input.is_floating_point() or input.is_complex())
 
 
@@ -39,10 +39,10 @@ def sum_scales(
     keepdim: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """1/sqrt(n) for independent numbers; each gets the gradient of the sum.
+    """1/sqrt(n) for uncorrelated terms; each receives the gradient of the sum.
 
-    The value is kept where it is of all numbers, which makes a loss, or where keepdim is set,
-    which makes a statistic that meets the input again.
+    Not scaled over all elements (a loss) or with keepdim (a statistic that is combined with the
+    input again).
     """
     if _is_value(input, dim, keepdim):
         return tie(constraint, output=1.0, input=1.0)
@@ -55,9 +55,9 @@ def mean_scales(
     keepdim: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """sqrt(n) for independent numbers, and n for the gradient, of which each gets 1/n.
+    """sqrt(n) for uncorrelated terms, and n for the gradient, as each receives 1/n of it.
 
-    The value is kept where `sum_scales` keeps it; the gradient of a loss is then that of the sum.
+    Not scaled where `sum_scales` does not scale; the gradient of a loss is then that of the sum.
     """
     count = _summed(input, dim)
     if _is_value(input, dim, keepdim):
@@ -81,9 +81,16 @@ def sum(
     dtype: torch.dtype | None = None,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * input.sum(dim)``; not scaled where the rule keeps the value, and for integers.
+    """Computes ``s * input.sum(dim)``.
 
-    input: any shape. dim: one or several dimensions, None for all. dtype: of the result.
+    Not scaled over all dimensions, with ``keepdim``, and for integers.
+
+    Args:
+        input: any shape.
+        dim: one or several dimensions; None for all.
+        keepdim: whether to keep reduced dimensions with size 1.
+        dtype: the dtype of the result.
+        constraint: see `unit_scaling.constraints`.
     """
     s = sum_scales(input, dim, keepdim, constraint)
     output = torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
@@ -99,9 +106,9 @@ def mean(
     dtype: torch.dtype | None = None,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * input.mean(dim)``; not scaled where the rule keeps the value.
+    """Computes ``s * input.mean(dim)``; arguments as in `sum`.
 
-    Arguments as in `sum`.
+    The value is not scaled over all dimensions and with ``keepdim``.
     """
     s = mean_scales(input, dim, keepdim, constraint)
     output = torch.mean(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
@@ -109,7 +116,7 @@ def mean(
 
 
 def cumsum_scales(input: Tensor, dim: int, constraint: str | None = "to_output_scale") -> Scales:
-    """The k-th sum is of k numbers: (n + 1)/2 on average, in both directions."""
+    """Sum k has k terms, (n + 1)/2 on average, in both directions."""
     if not (input.is_floating_point() or input.is_complex()):
         return {"output": 1.0, "input": 1.0}
     count = input.shape[dim] if input.dim() else 1
@@ -125,7 +132,9 @@ def cumsum(
     dtype: torch.dtype | None = None,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * input.cumsum(dim)``; of integers, not scaled. The factor depends on the length."""
+    """Computes ``s * input.cumsum(dim)``; integers are not scaled. The factor depends on the
+    length.
+    """
     s = cumsum_scales(input, dim, constraint)
     output = torch.cumsum(input, dim, dtype=dtype)
     return scale_output(output, s["output"], s["input"], fresh=True)
@@ -135,7 +144,7 @@ def cumsum(
 
 
 def _numbers(input: Tensor, dim: Dims, correction: int, keepdim: bool) -> tuple[int, int]:
-    """(how many numbers each variance is of, what it divides by); (0, 0) for a value to be kept."""
+    """(number of values of each variance, its divisor); (0, 0) if it is not scaled."""
     count = _summed(input, dim)
     if _is_value(input, dim, keepdim) or count <= max(1, correction):
         return 0, 0
@@ -149,8 +158,8 @@ def var_scales(
     keepdim: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """Of n normal numbers, 1/RMS: (n - c)/sqrt(n^2 - 1); of the gradient, twice the distance from
-    the mean over n - c. The value is kept where `sum_scales` keeps it.
+    """1/RMS for n normal values, (n - c)/sqrt(n^2 - 1), and of the gradient, which is twice the
+    distance from the mean over n - c. Not scaled where `sum_scales` does not scale.
     """
     count, free = _numbers(input, dim, correction, keepdim)
     if not count:
@@ -176,10 +185,16 @@ def var(
     keepdim: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * torch.var(input, dim)``; not scaled where the rule keeps the value.
+    """Computes ``s * torch.var(input, dim)``.
 
-    input: any shape, floating point. dim: one or several dimensions, None for all. correction:
-    what is taken off the number of values before it divides.
+    Not scaled over all dimensions and with ``keepdim``.
+
+    Args:
+        input: any shape, floating point.
+        dim: one or several dimensions; None for all.
+        correction: subtracted from the number of values in the divisor.
+        keepdim: whether to keep reduced dimensions with size 1.
+        constraint: see `unit_scaling.constraints`.
     """
     s = var_scales(input, dim, correction, keepdim, constraint)
     output = torch.var(input, dim, correction=correction, keepdim=keepdim)  # type: ignore[arg-type]
@@ -193,9 +208,9 @@ def std_scales(
     keepdim: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """Of n normal numbers, 1/RMS: sqrt((n - c)/(n - 1)); sqrt(n (n - c)) for the gradient.
+    """1/RMS for n normal values, sqrt((n - c)/(n - 1)), and sqrt(n (n - c)) for the gradient.
 
-    The value is kept where `sum_scales` keeps it.
+    Not scaled where `sum_scales` does not scale.
     """
     count, free = _numbers(input, dim, correction, keepdim)
     if not count:
@@ -212,20 +227,22 @@ def std(
     keepdim: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * torch.std(input, dim)``; arguments as in `var`. As in torch, 0 has the gradient NaN."""
+    """Computes ``s * torch.std(input, dim)``; arguments as in `var`. The gradient at 0 is NaN."""
     s = std_scales(input, dim, correction, keepdim, constraint)
     output = torch.std(input, dim, correction=correction, keepdim=keepdim)  # type: ignore[arg-type]
     return scale_output(output, s["output"], s["input"], fresh=False)
 
 
-# Cosines
+# Cosine similarity
 
 
 def cosine_similarity_scales(
     x1: Tensor, x2: Tensor, dim: int = 1, constraint: str | None = "to_output_scale"
 ) -> Scales:
-    """sqrt(n) for independent normal vectors of n numbers; the gradient of each number of x1 is of
-    RMS sqrt((n - 1)/(n - 2))/n, and a broadcast vector collects those of its copies.
+    """sqrt(n) for uncorrelated normal vectors of n elements.
+
+    Elements of the gradient of x1 have RMS sqrt((n - 1)/(n - 2))/n; a broadcast vector sums the
+    gradients of its copies.
     """
     shape = torch.broadcast_shapes(x1.shape, x2.shape)
     width, size = shape[dim] if shape else 1, math.prod(shape)
@@ -244,10 +261,14 @@ def cosine_similarity(
     eps: float = 1e-8,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * cosine_similarity(x1, x2, dim)``, of RMS 1: at most sqrt(n) for vectors of n numbers.
+    """Computes ``s * cosine_similarity(x1, x2, dim)``, which has RMS 1 and is at most sqrt(n).
 
-    x1, x2: of shapes that broadcast together, floating point. dim: that of the vectors, which goes.
-    eps: the smallest norm to divide by; as torch, a zero vector gives 0.
+    Args:
+        x1: floating point, broadcastable with ``x2``.
+        x2: floating point.
+        dim: the dimension of the vectors, of size n; it is removed.
+        eps: the smallest norm to divide by; zero vectors give 0, as in torch.
+        constraint: see `unit_scaling.constraints`.
     """
     s = cosine_similarity_scales(x1, x2, dim, constraint)
     if s["x1"] == s["x2"]:

@@ -1,4 +1,4 @@
-"""Losses between tensors of one shape. See losses.py for what becomes of the gradient."""
+"""Losses between tensors of equal shape; see losses.py for their gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def _pair(input: Tensor, target: Tensor, rms: float) -> Scales:
-    """1/rms for both operands; a broadcast one collects the gradients of its copies."""
+    """1/rms for both operands; a broadcast one sums the gradients of its copies."""
     if input.shape == target.shape:
         return {"output": 1.0, "input": 1 / rms, "target": 1 / rms}
     size = math.prod(torch.broadcast_shapes(input.shape, target.shape))
@@ -51,7 +51,7 @@ def _weighted(loss: Loss, weight: Tensor | None) -> Loss:
 
 
 def _clipped_rms(limit: float) -> float:
-    """The RMS of the difference of two standard normals, clipped to [-limit, limit].
+    """The RMS of the difference of two standard normal variables, clipped to [-limit, limit].
 
     With t = limit / sqrt(2): 2 E[x^2; |x| < t] + limit^2 P(|x| > t).
     """
@@ -61,9 +61,9 @@ def _clipped_rms(limit: float) -> float:
 
 
 def mse_loss_scales(input: Tensor, target: Tensor) -> Scales:
-    """The difference of two unit normals, doubled by the square, has RMS sqrt(8).
+    """The gradient, twice the difference of two standard normals, has RMS sqrt(8).
 
-    A broadcast operand collects the gradients of its copies.
+    A broadcast operand sums the gradients of its copies.
     """
     return _pair(input, target, 8**0.5)
 
@@ -77,11 +77,18 @@ def mse_loss(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Tensor:
-    """The value of `torch.nn.functional.mse_loss`, unit-scaled backward.
+    """`torch.nn.functional.mse_loss` with a unit-scaled gradient: s times that of the sum.
 
-    input, target: of shapes that broadcast together (torch warns where they differ). weight:
-    multiplies each squared difference. The gradient is s times that of the sum, for "mean" too.
-    Raises ValueError for an unknown reduction.
+    This holds for "mean" too. Legacy arguments are torch's.
+
+    Args:
+        input: floating point, broadcastable with ``target`` (torch warns if the shapes differ).
+        target: floating point.
+        reduction: "mean", "sum" or "none".
+        weight: multiplies each squared difference.
+
+    Raises:
+        ValueError: the reduction is unknown.
     """
     kind = reduction_of(reduction, size_average, reduce)
     loss = _weighted(F.mse_loss, weight)
@@ -89,7 +96,7 @@ def mse_loss(
 
 
 def l1_loss_scales(input: Tensor, target: Tensor) -> Scales:
-    """The gradient is a sign: 1 as it is, but for broadcast operands."""
+    """The gradient is a sign: its RMS is 1, except for broadcast operands."""
     return _pair(input, target, 1.0)
 
 
@@ -102,14 +109,15 @@ def l1_loss(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Tensor:
-    """The value of `torch.nn.functional.l1_loss`, unit-scaled backward; see `mse_loss`."""
+    """`torch.nn.functional.l1_loss` with a unit-scaled gradient; see `mse_loss`."""
     kind = reduction_of(reduction, size_average, reduce)
     loss = _weighted(F.l1_loss, weight)
     return _difference_loss(loss, input, target, kind, l1_loss_scales(input, target))
 
 
 def smooth_l1_loss_scales(input: Tensor, target: Tensor, beta: float = 1.0) -> Scales:
-    """The gradient is the difference of two unit normals over beta, clipped to [-1, 1]."""
+    """The gradient is the difference of two standard normals divided by beta, clipped to [-1,
+    1]."""
     return _pair(input, target, _clipped_rms(beta) / beta if beta else 1.0)
 
 
@@ -122,15 +130,15 @@ def smooth_l1_loss(
     reduction: str = "mean",
     beta: float = 1.0,
 ) -> Tensor:
-    """The value of `torch.nn.functional.smooth_l1_loss`, unit-scaled backward; see `mse_loss`."""
+    """`torch.nn.functional.smooth_l1_loss` with a unit-scaled gradient; see `mse_loss`."""
     kind = reduction_of(reduction, size_average, reduce)
     loss = partial(F.smooth_l1_loss, beta=beta)
     return _difference_loss(loss, input, target, kind, smooth_l1_loss_scales(input, target, beta))
 
 
 def huber_loss_scales(input: Tensor, target: Tensor, delta: float = 1.0) -> Scales:
-    """The gradient is the difference of two unit normals, clipped to [-delta, delta]."""
-    return _pair(input, target, _clipped_rms(delta) if delta > 0 else 1.0)  # torch refuses 0
+    """The gradient is the difference of two standard normals, clipped to [-delta, delta]."""
+    return _pair(input, target, _clipped_rms(delta) if delta > 0 else 1.0)  # torch rejects 0
 
 
 @row(huber_loss_scales, replaces=(F.huber_loss,))
@@ -141,14 +149,14 @@ def huber_loss(
     delta: float = 1.0,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """The value of `torch.nn.functional.huber_loss`, unit-scaled backward; see `mse_loss`."""
+    """`torch.nn.functional.huber_loss` with a unit-scaled gradient; see `mse_loss`."""
     kind = reduction_of(reduction, None, None)
     loss = _weighted(partial(F.huber_loss, delta=delta), weight)
     return _difference_loss(loss, input, target, kind, huber_loss_scales(input, target, delta))
 
 
 def binary_cross_entropy_with_logits_scales() -> Scales:
-    """The gradient at probability 1/2 is 1/2 - target: 1/2 in size for a target of 0 or 1."""
+    """The gradient at probability 1/2 is 1/2 - target, of magnitude 1/2 for a target of 0 or 1."""
     return {"output": 1.0, "input": 2.0, "target": 2.0}
 
 
@@ -162,10 +170,19 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Tensor:
-    """torch's value, with 2 times the gradient of the sum, for "mean" too.
+    """`torch.nn.functional.binary_cross_entropy_with_logits` with 2 times the gradient of the sum.
 
-    input: logits. target: probabilities of the same shape. weight, pos_weight: broadcast with
-    them, multiply loss and gradient. Raises ValueError for an unknown reduction.
+    This holds for "mean" too. Legacy arguments are torch's.
+
+    Args:
+        input: logits.
+        target: probabilities of the same shape.
+        weight: broadcastable, multiplies loss and gradient.
+        reduction: "mean", "sum" or "none".
+        pos_weight: as in torch.
+
+    Raises:
+        ValueError: the reduction is unknown.
     """
     kind = reduction_of(reduction, size_average, reduce)
     loss = partial(F.binary_cross_entropy_with_logits, weight=weight, pos_weight=pos_weight)
@@ -187,10 +204,12 @@ def binary_cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """torch's value, with half the gradient of the sum, for "mean" too.
+    """`torch.nn.functional.binary_cross_entropy` with half the gradient of the sum, for "mean" too.
 
-    input: probabilities in [0, 1], not the scaled ones of `sigmoid` (better: logits, and
-    `binary_cross_entropy_with_logits`). target, weight and errors as there.
+    Prefer logits and `binary_cross_entropy_with_logits`. Other arguments and errors are as there.
+
+    Args:
+        input: probabilities in [0, 1]; not the scaled outputs of the unit-scaled `sigmoid`.
     """
     kind = reduction_of(reduction, size_average, reduce)
     loss = partial(F.binary_cross_entropy, weight=weight)
@@ -199,9 +218,10 @@ def binary_cross_entropy(
 
 
 def kl_div_scales(input: Tensor) -> Scales:
-    """The gradient of the log-probabilities is -target: 1/RMS of a softmax over the last dimension.
+    """The gradient of log-probabilities is -target: 1/RMS of a softmax over the last dimension.
 
-    The target is taken for the softmax of a standard normal, with the factor of `softmax_scales`.
+    The target is assumed to be the softmax of a standard normal, with the factor of
+    `softmax_scales`.
     """
     scale = softmax_scales(input, -1)["output"] if input.dim() else 1.0
     return {"output": 1.0, "input": scale, "target": scale}
@@ -216,10 +236,17 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Tensor:
-    """The value of `torch.nn.functional.kl_div`, with s times the gradient of the sum.
+    """`torch.nn.functional.kl_div` with s times the gradient of the sum. Legacy arguments are
+    torch's.
 
-    input: log-probabilities, classes last. target: probabilities, or their logarithms if
-    log_target. reduction: also "batchmean". Raises ValueError for an unknown reduction.
+    Args:
+        input: log-probabilities, classes last.
+        target: probabilities, or log-probabilities if ``log_target``.
+        reduction: "mean", "sum", "none" or "batchmean".
+        log_target: whether ``target`` has log-probabilities.
+
+    Raises:
+        ValueError: the reduction is unknown.
     """
     kind = reduction_of(reduction, size_average, reduce, ("mean", "none", "sum", "batchmean"))
     loss = partial(F.kl_div, log_target=log_target)
@@ -227,7 +254,8 @@ def kl_div(
 
 
 def cosine_embedding_loss_scales(input1: Tensor) -> Scales:
-    """The gradient of a cosine between n unit normals is 1/n; the other input divided by norms."""
+    """The gradient of the cosine of n unit normal values has RMS 1/n: the other input over
+    norms."""
     width = input1.shape[-1] if input1.dim() else 1
     return {"output": 1.0, "input1": float(width), "input2": float(width)}
 
@@ -242,10 +270,20 @@ def cosine_embedding_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """torch's value, with n times the gradient of the sum, for "mean" too.
+    """`torch.nn.functional.cosine_embedding_loss` with n times the gradient of the sum, for "mean"
+    too.
 
-    input1, input2: (batch, n) or (n,). target: 1 or -1 for each pair. Raises ValueError for an
-    unknown reduction.
+    Legacy arguments are torch's.
+
+    Args:
+        input1: (batch, n) or (n,).
+        input2: (batch, n) or (n,).
+        target: 1 or -1 for each pair.
+        margin: as in torch.
+        reduction: "mean", "sum" or "none".
+
+    Raises:
+        ValueError: the reduction is unknown.
     """
     kind = reduction_of(reduction, size_average, reduce)
     loss = partial(F.cosine_embedding_loss, margin=margin)

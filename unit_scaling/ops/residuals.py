@@ -1,4 +1,5 @@
-"""Residual connections: a weighted sum whose branch gradient is scaled where the branch starts."""
+"""Residual connections: a weighted sum whose branch gradient is scaled at the start of the
+branch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def _weights(tau: float) -> tuple[float, float]:
 
 
 def _weighted(branch: Tensor, skip: Tensor, a: float, b: float) -> Tensor:
-    """``a * branch + b * skip``; b is above zero."""
+    """``a * branch + b * skip``, for b above zero."""
     return torch.add(skip, branch, alpha=a / b).mul_(b)
 
 
@@ -49,7 +50,7 @@ class _Split(Function):
 
 
 class _Add(Function):
-    """``branch_weight * branch + skip_weight * skip``; both gradients are the output's own."""
+    """``a * branch + b * skip``; both gradients equal the output's."""
 
     generate_vmap_rule = True
 
@@ -69,12 +70,18 @@ class _Add(Function):
 
 @watched
 def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
-    """``(residual, skip)``, both equal to input: the start of a residual branch.
+    """Starts a residual branch: returns ``(residual, skip)``, both equal to ``input``.
 
-    tau: the weight of the branch against the skip connection, at least 0; the same number as in
-    `residual_add`, which ends the branch. Inside the branch gradients are those of a branch of
-    weight 1, so they have RMS 1 too; here they are multiplied by the branch's weight.
-    Raises ValueError for a negative tau.
+    Gradients inside the branch are those of a branch of weight 1, so they have RMS 1; here they are
+    multiplied by the branch's weight.
+
+    Args:
+        input: any shape, floating point.
+        tau: the weight of the branch relative to the skip connection, at least 0, and the same as
+            in `residual_add`, which ends the branch.
+
+    Raises:
+        ValueError: tau is negative.
     """
     branch, skip = apply(_Split, input, *_weights(tau))
     return branch, skip
@@ -82,15 +89,23 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
 
 @watched
 def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
-    """``(tau * residual + skip) / sqrt(1 + tau**2)``, with gradients passed on unscaled.
+    """Computes ``(tau * residual + skip) / sqrt(1 + tau**2)``; gradients are propagated unscaled.
 
-    residual, skip: shapes that broadcast together. See `residual_split`.
+    Args:
+        residual: the output of the branch, broadcastable with ``skip``.
+        skip: the skip connection; see `residual_split`.
+        tau: as in `residual_split`.
     """
     return apply(_Add, residual, skip, *_weights(tau))
 
 
 def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0) -> Tensor:
-    """``(tau * fn(input) + input) / sqrt(1 + tau**2)``, unit-scaled in both directions.
+    """Computes ``(tau * fn(input) + input) / sqrt(1 + tau**2)``, unit-scaled in both directions.
+
+    Args:
+        fn: the residual branch.
+        input: any shape, floating point.
+        tau: as in `residual_split`.
 
     >>> residual_apply(torch.relu, torch.tensor([-2.0, 2.0]), tau=1.0)
     tensor([-1.4142,  2.8284])

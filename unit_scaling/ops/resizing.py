@@ -1,4 +1,4 @@
-"""Interpolation: a weighted sum of neighbours, which the rule weighs as torch does."""
+"""Interpolation: weighted sums of neighbours, with the weights of torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..scale import scale_output
 
 __all__ = ["interpolate"]
 
-# Larger sizes are measured at this one, and the same ratio.
+# Larger sizes are approximated by this one, with the same ratio.
 _LARGE = 256
 
-# How each mode acts on one dimension. Two-dimensional modes have the other dimension at size 1.
+# Modes that act on one dimension; 2D modes are measured with the other dimension of size 1.
 _FLAT = ("nearest", "nearest-exact", "area", "linear")
 _ALONG = {"bilinear": "linear", "trilinear": "linear"}
 
 
 def _energy(size: int, wanted: int, mode: str, align_corners: bool | None) -> float:
-    """The sum of the squares of the weights of ``wanted`` numbers made of ``size``."""
+    """The sum of the squared weights of ``wanted`` elements interpolated from ``size``."""
     eye = torch.eye(size, dtype=torch.float64, device="cpu")[:, None]
     if mode in _FLAT:
         weights = F.interpolate(eye, wanted, mode=mode, align_corners=align_corners)
@@ -44,7 +44,7 @@ def interpolate_scales(
     align_corners: bool | None = None,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """1/RMS of weighted sums with torch's own weights; copies add their gradients up."""
+    """1/RMS of weighted sums with torch's weights; inputs that are copied sum their gradients."""
     dims = max(1, input.dim() - 2)
     sizes = input.shape[-dims:]
     if size is not None:
@@ -55,7 +55,7 @@ def interpolate_scales(
         )
         wanted = [max(1, math.floor(n * f)) for n, f in zip(sizes, factors, strict=True)]
     output = gradient = 1.0
-    for n, m in zip(map(index, sizes), map(index, wanted), strict=True):  # symbols of a graph
+    for n, m in zip(map(index, sizes), map(index, wanted), strict=True):  # may be symbolic
         if n > _LARGE:
             n, m = _LARGE, max(1, round(m * _LARGE / n))
         energy = constant(_energy, n, m, _ALONG.get(mode, mode), align_corners) if n else 1.0
@@ -76,10 +76,13 @@ def interpolate(
     antialias: bool = False,
     constraint: str | None = "to_output_scale",
 ) -> Tensor:
-    """``s * interpolate(input)``, with torch's arguments.
+    """Computes ``s * interpolate(input)``, with torch's arguments.
 
-    input: (batch, channels, ...), floating point. The rule counts neighbours as independent and
-    leaves antialias aside.
+    The rule assumes uncorrelated neighbours and ignores ``antialias``.
+
+    Args:
+        input: (batch, channels, ...), floating point.
+        constraint: see `unit_scaling.constraints`.
     """
     s = interpolate_scales(input, size, scale_factor, mode, align_corners, constraint)
     output = F.interpolate(

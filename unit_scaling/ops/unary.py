@@ -1,12 +1,12 @@
-"""Activations whose factors are worked out from the function: see `unit_scaling.rules.elementwise`.
+"""Activations whose factors are computed from the function: see `unit_scaling.rules.elementwise`.
 
-Their output has RMS 1 for a standard normal input, the mean included: the next product adds up
-second moments. (gelu and silu, in activations.py, have the fitted constants of u-muP instead, which
-tend to a standard deviation.) The transform scales them wherever a model calls them, as gates too.
+For a standard normal input their output has RMS 1, mean included: the next product sums second
+moments. (gelu and silu, in activations.py, have u-muP's fitted constants, which tend to a standard
+deviation.) The transform scales them wherever a model calls them, including gates.
 
-A model's clamp keeps its values: it guards against extremes. Its log and roots, which a normal
-number does not have, and powers that have no second moment are left alone. For other functions
-there is `unit_scaling.unit_scaled`.
+The transform does not scale clamp, which guards against extremes, or log, roots and other powers,
+which are undefined for normal variables or have no second moment. For other functions use
+`unit_scaling.unit_scaled`.
 """
 
 from __future__ import annotations
@@ -59,20 +59,26 @@ __all__ = [
     "tanhshrink",
 ]
 
-# Below this many numbers, calling a custom autograd function costs more than a pass over them.
+# For fewer elements, calling a custom autograd function costs more than a pass over them.
 _LARGE = 2**14
 
-_RULE = "1/RMS of {name} and of its derivative for a standard normal, by quadrature."
+_RULE = "1/RMS of {name} and of its derivative for a standard normal variable, by quadrature."
 
-_DOCUMENTATION = """``s * {name}({arguments}) / mult``.
+_DOCUMENTATION = """Computes ``s * {name}({arguments}) / mult``. Other arguments are torch's.
 
-input: any shape, floating point. mult: how non-linear it is, above 0. inplace: write the result
-into ``input``. Further arguments are torch's. Returns the shape and dtype of input.
+Args:
+    input: any shape, floating point.
+    mult: the non-linearity, above 0.
+    constraint: see `unit_scaling.constraints`.
+    inplace: write the result into ``input``.
+
+Returns:
+    The shape and dtype of ``input``.
 """
 
 
 def _torch_form(names: Sequence[str], written: bool) -> Adapter:
-    """The arguments of a torch function with these names, the last of which is inplace."""
+    """Adapts a torch function with these argument names, the last of which is inplace."""
 
     def adapter(*args: Any, **kwargs: Any) -> dict[str, Any]:
         if len(args) > len(names):
@@ -84,7 +90,7 @@ def _torch_form(names: Sequence[str], written: bool) -> Adapter:
 
 
 def _spellings(names: Sequence[str], arguments: Sequence[str]) -> dict[Callable[..., Any], Adapter]:
-    """Every torch function of one of these names, or of one with _ for in place, with its form."""
+    """Every torch function with one of these names, in place (with _) or not, with its adapter."""
     return {
         getattr(space, name + mark): _torch_form(arguments, bool(mark))
         for mark in ("", "_")
@@ -97,8 +103,9 @@ def _spellings(names: Sequence[str], arguments: Sequence[str]) -> dict[Callable[
 def _given(
     name: str, defaults: dict[str, Any], args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[float, str | None, bool, dict[str, Any]]:
-    """mult, constraint, inplace and the settings of a call, as numbers that the compiler knows."""
-    if len(args) >= len(defaults):  # inplace is by name
+    """Returns mult, constraint, inplace and settings of a call, specialised as constants in
+    graphs."""
+    if len(args) >= len(defaults):  # inplace is keyword-only
         raise TypeError(f"{name} takes {len(defaults)} arguments by position")
     given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
     if is_compiling():
@@ -114,11 +121,11 @@ def _activation(
     spelled: Sequence[str] | None = None,
     saves_output: bool = False,
 ) -> Callable[..., Tensor]:
-    """Adds a row for an elementwise function, and returns its unit-scaled version.
+    """Adds a row for an elementwise function and returns its unit-scaled version.
 
-    settings: the arguments of ``fn`` after the first, and their defaults. spelled: what torch
-    calls it, by default as it is named here; () where a transform must not replace it.
-    saves_output: autograd keeps the output of ``fn``, which must then not be changed in place.
+    settings: the arguments of ``fn`` after the first, and their defaults. spelled: its names in
+    torch, by default ``name``; () if a transform must not replace it. saves_output: autograd saves
+    the output of ``fn``, which must then not be modified in place.
     """
     settings, spelled = settings or {}, (name,) if spelled is None else spelled
     ours = {"mult": 1.0, "constraint": "to_output_scale"}
@@ -170,7 +177,7 @@ hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
 hardswish = _activation("hardswish", F.hardswish)
 hardtanh = _activation("hardtanh", F.hardtanh, {"min_val": -1.0, "max_val": 1.0})
 leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
-# A log-probability: losses want its value, so the transform leaves it alone.
+# Losses use log-probabilities, so the transform does not scale them.
 logsigmoid = _activation("logsigmoid", F.logsigmoid, spelled=())
 mish = _activation("mish", F.mish)
 relu = _activation("relu", torch.relu, saves_output=True)
@@ -188,16 +195,24 @@ tanhshrink = _activation("tanhshrink", F.tanhshrink)
 
 
 def pow_scales(exponent: float, constraint: str | None = "to_output_scale") -> Scales:
-    """1/RMS of the power and of its derivative for a standard normal, by quadrature."""
+    """1/RMS of the power and of its derivative for a standard normal variable, by quadrature."""
     return elementwise_scales(torch.pow, (exponent,), constraint=constraint)
 
 
 @row(pow_scales)
 def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scale") -> Tensor:
-    """``s * input ** exponent``.
+    """Computes ``s * input ** exponent``.
 
-    input: any shape, floating point. exponent: a positive whole number. Returns the shape and dtype
-    of input. Raises ValueError for other exponents: a normal number has no root, and no inverse
-    with a finite second moment.
+    Args:
+        input: any shape, floating point.
+        exponent: a positive whole number.
+        constraint: see `unit_scaling.constraints`.
+
+    Returns:
+        The shape and dtype of ``input``.
+
+    Raises:
+        ValueError: the exponent is anything else: a normal variable has no roots, and no inverse
+            with a finite second moment.
     """
     return scaled_elementwise(torch.pow, input, (exponent,), {}, 1.0, constraint, new=True)

@@ -1,8 +1,8 @@
-"""The batch of an optimizer step, where it is more than the rows that one call of the model sees.
+"""The batch size of an optimizer step, where it exceeds the rows of one call of the model.
 
-The gradient of a weight sums over the rows of the batch, and its rule divides by the square root of
-their number. With several processes, or gradients accumulated over several calls, the sum goes on
-outside the model, where no rule sees it: `batch_multiplier` tells them.
+A weight gradient sums over the rows of the batch, and its rule divides by the square root of their
+number. With several processes or accumulated gradients the sum continues outside the model, where
+rules do not see it: `batch_multiplier` declares it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["batch_multiplier", "row_scale"]
 
 
 _OPEN: list[tuple[int, int]] = []
-"""The open blocks of the process, the one opened last at the end."""
+"""The open blocks of the process, most recent last."""
 
 
 class _Batch(threading.local):
     """(multiplier, averaged_over) of the open blocks of a thread, innermost last.
 
-    Threads that Python has not started are those of autograd, one for each GPU, which compute
-    checkpointed layers again: they see the block that was opened last in the process.
+    Threads not started by Python are those of autograd, one for each GPU, which recompute
+    checkpointed layers: they use the block opened last in the process.
     """
 
     def __init__(self) -> None:
@@ -35,25 +35,30 @@ _BATCH = _Batch()
 
 @contextmanager
 def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
-    """Within the block, an optimizer step sees n times the rows of each call: forward and backward.
+    """Declares that an optimizer step sees n times the rows of each call inside the block.
 
-    n: the number of processes times the number of accumulated calls, 1 or more. The gradient of
-    a weight is then that of the one large batch, as are those of biases, norms and embeddings.
-    averaged_over: by what the gradients are divided on their way to the optimizer although the
-    loss has not been averaged: the number of processes, 1 or more.
+    The block applies to forward and backward passes, in the thread that opens it. Gradients of
+    weights, biases, norms and embeddings are then those of the whole batch.
 
-    A loss of unit_scaling passes back the gradient of a *sum* over examples, for
-    ``reduction="mean"`` too, so that gradients of calls, and of processes, are to be added:
+    A loss of unit_scaling propagates the gradient of a *sum* over examples, for
+    ``reduction="mean"`` too, so gradients of several calls or processes must be added:
 
-    - accumulation over k calls, ``loss.backward()`` in each and no division by k: ``n=k``;
+    - accumulation over k calls, ``loss.backward()`` in each without division by k: ``n=k``;
     - DDP or FSDP over w processes, which average: ``n=w, averaged_over=w``;
     - both: ``n=w * k, averaged_over=w``;
-    - processes that add gradients (FSDP2: ``set_gradient_divide_factor(1)``): ``n=w``.
+    - processes that sum gradients (FSDP2: ``set_gradient_divide_factor(1)``): ``n=w``.
 
-    With a loss of torch's that *is* a mean, averages are right: ``n=w * k``, no averaged_over, and
-    a division of the loss by k.
-    The block belongs to the thread that opens it.
-    Raises ValueError for a number below 1 and TypeError for what is not a whole number.
+    With a torch loss that *is* a mean, averages are correct: ``n=w * k`` without averaged_over, and
+    the loss divided by k.
+
+    Args:
+        n: the number of processes times the number of accumulated calls, 1 or more.
+        averaged_over: the number that gradients are divided by on their way to the optimizer
+            although the loss is a sum: the number of processes, 1 or more.
+
+    Raises:
+        TypeError: an argument is not an int.
+        ValueError: an argument is below 1.
 
     >>> with batch_multiplier(4):
     ...     row_scale(16)
@@ -78,12 +83,13 @@ def batch_multiplier(n: int, *, averaged_over: int = 1) -> Iterator[None]:
 
 
 def row_scale(rows: float, power: float = 0.5) -> float:
-    """``rows ** -power``, rows of the whole batch: the factor of a gradient that sums over them.
+    """The factor of a gradient that sums over the batch: ``rows ** -power``, with rows of the whole
+    batch.
 
-    rows: those of this call; none counts as one, where no element is there to be scaled. Every
-    rule of a gradient that sums over the batch calls this, for the gradients of parameters alone.
+    rows: of this call; 0 counts as 1, as there is nothing to scale. Every rule of a parameter
+    gradient that sums over the batch uses this function, for no other gradients.
     """
-    # No float() and no truth value: the number may be one that a compiled graph works out.
+    # No float() and no truth value: under torch.compile, rows may be symbolic.
     seen = 1 if rows == 0 else rows
     blocks = _BATCH.blocks
     multiplier, averaged_over = blocks[-1] if blocks else (1, 1)

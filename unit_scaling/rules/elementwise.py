@@ -1,4 +1,4 @@
-"""Factors of any elementwise function, worked out from the function itself."""
+"""Scale factors of any elementwise function, computed from the function itself."""
 
 from __future__ import annotations
 
@@ -24,22 +24,26 @@ Elementwise = Callable[..., Tensor]
 
 
 def unit_scaled(fn: Elementwise) -> Elementwise:
-    """The unit-scaled version of any elementwise function, as a call or as a decorator.
+    """Returns the unit-scaled version of an elementwise function; also usable as a decorator.
 
-    fn: ``fn(x, *settings, **named)`` of one floating-point tensor of any shape; settings are
-    numbers, strings and the like. Returns ``scaled(x, *settings, mult=1.0,
-    constraint="to_output_scale", **named)``, which is ``s * fn(mult * x) / mult``, in the shape
-    and dtype of ``fn``.
+    The factors are 1/RMS of the output and of the derivative for standard normal ``x``. The RMS is
+    about zero, not the standard deviation, as that is what the next product sums. Quadrature
+    computes them to about ten digits, including at kinks and jumps, once for each ``mult`` and
+    settings.
 
-    The factors are 1/RMS of the output and of the derivative for a standard normal ``x``: the RMS
-    about zero, which is what the next product adds up, not the standard deviation. They
-    are worked out by quadrature to about ten digits, kinks and jumps included, once for each
-    ``mult`` and settings.
+    Args:
+        fn: ``fn(x, *settings, **named)`` of one floating-point tensor of any shape; settings are
+            numbers, strings and the like.
 
-    The first call raises ValueError for a function that is not elementwise (or is random), that
-    is constant, that is NaN or infinite for some number that a normal variable may be (log, sqrt),
-    or whose output or derivative has no finite second moment (1/x, tan); TypeError for settings
-    that are tensors.
+    Returns:
+        ``scaled(x, *settings, mult=1.0, constraint="to_output_scale", **named)``, which is ``s *
+        fn(mult * x) / mult`` in the shape and dtype of ``fn``. Its first call raises ValueError if
+        the function is not elementwise, is random or constant, is NaN or infinite for possible
+        values of a normal variable (log, sqrt), or if its output or derivative has no finite second
+        moment (1/x, tan), and TypeError if a setting is a tensor.
+
+    Raises:
+        TypeError: ``fn`` is not callable.
 
     >>> snake = unit_scaled(lambda x, a=1.0: x + torch.sin(a * x) ** 2 / a)
     >>> snake(torch.tensor([0.0, 1.0]))
@@ -72,9 +76,9 @@ def scaled_elementwise(
     *,
     new: bool = False,
 ) -> Tensor:
-    """``s * fn(mult * input, *settings, **named) / mult``.
+    """Returns ``s * fn(mult * input, *settings, **named) / mult``.
 
-    new: the output of ``fn`` is a new tensor, at no time its input, and autograd does not save it.
+    new: ``fn`` returns a new tensor, never its input, that autograd does not save.
     """
     if is_compiling():
         mult = 1.0 if mult == 1.0 else specialised(mult)
@@ -93,7 +97,7 @@ def elementwise_factors(
     mult: float,
     constraint: str | None,
 ) -> tuple[float, float]:
-    """The factors of ``fn(mult * x)`` and of its gradient: one number where they are the same."""
+    """The factors of ``fn(mult * x)`` and of its gradient: the same object if they are equal."""
     return factors(elementwise_scales, fn, settings, named, mult, constraint, mult=mult)
 
 
@@ -104,7 +108,7 @@ def elementwise_scales(
     mult: float = 1.0,
     constraint: str | None = "to_output_scale",
 ) -> Scales:
-    """1/RMS of ``fn(mult * x) / mult`` and of its derivative, for a standard normal x."""
+    """1/RMS of ``fn(mult * x) / mult`` and of its derivative, for standard normal x."""
     named = named or {}
     output, derivative = constant(
         elementwise_rms, fn, mult, tuple(named), *settings, *named.values()
@@ -115,10 +119,10 @@ def elementwise_scales(
 def elementwise_rms(
     fn: Elementwise, mult: float, names: tuple[str, ...], *values: Any
 ) -> tuple[float, float]:
-    """The RMS of ``fn(mult * x)`` and of ``fn'(mult * x)`` for a standard normal x.
+    """The RMS of ``fn(mult * x)`` and of ``fn'(mult * x)`` for standard normal x.
 
-    values: the settings by position, then those of ``names``. Of a step function, whose derivative
-    is 0 wherever it has one, both are the RMS of the output.
+    values: positional settings, then those of ``names``. For a step function, whose derivative is
+    zero almost everywhere, both are the RMS of the output.
     """
     name = getattr(fn, "__name__", str(fn))
     if any(isinstance(value, Tensor) for value in values):
@@ -159,7 +163,7 @@ def _value_and_derivative(f: Elementwise, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_elementwise(f: Elementwise, name: str) -> None:
-    """Raises ValueError unless the value at a point depends on this point, and on it alone."""
+    """Raises ValueError unless the value at each point depends on this point only."""
     x = torch.linspace(-6, 6, 30, dtype=torch.float64, device="cpu").requires_grad_()
     try:
         value = f(x)

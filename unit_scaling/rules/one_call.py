@@ -1,8 +1,8 @@
-"""Functions that a compiled graph has as one call each, whatever they do.
+"""Functions that are a single opaque call in a compiled graph.
 
-What a compiled function has read while its graph was made, it compares at each of its calls, and
-the more so between large tensors, which leave none of it in the caches: for a pooling of 8 MB, rule
-and settings took up to 0.1 ms of 1 ms.
+torch.compile guards every object read during tracing and rechecks the guards on each call. Large
+tensors evict the guarded objects from the caches: for an 8 MB pooling, guards on rule and settings
+took up to 0.1 ms of 1 ms.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
 def one_call(body: Fn, in_graph: Callable[..., Any] | None = None) -> Fn:
-    """``body``, of which a compiler reads nothing: in a graph it is one call of what it is named.
+    """Returns ``body`` as a function that the compiler does not trace: one call by name in a graph.
 
-    body: looks at nothing but its arguments and what every compiled call compares: autocast, the
-    gradient mode. In a graph the numbers among the arguments are constants, sizes may be symbols.
-    in_graph: what is called there, if not ``body`` itself.
+    body: reads only its arguments and the state that every compiled call guards on (autocast,
+    gradient mode). In a graph, numbers are constants and sizes may be symbolic. in_graph: the
+    function to call in a graph; by default ``body``.
     """
     name, computed = f"{body.__module__}.{body.__qualname__}", in_graph or body
     IN_GRAPH[name] = lambda args, kwargs: computed(*_known(args), **_known(kwargs))
@@ -43,7 +43,7 @@ def one_call(body: Fn, in_graph: Callable[..., Any] | None = None) -> Fn:
 
 
 def _known(value: Any) -> Any:
-    """Arguments with the numbers that a compiler has put symbols for."""
+    """Arguments with symbolic numbers replaced by their values."""
     if isinstance(value, dict):
         return {key: _known(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

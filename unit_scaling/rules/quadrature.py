@@ -1,8 +1,8 @@
 """Expectations under a standard normal distribution, by adaptive Gauss-Legendre quadrature.
 
-Gauss-Hermite quadrature is exact for polynomials, but a kink costs it all but two or three digits
-(relu), a jump all but one (the derivative of relu). Here the line is cut into panels, each
-is integrated with `NODES` nodes, and halved until the halves agree with the whole.
+Gauss-Hermite quadrature is exact for polynomials, but gives only two or three digits for a kink
+(relu) and one for a jump (the derivative of relu). Here the line is divided into panels of `NODES`
+nodes each, which are halved until the halves agree with the whole.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 
 __all__ = ["largest_square", "normal_means"]
 
-#: Nodes of a panel: exact for polynomials of degree 31.
+#: Nodes of a panel; exact for polynomials of degree 31.
 NODES = 16
 
-#: Panels end at the multiples of 1/2 up to here: the density beyond is 1e-196. The kinks of most
-#: activations lie on multiples of 1/2, so they cost nothing at mult = 1.
+#: Panels end at the multiples of 1/2 up to this value, beyond which the density is below 1e-196.
+#: Kinks of most activations lie at multiples of 1/2 and cost nothing at mult = 1.
 REACH = 30.0
 
-#: A panel is accepted once halving it changes no expectation by more than this share of it.
+#: A panel is accepted once halving it changes no expectation by more than this fraction.
 TOLERANCE = 1e-11
 
-#: Halvings of a panel of width 1/2 (a jump is then known to 1e-13), and panels at one time.
+#: The maximum number of halvings (a jump is then located to 1e-13), and of concurrent panels.
 HALVINGS, MAX_PANELS = 44, 4096
 
 
@@ -48,10 +48,10 @@ def _panels(f: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
 
 
 def normal_means(f: Callable[[Tensor], Tensor]) -> list[float]:
-    """The means of non-negative functions of a standard normal variable.
+    """Returns the means of non-negative functions of a standard normal variable.
 
     f: points (n,) in float64 -> values (functions, n), piecewise smooth. The relative error is
-    about 1e-10. Raises ValueError where the integral does not converge: an infinite mean.
+    about 1e-10. Raises ValueError if the integral does not converge (an infinite mean).
 
     >>> normal_means(lambda x: torch.stack([x**2, x.relu() ** 2, (x > 0.3).double()]))
     [1.0, 0.5, 0.38208857781]
@@ -77,7 +77,7 @@ def normal_means(f: Callable[[Tensor], Tensor]) -> list[float]:
 
 
 def largest_square(count: int) -> float:
-    """E[max(x_1, ..., x_count)**2] for independent standard normal numbers; count is at least 1.
+    """Returns E[max(x_1, ..., x_count)**2] for independent standard normal variables; count >= 1.
 
     >>> largest_square(1)
     1.0

@@ -1,8 +1,8 @@
 """The table of unit-scaled operations.
 
-An op is a rule and a body, side by side. The rule reads shapes and settings and returns scale
-factors by name: ``"output"`` for the output, the name of an argument for its gradient. The body is
-the torch operation with those factors applied. `row` adds a row to `OPS`:
+An op is a rule and a body. The rule reads shapes and settings and returns scale factors by name:
+``"output"`` for the output, the name of an argument for its gradient. The body is the torch
+operation with these factors applied. `row` adds a row to `OPS`:
 
     def cube_scales(input, constraint="to_output_scale"):
         return tie(constraint, output=15**-0.5, input=27**-0.5)
@@ -12,8 +12,8 @@ the torch operation with those factors applied. `row` adds a row to `OPS`:
         s = cube_scales(input, constraint)
         return scale_output(input**3, s["output"], s["input"], fresh=True)
 
-Everything that goes over all operations (transforms, reports, documentation, tests) goes over
-`OPS`.
+Everything that iterates over all operations (transforms, reports, documentation, tests) iterates
+over `OPS`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["OPS", "Adapter", "Op", "Scales", "find_op", "row", "tie"]
 #: Scale factors by name: "output", or the argument whose gradient is multiplied.
 Scales = dict[str, float]
 
-#: The name of a constraint, None, or the scales themselves as a plan sets them: (name, scale) each.
+#: The name of a constraint, None, or the scales themselves, set by a plan: (name, scale) pairs.
 Constraint = str | tuple[Any, ...] | None
 
-#: A function with torch's own signature that returns the keyword arguments of the unit-scaled op.
+#: A function with torch's signature that returns the keyword arguments of the unit-scaled op.
 Adapter = Callable[..., dict[str, Any]]
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -46,16 +46,16 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One row: a unit-scaled operation, its rule, and the torch functions it stands for."""
+    """A row: a unit-scaled operation, its rule, and the torch functions it replaces."""
 
     name: str
     #: The unit-scaled operation, ``unit_scaling.functional.<name>``.
     fn: Callable[..., Any]
     #: (arguments of ``fn`` by name) -> `Scales`. Reads shapes only.
     rule: Callable[..., Scales]
-    #: Every torch callable that ``fn`` replaces, the plainest first; () where torch has none.
+    #: Every torch callable that ``fn`` replaces, the plainest first; () if torch has none.
     replaces: tuple[Callable[..., Any], ...]
-    #: For those of ``replaces`` that are called in another form than ``fn``.
+    #: For members of ``replaces`` whose arguments differ from those of ``fn``.
     adapters: Mapping[Callable[..., Any], Adapter] = field(default_factory=dict)
 
     @property
@@ -74,10 +74,10 @@ class Op:
         kwargs: Mapping[str, Any],
         func: Callable[..., Any] | None = None,
     ) -> dict[str, Any]:
-        """The keyword arguments of ``fn`` for a call of the torch function ``func``.
+        """Returns the keyword arguments of ``fn`` for a call of the torch function ``func``.
 
-        args, kwargs: as that torch function received them. func: one of ``replaces``, by default
-        the first. Raises TypeError where torch would, for arguments that do not fit.
+        args, kwargs: the arguments of the torch function. func: one of ``replaces``, by default the
+        first. Raises TypeError for arguments that do not fit, as torch does.
         """
         func = self.replaces[0] if func is None else func
         adapter = self.adapters.get(func)
@@ -96,9 +96,9 @@ class Op:
         func: Callable[..., Any] | None = None,
         **settings: Any,
     ) -> Tensor:
-        """The unit-scaled result of the call ``func(*args, **kwargs)`` of a torch function.
+        """Returns the unit-scaled result of the call ``func(*args, **kwargs)`` of a torch function.
 
-        settings: further arguments of ``fn`` (``constraint=None``, ``mult=2.0``); those that the
+        settings: further arguments of ``fn`` (``constraint=None``, ``mult=2.0``). Settings that the
         op does not have are ignored, so that one caller can set the constraint of every op.
 
         >>> from unit_scaling.rules.table import OPS
@@ -119,12 +119,12 @@ class Op:
         func: Callable[..., Any] | None = None,
         **settings: Any,
     ) -> Scales:
-        """The factors that `call` applies, without computing anything."""
+        """Returns the factors that `call` applies, without computing the op."""
         given = {**self.bind(args, kwargs, func), **settings}
         return self.rule(**{name: given[name] for name in _parameters(self.rule) if name in given})
 
 
-#: Every unit-scaled operation by name.
+#: All unit-scaled operations by name.
 OPS: dict[str, Op] = {}
 
 _SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {}
@@ -136,15 +136,15 @@ def _parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def find_op(func: Callable[..., Any] | None) -> Op | None:
-    """The row that stands for a torch function, or None."""
+    """Returns the row that replaces a torch function, or None."""
     return None if func is None else _BY_FUNCTION.get(func)
 
 
 def tie(constraint: Constraint, **scales: float) -> Scales:
-    """The named scales ("output" first) after `apply_constraint`, or those that are given.
+    """Returns the named scales ("output" first) after `apply_constraint`, or those given by a plan.
 
-    The default is told apart, and without a builtin: whatever a compiled function reads, its every
-    call checks.
+    The default is a special case that reads no globals: compiled functions guard on everything they
+    read.
 
     >>> tie("to_output_scale", output=0.5, input=0.25)
     {'output': 0.5, 'input': 0.5}
@@ -158,10 +158,10 @@ def tie(constraint: Constraint, **scales: float) -> Scales:
 
 @taken_as_constant
 def factors(rule: Callable[..., Scales], *settings: Any, mult: float = 1.0) -> tuple[float, float]:
-    """("output", "input") of a rule that reads settings alone, both over ``mult``: one number where
-    they are the same.
+    """The "output" and "input" scales of a rule of settings alone, divided by ``mult``; the same
+    object if they are equal.
 
-    A compiled function takes them as they are, and has not read the rule.
+    Compiled functions take them as constants and do not guard on the rule.
     """
     s = rule(*settings)
     fwd = s["output"] / mult
@@ -176,12 +176,12 @@ def row(
 ) -> Callable[[Fn], Fn]:
     """Adds the decorated function to `OPS` under its own name.
 
-    The function that it returns is the same, `watched`.
+    The returned function is the same, `watched`.
 
-    rule: its arguments are some of the function's, by the same names and with the same defaults.
-    replaces, adapters: as in `Op`; a function with an adapter need not be repeated in replaces.
-    Raises ValueError for a second op of one name or for one torch function, and for a rule with
-    an argument that the function does not have.
+    rule: its arguments are a subset of the function's, with the same names and defaults. replaces,
+    adapters: as in `Op`; functions with an adapter may be omitted from replaces. Raises ValueError
+    for a second op of the same name or for the same torch function, and for a rule with an argument
+    that the function lacks.
     """
 
     def add(body: Fn) -> Fn:

@@ -1,4 +1,4 @@
-"""Transforms of whole models: each returns a copy, in any order and combination."""
+"""Transforms of whole models. Each returns a copy; they combine in any order."""
 
 from . import utils
 from .compile import compile

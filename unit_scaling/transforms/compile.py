@@ -1,4 +1,4 @@
-"""`compile`: a compiled copy of a model, whatever transforms it has or gets."""
+"""`compile`: a compiled copy of a model, before or after any other transform."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
-"""What `torch.compile` calls a backend: a graph and example inputs in, what computes it out."""
+"""A `torch.compile` backend: takes a graph and example inputs, returns a callable."""
 
 
 class Compile:
-    """Marks a model as compiled, so that copies of it (those of transforms too) are as well.
+    """Marks a model as compiled, so that copies of it are compiled as well.
 
-    backends: what its graphs go through, one after the other. inductor: whether torch's own
-    compiler comes last.
+    backends are applied to each graph in order. inductor: whether `torch.compile` compiles the
+    result.
     """
 
     order = 2
@@ -57,28 +57,35 @@ class Compile:
         result = torch.compile(result) if self.inductor else result
 
         def run(*args: Any) -> Any:
-            with unseen():  # the modes of the transforms are in the graph already
+            with unseen():  # the graph already contains the transforms' modes
                 return result(*args)
 
         return run
 
     def inside(self, path: str) -> Places:
-        """Nowhere."""
+        """No places: this scope never wraps submodules."""
         return ()
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """``call()``: compiling happens around the whole model, not here."""
+        """Returns ``call()``; compilation wraps the whole model, not this call."""
         return call()
 
 
 def compile(module: M) -> M:
-    """A copy of ``module`` that runs compiled, with the default backend of `torch.compile`.
+    """Returns a copy of ``module`` compiled with the default backend of `torch.compile`.
 
-    The copy is the same model in every other way. The first call is made eagerly where
-    `unit_scale` has yet to see the model run.
-    Raises TypeError for what is not a module.
+    The first call runs eagerly if `unit_scale` has not yet recorded the model.
+
+    Args:
+        module: the model; it is not changed.
+
+    Returns:
+        A compiled model of the same class.
+
+    Raises:
+        TypeError: ``module`` is not an `nn.Module`.
     """
     check_module("compile", module)
     scope = find_scope(module, Compile)
@@ -86,7 +93,7 @@ def compile(module: M) -> M:
 
 
 def with_scope(module: M, scope: Compile) -> M:
-    """A copy of ``module`` that is compiled as ``scope`` says."""
+    """Returns a copy of ``module`` compiled with the backends of ``scope``."""
     result = copied(module, "compile")
     install(result, scope)
     scope.start(unwrapped(result))
@@ -94,10 +101,10 @@ def with_scope(module: M, scope: Compile) -> M:
 
 
 def copied(module: M, transform: str) -> M:
-    """A deep copy of a model; a compiled one stays compiled. transform: what returns the copy.
+    """Returns a deep copy of a model; a compiled model stays compiled.
 
-    `copy.deepcopy` alone drops what `nn.Module.compile` did. Raises TypeError for what cannot be
-    copied: a function among the attributes that is TorchScript.
+    `copy.deepcopy` alone drops the effect of `nn.Module.compile`. transform is the name of the
+    caller. Raises TypeError if an attribute cannot be copied (a TorchScript function).
     """
     result = deep_copy(module)
     scope = find_scope(result, Compile)

@@ -1,4 +1,4 @@
-"""`fold`: the plain model that computes what a unit-scaled one does."""
+"""`fold`: converts a unit-scaled model to an equivalent plain model."""
 
 from __future__ import annotations
 
@@ -22,21 +22,29 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def fold(module: M) -> M:
-    """The plain model of the same class, with the factors of `unit_scale` in its weights.
+    """Returns a plain model with the factors of `unit_scale` multiplied into its weights.
 
-    A copy without the transform: it keeps hooks, dtypes, devices, requires_grad and other
-    transforms, and in evaluation it computes what ``module`` does; of a model that `torch.compile`
-    wraps it is one of the model itself. Its state_dict is that of the
-    plain class. In training other factors hold (those of dropout), and so do other learning rates.
+    The copy has the class and state_dict of the plain model and computes the same output as
+    ``module`` in evaluation mode. Hooks, dtypes, devices, requires_grad and other transforms are
+    kept. Training differs: dropout has other factors, and the effective learning rates change.
 
-    Exact but for two roundings: factors are no powers of two, so each weight is rounded once in its
-    dtype; and norms add their eps to squares of another size, a relative difference of eps / 2
-    times how much the square of the ratio differs from 1. The model of ``init="preserve"`` has no
-    factors: the result is exact.
+    The result is exact up to two roundings. The factors are not powers of two, so each weight is
+    rounded once in its dtype. Norms add eps to squares of another scale: the relative difference is
+    eps / 2 times the deviation of the squared ratio from 1. With ``init="preserve"`` there are no
+    factors and the result is exact.
 
-    Raises TypeError for what is not a module; ValueError for a model without `unit_scale`, one that
-    has not run, and one whose architecture has no place for some factor, by the calls it concerns:
-    functions given in ``replace``, and weights that several layers share with different factors.
+    Args:
+        module: a model with `unit_scale` that has run. If it is wrapped by `torch.compile`, the
+            wrapped model is folded.
+
+    Returns:
+        A model of the same class, without the transform.
+
+    Raises:
+        TypeError: ``module`` is not an `nn.Module`.
+        ValueError: the model has no `unit_scale`, has not run, or has a factor that no weight can
+            absorb: functions in ``replace``, and weights shared by layers with different factors.
+            The message names the calls.
 
     >>> import torch
     >>> from unit_scaling.transforms import fold, unit_scale

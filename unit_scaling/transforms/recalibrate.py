@@ -1,4 +1,4 @@
-"""`recalibrate`: the gauges of gradients, measured again."""
+"""`recalibrate`: measures the gradient scale factors of a unit-scaled model again."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ __all__ = ["recalibrate"]
 
 
 def recalibrate(model: nn.Module, batch: Batch, loss: Loss | None = None) -> None:
-    """Measures the gauges of a unit-scaled model anew, in one forward and backward pass of a copy.
+    """Measures the gradient scale factors again, in one forward and backward pass of a copy.
 
-    batch: a tensor, a tuple or list of arguments, or a mapping of keyword arguments. loss: output
-    of the model -> a scalar, where the model does not compute its loss itself.
+    Each region of the model has a power of two that brings its gradients to RMS 1. It is measured
+    at the first step and then fixed. Gradients change in training; the precision of products
+    suffers little while they stay within a few powers of two. The function and the gradients of
+    parameters do not depend on these factors, so an optimizer continues unaffected. Parameters,
+    their ``.grad``, buffers and the random state are not changed. Compiled code is recompiled at
+    its next call.
 
-    A gauge is the power of two that brings the gradients of a region of the model to RMS 1. It is
-    measured at the first step and kept. In training gradients change; products lose little as long
-    as they stay within some octaves, and nothing of the function or of the gradients of parameters
-    depends on it: those keep their power of two, so that an optimizer goes on as before. The
-    parameters, their ``.grad``, buffers and the random state are not touched. Compiled code is
-    compiled again at its next call.
+    Args:
+        model: a model with `unit_scale`, changed in place.
+        batch: a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
+        loss: maps the model's output to a scalar; for models that do not compute their loss.
 
-    Raises TypeError for what is not a module, ValueError for one without `unit_scale`.
+    Raises:
+        TypeError: ``model`` is not an `nn.Module`.
+        ValueError: ``model`` has no `unit_scale`.
 
     >>> import torch
     >>> from unit_scaling.transforms import recalibrate, unit_scale

@@ -1,4 +1,4 @@
-"""What a transform did to a model, call by call."""
+"""Reports and plans of transformed models, call by call."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ __all__ = ["Report", "plan", "report"]
 
 
 def report(model: nn.Module) -> Report[Row]:
-    """One row for each weight and each call of a transformed model: what was done, and if not why.
+    """Reports what a transform did to each weight and each call of a model, and why.
 
-    A row has ``path`` (of the module), ``call``, ``done`` ("scaled", "preserved", "replaced",
-    "measured" where a power of two was, for there is no rule, "unchanged" where no factor is due,
-    "left alone" where there is neither) and ``why``, with the power of two that the gradient of a
-    product is multiplied by. The calls are known after the first call of the model; each form of
-    call (training, evaluation, other arguments) adds those it makes.
-    Raises ValueError for a model without a transform.
+    The calls are known after the first call of the model. Each signature of a call (training,
+    evaluation, other arguments) adds its own rows.
+
+    Args:
+        model: a transformed model.
+
+    Returns:
+        Rows with ``path`` (of the module), ``call``, ``done`` and ``why``. ``done`` is "scaled",
+        "preserved", "replaced", "measured" (a power of two, for a call without a rule), "unchanged"
+        (no factor is needed) or "left alone" (neither a rule nor a measurement applies). ``why``
+        includes the power of two that the gradient of a product is multiplied by.
+
+    Raises:
+        ValueError: the model has no transform.
     """
     scope, simulation = find_scope(model, UnitScale), find_scope(model, Simulate)
     if scope is None and simulation is None:
@@ -42,10 +50,15 @@ def report(model: nn.Module) -> Report[Row]:
 
 
 def plan(model: nn.Module) -> ModelPlan:
-    """What `unit_scale` decided for a model that has run: data to print, save and apply again.
+    """Returns the decisions of `unit_scale` for a model, as data to print, save and apply again.
 
-    Raises TypeError for what is not a module; ValueError for a model without `unit_scale`, before
-    its first call, and for functions in ``replace``, which are no data.
+    Args:
+        model: a model with `unit_scale` that has run.
+
+    Raises:
+        TypeError: ``model`` is not an `nn.Module`.
+        ValueError: the model has no `unit_scale`, has not run, or has functions in ``replace``,
+            which cannot be saved as data.
 
     >>> import torch
     >>> from unit_scaling import plan

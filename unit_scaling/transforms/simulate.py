@@ -1,4 +1,4 @@
-"""`simulate_fp8`: every matrix product of a model as low-precision hardware computes it."""
+"""`simulate_fp8`: runs every matrix product of a model in simulated low precision."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Simulate:
-    """The scope of simulation: `fp8.autocast` for as long as the model runs."""
+    """Runs the model under `fp8.autocast`."""
 
     order = 1
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.path = Stack()
-        self._active = Stack()  # one item while it is
+        self._active = Stack()  # holds one item while the recipe is active
 
     def inside(self, path: str) -> Places | None:
-        """Nowhere, while the recipe is in force."""
+        """No places while the recipe is active; None otherwise."""
         return () if self._active.items else None
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """``call()`` under the recipe."""
+        """Returns ``call()`` under the recipe."""
         return call() if self._active.items else self._simulated(call)
 
     def _simulated(self, call: Call, eager: bool = False) -> Any:
@@ -50,7 +50,7 @@ class Simulate:
             return outside_compiler(lambda: self._simulated(call, eager=True))
         # Not a with statement, for the reason given in UnitScale._replay.
         mode = autocast(self.recipe, opaque="warn")
-        mode.reenters = True  # every module does, when it is called
+        mode.reenters = True  # every module is reentered when it is called
         self._active.items.append(True)
         mode.__enter__()
         try:
@@ -63,11 +63,18 @@ class Simulate:
 def simulate_format(
     module: M, fwd_format: FPFormat | Format | str, bwd_format: FPFormat | Format | str
 ) -> M:
-    """A copy of ``module`` whose products have operands in one format and gradients in another.
+    """Returns a copy of ``module`` whose products cast operands and gradients to given formats.
 
-    Each is an `FPFormat`, honoured in full (exponent and mantissa bits, rounding, random bits), or
-    an `fp8.Format` or the name of one of `fp8.FORMATS`, rounded to nearest.
-    Raises TypeError for what is not a module or not a format, ValueError for an unknown name.
+    Args:
+        module: the model; it is not changed.
+        fwd_format: the format of the operands. An `FPFormat` sets exponent and mantissa bits,
+            rounding and random bits; an `fp8.Format`, or the name of one in `fp8.FORMATS`, rounds
+            to nearest.
+        bwd_format: the format of the gradients, likewise.
+
+    Raises:
+        TypeError: ``module`` is not an `nn.Module`, or a format has another type.
+        ValueError: the name of a format is unknown.
 
     >>> model = simulate_format(nn.Linear(4, 8), "e4m3", "e5m2")
     """
@@ -89,10 +96,12 @@ def _cast(what: str, format: object) -> Cast:
 
 
 def simulate_fp8(module: M) -> M:
-    """A copy of ``module`` whose products run in FP8: e4m3 forward, e5m2 for gradients.
+    """Returns a copy of ``module`` whose products run in FP8: E4M3 operands and E5M2 gradients.
 
-    The formats of the OCP 8-bit floating point specification, with scale 1, saturating, rounded to
-    nearest even: what an H100 computes from tensors cast without a scale.
+    The casts use scale 1, saturate and round to nearest even, as an H100 computes on tensors cast
+    without scales.
+
+    Source: OCP 8-bit Floating Point Specification.
     """
     forward = Cast(format="e4m3")
     recipe = Recipe(name="simulate_fp8", input=forward, weight=forward, grad=Cast(format="e5m2"))

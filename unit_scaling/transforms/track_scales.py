@@ -1,4 +1,4 @@
-"""`track_scales`: the scale of every tensor of a model, forward and backward, as it runs."""
+"""`track_scales`: measures the scale of every tensor of a model, forward and backward."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "__getitem__": operator.getitem,
     "__setitem__": operator.setitem,
 }
-"""Methods of a tensor that Python's operators call: ``x + y`` cannot be told from ``x.add(y)``."""
+"""Tensor methods that Python operators call: ``x + y`` is indistinguishable from ``x.add(y)``."""
 
 
 _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 class Tap(Observer):
-    """Writes the graph of one call of a model, with a `Metrics` for each floating-point tensor.
+    """Records the graph of one call of a model, with `Metrics` for each floating-point tensor.
 
-    path: as in `Scope`. recurse: False for one node per module that the model calls, whatever it
-    does inside.
+    path: as in `Scope`. recurse: whether to record inside submodules; False gives one node for
+    each.
     """
 
     def __init__(self, path: Stack, formats: tuple[Format, ...], recurse: bool = True) -> None:
@@ -67,19 +67,20 @@ class Tap(Observer):
         self.recurse = recurse
         self.graph = Graph()
         self._nodes: dict[int, Node] = {}
-        self._names: dict[int, tuple[str, str]] = {}  # of the node, of the tensor in the model
+        self._names: dict[int, tuple[str, str]] = {}  # id -> (name of the node, name in the model)
         self._targets: dict[Callable[..., Any], str] = {}
-        self._kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
+        self._kept: list[Tensor] = []  # keeps tensors alive: ids of dead ones are reused
         self._handles: list[Any] = []
 
     def release(self) -> None:
-        """Removes the hooks on tensors that outlive a call: parameters and the caller's inputs."""
+        """Removes the hooks on tensors that outlive the call: parameters and the caller's
+        inputs."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def forget(self) -> None:
-        """Lets go of all tensors."""
+        """Releases all tensors."""
         self._nodes.clear()
         self._names.clear()
         self._targets.clear()
@@ -103,7 +104,7 @@ class Tap(Observer):
             node = self.graph.placeholder(name)
             with unseen():
                 self._record(node, tensor)
-            node.meta["clean_name"] = name  # the node of one called input is input_1
+            node.meta["clean_name"] = name  # fx renames a placeholder called input to input_1
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
@@ -115,7 +116,7 @@ class Tap(Observer):
             return call((args, kwargs))
 
         self._targets[whole] = path
-        self.path.items.append(path)  # in place of the name it has for its hooks
+        self.path.items.append(path)  # replaces the name that its hooks have
         try:
             return self._see(whole, args, kwargs)
         finally:
@@ -129,7 +130,7 @@ class Tap(Observer):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if function == _REQUIRE_GRAD and args[0].requires_grad:
-            return None  # it need not be set, and cannot be of what is computed from an input
+            return None  # already set, and cannot be set on a result computed from an input
         with unseen():
             written = self._written(args), self._written(kwargs)
         output = function(*args, **kwargs)
@@ -140,7 +141,7 @@ class Tap(Observer):
         return output
 
     def _written(self, value: Any) -> Any:
-        """``value`` with nodes in place of tensors; those not seen before are placeholders."""
+        """Returns ``value`` with nodes in place of tensors; unknown tensors become placeholders."""
 
         def node_of(slot: Slot, tensor: Tensor) -> Node:
             if id(tensor) not in self._nodes:
@@ -156,7 +157,7 @@ class Tap(Observer):
         if function in self._targets:
             return self.graph.call_module(self._targets[function], args, kwargs)
         name = _name(function)
-        if name == "__get__":  # of a property of tensors, which is its __self__
+        if name == "__get__":  # a tensor property: __self__ is its descriptor
             owner: Any = function
             return self.graph.call_function(getattr, (args[0], owner.__self__.__name__))
         if getattr(Tensor, name, None) != function:
@@ -166,7 +167,7 @@ class Tap(Observer):
         return self.graph.call_method(name, args, kwargs)
 
     def _record(self, node: Node, value: Any) -> None:
-        """Measures what a node returns. The tensors in a tuple or dict have nodes of their own."""
+        """Measures the result of a node. Each tensor in a tuple or dict gets its own node."""
         floating = isinstance(value, Tensor) and value.is_floating_point()
         node.meta.update(
             clean_name=node.name,
@@ -191,7 +192,7 @@ class Tap(Observer):
 
 
 def _note(metrics: Metrics, grad: Tensor | None) -> None:
-    if grad is not None:  # as for a part of a split that nothing reads
+    if grad is not None:  # None for a part of a split that nothing reads
         metrics.set_bwd(grad)
 
 
@@ -200,7 +201,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 class Taps:
-    """The scope of `Tap`: that of the call that is measured in this thread, if one is."""
+    """Applies the `Tap` of the call that is being measured in this thread, if any."""
 
     order = 8
 
@@ -209,18 +210,18 @@ class Taps:
         self.running = Stack()
 
     def inside(self, path: str) -> Places | None:
-        """Each module has a mode of its own while it is measured."""
+        """None while a call is measured: each module then has its own mode."""
         return None if self.running.items else ()
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """``call()``, measured where a tap is running."""
+        """Returns ``call()``, measured if a tap is active."""
         taps = self.running.items
         return taps[-1].run(call, module, path, args, kwargs) if taps else call()
 
     def measured(self, tap: Tap, call: Callable[[], Any]) -> Any:
-        """``call()``, a call of the model in eager mode, measured by ``tap``."""
+        """Runs ``call()``, an eager call of the model, under ``tap``."""
         self.running.items.append(tap)
         try:
             return call()
@@ -231,7 +232,7 @@ class Taps:
 
 
 class Track:
-    """The scope that chooses the calls to measure, entered first: the others run compiled."""
+    """Chooses which calls to measure; entered first, so that all other calls run compiled."""
 
     order = -1
 
@@ -242,8 +243,8 @@ class Track:
         self.every = every
         self.calls = 0
         self.passes: deque[Pass] = deque(maxlen=history)
-        self._lock = threading.Lock()  # of calls
-        self._latest = Stack()  # the tap of the latest measured call of this thread
+        self._lock = threading.Lock()  # guards calls
+        self._latest = Stack()  # the tap of this thread's latest measured call
 
     def __getstate__(self) -> dict[str, Any]:
         state = {"formats": self.formats, "every": self.every, "history": self.passes.maxlen}
@@ -255,13 +256,14 @@ class Track:
         self.taps = taps
 
     def inside(self, path: str) -> Places | None:
-        """Nowhere, for a part: only calls of the whole model count."""
+        """No places for submodules: only calls of the whole model count."""
         return () if path or self.taps.running.items else None
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """``call()``, measured if its turn has come. Only calls of the whole model count."""
+        """Returns ``call()``, measured every ``every`` calls. Only calls of the whole model
+        count."""
         if path or self.taps.running.items or is_exported():
             return call()
 
@@ -276,7 +278,7 @@ class Track:
         return call() if number is None else measured(number)
 
     def _turn(self) -> int | None:
-        """How many calls came before this one, where it is to be measured."""
+        """The number of previous calls if this one is to be measured, else None."""
         while self._latest.items:
             self._latest.items.pop().release()
         with self._lock:
@@ -295,17 +297,17 @@ class Track:
         return output
 
     def scales_graph(self) -> Graph:
-        """The graph of the latest measured call; without nodes before the first."""
+        """Returns the graph of the latest measured call; an empty graph before the first."""
         passes = list(self.passes)
         return passes[-1][1] if passes else Graph()
 
     def scales_history(self) -> History:
-        """The numbers of the measured calls, as many of the latest as are kept."""
+        """Returns the metrics of the latest measured calls."""
         return History(list(self.passes))
 
 
 def differentiable(slot: Slot, tensor: Tensor) -> Tensor:
-    """The tensor or, where the caller wants no gradient of it, a copy with one."""
+    """Returns the tensor itself, or a copy that requires a gradient if the tensor does not."""
     if tensor.requires_grad or not (tensor.is_floating_point() and torch.is_grad_enabled()):
         return tensor
     return tensor.detach().requires_grad_().clone()
@@ -318,25 +320,30 @@ def track_scales(
     formats: Sequence[str | Format] = ("e4m3", "e5m2"),
     history: int = 100,
 ) -> M:
-    """A copy of ``module`` that measures its tensors, forward and backward, as it runs.
+    """Returns a copy of ``module`` that measures its tensors, forward and backward, as it runs.
 
-    It gains two methods. ``scales_graph()`` returns the `torch.fx.Graph` of the latest measured
-    call, as the model wrote it: a node for each call of torch and of `unit_scaling.functional`, and
-    for each input, parameter and buffer that was used. ``node.meta["metrics"]`` is the `Metrics`
-    of a floating-point tensor; its gradient is there after the backward pass. The values are those
-    that the model computed, transforms and all. ``scales_history()`` returns a `History` of the
-    measured calls.
+    The copy has two new methods. ``scales_graph()`` returns the `torch.fx.Graph` of the latest
+    measured call, with a node for each call of torch and `unit_scaling.functional` and for each
+    input, parameter and buffer used. ``node.meta["metrics"]`` is the `Metrics` of a floating-point
+    tensor; it has the gradient after the backward pass. ``scales_history()`` returns a `History` of
+    the measured calls. All values are those the model computed, with all of its transforms, applied
+    before or after.
 
-    every: the 1st, (every + 1)th, ... call of the model is measured, in eager mode; the others run
-    as they would, compiled if the model is. Compiling a tracked model with fullgraph=True is an
-    error: the choice is not part of a graph. What is exported measures nothing.
-    formats: what to tell losses in, names of `fp8.FORMATS` or formats. history: how many measured
-    calls are kept.
+    Floating-point inputs that do not require a gradient are replaced by copies that do, so that
+    their gradients are measured; the caller's tensors are not changed. Calls of a submodule on its
+    own and exported models are not measured. Compiling with fullgraph=True is an error, because
+    choosing the calls to measure is not part of a graph.
 
-    Apply it before or after any other transform. Floating-point inputs that require no gradient
-    are replaced by copies that do, so that theirs is measured as well; the caller's do not change.
-    Calls of a part of the model by itself are not measured.
-    Raises TypeError for what is not a module, ValueError for an option out of range.
+    Args:
+        module: the model; it is not changed.
+        every: measures call 1, every + 1, 2 * every + 1, ... eagerly; others run compiled if the
+            model is compiled.
+        formats: the formats to report losses for: `fp8.Format` objects or names in `fp8.FORMATS`.
+        history: the number of measured calls to keep.
+
+    Raises:
+        TypeError: ``module`` is not an `nn.Module`, or ``formats`` is not a list or tuple.
+        ValueError: an option is out of range.
 
     >>> model = track_scales(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
     >>> model(torch.ones(2, 4)).sum().backward()
@@ -350,7 +357,7 @@ def track_scales(
     if not isinstance(formats, list | tuple):
         raise TypeError(f"formats must be a list or tuple of formats, got {formats!r}")
     rows = tuple(map(get_format, formats))
-    Metrics.from_tensor(torch.zeros(0), rows)  # refuses what is not a format for values
+    Metrics.from_tensor(torch.zeros(0), rows)  # rejects formats that are not for values
     result = copied(module, "track_scales")
     inner: Any = unwrapped(result)
     track = Track(rows, every, history)

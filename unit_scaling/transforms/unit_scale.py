@@ -1,4 +1,4 @@
-"""`unit_scale`: a model becomes unit-scaled in one line."""
+"""`unit_scale`: converts a model to a unit-scaled one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["register_transformers", "restore", "unit_scale"]
 M = TypeVar("M", bound=nn.Module)
 
 INITS = ("unit", "preserve")
-# How the configurations of models name the longest sequence, the most common first.
+# The names of the maximum sequence length in model configurations, most common first.
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "n_ctx")
 
 
@@ -43,38 +43,45 @@ def unit_scale(
     context_length: int | None = None,
     plan: ModelPlan | None = None,
 ) -> M:
-    """A unit-scaled copy of ``module``.
+    """Returns a unit-scaled copy of ``module``.
 
-    What each call needs is worked out at the first call, from the model's data flow, and shown by
-    `unit_scaling.report`. The copy is the same model in every other way. It may be edited: the next
-    call works out anew what a model of another structure needs.
+    The first call derives the scale factors of every operation from the model's data flow;
+    `unit_scaling.report` shows them. The copy may be edited: the next call derives the factors of
+    the new structure. It is otherwise the same model.
 
-    replace: torch function -> function to call in its place, with the same arguments, e.g.
-    {F.relu: U.relu_squared}. One that has no argument ``inplace`` is called without it: its result
-    is a new tensor.
-    init: "unit" brings every weight to RMS 1 and every bias to 0; "preserve" changes no parameter
-    and no value: casts without scales divide each weight by the nearest power of two of its RMS
-    and multiply by it, and a loss inside of the model has its factor.
-    residual: the weights of residual branches: "fixed", 0.5 for feed-forward and 0.01 for
-    attention branches, or "umup", the rule by depth of `uu.transformer_residual_scaling_rule`;
-    the first call then tags the parameters of the branches with the depth of their stack.
-    strict: raise ValueError at the first call that is left alone.
-    context_length: the number of keys that attention is scaled for, whatever the length at hand,
-    so that a prompt and its continuation compute the same. By default that of the model's
-    configuration (``max_position_embeddings``, ``n_positions``, ``block_size``), or else the
-    number of keys of each attention call when it is first made.
+    Args:
+        module: the model; it is not changed.
+        replace: maps torch functions to functions with the same arguments to call instead, e.g.
+            {F.relu: U.relu_squared}. A function without an ``inplace`` argument is called without
+            it and returns a new tensor.
+        init: "unit" scales every weight to RMS 1 and sets every bias to 0. "preserve" changes no
+            parameter and no value: casts without scales divide each weight by the power of two
+            nearest to its RMS and multiply the product by it, and a loss inside the model is
+            multiplied by a factor.
+        residual: the weights of residual branches. "fixed": 0.5 for feed-forward and 0.01 for
+            attention branches. "umup": `uu.transformer_residual_scaling_rule`; the first call then
+            tags the parameters of the branches with the depth of their stack.
+        strict: raise ValueError at the first call that is left alone.
+        context_length: the number of keys that attention is scaled for, whatever the actual length,
+            so that a prompt and its continuation use the same factor. By default the maximum length
+            in the model's configuration (``max_position_embeddings``, ``n_positions``,
+            ``block_size``), or else the number of keys in the first call of each attention.
+        plan: the result of `unit_scaling.plan` for a model of the same architecture, init, residual
+            and context_length. The weights are divided by the same numbers and the first call is
+            not recorded.
 
-    plan: what `unit_scaling.plan` gave for a model of the same architecture, with its init,
-    residual and context_length: the weights are divided by the same numbers, and no first call is
-    looked at.
+    Returns:
+        The copy. Its first call raises ValueError for a function (not a module) under
+        `torch.utils.checkpoint`, which would be recomputed without its scales, and RuntimeError
+        inside `torch.export` or `torch.vmap`, which need a model that has run once.
 
-    Raises TypeError for what is not a module or is TorchScript, and for a replacement that is no
-    function; ValueError for an unknown option, a replacement for what is not a torch function, and
-    a weight that a hook computes (`torch.nn.utils.weight_norm`), and init="preserve" of a model
-    with a part that has the factors of init="unit". The first call raises ValueError
-    for a function, not a module, under `torch.utils.checkpoint`: it would be computed again without
-    its scales; RuntimeError inside `torch.export` or `torch.vmap`, which take a model that has run
-    once.
+    Raises:
+        TypeError: ``module`` is not an `nn.Module` or is TorchScript, or a replacement is not
+            callable.
+        ValueError: an option is unknown, a replacement is for something other than a torch
+            function, a hook computes a weight (`torch.nn.utils.weight_norm`), or
+            ``init="preserve"`` is used on a model of which a submodule was scaled with
+            ``init="unit"``.
     """
     check_module("unit_scale", module)
     check_name("init", init, INITS)
@@ -109,9 +116,10 @@ def unit_scale(
 
 
 def restore(model: nn.Module, plan: ModelPlan) -> None:
-    """Makes ``model``, whose weights are those of a unit-scaled model already, one in place.
+    """Makes ``model``, whose weights are already those of a unit-scaled model, unit-scaled in
+    place.
 
-    Raises ValueError where the plan is of another model.
+    Raises ValueError if the plan is for another model.
     """
     check_fits(model, plan)
     settings: dict[str, Any] = {"init": plan.init, "residual": plan.residual, "strict": False}
@@ -123,26 +131,30 @@ def restore(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def _finish(model: nn.Module, scope: UnitScale) -> None:
-    """What depends on whether the model is unit-scaled: recipes, and what is saved."""
+    """Selects the recipes of layers, and saves the transform with a unit-scaled model."""
     choose_recipes(model)
     if scope.unit_scaled:
         keep_transform(model, restore)
 
 
 def register_transformers() -> None:
-    """Has ``from_pretrained`` of the library transformers put the transform of a model back that
-    was saved unit-scaled, with its plan: the result computes the same, to the bit.
+    """Makes ``from_pretrained`` of transformers restore the transform of a saved unit-scaled model.
 
-    `unit_scale` calls it for a model of that library. A program that only loads such models calls
-    it once. Raises ImportError without transformers.
+    The transform is restored from the saved plan, and the loaded model computes the same values bit
+    for bit. `unit_scale` calls this function for models of that library; a program that only loads
+    such models must call it once.
+
+    Raises:
+        ImportError: transformers is not installed.
     """
     register(restore)
 
 
 def _of_plan(plan: ModelPlan, given: dict[str, Any], replace: Replacements | None) -> Any:
-    """init, residual and context_length of a plan; raises ValueError for others that were given."""
+    """Returns init, residual and context_length of a plan; raises ValueError if others were
+    given."""
     if replace:
-        raise ValueError("plan: it has no place for functions in replace")
+        raise ValueError("plan: cannot be combined with functions in replace")
     defaults = {"init": "unit", "residual": "fixed", "context_length": None}
     for name, value in given.items():
         planned = getattr(plan, name)
@@ -155,12 +167,12 @@ def _check(replace: Any, length: Any) -> None:
     if not isinstance(replace, Mapping | None):
         raise TypeError(f"replace: a dict of torch function -> function, got {replace!r}")
     if not all(map(callable, dict(replace or {}).values())):
-        raise TypeError(f"replace: what is called in place of a function is one, got {replace!r}")
+        raise TypeError(f"replace: a replacement must be callable, got {replace!r}")
     for function in replace or {}:
         if not (function in KINDS or is_torch_function(function)):
             raise ValueError(
-                f"replace: {function!r} is not a torch function, nothing sees it run; call what is "
-                "to take its place in the model itself"
+                f"replace: {function!r} is not a torch function, so its calls are not intercepted; "
+                "call the replacement in the model itself"
             )
     whole = isinstance(length, int) and not isinstance(length, bool) and length > 0
     if not (length is None or whole):
@@ -168,10 +180,10 @@ def _check(replace: Any, length: Any) -> None:
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, or if it has no argument ``inplace``, one that drops it."""
+    """Returns the function, wrapped to drop ``inplace`` if it has no such argument."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # of C, as torch.relu, without a signature
+    except ValueError:  # C functions such as torch.relu have no signature
         parameters = []
     takes = any(p.name == "inplace" or p.kind is p.VAR_KEYWORD for p in parameters)
     return function if takes else partial(_without_inplace, function)

@@ -1,4 +1,4 @@
-"""Transforms of one's own: rewriting the graphs that torch's compiler makes of a model."""
+"""Custom transforms: rewriting the graphs that `torch.compile` captures."""
 
 from __future__ import annotations
 
@@ -30,18 +30,22 @@ def apply_transform(
     backend: Backend,
     non_recurse_functions: Sequence[Callable[..., Any]] = (),
 ) -> M:
-    """A copy of ``module`` whose graphs go through ``backend`` before they run.
+    """Returns a copy of ``module`` whose graphs are passed through ``backend`` before they run.
 
-    backend: gets each graph, a `torch.fx.GraphModule` of torch functions, and example inputs, and
-    returns what runs in its place: the graph again, changed. Several transforms follow each other
-    in the order in which they are applied; only the last may return something else than a
-    GraphModule. `unit_scaling.transforms.compile` compiles what comes out.
-    non_recurse_functions: what stays one call in the graph; for the rest of the process.
+    Graphs are those of `torch.compile`; eager code at graph breaks is not included. Other
+    transforms of this package are part of the graph, whatever the order, and are kept. Copies and
+    pickles made without these transforms drop the backend, as they drop `torch.nn.Module.compile`.
 
-    Graphs are those of torch.compile: eager code between them, where it breaks them, is not seen.
-    Other transforms of this package are in the graph, whatever the order, and keep it; copies and
-    pickles made without them drop it, as they do what `torch.nn.Module.compile` did.
-    Raises TypeError for what is not a module.
+    Args:
+        module: the model; it is not changed.
+        backend: takes a `torch.fx.GraphModule` of torch functions and example inputs, and returns
+            the callable to run, usually the modified graph. Backends run in the order they are
+            applied; only the last may return something other than a GraphModule.
+            `unit_scaling.transforms.compile` compiles the result.
+        non_recurse_functions: functions kept as one call in the graph, for the rest of the process.
+
+    Raises:
+        TypeError: ``module`` is not an `nn.Module`.
     """
     check_module("apply_transform", module)
     for function in non_recurse_functions:
@@ -52,7 +56,7 @@ def apply_transform(
 
 
 def patch_to_expand_modules(fn: Callable[..., T]) -> Callable[..., T]:
-    """``fn`` as it is: torch.compile expands the modules of `torch.nn` by itself."""
+    """Returns ``fn`` unchanged: `torch.compile` expands the modules of `torch.nn` itself."""
     return fn
 
 
@@ -64,10 +68,15 @@ def replace_node_with_function(
     kwargs: dict[Any, Any] | None = None,
     keep_type_expr: bool = True,
 ) -> None:
-    """Puts a call of ``target_fn`` in the place of a node of ``graph``.
+    """Replaces a node of ``graph`` with a call of ``target_fn``.
 
-    args, kwargs: those of the call, by default the node's own. keep_type_expr: keep the node's
-    type.
+    Args:
+        graph: the graph, changed in place.
+        source: the node to replace.
+        target_fn: the function to call.
+        args: positional arguments; by default the node's.
+        kwargs: keyword arguments; by default the node's.
+        keep_type_expr: whether to keep the node's type.
     """
     with graph.inserting_after(source):
         call = graph.call_function(
@@ -84,10 +93,11 @@ _USER_CLASSES: dict[type, type] = {}
 
 
 def torch_nn_modules_to_user_modules(mod: nn.Module) -> None:
-    """Gives the modules of `torch.nn` within ``mod``, not itself, a class of the user's, in place.
+    """Changes the class of every `torch.nn` submodule of ``mod`` to a user-defined subclass, in
+    place.
 
-    A subclass without anything of its own, named after the original: for code that treats torch's
-    modules in another way than those of a model. They stay the same objects.
+    The subclasses add nothing; they are for code that treats modules of torch differently from
+    those of the model. ``mod`` itself is not changed, and the modules stay the same objects.
     """
     for child in mod.modules():
         cls = type(child)

@@ -1,6 +1,6 @@
-"""`verify`: is a model unit-scaled? One training step, and the RMS of what goes into its products.
+"""`verify`: measures whether a model is unit-scaled, in one training step.
 
-The transforms of the model stay in force: what is measured is what the model computes.
+The model's transforms stay active: the measured values are those the model computes.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ RANGES: dict[str, tuple[float, float] | None] = {
     "passed gradient": None,
     "attention": None,
 }
-"""Kind of tensor -> the RMS it should have.
+"""Kind of tensor -> the range that its RMS should be in.
 
-A factor of 4 is two steps of the exponent: of the range of a format little is lost by it. What is
-zero everywhere is in no range and outside of none, and does not count.
+A factor of 4 is two steps of the exponent and costs little of a format's range. All-zero tensors
+are neither inside nor outside a range and do not count.
 
-"activation" is an operand of a product, which a cast sees; an "output" is one where another product
-reads it. "gradient" is that of the output of a product: the one that a cast sees. "passed gradient"
-is what a product hands on to its input: it has no range, as no cast sees it before it is the
-gradient of an output again. "weight gradient" is what the optimizer gets.
+"activation" is an operand of a product, which is cast. "output" is the output of a product: it is
+judged where another product reads it. "gradient" is the gradient of the output of a product, which
+is cast. "passed gradient" is the gradient that a product propagates to its input; it has no range,
+because it is only cast once it is the gradient of another output. "weight gradient" is the gradient
+that the optimizer receives.
 
-The gradient of queries and keys of unit RMS, with logits q.k/d for heads of width d, is about
-1/sqrt(d): the gradient of a logit is that of its probability times the probability, about 1/n for
-n keys, and a query sums n of them times k/d. 1/64 is a quarter of that for heads of width 256.
-What is called so: the gradients of the outputs of products that compute nothing but queries, keys
-or an additive bias of the logits.
+"query-key gradient" is the gradient of the outputs of products that compute only queries, keys or
+an additive bias of the logits. For queries and keys of RMS 1 and logits q.k/d with head width d, it
+is about 1/sqrt(d): the gradient of a logit is the gradient of its probability times the
+probability, about 1/n for n keys, and a query sums n of these times k/d. 1/64 is a quarter of that
+for d = 256.
 
-"attention" is what is inside attention that is written out: logits, probabilities and their
-gradients, which are as the softmax makes them. It has no range; fused kernels show none of it.
+"attention" is a value inside decomposed attention: logits, probabilities and their gradients, whose
+scale the softmax determines. It has no range; fused kernels do not expose these values.
 """
 
 
@@ -68,9 +69,14 @@ gradients, which are as the softmax makes them. It has no range; fused kernels s
 class Measurement:
     """One tensor of one call.
 
-    path: of the module. call: the kind of product. number: how many of it came before in the
-    module. tensor: "input", "weight", "output", ..., "gradient of input", ... kind: a key of
-    RANGES. inside: whether rms is in the range of the kind; None where it has none, and of zeros.
+    Attributes:
+        path: the path of the module.
+        call: the kind of product.
+        number: the number of earlier calls of this kind in the module.
+        tensor: "input", "weight", "output", ..., "gradient of input", ...
+        kind: a key of RANGES.
+        rms: the RMS of the tensor.
+        inside: whether rms is in the range of its kind; None if the kind has no range or rms is 0.
     """
 
     path: str
@@ -83,10 +89,11 @@ class Measurement:
 
 
 class Verification(Rows[Measurement]):
-    """The rows of `verify`; printed, a table of them.
+    """The measurements of `verify`; prints as a table.
 
-    notes: what could not be measured, and why. diagnosis: what the rows say in words, the cause of
-    the others first.
+    Attributes:
+        notes: what could not be measured, and why.
+        diagnosis: an interpretation of the rows, root causes first.
     """
 
     def __init__(
@@ -95,32 +102,35 @@ class Verification(Rows[Measurement]):
         notes: Iterable[str] = (),
         loss: float | None = None,
     ) -> None:
-        """loss: the RMS of its gradient at the output, None where it is inside of the model or
-        brought to RMS 1."""
+        """loss: the RMS of the loss gradient at the output; None if the loss is inside the model or
+        its gradient is scaled to RMS 1.
+        """
         super().__init__(rows, notes)
         self.diagnosis = diagnosis(self.rows, loss)
 
     @property
     def outside(self) -> list[Measurement]:
-        """The rows whose RMS is not in the range of their kind: too small, too large or NaN."""
+        """The rows whose RMS is outside the range of its kind: too small, too large or NaN."""
         return [row for row in self.rows if row.inside is False]
 
     def share(self, kind: str) -> float:
-        """The share of the rows of a kind that are inside; NaN where there is no such row but of
-        zeros.
+        """Returns the fraction of the rows of a kind that are inside its range.
 
-        Raises ValueError for an unknown kind and for one without a range.
+        NaN if every row of that kind is zero or there is none.
+
+        Raises:
+            ValueError: the kind is unknown or has no range.
         """
         check_name("kind", kind, [name for name, limits in RANGES.items() if limits is not None])
         inside = [row.inside for row in self.rows if row.kind == kind and row.inside is not None]
         return sum(inside) / len(inside) if inside else math.nan
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The rows as a JSON list of objects; also written to ``path``."""
+        """Returns the rows as a JSON list of objects, and writes them to ``path`` if given."""
         return as_json(self.rows, path)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """The rows as CSV with a header; also written to ``path``."""
+        """Returns the rows as CSV with a header, and writes them to ``path`` if given."""
         return as_csv(self.rows, path)
 
     def __str__(self) -> str:
@@ -153,26 +163,32 @@ def verify(
     loss: Loss | None = None,
     seed: int = 0,
 ) -> Verification:
-    """One training step of ``model``, and the RMS of the operands of its products.
+    """Runs one training step of ``model`` and measures the RMS of the operands of its products.
 
-    batch: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
-    loss: output of the model -> a scalar. Without it the loss is the output's ``loss`` or its first
-    tensor without dimensions; where the model has no loss, every output tensor gets a gradient of
-    independent standard normal numbers, drawn with ``seed``.
+    Each linear map, matrix product, convolution, embedding and attention has rows for its operands,
+    its output, and the gradient of each. The gradient of an operand is the one this call
+    propagates, including its factor; the gradient of the output is the one that arrives. Operands,
+    gradients of outputs and gradients of weights are judged; an output is judged where another
+    product reads it. Biases, masks, integer and empty tensors, products inside a parametrization,
+    and gradients that are not computed have no row. A recurrent layer is one call: only its
+    operands and output have rows, and ``notes`` says so.
 
-    There are rows for each call of a linear map, matrix product, convolution, embedding and
-    attention: each operand, the output, and the gradient of each. A gradient of an operand is what
-    leaves this call towards it, its factor included; the gradient of the output is what arrives
-    there. Judged are operands, the gradients of outputs and those of weights; an output is where
-    another product reads it. Biases, masks, integer and empty tensors have no row, nor have
-    products within a parametrization, nor a gradient that is not computed.
+    The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
+    gradients, buffers and the random state do not change. `DistributedDataParallel` is measured on
+    the batch of this process, without communication.
 
-    The step is made by a copy of the model, in the model's mode (training or evaluation), eagerly:
-    the model, its gradients, buffers and the random state stay as they are. Of a recurrent layer,
-    whose steps are one call, the operands and the output have rows, and `notes` says so. A
-    `DistributedDataParallel` is measured on the batch of this process, without communication.
-    Raises TypeError for what is not a module, ValueError where no output requires a gradient, for a
-    loss of more than one number, and for a model that FSDP has sharded.
+    Args:
+        model: the model to measure.
+        batch: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
+        loss: maps the model's output to a scalar. By default the output's ``loss`` or its first
+            tensor without dimensions; if there is none, every output tensor gets a standard normal
+            gradient.
+        seed: the seed of these gradients.
+
+    Raises:
+        TypeError: ``model`` is not an `nn.Module`.
+        ValueError: no output requires a gradient, the loss is not a scalar, or FSDP has sharded the
+            model.
 
     >>> import unit_scaling as uu
     >>> model = nn.Linear(512, 512)
@@ -200,7 +216,7 @@ def verify(
     devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), torch.enable_grad():
         output = outside_compiler(lambda: call(twin, _detached(batch)))
-        watch.active = False  # checkpoints compute parts of the model again
+        watch.active = False  # checkpoints recompute parts of the model in the backward pass
         at_output = _measured(output)
         outside_compiler(lambda: _backward(output, loss, seed))
     rows = [_measurement(*found) for found in watch.results()]
@@ -209,13 +225,13 @@ def verify(
 
 
 def _is_gauged(model: nn.Module) -> bool:
-    """Whether the gradient that a loss outside of the model sends is brought to RMS 1."""
+    """Whether the gradient of a loss outside the model is scaled to RMS 1."""
     scope = find_scope(model, UnitScale)
     return scope is not None and scope.unit_scaled
 
 
 def _forget_losses(model: nn.Module) -> None:
-    """Has the gradients that arrive at the model measured anew, which no loss of the user makes."""
+    """Discards the measured gradient scales at the output, which depend on the user's loss."""
     for part in model.modules():
         scope = find_scope(part, UnitScale)
         for plan in [] if scope is None else scope.plans.values():
@@ -223,7 +239,7 @@ def _forget_losses(model: nn.Module) -> None:
 
 
 def _measured(output: Any) -> list[float]:
-    """The RMS of each gradient that reaches the output, once it has; none of a loss inside."""
+    """Collects the RMS of each gradient at the output; stays empty for a loss inside the model."""
     found: list[float] = []
     ends = [t for t in tensors(output) if t.requires_grad]
     if all(t.dim() for t in ends):
@@ -241,7 +257,7 @@ def _measurement(
 
 
 def _detached(batch: Any) -> Any:
-    """A copy that shares no storage with ``batch``, nor its part of the graph."""
+    """Returns a copy of ``batch`` that shares neither storage nor autograd graph with it."""
     memo: dict[int, Any] = {}
     for t in tensors(batch):
         memo[id(t)] = t.detach().clone().requires_grad_(t.requires_grad)

@@ -1,6 +1,6 @@
-"""The vocabulary of a plan: one *kind* for every way of writing the same torch call.
+"""Kinds of calls: one name for all equivalent spellings of a torch call.
 
-A call of a model is named by (module path, kind, how many of that kind came before), the same
+A call of a model is identified by (module path, kind, number of earlier calls of that kind),
 whether it is written ``torch.add(x, y)``, ``x.add(y)`` or ``x + y``.
 """
 
@@ -53,13 +53,13 @@ TRANSPARENT = frozenset(
         "real imag adjoint conj resolve_conj reshape_as as_strided"
     ).split()
 )
-"""Kinds that hand on the values they get: they move, copy, select or convert them."""
+"""Kinds that propagate values: they move, copy, select or convert them."""
 
 SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
-"""Kinds that take a part of a value."""
+"""Kinds that select a part of a tensor."""
 
 PARTS = frozenset("chunk split unbind tensor_split hsplit vsplit dsplit".split())
-"""Kinds that take a value apart."""
+"""Kinds that split a tensor."""
 
 CONSTANT = frozenset(
     (
@@ -68,7 +68,7 @@ CONSTANT = frozenset(
         "sgn round floor ceil"
     ).split()
 )
-"""Kinds that hand on no gradient."""
+"""Kinds without a gradient."""
 
 NEUTRAL = (
     TRANSPARENT
@@ -88,7 +88,7 @@ NEUTRAL = (
 """Kinds that need no factor: their output has about the scale of their inputs, or no gradient."""
 
 KEPT = frozenset("abs cat stack".split())
-"""Neutral kinds with a rule, which gives a factor of 1: the call stays as it is."""
+"""Neutral kinds with a rule whose factor is 1: the call is unchanged."""
 
 PRODUCTS = frozenset(
     (
@@ -97,24 +97,24 @@ PRODUCTS = frozenset(
         "scaled_dot_product_attention grouped_mm"
     ).split()
 )
-"""Kinds that mix features: what makes a branch of a network more than a formula."""
+"""Kinds that mix features; a residual branch contains at least one."""
 
 EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
-"""Kinds that look rows of a weight up."""
+"""Kinds that look up rows of a weight."""
 
 RECURRENT = frozenset(
     name + cell for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")
 )
-"""Kinds that are whole layers, with products inside."""
+"""Kinds that are whole layers with products inside."""
 
 ATTENTION = frozenset(["scaled_dot_product_attention"])
-"""Kinds that are attention in one call."""
+"""Fused attention."""
 
 CASTS = frozenset("bfloat16 clone contiguous double float half to type type_as".split())
-"""Kinds that keep every element, in another type or place."""
+"""Kinds that keep every element but may change dtype, device or memory format."""
 
 LINEAR = frozenset("add sub rsub mul div neg".split()) | CASTS
-"""Kinds that are linear in an element and numbers."""
+"""Kinds that are linear in an element, with numbers."""
 
 ELEMENTWISE = LINEAR | frozenset(
     (
@@ -124,7 +124,7 @@ ELEMENTWISE = LINEAR | frozenset(
         "log_ndtr reciprocal abs clamp clip sin cos sinc atan sinh cosh asinh maximum minimum"
     ).split()
 )
-"""Kinds that act on each element by itself, where their other arguments are numbers."""
+"""Kinds that are elementwise if their other arguments are numbers."""
 
 AVERAGES = frozenset(
     (
@@ -143,10 +143,10 @@ ALGEBRA = frozenset(
         "ifftn rfft rfft2 rfftn irfft irfft2 irfftn hfft hfft2 hfftn ihfft ihfft2 ihfftn"
     ).split()
 )
-"""Kinds of linear algebra and Fourier transforms: what goes in and what comes out has its units."""
+"""Linear algebra and Fourier transforms, which need unscaled inputs and outputs."""
 
 MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
-"""Kinds that move elements about and change none."""
+"""Kinds that move elements without changing them."""
 
 UNRULED_LOSSES = frozenset(
     (
@@ -155,10 +155,10 @@ UNRULED_LOSSES = frozenset(
         "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"
     ).split()
 )
-"""Losses of torch that are no rows: their gradient is that of torch, of a sum."""
+"""Losses of torch without a row in OPS: their gradient is torch's, of a sum."""
 
 LOSSES = UNRULED_LOSSES | frozenset(name for name, op in OPS.items() if op.reduces)
-"""Kinds that are losses of torch."""
+"""All losses of torch."""
 
 _OTHERS = (
     "prelu glu mean sum var std norm cumsum log_softmax softmax rsub lerp addcmul group_norm "
@@ -189,7 +189,7 @@ _OPERATORS = {
     "__getitem__": (operator.getitem,),
     "__setitem__": (operator.setitem,),
 }
-"""Other spellings of a kind: names in the same namespaces, or Python's operators."""
+"""Other spellings of a kind: names in the same namespaces, or Python operators."""
 
 
 def _spellings(kind: str) -> list[Callable[..., Any]]:
@@ -218,8 +218,9 @@ def _kinds() -> dict[Callable[..., Any], str]:
 def canonical(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by position as far as they can be: torch calls its own functions in another form in
-    eager code than a compiler sees."""
+    """Moves keyword arguments to positions where possible: eager code and the compiler pass
+    arguments of torch functions differently.
+    """
     names = _NAMES.get(function, ())
     while len(args) < len(names) and names[len(args)] in kwargs:
         name = names[len(args)]
@@ -239,11 +240,11 @@ def writes(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
 
 
 KINDS: dict[Callable[..., Any], str] = _kinds()
-"""Torch callable -> kind. Calls that are not in it carry no values that a plan could scale."""
+"""Torch callable -> kind. Calls not listed here return nothing that a plan could scale."""
 
 _NAMES: dict[Callable[..., Any], tuple[str, ...]] = {
     function: function.__code__.co_varnames[: function.__code__.co_argcount]
     for function in KINDS
     if isinstance(function, FunctionType)
 }
-"""The names of the arguments of functions that are written in Python."""
+"""The argument names of functions written in Python."""

@@ -1,12 +1,12 @@
-"""Copies of a model that `copy.deepcopy` alone would refuse, or get wrong.
+"""Copies of a model where `copy.deepcopy` alone fails or is wrong.
 
-It refuses a tensor that a module keeps of its last call (an attention map, ``self.last_loss``): a
-graph of autograd cannot be copied, so the copy has its values alone. And it takes functions as they
-are: ``self.f = lambda x: mlp.act(x)`` of the copy would run the parts of the original.
+deepcopy fails for a non-leaf tensor that a module keeps from its last call (an attention map,
+``self.last_loss``): the copy here holds its values without the autograd graph. deepcopy does not
+copy functions: ``self.f = lambda x: mlp.act(x)`` of a copy would call the original's submodules.
 
-A hook that holds a part of the model (a method of it, a function that was made around it) belongs
-to the model: it may keep what the forward reads later, as models do that tap a hidden layer. A copy
-that is only recorded keeps these hooks and no others.
+A hook that refers to a part of the model (a bound method, a closure) belongs to the model: it may
+store what the forward reads later, as in models that tap a hidden layer. Copies made for recording
+keep these hooks and no others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOOKS = (
 
 
 def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
-    """A deep copy of ``module``. memo: what to take for an object of that id instead of a copy.
+    """Returns a deep copy of ``module``. memo: id -> object to use instead of a copy.
 
     Raises TypeError for a TorchScript function among the attributes, whose parts are hidden.
     """
@@ -57,8 +57,9 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
 
 
 def twin_of(module: M, scope: object, its_scope: object) -> M:
-    """A copy that shares parameters, with ``its_scope`` in place of ``scope``, with buffers and no
-    hooks but its own."""
+    """Returns a copy that shares parameters, has its own buffers and ``its_scope`` instead of
+    ``scope``, and keeps only the hooks that belong to the model.
+    """
     shared: dict[int, Any] = {id(p): p for p in module.parameters()}
     shared[id(scope)] = its_scope
     for child in module.modules():
@@ -68,7 +69,7 @@ def twin_of(module: M, scope: object, its_scope: object) -> M:
 
 
 def detached(value: Any) -> Any:
-    """A copy of arguments that shares no storage with them."""
+    """Returns a copy of arguments that shares no storage with them."""
     memo: dict[int, Any] = {id(t): t.detach().clone() for _, t in tensors_in(value)}
     return copy.deepcopy(value, memo)
 
@@ -76,7 +77,7 @@ def detached(value: Any) -> Any:
 def fresh(
     args: tuple[Any, ...], kwargs: dict[str, Any], records: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Copies of arguments, which require gradients as they do where gradients are recorded."""
+    """Returns copies of arguments, which require gradients as the originals do if ``records``."""
     copies: tuple[Any, dict[str, Any]] = detached((args, kwargs))
     wanted = [t.requires_grad and records for _, t in tensors_in((args, kwargs))]
     for (_, copied), wants in zip(tensors_in(copies), wanted, strict=True):
@@ -86,15 +87,17 @@ def fresh(
 
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments whose tensors are small: floating-point ones have no values."""
+"""Example arguments: floating-point tensors and large integer tensors are meta tensors."""
 
 _MOST = 2**20
-"""How many integers an example keeps."""
+"""The maximum number of elements of an integer tensor that an example keeps."""
 
 
 def example_of(value: Any) -> Any:
-    """Arguments to be remade by `remade`; raises TypeError for what is not a tensor, a number, a
-    string, None or a list, tuple or dict of such.
+    """Returns an example of arguments, for `remade`.
+
+    Raises TypeError unless they are tensors, numbers, strings, None or lists, tuples or dicts of
+    these.
     """
     if isinstance(value, Tensor):
         small = not value.is_floating_point() and value.numel() <= _MOST
@@ -109,7 +112,8 @@ def example_of(value: Any) -> Any:
 
 
 def remade(value: Any, device: torch.device) -> Any:
-    """Arguments of an example, with normal numbers and zeros for values that it does not have."""
+    """Returns arguments from an example; meta tensors become normal samples, or zeros for
+    integers."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             return value.to(device)
@@ -123,12 +127,12 @@ def remade(value: Any, device: torch.device) -> Any:
 
 
 def _like(value: Any, items: Iterable[Any]) -> Any:
-    """A list or tuple of the kind of ``value``."""
-    return getattr(type(value), "_make", type(value))(items)  # a named tuple takes its fields
+    """A list or tuple of the type of ``value``."""
+    return getattr(type(value), "_make", type(value))(items)  # named tuples take fields
 
 
 def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, str, FunctionType]]:
-    """The functions among the attributes that hold a part of the model: (owner, name, function)."""
+    """(owner, name, function) of attributes that are functions and refer to a part of the model."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.jit.ScriptFunction):
@@ -141,7 +145,7 @@ def _functions(model: nn.Module, parts: set[int]) -> Iterator[tuple[nn.Module, s
 def _own_hooks(
     model: nn.Module,
 ) -> Iterator[tuple[nn.Module, list[tuple[str, int, Any]]]]:
-    """Each module, and its hooks that hold a part of the model: (dictionary, key, value) each."""
+    """Each module with its hooks that refer to a part of the model, as (dictionary, key, value)."""
     parts = {id(part) for part in model.modules()}
     for module in model.modules():
         functions = {k: h for n in _HOOKS[:2] for k, h in vars(module).get(n, {}).items()}
@@ -159,7 +163,7 @@ def _belongs(hook: Any, parts: set[int]) -> bool:
         return False
     cells = [_contents(cell) for cell in hook.__closure__ or ()]
     kept = (*cells, *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values())
-    return any(id(value) in parts for value in kept)  # not within lists: those may be of its calls
+    return any(id(value) in parts for value in kept)  # not in lists: those may hold call results
 
 
 def _of_copy(hook: Any, parts: set[int], memo: dict[int, Any]) -> Any:
@@ -169,7 +173,7 @@ def _of_copy(hook: Any, parts: set[int], memo: dict[int, Any]) -> Any:
 
 
 def _kept(function: FunctionType) -> list[Any]:
-    """What a function keeps of where it was made."""
+    """The closure contents and defaults of a function."""
     cells = [_contents(cell) for cell in function.__closure__ or ()]
     return [*cells, function.__defaults__, function.__kwdefaults__]
 
@@ -190,7 +194,7 @@ def _holds(value: Any, parts: set[int]) -> bool:
 
 
 def _rebound(function: FunctionType, parts: set[int], memo: dict[int, Any]) -> FunctionType:
-    """The function with the copies of the parts that it holds."""
+    """The function with references to the copied parts."""
 
     def of_copy(value: Any) -> Any:
         return copy.deepcopy(value, memo) if _holds(value, parts) else value

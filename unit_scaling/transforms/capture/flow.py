@@ -1,7 +1,7 @@
-"""Questions about a recorded `Graph`: what depends on what, and by which paths.
+"""Queries on a recorded `Graph`: dependencies and paths.
 
-Values flow along the *live* edges: those that a gradient takes, from one call to another. What is
-computed from parameters alone (a tied, masked or normalised weight) is no value but a weight.
+Values flow along *live* edges: those along which gradients propagate between calls. A tensor
+computed from parameters alone (a tied, masked or normalised weight) is a weight, not a value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def reached(starts: Iterable[T], next: Callable[[T], Iterable[T]]) -> set[T]:
-    """``starts``, what is ``next`` to each of them, what is next to those, and so on."""
+    """All items reachable from ``starts`` along ``next``, including ``starts``."""
     found = set(starts)
     todo = list(found)
     while todo:
@@ -29,7 +29,7 @@ def reached(starts: Iterable[T], next: Callable[[T], Iterable[T]]) -> set[T]:
 
 
 class Flow:
-    """The value graph of a recorded run. Nodes are given by their index, inputs before users."""
+    """The value graph of a recorded run. Nodes are indices, in topological order."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = graph.nodes
@@ -49,9 +49,10 @@ class Flow:
         return [i for i in inputs if self.nodes[i].live and not self.nodes[i].computed]
 
     def _data(self) -> list[bool]:
-        """Whether values are what the model is called with, or made of it without parameters.
+        """For each node, whether it is an input of the model or computed from inputs without
+        parameters.
 
-        What a product makes of them is no data.
+        Results of products do not count as data.
         """
         data: list[bool] = []
         for index, node in enumerate(self.nodes):
@@ -64,25 +65,25 @@ class Flow:
         return data
 
     def is_product(self, index: int) -> bool:
-        """Whether the call mixes features: what makes a branch of a network more than a formula."""
+        """Whether the call is a product or a recurrent layer on values."""
         return self.nodes[index].kind in PRODUCTS | RECURRENT and self.nodes[index].live
 
     def is_attention(self, index: int) -> bool:
-        """Whether the call is attention: as one call, or the softmax in front of a product."""
+        """Whether the call is fused attention, or the softmax in front of a product."""
         kind = self.nodes[index].kind
         return kind in ATTENTION or (kind == "softmax" and self.weighs(index) is not None)
 
     def inverts(self, index: int) -> bool:
-        """Whether the call is a quotient with a value for its divisor."""
+        """Whether the call divides by a value."""
         node = self.nodes[index]
         divisor = (0,) if node.name.startswith("__r") else (1,)
         divisors = [i.node for i in node.inputs if i.slot in (divisor, ("other",))]
         return node.kind == "div" and not set(divisors).isdisjoint(self.sources[index])
 
     def weighs(self, index: int) -> int | None:
-        """The product that has the result of a call for an operand, moved or dropped out at most.
+        """The product that uses the result of a call as an operand, through moves and dropout only.
 
-        None where it goes into anything else.
+        None if there is none.
         """
         for reader in self.readers[index]:
             if self.is_product(reader):
@@ -94,7 +95,7 @@ class Flow:
         return None
 
     def before(self, ends: Collection[int]) -> list[bool]:
-        """For each node, whether its result goes on into one of these calls."""
+        """For each node, whether its result feeds one of the calls ``ends``."""
         found = [False] * len(self.nodes)
         for index in reversed(range(len(found))):
             for source in self.sources[index]:
@@ -102,7 +103,8 @@ class Flow:
         return found
 
     def between(self, start: int, end: int) -> list[int]:
-        """The nodes of all paths from ``start`` (left out) to ``end``, in order; [] if none.
+        """The nodes on all paths from ``start`` (excluded) to ``end``, in order; [] if there are
+        none.
 
         Only nodes between the two are visited.
         """
@@ -116,7 +118,9 @@ class Flow:
         return sorted(found - {start})
 
     def weights(self, index: int) -> set[str]:
-        """The parameters among the arguments of a call, and those that compute one of them."""
+        """The parameters among the arguments of a call, and those that an argument is computed
+        from.
+        """
 
         def arguments(call: int) -> list[int]:
             follows = call == index or self.nodes[call].computed
@@ -126,15 +130,15 @@ class Flow:
         return {name for i in found if (name := self.nodes[i].parameter) is not None}
 
     def up(self, index: int, kinds: Iterable[str]) -> int | None:
-        """The source of a call of one of these kinds; None for another, or with more sources."""
+        """The only source of a call of one of these kinds; None otherwise."""
         sources = self.sources[index]
         return sources[0] if self.nodes[index].kind in kinds and len(sources) == 1 else None
 
     def _dominators(self) -> list[int]:
-        """For each node the nearest one that all paths to it go through, -1 if there is none.
+        """For each node its immediate dominator: the nearest node on all paths to it; -1 if none.
 
-        Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm": one pass suffices, as
-        inputs come before users.
+        One pass suffices, as inputs come before users. Source: Cooper, Harvey and Kennedy, "A
+        Simple, Fast Dominance Algorithm".
         """
         parents, depth = [-1] * len(self.nodes), [0] * len(self.nodes)
         for index, sources in enumerate(self.sources):
@@ -154,7 +158,7 @@ class Flow:
 
 
 def _parameter_origins(nodes: list[Node]) -> list[str | None]:
-    """For each node the parameter that it is, or that it is a view or copy of."""
+    """For each node, the parameter that it is, or is a view or copy of."""
     origins: list[str | None] = []
     for node in nodes:
         moved = node.kind in TRANSPARENT and node.inputs

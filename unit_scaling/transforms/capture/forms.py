@@ -1,4 +1,4 @@
-"""Forms of call: what of the arguments may change which calls a model makes."""
+"""Call signatures: the properties of arguments that may change which calls a model makes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["described", "form_of", "without_shapes"]
 
 
 def form_of(value: Any) -> Any:
-    """What of an argument may change which calls a model makes: its structure, not its sizes."""
+    """The signature of an argument: its structure, not its sizes."""
     if isinstance(value, Tensor):
         ones = tuple(bool(size == 1) for size in value.shape)
         return ("tensor", value.dim(), ones, value.requires_grad)
@@ -24,13 +24,13 @@ def form_of(value: Any) -> Any:
 
 
 def without_shapes(form: Any) -> Any:
-    """The form without the dimensions of its tensors."""
+    """The signature without the dimensions of its tensors."""
     if isinstance(form, tuple) and form[:1] == ("tensor",):
         return ("tensor", form[-1])
     return tuple(map(without_shapes, form)) if isinstance(form, tuple) else form
 
 
 def described(tensor: Tensor) -> str:
-    """What an error says of a tensor among the arguments."""
+    """A tensor argument as described in errors."""
     wanted = ", requires a gradient" if tensor.requires_grad else ""
     return f"a tensor of shape {list(tensor.shape)}{wanted}"

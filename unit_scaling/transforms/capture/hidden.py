@@ -1,8 +1,8 @@
-"""Functions of torch that a mode sees in eager code, and that the compiler hides from it.
+"""Torch functions that a mode intercepts in eager code but not under `torch.compile`.
 
-The compiler asks a mode about the functions alone that torch lists as overridable. Those below are
-no part of that list (hardswish and hardsigmoid ask for overrides all the same; the others call a
-method that is one), so that a compiled model would compute them without its plan, and not say so.
+The compiler dispatches only functions that torch lists as overridable to a mode. The functions
+below are not listed, although hardswish and hardsigmoid check for overrides and the others call an
+overridable method. A compiled model would silently compute them without its plan.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ HIDDEN = (F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh)
 
 
 def reveal() -> None:
-    """Adds them to torch's list, for all of the process."""
+    """Adds these functions to torch's list, for the whole process."""
     listed = torch.overrides.get_overridable_functions()[F]
     listed += [function for function in HIDDEN if function not in listed]
     compiler = sys.modules.get("torch._dynamo.variables.torch")
-    if compiler is not None:  # it may have read the list before
+    if compiler is not None:  # it may have cached the list
         compiler.get_overridable_functions.cache_clear()

@@ -1,4 +1,4 @@
-"""Seeing the calls of a model as it makes them, before any transform replaces them."""
+"""Observes the calls of a model as it makes them, before any transform replaces them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Observer", "mapped", "unseen"]
 
 
 def unseen() -> AbstractContextManager[None]:
-    """Within the block no mode sees what is called: a plan counts the calls of a model."""
+    """Disables function modes within the block, so that plans do not count its calls."""
     return torch._C.DisableTorchFunction()
 
 
 def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:
-    """``value`` with its tensors changed, through lists, tuples and dicts."""
+    """Returns ``value`` with its tensors changed, recursively through lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return change(slot, value)
     if next(tensors_in(value), None) is None:
@@ -40,7 +40,7 @@ def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -
 
 
 _OBSERVERS = Stack()
-"""The observers that see the module that is running in this thread, innermost last."""
+"""The observers of the module that is running in this thread, innermost last."""
 
 
 def _watch(
@@ -49,7 +49,7 @@ def _watch(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The one watcher, of whatever observer is innermost in the thread that calls it."""
+    """Passes a watched call to the innermost observer of the calling thread."""
     observers = _OBSERVERS.items
     return (observers[-1].see_watched if observers else _called)(function, body, args, kwargs)
 
@@ -59,10 +59,10 @@ def _called(_: Any, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 class Observer(TorchFunctionMode):
-    """A scope that is entered last, so that its mode is on top of those of the transforms.
+    """A scope that is entered last, so that its mode is above those of the transforms.
 
     active: whether it observes. It sees torch functions, and the ops of `unit_scaling`, residual
-    connections and scales that a model calls by name; of what those call in turn it sees nothing.
+    connections and scales that a model calls by name, but not what those call in turn.
     """
 
     order = 9
@@ -75,7 +75,9 @@ class Observer(TorchFunctionMode):
 
     @abstractmethod
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called. It may be called again at once: its plan did not fit."""
+        """Called when the model is called, and again if the model restarts because its plan did not
+        fit.
+        """
 
     @abstractmethod
     def observe(
@@ -84,18 +86,18 @@ class Observer(TorchFunctionMode):
         """Makes a call of the model and returns its result."""
 
     def end(self, output: Any) -> None:
-        """The model returns ``output``."""
+        """Called when the model returns ``output``."""
 
     def inside(self, path: str) -> Places | None:
-        """Each module has a mode of its own while it is watched."""
+        """None while active: each module then has its own mode."""
         return None if self.active else ()
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """``call()``, with the mode on top of whatever modes its module has."""
+        """Returns ``call()``, with this mode above all other modes of the module."""
         outermost = not self.path.items
-        if not self.active or (outermost and path):  # a part, in another thread than the model
+        if not self.active or (outermost and path):  # a submodule, in another thread
             return call()
         if outermost:
             self.begin(module, args, kwargs)
@@ -150,7 +152,7 @@ class Observer(TorchFunctionMode):
         return self._see(function, args, kwargs) if self._sees() else body(*args, **kwargs)
 
     def _sees(self) -> bool:
-        """Whether the call is the model's: not one of ours, of its hooks, or of a recording."""
+        """Whether the call is the model's, not this package's, a hook's or a recording's."""
         names = self.path.items
         if self._busy or not names or names[-1].endswith(HOOKS):
             return False

@@ -1,4 +1,4 @@
-"""Seeing a model run: every torch call with its place in the model and where its inputs came from.
+"""Records a run of a model: every torch call with its location and the origin of its inputs.
 
 The model runs once, without gradients, on copies of the inputs.
 """
@@ -43,30 +43,32 @@ __all__ = [
 ]
 
 Slot = tuple[int | str, ...]
-"""Where a tensor stands in a call: (1,) the second argument, ("weight",), (0, 2) within a list."""
+"""The location of a tensor in a call: (1,) is the second argument; ("weight",), (0, 2) in a list.
+"""
 
 Key = tuple[str, str, int]
-"""(module path, kind, how many of that kind came before it in that module)."""
+"""(module path, kind, number of earlier calls of that kind in that module)."""
 
 Place = tuple[str, str, tuple[tuple[str | int, ...], ...]]
-"""(module path, kind, what makes the call): the same at each pass of a loop. The last is for each
-function that is running within the module: the name of its Python module, the lines and columns
-of the call that it makes.
+"""(module path, kind, call stack): the same in each iteration of a loop.
+
+The stack has, for each function running within the module, the name of its Python module and the
+lines and columns of its current call.
 """
 
 MASKING = -1e4
-"""A term below this is a mask, not a value: half of them are -inf, the others as low as fits."""
+"""A term below this is a mask, not a value. Masks use -inf or the lowest finite number."""
 
 
 DISTRIBUTION = "torch.distributions"
-"""What makes a call of which nothing may be scaled: a density is that of the sample."""
+"""Marks calls that must not be scaled: a density is that of the sample."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that goes into a call: its slot, the node it comes from, its element count.
+    """A tensor argument: its slot, the node it comes from, its number of elements.
 
-    part: which of the tensors that the node returned.
+    part: its index among the tensors that the node returned.
     """
 
     slot: Slot
@@ -77,14 +79,14 @@ class Input:
 
 @dataclass
 class Node:
-    """One call, or a tensor that comes from outside (key None): a parameter, an input, a buffer.
+    """One call, or an external tensor (key None): a parameter, an input, a buffer.
 
-    path: of the module that runs. live: whether it depends on a parameter or a floating-point
-    input. computed: whether it depends on parameters only. rms: of the values, where it is
-    computed. wanted: whether it is an input that requires a gradient. where: file and line of the
-    call. zero: whether it is a constant of zeros. site: as in `Place`. inside: the autograd
-    function that makes the call, or `DISTRIBUTION`. written: the arguments that are the result.
-    results: how many tensors that has.
+    path: of the running module. live: whether it depends on a parameter or a floating-point input.
+    computed: whether it depends on parameters only. rms: of the values, if computed. wanted:
+    whether it is an input that requires a gradient. where: file and line of the call. zero: whether
+    it is a constant of zeros. site: as in `Place`. inside: the autograd function that makes the
+    call, or `DISTRIBUTION`. written: the arguments that the result is written into. results: the
+    number of result tensors.
     """
 
     key: Key | None
@@ -115,17 +117,17 @@ class Node:
 
     @property
     def kind(self) -> str:
-        """As in `capture.calls`; "" for what is not in it."""
+        """As in `capture.calls`; "" for unlisted functions."""
         return self.key[1] if self.key is not None else ""
 
     def continues(self, before: Node) -> bool:
-        """Whether the call before it is made from the same line, inside the same function."""
+        """Whether the previous call is made from the same line, inside the same function."""
         same = (before.inside, before.path, before.where)
         return same == (self.inside, self.path, self.where)
 
     @property
     def place(self) -> Place:
-        """What is the same at each pass of a loop."""
+        """Identifies the call across the iterations of a loop."""
         return self.path, self.kind or self.name, self.site
 
 
@@ -137,7 +139,7 @@ class Graph:
 
 
 def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
-    """The tensors of arguments, through lists, tuples and dicts, each with its slot."""
+    """The tensors of arguments with their slots, recursively through lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield slot, value
     elif isinstance(value, list | tuple):
@@ -149,7 +151,7 @@ def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
 
 
 def replaced(value: Any, tensors: dict[Slot, Any], slot: Slot = ()) -> Any:
-    """A copy of arguments with other values in some of their slots."""
+    """A copy of arguments with other values in some slots."""
     if slot in tensors:
         return tensors[slot]
     if isinstance(value, dict):
@@ -163,13 +165,12 @@ def replaced(value: Any, tensors: dict[Slot, Any], slot: Slot = ()) -> Any:
 class Recorder(FirstLook):
     """Fills a `Graph` while a model runs.
 
-    kinds: the table of `capture.calls`. parameters: names by id. factors: what the parameters
-    were divided by, by name; what is computed from parameters alone is computed from their
-    original values. inputs: the tensors that the model is called with, by id,
-    and whether each requires a gradient. path: gives the
-    module that is running. parametrizations: the paths of modules that compute a weight.
-    The outputs of matrix products are brought to RMS 1, as they will be, so that what follows
-    them sees values of the size that it will see.
+    kinds: the table of `capture.calls`. parameters: names by id. factors: the divisors of
+    parameters, by name; tensors computed from parameters alone use the original values. inputs: id
+    of an input tensor -> whether it requires a gradient. path: returns the path of the running
+    module. parametrizations: the paths of modules that compute a weight. Outputs of matrix products
+    are scaled to RMS 1, as they will be under the plan, so that later calls see values of that
+    size.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Recorder(FirstLook):
         self._parametrizations = parametrizations
         self._counts: Counter[tuple[str, str]] = Counter()
         self._node_of: dict[int, tuple[int, int]] = {}
-        self._kept: list[Tensor] = []  # an id names a tensor only while the tensor lives
+        self._kept: list[Tensor] = []  # keeps tensors alive: ids of dead ones are reused
         self._busy = False
 
     def __torch_function__(
@@ -221,7 +222,7 @@ class Recorder(FirstLook):
         key, path = None, self._path()
         kind = self._kinds.get(function)
         if path.endswith(install.HOOKS) and kind not in TRANSPARENT:
-            kind = None  # nothing is scaled within hooks
+            kind = None  # calls in hooks are not scaled
         if kind is None and not inputs:
             return function(*args, **kwargs)
         if kind is not None:
@@ -251,9 +252,9 @@ class Recorder(FirstLook):
         return output
 
     def _gradients(self, tensors: tuple[Tensor, ...], inputs: list[Input]) -> tuple[Tensor, ...]:
-        """What stands for the gradients that a model asks for: nothing has one while it is seen.
+        """Random stand-ins for gradients that a model computes, as recording has none.
 
-        The tensors they are of then count as wanted: no factor on the way may be free.
+        The tensors they belong to are marked as wanted: no factor on their paths is free.
         """
         for i in inputs:
             if i.slot[0] == 1:
@@ -262,9 +263,9 @@ class Recorder(FirstLook):
         return tuple(torch.randn_like(t) for t in tensors)
 
     def _source(self, tensor: Tensor) -> tuple[int, int, int]:
-        """(node that a tensor comes from, its size, which part of the node's result it is).
+        """(node that a tensor comes from, its number of elements, its index in the node's result).
 
-        A tensor not seen before gets a node of its own.
+        An unknown tensor gets a new node.
         """
         if id(tensor) not in self._node_of:
             name = self._parameters.get(id(tensor))
@@ -284,7 +285,7 @@ class Recorder(FirstLook):
         return index, tensor.numel(), part
 
     def ends(self, value: Any) -> dict[Slot, int]:
-        """The nodes that the floating-point tensors of a model's result come from, by place."""
+        """The nodes of the floating-point tensors of a model's result, by slot."""
         known = ((slot, t) for slot, t in tensors_in(value) if id(t) in self._node_of)
         return {
             slot: self._node_of[id(t)][0]
@@ -293,13 +294,13 @@ class Recorder(FirstLook):
         }
 
     def _remember(self, tensors: list[Tensor]) -> None:
-        """Notes that the tensors come from the latest node."""
+        """Records that the tensors come from the latest node."""
         for part, tensor in enumerate(tensors):
             self._node_of[id(tensor)] = (len(self.graph.nodes) - 1, part)
             self._kept.append(tensor)
 
     def _original(self, arguments: Any, inputs: list[Input]) -> Any:
-        """Arguments with their parameters at the scale they came with."""
+        """Arguments with parameters multiplied back to their original scale."""
         args, kwargs = arguments
         names = {i.slot: self._parameter(self.graph.nodes[i.node]) or "" for i in inputs}
         factors = {slot: self._factors.get(name, 1.0) for slot, name in names.items()}
@@ -308,7 +309,7 @@ class Recorder(FirstLook):
         return replaced(args, scaled), replaced(kwargs, scaled)
 
     def _parameter(self, node: Node) -> str | None:
-        """The parameter that a node is, or that it is a view or copy of."""
+        """The parameter that a node is, or is a view or copy of."""
         while node.kind in TRANSPARENT and node.inputs:
             node = self.graph.nodes[node.inputs[0].node]
         return node.parameter
@@ -330,15 +331,15 @@ class Recorder(FirstLook):
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """What the report calls it; an attribute (``x.real``) is seen as the call of its getter."""
+    """The name in the report; for an attribute (``x.real``), that of its getter's property."""
     name: str = getattr(function, "__name__", str(function))
     return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def _computed(kind: str, sources: list[Node]) -> bool:
-    """Whether the result depends on parameters, and on nothing that the model is called with.
+    """Whether the result depends on parameters and not on the model's inputs.
 
-    Integers are taken for such inputs. What a product makes of parameters alone are values.
+    Integer tensors count as inputs. Products of parameters are values.
     """
     live = [s for s in sources if s.live]
     others = [s for s in sources if not s.live]
@@ -349,7 +350,7 @@ def _computed(kind: str, sources: list[Node]) -> bool:
 
 @torch.no_grad()
 def rms_of(tensor: Tensor) -> float:
-    """The RMS of the values, 1 where that is zero or not finite."""
+    """The RMS of the values; 1 if it is zero or not finite."""
     if not tensor.numel() or tensor.is_meta:
         return 1.0
     sizes = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
@@ -378,7 +379,7 @@ def is_sparse(node: Node) -> bool:
 
 
 def sees_the_past(mask: Tensor | None) -> bool:
-    """Whether a mask of attention lets the first query see the first key only."""
+    """Whether an attention mask lets the first query see only the first key."""
     if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2:
         return False
     seen = mask if mask.dtype == torch.bool else mask > MASKING
@@ -395,8 +396,9 @@ _CHECKPOINT = str(Path(torch.utils.checkpoint.__file__))
 
 @functools.cache
 def _position(code: CodeType, last: int) -> tuple[int, ...]:
-    """The lines and columns of the call that a frame makes. The index of its instruction depends on
-    how often the code has run (Python 3.11)."""
+    """The lines and columns of the call that a frame makes. The instruction index is not usable: it
+    depends on how often the code has run (Python 3.11).
+    """
     if sys.version_info < (3, 11):
         return code.co_firstlineno, last
     found = next(itertools.islice(code.co_positions(), last // 2, None))
@@ -404,16 +406,16 @@ def _position(code: CodeType, last: int) -> tuple[int, ...]:
 
 
 def _site() -> tuple[str, str, tuple[tuple[str | int, ...], ...]]:
-    """(file and line that make the call that is running, `Node.inside`, the site of `Place`).
+    """(file and line of the running call, `Node.inside`, the site of `Place`).
 
-    Raises ValueError where `torch.utils.checkpoint` runs a function that is no module: it would be
-    run again in the backward pass where no plan is in force.
+    Raises ValueError where `torch.utils.checkpoint` runs a function that is not a module: it would
+    be recomputed in the backward pass without a plan.
     """
     frame, where, inside, site = inspect.currentframe(), "", "", []
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _INSTALL:
-            break  # the module that is running begins here
+            break  # the running module begins here
         if file == _FUNCTION and frame.f_code.co_name == "apply" and where:
             name = getattr(frame.f_locals.get("cls"), "__name__", "without a name")
             inside = f"the autograd function {name}"

@@ -1,7 +1,7 @@
-"""What of a model a plan depends on: which modules and parameters it has, and where.
+"""The structure of a model: its modules and parameters, and their paths.
 
-A plan names calls by the path of the module that makes them, so it belongs to one structure. Where
-modules were added, removed, moved or replaced since, the plan is that of another model.
+A plan identifies calls by module path, so it is valid for one structure. It no longer applies once
+modules are added, removed, moved or replaced.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from .record import rms_of
 __all__ = ["Structure", "has_changed", "part", "structure_of", "warn_of_new_weights"]
 
 Structure = dict[str, tuple[Any, ...]]
-"""Path -> names of the class and of its forward, name in the scope, parameters, children.
-Parameters have numbers, which are equal where one is shared."""
+"""Path -> names of the class and its forward, name in the scope, parameters, children.
+
+Parameters are numbered; shared parameters have equal numbers.
+"""
 
 
 def structure_of(model: nn.Module, scope: object, path: str = "") -> Structure:
     """The structure of ``model``, whose own path is ``path``.
 
-    Classes are those of the modules before they gained anything: `fp8.convert`, FSDP2 and the like
-    change no call.
+    Classes are the original ones: those that `fp8.convert`, FSDP2 and others derive change no call.
     """
     found: Structure = {}
     numbers: dict[int, int] = {}
@@ -58,12 +59,12 @@ def structure_of(model: nn.Module, scope: object, path: str = "") -> Structure:
 
 @taken_as_constant
 def has_changed(module: nn.Module, scope: Any, path: str) -> bool:
-    """Whether ``module`` is not what ``scope`` was installed on."""
+    """Whether ``module`` has changed since ``scope`` was installed."""
     return bool(structure_of(module, scope, path) != part(scope.structure, path))
 
 
 def part(structure: Structure, path: str) -> Structure:
-    """The structure of the module at ``path``; its parameters numbered anew."""
+    """The structure of the module at ``path``, with its parameters renumbered."""
     if not path:
         return structure
     numbers: dict[int, int] = {}
@@ -76,7 +77,7 @@ def part(structure: Structure, path: str) -> Structure:
 
 
 def warn_of_new_weights(model: nn.Module, scope: object) -> None:
-    """Warns of weights that have come after ``scope`` was installed and are far from RMS 1."""
+    """Warns of weights that were added after ``scope`` was installed and are far from RMS 1."""
     found = list(_new_weights(model, scope))
     if found:
         name, rms = found[0]
@@ -92,10 +93,10 @@ def warn_of_new_weights(model: nn.Module, scope: object) -> None:
 
 
 def _new_weights(model: nn.Module, scope: object) -> Iterator[tuple[str, float]]:
-    """The new weights of ``model`` that are neither zero nor of RMS 1, and their RMS."""
+    """New weights of ``model`` that are neither zero nor close to RMS 1, with their RMS."""
     for path, module in model.named_modules():
         if isinstance(module, ParametrizationList):
-            continue  # of a weight that is scaled where it is used
+            continue  # its weight is scaled where it is used
         known = any(other is scope for other, _ in getattr(module, "_scopes", ()))
         for name, p in module.named_parameters(recurse=False):
             if (known and has_parameter_data(p)) or p.is_meta or not p.is_floating_point():

@@ -1,1 +1,2 @@
-"""The plain model with the function of a unit-scaled one: its equations and their solution."""
+"""The plain model equivalent to a unit-scaled one: equations for its factors, and their
+solution."""

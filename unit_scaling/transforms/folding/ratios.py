@@ -1,11 +1,10 @@
-"""The ratio of each value of a unit-scaled model to that of the plain model with the same function.
+"""The ratio of each value of a unit-scaled model to that of the equivalent plain model.
 
-The *ratio* of a value is how many times larger it is than in the plain model. Its logarithm is an
-affine function of the unknowns: the logarithms of the factors that the plain model's parameters
-have. A product adds the ratios of its operands and the logarithm of its step's factor, a norm
-forgets the ratio of its input, a sum needs the same ratio of all its terms, and a function that is
-not homogeneous needs the ratio 1. Each such need is a `Tie`: an equation for the unknowns.
-`transforms.fold` solves them.
+The log2 of a ratio is an affine function of the unknowns: log2 of the factors of the plain model's
+parameters. A product adds the ratios of its operands and log2 of its step's factor, the result of a
+norm does not depend on the ratio of its input, a sum needs equal ratios of its terms, and a
+function that is not homogeneous needs the ratio 1. Each such condition is a `Tie`: an equation for
+the unknowns. `transforms.fold` solves them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from ..plan.steps import Plan, Step, Tie
 __all__ = ["find_ties"]
 
 Ratio = dict[str, float]
-"""Unknown -> coefficient, "" -> the constant: the binary logarithm of a ratio."""
+"""Unknown -> coefficient, "" -> the constant: log2 of a ratio."""
 
 SMALL = 1e-3
-"""The largest number that counts as an eps, which is added to a value or bounds it."""
+"""The largest number treated as an eps, which is added to a value or bounds it."""
 
 _KEEPS = (TRANSPARENT | PARTS | CASTS | AVERAGES) | frozenset(
     (
@@ -53,7 +52,7 @@ _EQUAL = frozenset(
         "__ne__ block_diag"
     ).split()
 )
-"""Kinds whose arguments all have the ratio of the result; a number among them is 0 or a bound."""
+"""Kinds whose arguments and result have equal ratios; a number among them is 0 or a bound."""
 
 _FILLS = frozenset("masked_fill index_fill __setitem__ fill_diagonal".split())
 _MOVED = frozenset(
@@ -62,7 +61,7 @@ _MOVED = frozenset(
         "index_add scatter scatter_add scatter_reduce index_copy index_put masked_scatter copy_"
     ).split()
 )
-"""Those of them with a number as the last argument, and with none that is a value."""
+"""Those of them whose numeric arguments are not values."""
 
 _POWERS = {"square": 2.0, "var": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "inverse": -1}
 _NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm".split())
@@ -83,16 +82,16 @@ _ONES = frozenset(
         "tensor as_tensor rand_like randn_like randint_like"
     ).split()
 )
-"""Kinds whose result does not depend on the ratio of what they are called with."""
+"""Kinds whose result does not depend on the ratios of their arguments."""
 
 
 def find_ties(
     graph: Graph, plan: Plan, buffers: Mapping[int, str], outputs: Sequence[int]
 ) -> tuple[Tie, ...]:
-    """What the plain model with the same function needs of the factors of its parameters.
+    """Returns the equations for the factors of the plain model's parameters.
 
-    buffers: names of the tensors, by id, that are the running statistics of norms. outputs: the
-    nodes of the model's results.
+    buffers: names, by id, of the running statistics of norms. outputs: the nodes of the model's
+    results.
     """
     found = _Ratios(graph, plan, buffers)
     for node in outputs:
@@ -114,7 +113,7 @@ def _log(factor: float) -> Ratio:
 
 @dataclass
 class _Call:
-    """A call with the ratio of each of its tensors; None for one that may have any, as zeros."""
+    """A call with the ratios of its tensors; None for tensors that fit any ratio, such as zeros."""
 
     node: Node
     step: Step
@@ -135,7 +134,7 @@ class _Call:
         return self.ratios[0] if self.ratios else {}
 
     def named(self) -> dict[str, Ratio | None]:
-        """The ratios of the tensors, and those of None, by the names of the op's arguments."""
+        """The ratios of the tensors by the argument names of the op."""
         op = find_op(self.node.function)
         assert op is not None
         by_id = {id(t): r for t, r in zip(self.tensors, self.ratios, strict=True)}
@@ -143,7 +142,8 @@ class _Call:
         return {n: by_id[id(v)] for n, v in given.items() if id(v) in by_id}
 
     def numbers(self) -> list[float]:
-        """The numbers among the arguments that values are added to, compared with, filled with."""
+        """The numbers among the arguments that values are added to, compared with or filled
+        with."""
         args, kwargs = self.node.args, self.node.kwargs
         if self.kind in _FILLS:
             values = [kwargs.get("value", args[-1])]
@@ -169,7 +169,7 @@ class _Ratios:
     def tie(
         self, a: Ratio | None, b: Ratio | None, path: str, call: str, why: str, soft: str = ""
     ) -> None:
-        """Notes that two ratios are the same. soft: as in `Tie`."""
+        """Adds the equation that two ratios are equal. soft: as in `Tie`."""
         if a is None or b is None:
             return
         difference = _plus(a, _plus(b, times=-1))
@@ -186,7 +186,7 @@ class _Ratios:
             return None
         try:
             return self._result(self._call(node))
-        except Exception as error:  # arguments that no rule reads: they are named by who asks
+        except Exception as error:  # arguments that no rule covers; fold names them
             self.ties.append(Tie((), 1.0, node.path, node.name, str(error), ""))
             return {}
 
@@ -207,7 +207,7 @@ class _Ratios:
         return _Call(node, step, used, tensors, ratios, output)
 
     def _argument(self, node: Node, i: Input, tensor: Tensor, factor: float) -> Ratio | None:
-        name = self._buffers.get(id(tensor)) if node.kind in _NORMS else None  # running statistics
+        name = self._buffers.get(id(tensor)) if node.kind in _NORMS else None  # running stats
         own = {name: -1.0} if name is not None else self.ratios[i.node]
         return None if own is None else _plus(own, _log(factor))
 
@@ -251,17 +251,17 @@ class _Ratios:
             return self._refused
         return rules.get(kind, self._fixed)
 
-    # The rules
+    # Rules
 
     def _equal(self, call: _Call, ratios: Sequence[Ratio | None], why: str) -> Ratio | None:
-        """The ratio that all of these have."""
+        """The common ratio of all of these."""
         known = sorted((r for r in ratios if r is not None), key=len)
         for other in known[1:]:
             self.tie(other, known[0], call.node.path, call.node.name, why)
         return known[0] if known else None
 
     def _near_one(self, call: _Call, ratio: Ratio | None) -> None:
-        """A norm adds its eps to squares: best where the ratio of its input is 1."""
+        """A norm adds its eps to squares: the error is least if the ratio of its input is 1."""
         self.tie(ratio, {}, call.node.path, call.node.name, "its eps", "norm")
 
     def _fixed(self, call: _Call) -> Ratio:
@@ -339,7 +339,7 @@ class _Ratios:
         return {}
 
     def _mul(self, call: _Call) -> Ratio | None:
-        if call.step.op == "times":  # the number is a tensor, or an argument of Python
+        if call.step.op == "times":  # the number is a tensor or a scalar
             values = zip(call.tensors, call.ratios, strict=True)
             return max(values, key=lambda pair: pair[0].numel())[1]
         return None if None in call.ratios else _plus(*call.known)
@@ -375,7 +375,7 @@ class _Ratios:
         return value
 
     def _weight_norm(self, call: _Call) -> Ratio | None:
-        """A direction, whose length is forgotten, times a size."""
+        """A direction, independent of the norm of its input, times a magnitude."""
         return call.ratios[1]
 
     def _addcmul(self, call: _Call) -> Ratio | None:
@@ -397,7 +397,7 @@ def _has_scale(tensor: Tensor) -> bool:
 
 
 def _of_added(call: _Call, bias: Ratio | None) -> Ratio | None:
-    """The ratio of the term that is added to a product, without the factor of the product."""
+    """The ratio of the added term of a product, without the factor of the product."""
     node = call.node
     if bias is None or call.step.op != "addmm" or call.tensors[0].dim() == 1:
         return bias
@@ -407,9 +407,9 @@ def _of_added(call: _Call, bias: Ratio | None) -> Ratio | None:
 
 
 def _factor(step: Step, node: Node) -> Ratio:
-    """What the step's op multiplies the result of the plain call by.
+    """The factor between the results of the step's op and of the plain call.
 
-    Raises ValueError for a function that was given in ``replace``.
+    Raises ValueError for a function in ``replace``.
     """
     if step.op is None or node.kind in _DROPOUTS:
         return {}

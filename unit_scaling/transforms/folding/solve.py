@@ -1,9 +1,9 @@
-"""The factors of a plain model's parameters, from the equations of `folding.ratios`.
+"""Solves the equations of `folding.ratios` for the factors of the plain model's parameters.
 
-Equations that have to hold are eliminated one by one, so that one that contradicts those before it
-is known by its call. What they leave open (queries may be larger and keys smaller) is chosen by
-least squares: inputs of norms have ratios near 1, as their eps then counts for the same, then
-inputs of products, then the parameters keep their size.
+Hard equations are eliminated one by one, so that a contradiction can be attributed to its call. The
+remaining freedom (queries may be larger and keys smaller, for example) is resolved by least
+squares: inputs of norms have ratios near 1, so that eps has the same effect, then inputs of
+products, then the parameters keep their size.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ _Row = dict[str, float]
 
 _WEIGHTS = {"norm": 1.0, "input": 1e-2}
 _SIZE = 1e-5
-"""How much the ratio of an input counts, and how much the factor of a parameter."""
+"""The weights of input ratios, and of the factors of parameters, in least squares."""
 
 _TOLERANCE = 1e-6
-"""Of a binary logarithm: factors are products of float64 numbers."""
+"""Of log2 values; factors are products of float64 numbers."""
 
 _NAMED = 5
-"""How many calls an error names."""
+"""The maximum number of calls that an error names."""
 
 
 class Folded(NamedTuple):
-    """factors: parameter or buffer -> what it is multiplied by in the plain model. inputs: module
-    with a product -> how many times larger its input is than in the plain model."""
+    """factors: parameter or buffer -> its multiplier in the plain model. inputs: module with a
+    product -> the ratio of its input to that in the plain model.
+    """
 
     factors: dict[str, float]
     inputs: dict[str, float]
 
 
 def folded(ties: Iterable[Tie]) -> Folded:
-    """The solution of the equations.
+    """Returns the solution of the equations.
 
-    Raises ValueError where there is none, with the calls that contradict others.
+    Raises ValueError if there is none; the message names the contradicting calls.
     """
     ties = list(dict.fromkeys(ties))
     known: dict[str, _Row] = {}
     against = [tie for tie in ties if not tie.soft and not _eliminate(tie, known)]
     if against:
         raise ValueError(_refusal(against))
-    for name in reversed(known):  # later rows are free of earlier unknowns
+    for name in reversed(known):  # later rows contain no earlier unknowns
         known[name] = _reduced(known[name], known)
     free = _chosen(ties, known)
     values = {name: _value(row, free) for name, row in known.items()} | free
@@ -72,7 +73,7 @@ def _row(tie: Tie) -> _Row:
 
 
 def _eliminate(tie: Tie, known: dict[str, _Row]) -> bool:
-    """Solves an equation for an unknown; False if it contradicts those that are known."""
+    """Solves an equation for an unknown; False if it contradicts earlier ones."""
     row = _reduced(_row(tie), known)
     unknowns = [name for name in row if name]
     if not unknowns:
@@ -84,7 +85,7 @@ def _eliminate(tie: Tie, known: dict[str, _Row]) -> bool:
 
 
 def _reduced(row: _Row, known: dict[str, _Row]) -> _Row:
-    """The row in terms of unknowns that no other row is solved for."""
+    """The row in terms of unsolved unknowns."""
     row = dict(row)
     while found := [name for name in row if name in known]:
         for name in found:
@@ -100,7 +101,7 @@ def _value(row: _Row, values: dict[str, float]) -> float:
 
 
 def _chosen(ties: list[Tie], known: dict[str, _Row]) -> dict[str, float]:
-    """The unknowns that the equations leave open, by weighted least squares."""
+    """The remaining unknowns, by weighted least squares."""
     soft = [(_reduced(_row(tie), known), _WEIGHTS[tie.soft]) for tie in ties if tie.soft]
     soft += [(row, _SIZE) for row in known.values()]
     names = list(dict.fromkeys(name for row, _ in soft for name in row if name))

@@ -1,1 +1,1 @@
-"""What is seen of a model while it runs: products, tensors over time, and what the numbers say."""
+"""Observations of a running model: products, tensors over time, and a diagnosis."""

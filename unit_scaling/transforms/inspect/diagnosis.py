@@ -1,4 +1,4 @@
-"""What the rows of `verify` say in words, cause first: what to mend before looking at the rest."""
+"""A diagnosis of the rows of `verify` in words, root causes first."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class _Row(Protocol):
 
 
 def diagnosis(rows: Sequence[_Row], loss: float | None) -> list[str]:
-    """Sentences, the cause of others before them; one that says so where all is well.
+    """Returns sentences, causes before their effects, or one saying that all tensors are in range.
 
-    loss: the RMS of the gradient at the model's output, None where the loss is inside the model and
-    where the model brings that gradient to RMS 1, as one of `unit_scale` does.
+    loss: the RMS of the gradient at the model's output; None if the loss is inside the model or the
+    model scales that gradient to RMS 1, as `unit_scale` does.
     """
     found = [*_weights(rows), *_values(rows), *_loss(loss)]
-    if loss is None or loss >= LOW_GRADIENT:  # else all gradients are as small
+    if loss is None or loss >= LOW_GRADIENT:  # otherwise all gradients are that small
         found += _gradients(rows)
     return found or ["every tensor is in the range of its kind"]
 
@@ -76,8 +76,9 @@ def _loss(loss: float | None) -> Iterator[str]:
 
 
 def _gradients(rows: Sequence[_Row]) -> Iterator[str]:
-    """Backward, the first that is outside is that of the last call; those of weights go no further
-    and come after the others."""
+    """The first gradient out of range in backward order is that of the last call. Weight gradients
+    do not propagate and come after all others.
+    """
     gradients = [row for row in rows if row.kind == "gradient"]
     if gradients and not any(row.rms for row in gradients):
         yield "every gradient is zero: weights of zeros, or a loss that no product goes into"

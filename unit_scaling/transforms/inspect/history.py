@@ -1,4 +1,4 @@
-"""The scales of a model over time: what `track_scales` has measured, as rows."""
+"""The scales of a model over time, as measured by `track_scales`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from .rows import as_csv, as_json
 __all__ = ["History"]
 
 Pass = tuple[int, Graph]
-"""(how many calls of the model came before, the graph of a measured one)."""
+"""(number of earlier calls of the model, graph of the measured call)."""
 
 
 class History:
     """The scales of a model over time: see `track_scales`.
 
-    rows: a dict for each floating-point tensor of each measured call and for each gradient, with
-    "call" (how many calls of the model came before), "name" (of the node), "path" (of the module),
-    "direction" ("fwd" or "bwd"), "weight" (whether it is a parameter), the names of `Metrics`, and
-    for each format "zero", "subnormal", "saturated" and "headroom" behind its name.
+    Attributes:
+        rows: a dict for each floating-point tensor, and each gradient, of each measured call. Keys
+            are "call" (the number of earlier calls of the model), "name" (of the node), "path" (of
+            the module), "direction" ("fwd" or "bwd"), "weight" (whether it is a parameter), the
+            names of `Metrics`, and, after the name of each format, "zero", "subnormal", "saturated"
+            and "headroom".
     """
 
     def __init__(self, passes: Sequence[Pass]) -> None:
@@ -40,9 +42,15 @@ class History:
     def series(
         self, name: str, metric: str = "rms", direction: str = "fwd"
     ) -> tuple[list[int], list[float]]:
-        """The calls in which a tensor was measured, and what a metric was there.
+        """Returns the measured calls of a tensor, and the values of a metric in them.
 
-        Raises ValueError for a tensor, metric or direction that has no row.
+        Args:
+            name: the name of the tensor's node.
+            metric: a name of `Metrics`.
+            direction: "fwd" or "bwd".
+
+        Raises:
+            ValueError: there is no row for the tensor, metric or direction.
         """
         found = [r for r in self.rows if r["name"] == name and r["direction"] == direction]
         if not found or metric not in found[0]:
@@ -54,11 +62,14 @@ class History:
         return [r["call"] for r in found], [r[metric] for r in found]
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The rows as a JSON list of objects, NaN and infinities as null; also to ``path``."""
+        """Returns the rows as a JSON list of objects, and writes them to ``path`` if given.
+
+        NaN and infinities become null.
+        """
         return as_json(self.rows, path)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """The rows as CSV with a header; also written to ``path``."""
+        """Returns the rows as CSV with a header, and writes them to ``path`` if given."""
         return as_csv(self.rows, path)
 
     def __str__(self) -> str:

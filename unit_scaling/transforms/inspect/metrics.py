@@ -1,4 +1,4 @@
-"""What is recorded of a tensor: its scale, and what a format would make of it."""
+"""Statistics of a tensor: its scale, and the losses of a cast to a format."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ _FULL_NAMES = {
 
 @dataclass(frozen=True)
 class InFormat:
-    """What a cast to a format, to nearest and with scale 1, would make of a tensor's values.
+    """The losses of a cast of a tensor to a format, rounding to nearest with scale 1.
 
-    zero: the share of all values that is not zero and would become zero. subnormal: the share that
-    would become a subnormal, with fewer bits than the format has. saturated: the share beyond the
-    largest value of the format. NaN is none of these.
-    headroom: how many bits, log2, the largest finite magnitude is below that largest value;
-    negative above it, infinite for a tensor of zeros.
+    NaN counts for none of the fractions.
+
+    Attributes:
+        zero: the fraction of values that are not zero and would become zero.
+        subnormal: the fraction that would become subnormal, with reduced precision.
+        saturated: the fraction beyond the largest value of the format.
+        headroom: log2 of the largest value of the format over the largest finite magnitude;
+            negative if that is larger, infinite for a tensor of zeros.
     """
 
     zero: float
@@ -46,17 +49,20 @@ class InFormat:
 class Metrics:
     """The scale of a tensor in the forward pass, ``fwd``, and of its gradient, ``bwd``.
 
-    bwd is None until there is a gradient. formats: names of `fp8.FORMATS` or formats that `Data`
-    tells the losses in.
+    ``bwd`` is None until the gradient is known.
+
+    Args:
+        fwd_tensor: floating point, any shape.
+        formats: `fp8.Format` objects or names in `fp8.FORMATS` to compute the losses of.
     """
 
     @dataclass
     class Data:
-        """Numbers about the values of one tensor, computed in float32, for float64 in float64.
+        """Statistics of one tensor, computed in float32, or in float64 for float64.
 
-        std is the square root of the unbiased variance; 0 for a single element, which has none.
-        A tensor without elements has 0 everywhere, one with NaN has NaN.
-        formats: by the format's name.
+        ``std`` is the square root of the unbiased variance, and 0 for a single element. A tensor
+        without elements has 0 for every number; NaN propagates to every number. ``formats`` maps
+        names of formats to `InFormat`.
         """
 
         mean_abs: float
@@ -82,9 +88,10 @@ class Metrics:
 
     @staticmethod
     def from_tensor(t: Tensor, formats: Sequence[str | Format] = ()) -> Metrics.Data:
-        """The numbers of a floating-point tensor of any shape.
+        """Returns the statistics of a floating-point tensor of any shape.
 
-        Raises ValueError for an unknown format and for one without a sign.
+        Raises:
+            ValueError: a format is unknown or unsigned.
         """
         rows = [_signed(format) for format in formats]
         t = t.detach()
@@ -108,7 +115,11 @@ class Metrics:
 
     @staticmethod
     def get_full_name(short_name: str) -> str:
-        """A name in words, for plots. Raises ValueError for an unknown name."""
+        """Returns the full name of a metric, for plots.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
         check_name("metric", short_name, _FULL_NAMES)
         return _FULL_NAMES[short_name]
 
@@ -119,7 +130,7 @@ class Metrics:
 
     @staticmethod
     def full_names() -> list[str]:
-        """The same in words."""
+        """The full names of the numbers in `Data`."""
         return list(_FULL_NAMES.values())
 
 
@@ -131,10 +142,10 @@ def _signed(format: str | Format) -> Format:
 
 
 def _losses(sizes: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """The shares of magnitudes that become zero or subnormal and that are too large.
+    """The fractions of magnitudes that become zero, become subnormal or are too large.
 
-    Between two values of a format the nearest wins, and in the middle the even one: half of the
-    smallest subnormal becomes zero, half a step below the smallest normal value that value.
+    Ties round to even: half of the smallest subnormal becomes zero, and half a step below the
+    smallest normal value becomes that value.
     """
     half = format.min_subnormal / 2
     zero = (sizes > 0) & (sizes <= half)

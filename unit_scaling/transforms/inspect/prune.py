@@ -1,4 +1,4 @@
-"""Graphs of `track_scales` without the nodes that say nothing."""
+"""Prunes uninformative nodes from graphs of `track_scales`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,32 @@ __all__ = ["prune_non_float_tensors", "prune_same_scale_tensors", "prune_selecte
 
 
 def prune_non_float_tensors(graph: Graph) -> Graph:
-    """A copy of a graph of `track_scales` without the nodes that are not a floating-point tensor.
+    """Returns a copy of a graph of `track_scales` without nodes that are not floating-point
+    tensors.
 
-    What reads such a node reads its one floating-point input instead, or None where it has none or
+    A reader of such a node gets its one floating-point input instead, or None if it has none or
     several.
-    Raises ValueError for a graph that `track_scales` has not made, TypeError for what is no graph.
+
+    Raises:
+        TypeError: ``graph`` is not a `torch.fx.Graph`.
+        ValueError: the graph was not made by `track_scales`.
     """
     return _pruned(graph, lambda node: not _is_float(node))
 
 
 def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
-    """A copy of a graph of `track_scales` without nodes of the scale of their input: views, casts.
+    """Returns a copy of a graph of `track_scales` without nodes of the same scale as their input.
 
-    Such a node has one floating-point input, and the mean absolute value of both, and of both
-    gradients if there are any, is the same, up to the relative difference ``rtol`` (slices change
-    it slightly). What reads it reads its input instead.
-    Raises ValueError for a graph that `track_scales` has not made, TypeError for what is no graph.
+    Such nodes (views, casts) have one floating-point input with the same mean absolute value, and
+    the same mean absolute gradient if there is one. Their readers get the input instead.
+
+    Args:
+        graph: a graph of `track_scales`.
+        rtol: the allowed relative difference; slices change the mean slightly.
+
+    Raises:
+        TypeError: ``graph`` is not a `torch.fx.Graph`.
+        ValueError: the graph was not made by `track_scales`.
     """
 
     def same(node: Node) -> bool:
@@ -45,10 +55,17 @@ def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
 
 
 def prune_selected_nodes(graph: Graph, targets: Iterable[Callable[..., Any] | str]) -> Graph:
-    """A copy of a graph without the nodes that call one of ``targets``.
+    """Returns a copy of a graph without the nodes that call one of ``targets``.
 
-    targets: functions, or names of methods. What reads such a node reads its one floating-point
-    input instead, or None where it has none or several. Raises TypeError for what is no graph.
+    A reader of such a node gets its one floating-point input instead, or None if it has none or
+    several.
+
+    Args:
+        graph: any graph.
+        targets: functions, or names of methods.
+
+    Raises:
+        TypeError: ``graph`` is not a `torch.fx.Graph`.
     """
     chosen = list(targets)
     return _pruned(graph, lambda node: node.target in chosen, tracked=False)
@@ -87,7 +104,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _float_input(node: Node) -> Node | None:
-    """The floating-point tensor that a node reads, if it is only one."""
+    """The only floating-point input of a node; None if there are none or several."""
     found = [source for source in node.all_input_nodes if _is_float(source)]
     return found[0] if len(found) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Rows of a report as JSON and as CSV."""
+"""Rows of a report as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["as_csv", "as_json"]
 
 
 def as_json(rows: Sequence[Any], path: str | Path | None = None) -> str:
-    """Dataclasses or dicts as a JSON list of objects, also written to ``path``.
+    """Returns dataclasses or dicts as a JSON list of objects, and writes them to ``path`` if given.
 
-    NaN and infinities, which JSON does not have, become null.
+    NaN and infinities become null, as JSON does not support them.
     """
     plain = [
         {name: value if _finite(value) else None for name, value in _as_dict(row).items()}
@@ -26,7 +26,9 @@ def as_json(rows: Sequence[Any], path: str | Path | None = None) -> str:
 
 
 def as_csv(rows: Sequence[Any], path: str | Path | None = None) -> str:
-    """Dataclasses or dicts of the same keys as CSV with a header, also written to ``path``."""
+    """Returns dataclasses or dicts with equal keys as CSV with a header; also writes them to
+    ``path``.
+    """
     out = io.StringIO()
     if rows:
         writer = csv.DictWriter(out, list(_as_dict(rows[0])), lineterminator="\n")

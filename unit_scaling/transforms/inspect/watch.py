@@ -1,7 +1,7 @@
-"""Seeing the products of a model: their operands, outputs and gradients, where they are computed.
+"""Observes the products of a model: their operands, outputs and gradients.
 
-What is measured is the operands as the model hands them over and its result: the transforms of the
-model do their work in between.
+Operands and results are measured as the model passes and receives them; the model's transforms act
+in between.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from ..run.replay import Replay, factor_after
 __all__ = ["Watch"]
 
 _UNCAST = frozenset(["_grouped_mm", "chain_matmul", "multi_dot"])
-"""Products that no recipe is for: these can be seen all the same."""
+"""Products that no recipe applies to; they are measured all the same."""
 
 _ATTENTION = "scaled_dot_product_attention"
 _WEIGHTED = EMBEDDINGS | {kind for kind in PRODUCTS if kind.startswith(("linear", "conv"))}
-"""Products whose second operand is a weight, whatever tensor it is."""
+"""Products whose second operand is always a weight."""
 
 _ADDED = {"addmm": 0, "addmv": 0, "addbmm": 0, "baddbmm": 0, _ATTENTION: 3, "bilinear": 3}
-"""Product -> the place of the argument that is added to it; in all others it is the third."""
+"""Product -> the index of the argument that is added; by default the third."""
 
 _ADDED_NAMES = frozenset(["bias", "attn_mask", "out", "per_sample_weights"])
 
 
 @dataclass
 class _Operand:
-    """label: its name in the call. factor: what the plan multiplies it by. after: what the plan
-    multiplies its gradient by before a kernel gets that."""
+    """label: its name in the call. factor: the plan's factor of the operand. after: the plan's
+    factor of its gradient before the backward kernels.
+    """
 
     label: str
     kind: str
@@ -59,18 +60,19 @@ class _Operand:
 
 
 PASSED = "passed gradient"
-"""The kind of gradients that no cast sees: they go on to calls in high precision, or to the next
-product, where they are those of an output."""
+"""Gradients that are not cast: they propagate to calls in high precision, or to another product,
+where they are measured as the gradient of its output.
+"""
 
-#: Functions of `unit_scaling` that return what they are given, and scale its gradient.
+#: Functions of `unit_scaling` that return their input and scale its gradient.
 _SAME = {"scale_bwd", "residual_split"}
 
 
 @dataclass
 class _Product:
-    """A call. scores: its output goes into the softmax of an attention.
+    """A call. scores: whether its output feeds the softmax of an attention.
 
-    biases: the products that what is added to the logits comes from.
+    biases: the products that an additive bias of the logits comes from.
     """
 
     path: str
@@ -82,16 +84,16 @@ class _Product:
 
     @property
     def mixes(self) -> bool:
-        """Whether it multiplies activations with each other, as queries are with keys."""
+        """Whether it multiplies activations with activations, as in queries times keys."""
         return self.call != _ATTENTION and all(t.kind != "weight" for t in self.tensors)
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a tensor comes from.
+    """The origin of a tensor.
 
-    sources: the nearest products above it. parameter: whether it is one, or a view or copy of one.
-    probabilities: whether it is the softmax of the scores of an attention.
+    sources: the nearest products above it. parameter: whether it is a parameter, or a view or copy
+    of one. probabilities: whether it is the softmax of attention scores.
     """
 
     sources: frozenset[int] = frozenset()
@@ -102,7 +104,7 @@ class _Origin:
 class Watch(Observer):
     """Measures one call of a model. parameters: names by id. notes: what could not be measured.
 
-    computing: the paths of modules that compute a weight; their products are none of the model's.
+    computing: the paths of modules that compute a weight; their products are skipped.
     """
 
     def __init__(self, parameters: dict[int, str], computing: frozenset[str] = frozenset()) -> None:
@@ -116,7 +118,7 @@ class Watch(Observer):
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
-        """One that measures nothing: copies are made to see what a model does, not how."""
+        """Returns an inactive copy: models are copied to record what they do."""
         twin = Watch({})
         twin.active = False
         return twin
@@ -140,7 +142,7 @@ class Watch(Observer):
         tensors = [t for _, t in tensors_in((args, kwargs))]
         origins = [self._origin(t) for t in tensors]
         origin = self._joined(kind, origins)
-        # what is made of constants, the angles of rotary embeddings say, is none of the model's
+        # products of constants (the angles of rotary embeddings, for example) are not measured
         product = product and any(
             o.parameter or o.sources or t.requires_grad
             for o, t in zip(origins, tensors, strict=True)
@@ -160,7 +162,7 @@ class Watch(Observer):
         return self._origins.get(tensor, _Origin())
 
     def _joined(self, kind: str, origins: list[_Origin]) -> _Origin:
-        """The origin of what a call returns that is not a product."""
+        """The origin of the result of a call that is not a product."""
         sources = frozenset[int]().union(*(o.sources for o in origins))
         if kind == "softmax":
             scores = {s for s in sources if self._products[s].mixes}
@@ -205,7 +207,7 @@ class Watch(Observer):
     def _hooked(
         self, product: _Product, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[Slot, _Operand]]:
-        """The arguments with a hook on each operand, and the operands by slot."""
+        """Returns the arguments with a hook on each operand, and the operands by slot."""
         slots: dict[Slot, _Operand] = {}
 
         def watched(slot: Slot, tensor: Tensor) -> Tensor:
@@ -220,7 +222,8 @@ class Watch(Observer):
             slots[slot] = operand
             product.tensors.append(operand)
             if tensor.requires_grad and torch.is_grad_enabled():
-                # Its gradient is that of this call alone. A view could not pass a sparse one on.
+                # Its gradient is that of this call alone. A view would not support sparse
+                # gradients.
                 tensor = torch.ops.aten.alias.default(tensor)
                 tensor.register_hook(operand.note)
             return tensor
@@ -241,10 +244,10 @@ class Watch(Observer):
         operand.probabilities = origin.probabilities
         return operand
 
-    # What was found
+    # Results
 
     def results(self) -> Iterator[tuple[str, str, int, str, str, float]]:
-        """(path, call, number, tensor, kind, rms) of everything measured, in order."""
+        """(path, call, number, tensor, kind, rms) of every measurement, in order."""
         small = self._small()
         for index, product in enumerate(self._products):
             for t in product.tensors:
@@ -261,7 +264,7 @@ class Watch(Observer):
                     )
 
     def _small(self) -> set[int]:
-        """The products that compute queries, keys or biases of logits, and nothing else."""
+        """The products that compute only queries, keys or biases of logits."""
         small: set[int] = set()
         other: set[int] = set()
         for index in reversed(range(len(self._products))):
@@ -292,7 +295,7 @@ def _named(product: _Product, t: _Operand, small: bool) -> tuple[str, str, str]:
 
 
 def _is_added(call: str, slot: Slot) -> bool:
-    """Whether an argument is a bias, a mask or the like: added, not multiplied."""
+    """Whether an argument is added (a bias or mask), not multiplied."""
     if isinstance(slot[0], str):
         return slot[0] in _ADDED_NAMES or (slot[0] == "input" and _ADDED.get(call) == 0)
     if call in ("einsum", *EMBEDDINGS, *RECURRENT):
@@ -306,6 +309,6 @@ def _measurable(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def _norm(tensor: Tensor) -> Tensor:
-    """In float64, so that no square overflows."""
+    """The norm in float64, so that squares do not overflow."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     return torch.linalg.vector_norm(values, dtype=torch.float64)

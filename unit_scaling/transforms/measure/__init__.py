@@ -1,4 +1,5 @@
-"""What the planner leaves to measurement: corrections of forward factors, and gauges of gradients.
+"""Measured factors: corrections of forward factors, and gauges of gradients.
 
-One step of a copy of the model under its plan; the same result in all processes of a job.
+Both are measured in one step of a copy of the model under its plan, and are the same in all
+processes of a job.
 """

@@ -1,16 +1,16 @@
-"""The gauge of gradients: a power of two for each region of a model, measured in one step.
+"""Gauges of gradients: a power of two for each region of a model, measured in one step.
 
-Let the gradient that leaves call v be the true gradient of the scaled function times 2**c(v). Where
-a gradient goes from v back to u it is multiplied by 2**(c(u) - c(v)). Then the gradient of every
-parameter is the true one times a power of two of its own, whatever the exponents c: they may be
-chosen so that all gradients that enter a product have RMS 1.
+Let the gradient at the output of call v be the true gradient of the scaled function times 2**c(v).
+A gradient that propagates from v to u is multiplied by 2**(c(u) - c(v)). The gradient of every
+parameter is then the true one times a power of two, for any exponents c. They are chosen such that
+all gradients that enter a product have RMS 1.
 
-A *region* is what hangs together by calls that have no factor anyway. Products and weighted adds
-have factors: they take the ratio of two gauges along, and regions end there. A region has one
-exponent, which suits most of its products; a product that it does not suit has one of its own, with
-factors where it meets the region. The exponent is the one that needs the fewest of these.
+A *region* is a connected set of calls without factors. Products and weighted adds have factors that
+absorb the ratio of two gauges, so regions end there. A region has one exponent, chosen to minimise
+the number of extra factors. A product that it does not suit gets its own exponent, with factors
+where it meets the region.
 
-What is measured is in `measure.measuring`.
+The measurements are described in `measure.measuring`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["place", "with_true_gradients"]
 
 
 class _Regions:
-    """The gauges of a plan. exponents: of the result of each call, and of each parameter."""
+    """The gauges of a plan. exponents: of the result of each node."""
 
     def __init__(
         self, planned: Planned, measured: Measured, settled: Settled, true_gradients: bool
@@ -59,11 +59,10 @@ class _Regions:
         self.exponents: list[int] = [0] * len(self.nodes)
         self._shift = self._offset()
         if not any(node.function is torch.autograd.grad for node in self.nodes):
-            self._choose()  # what takes gradients itself has one gauge
+            self._choose()  # a model that calls autograd.grad has one gauge
 
     def _riding(self, index: int) -> Iterable[Slot]:
-        """The slots of a call whose factors cost nothing more, or no more than that of a parameter,
-        which they make unnecessary."""
+        """The slots of a call whose factor is free, or replaces the factor of a parameter."""
         node = self.nodes[index]
         step = None if node.key is None else self.plan.steps.get(node.key)
         weighted = [slot for slot, fwd, _ in (step.slots if step else ()) if fwd != 1]
@@ -92,7 +91,8 @@ class _Regions:
         return node.function is None and (node.parameter is not None or node.wanted)
 
     def _join(self) -> set[int]:
-        """Joins what has no factor between; returns the nodes with an edge that can have none."""
+        """Joins nodes without a factor in between; returns the nodes of edges that cannot have
+        one."""
         tied: set[int] = set()
         for index, i in self.edges:
             node = self.nodes[index]
@@ -107,7 +107,7 @@ class _Regions:
         return tied
 
     def _boundaries(self) -> Counter[int]:
-        """How many edges of each call would need a factor if it had a gauge of its own."""
+        """For each call, the number of edges that would need a factor if it had its own gauge."""
         edges = [(r, i.node) for r, i in self.edges if (r, i.slot) not in self._free]
         return Counter(n for edge in edges if not self._is_leaf(edge[1]) for n in edge)
 
@@ -115,7 +115,7 @@ class _Regions:
         return i.slot in node.written
 
     def _join_base(self, index: int) -> set[int]:
-        """What is written to in place is one value with all that it is a view of."""
+        """Joins a tensor written in place with everything it is a view of."""
         joined = {index}
         while self.nodes[index].kind in TRANSPARENT and self.nodes[index].inputs:
             above = self.nodes[index].inputs[0].node
@@ -125,8 +125,9 @@ class _Regions:
         return joined
 
     def _wanted(self, index: int) -> float | None:
-        """The exponent that brings the gradient of a call to RMS 1; of a product whose factor is
-        not in its kernels, the gradient that these get."""
+        """The exponent that brings the gradient of a call to RMS 1. For a product whose factor is
+        applied outside its kernels, that of the gradient that the kernels receive.
+        """
         node, key = self.nodes[index], self.nodes[index].key
         found = None if key is None else self._measured.gradients.get(key)
         step = None if key is None else self.plan.steps.get(key)
@@ -140,7 +141,7 @@ class _Regions:
             if node.live and not self._is_leaf(index):
                 members[self._find(index)].append(index)
         chosen = {root: self._of_region(calls) for root, calls in members.items()}
-        for index in reversed(range(len(self.nodes))):  # zero gradients: as what reads them
+        for index in reversed(range(len(self.nodes))):  # zero gradients: the gauge of their reader
             root = self._find(index)
             if root in chosen and chosen[root] is None:
                 chosen[root] = next(
@@ -157,13 +158,13 @@ class _Regions:
         leaves = [index for index in range(len(self.nodes)) if self._is_leaf(index)]
         for index in leaves:
             self.exponents[index] = self._of_leaf(index, chosen)
-        for bias, weight in self._biases():  # the product gives it the factor of its weight
+        for bias, weight in self._biases():  # the product applies its weight's factor to the bias
             own = self._measured.parameters.get(self.nodes[bias].parameter or "")
             if own is None or abs(self.exponents[weight] + own) <= REACH:
                 self.exponents[bias] = self.exponents[weight]
 
     def _biases(self) -> Iterator[tuple[int, int]]:
-        """The parameters that are biases of one product and nothing else, and its weight."""
+        """(bias, weight) of products, for parameters that are the bias of one product only."""
         uses = Counter(i.node for _, i in self.edges)
         for node in self.nodes:
             step = None if node.key is None else self.plan.steps.get(node.key)
@@ -175,8 +176,9 @@ class _Regions:
                     yield bias, weight
 
     def _offset(self) -> int:
-        """What is added to the gauges that another form of call has settled: its gradient may start
-        with another size."""
+        """The offset to gauges fixed by another call signature, whose gradient may have another
+        initial scale.
+        """
         known = self._settled.gauges
         moves = [-g - known[key] for key, g in self._measured.gradients.items() if key in known]
         return round(sorted(moves)[len(moves) // 2]) if moves else 0
@@ -209,8 +211,9 @@ class _Regions:
         return self.nodes[index].kind in PRODUCTS | RECURRENT
 
     def _own(self, index: int, region: int) -> int:
-        """The exponent of a call: that of its region, unless it is a product that it does not
-        suit."""
+        """The exponent of a call: that of its region, or its own for a product that it does not
+        suit.
+        """
         wanted = self._wanted(index)
         if not self.is_product(index) or index in self._tied or wanted is None:
             return region
@@ -237,7 +240,7 @@ class _Regions:
 
 
 def operands(node: Node, step: Step | None) -> dict[str, Slot]:
-    """The tensors of a product, by the names of the scales that its op takes for them."""
+    """The tensor operands of a product, by the names of their scales in its op."""
     if step is None or step.op not in OPS or node.kind not in PRODUCTS | {"linear_readout"}:
         return {}
     op = OPS[step.op]
@@ -249,14 +252,15 @@ def operands(node: Node, step: Step | None) -> dict[str, Slot]:
     slots = {id(t): slot for slot, t in (*tensors_in(node.args), *tensors_in(node.kwargs))}
     names = op.scales(node.args, node.kwargs, func=node.function).keys()
     found = {name: slots[id(t)] for name in names if id(t := given.get(name)) in slots}
-    if "mat1" in found and given["input"].dim() > 1:  # a term of its own, not a bias
+    if "mat1" in found and given["input"].dim() > 1:  # a term of the sum, not a bias
         found.pop("input", None)
     return found
 
 
 def with_true_gradients(planned: Planned) -> None:
-    """Gives the products of a plan the gradients of the function that they compute: the rules of
-    their ops scale those of weights by themselves."""
+    """Gives the products of a plan the true gradients of the scaled function; their op rules scale
+    weight gradients independently.
+    """
     steps = planned.plan.steps
     for node in planned.flow.nodes:
         step = None if node.key is None else steps.get(node.key)
@@ -267,7 +271,7 @@ def with_true_gradients(planned: Planned) -> None:
 def place(planned: Planned, measured: Measured, settled: Settled, true_gradients: bool) -> None:
     """Writes corrections and gauges into a plan.
 
-    true_gradients: whether the gradients of parameters are those of the model, exactly.
+    true_gradients: whether the gradients of parameters must be exactly those of the model.
     """
     plan, nodes = planned.plan, planned.flow.nodes
     for index, node in enumerate(nodes):
@@ -314,7 +318,7 @@ def _gauged(node: Node, step: Step | None, ratios: dict[Slot, int]) -> Step:
     assert step is not None
     output = step.output * _rule(node, step)
     scales = {name: output * 2.0 ** ratios.pop(slot, 0) for name, slot in names.items()}
-    if "bias" in scales:  # the product gives it the factor of the weight
+    if "bias" in scales:  # the product applies the weight's factor to the bias
         rest = scales["bias"] / scales["weight"]
         scales["bias"] = scales["weight"]
         if rest != 1:
@@ -324,15 +328,14 @@ def _gauged(node: Node, step: Step | None, ratios: dict[Slot, int]) -> Step:
 
 
 def _rule(node: Node, step: Step) -> float:
-    """The factor that the op of a product gives its result."""
+    """The output factor of a product's op."""
     assert step.op is not None
     op, constraint = OPS[step.op], step.constraint
     return op.scales(node.args, node.kwargs, func=node.function, constraint=constraint)["output"]
 
 
 def _told(row: Row, node: Node, exponent: int, correction: int) -> Row:
-    """The row of a call with what was measured: the correction of its factor, and of a product the
-    gauge of its gradient."""
+    """The report row of a call, with the correction of its factor and, for a product, its gauge."""
     said = [row.why] if row.why else []
     if correction:
         said.append(f"measured: times {2.0**correction:g}")

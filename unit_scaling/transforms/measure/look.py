@@ -1,7 +1,7 @@
-"""How a plan is made: a copy of the model is recorded, then measured.
+"""Makes a plan: records one copy of the model, then measures a second one.
 
-The copies share the parameters of the model, have buffers of their own and no hooks. The random
-state is put back afterwards.
+The copies share the model's parameters, have their own buffers and no hooks. The random state is
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call."""
 
 RUNNING = Stack()
-"""The scopes that are running in this thread, innermost last: at most one, in practice."""
+"""The scopes that are running in this thread, innermost last; in practice at most one."""
 
 UNSEEN = "unit_scale has not seen this form of call yet"
 
 
 class Looking(Scope, Protocol):
-    """What a look at a model needs to know of its `unit_scale`.
+    """The part of `UnitScale` that recording and measuring use.
 
-    arriving: the exponent of what arrives from outside in the first form of call, once it is known.
+    arriving: the exponent of gradients arriving at the output in the first call signature, once
+    known.
     """
 
     kinds: dict[Callable[..., Any], str]
@@ -58,13 +59,13 @@ class Looking(Scope, Protocol):
     arriving: int | None
 
     def settle(self) -> None:
-        """Takes over what the plans so far have measured."""
+        """Adopts what the plans so far have measured."""
 
     def within(self, path: str, call: Call) -> Any:
-        """``call()``, the forward of the module named ``path``."""
+        """Runs ``call()``, the forward of the module at ``path``."""
 
     def forget_loose(self, plan: Plan) -> None:
-        """Drops plans that were made with less known than ``plan``."""
+        """Drops plans that were made with fewer measurements than ``plan``."""
 
 
 def _without_warnings() -> AbstractContextManager[Any]:
@@ -74,7 +75,7 @@ def _without_warnings() -> AbstractContextManager[Any]:
     return quiet
 
 
-# While a model is recorded: its warnings come when it runs. Filters belong to the process.
+# Suppresses warnings while recording; they are shown when the model runs. Filters are per process.
 _SILENT = Setting(_without_warnings)
 
 
@@ -87,11 +88,10 @@ def look(
     evaluate: bool = False,
     actual: Actual | None = None,
 ) -> Plan:
-    """The plan for a call of ``module``, which is at ``path`` in the model of ``scope``.
+    """Returns the plan for a call of ``module``, which is at ``path`` in the model of ``scope``.
 
-    evaluate: whether the copy runs in evaluation, whatever ``module`` does. actual: what a step of
-    the model itself has shown.
-    Raises RuntimeError for a model that FSDP2 has sharded, which cannot be copied.
+    evaluate: run the copy in evaluation mode. actual: measurements from a step of the model itself.
+    Raises RuntimeError for a model sharded by FSDP2, which cannot be copied.
     """
     if is_sharded(module):
         raise RuntimeError(
@@ -117,7 +117,7 @@ def look(
 def _record(
     scope: Looking, twin: nn.Module, path: str, given: Given, weights: Weights
 ) -> tuple[Recorder, dict[Slot, int]]:
-    """Runs a copy without gradients: (what it did, the nodes of its results)."""
+    """Runs a copy without gradients; returns (its recorder, the nodes of its results)."""
     wanted = [t.requires_grad for _, t in tensors_in(given)]
     args, kwargs = detached(given)
     copies = [id(t) for _, t in tensors_in((args, kwargs))]
@@ -139,9 +139,9 @@ def _measure(
     given: Given,
     actual: Actual | None,
 ) -> Mapping[Key, float]:
-    """Measures what the plan of a recorded model leaves to measurement, and completes it.
+    """Measures corrections and gauges for a plan and completes it.
 
-    Returns the RMS of the true gradient at each call.
+    Returns log2 of the RMS of the true gradient at each call.
     """
     with_true_gradients(planned)
     scope.settle()
@@ -150,7 +150,7 @@ def _measure(
     plan, settled = planned.plan, scope.settled
     loss = None if actual is None else actual.loss
     known: Mapping[Place, int] = settled.corrections
-    if planned.settled:  # the factors are those for that length, the gradients those of this one
+    if planned.settled:  # factors are for that length, gradients for this one
         other = twin_of(twin, find_scope(twin, _Recorded), _Recorded(scope))
         with torch.no_grad():
             known = _step(scope, planned, other, path, given, known, True)[0].finish({}).corrections
@@ -159,7 +159,7 @@ def _measure(
     if actual is not None:
         plan.final, plan.outside = True, actual.outside
     elif settled.parameters and not plan.final:
-        plan.outside = scope.arriving or 0  # as in the form of call that was first
+        plan.outside = scope.arriving or 0  # as in the first call signature
     if preserve:
         plan.outside = 0  # gradients of parameters are the true ones
     found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
@@ -181,10 +181,10 @@ def _step(
     at_settled_length: bool,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> tuple[Measuring, str]:
-    """Runs a copy forward, and backward where gradients are recorded: (what was measured, why
-    there was no backward pass).
+    """Runs a copy forward and, if gradients are recorded, backward.
 
-    known: corrections that were measured before. at_settled_length: as in `Measuring`.
+    Returns (measurements, why the backward pass failed). known: corrections measured before.
+    at_settled_length: as in `Measuring`.
     """
     rest = (scope.kinds, scope.replacements, scope.path.items)
     mode = Measuring(planned, known, at_settled_length, *rest)
@@ -212,7 +212,7 @@ def _settings(scope: Looking, weights: Weights, whole: bool) -> Settings:
 
 
 def _run_in(scope: Looking, mode: TorchFunctionMode, path: str, call: Call) -> Any:
-    """``call()``, the forward of a copy of the module named ``path``, in a mode."""
+    """Runs ``call()``, the forward of a copy of the module at ``path``, under a mode."""
     RUNNING.items.append(scope)
     try:
         with mode:
@@ -226,7 +226,7 @@ def _devices(model: nn.Module) -> list[int]:
 
 
 def _names(model: nn.Module, path: str) -> dict[int, str]:
-    """The names of parameters, and of what they are once they are pruned, by id."""
+    """Names of parameters and of pruned weights, by id."""
     prefix = f"{path}." if path else ""
     names = {id(p): prefix + n for n, p in model.named_parameters(remove_duplicate=True)}
     for name, child in model.named_modules(prefix=path):
@@ -236,21 +236,22 @@ def _names(model: nn.Module, path: str) -> dict[int, str]:
 
 
 class _Recorded:
-    """The scope of the copy that is recorded, in place of that of the model."""
+    """The scope of a copy, in place of the model's while it is recorded and measured."""
 
     order = 0
 
     def __init__(self, scope: Looking) -> None:
         self.scope = scope
         self.path = scope.path
-        #: What measures it, in the backward pass too.
+        #: The measuring mode, used in the backward pass too.
         self.measuring: Measuring | None = None
 
     def inside(self, path: str) -> Places | None:
-        """As of the scope. Raises RuntimeError in a thread that the forward pass has started: it
-        has no part in the plan, and would wait for the recording, which waits for it."""
+        """As the scope's. Raises RuntimeError in a thread started by the forward pass: its calls
+        are not in the plan, and it would deadlock with the recording.
+        """
         if not RUNNING.items and self.measuring is not None:
-            return None  # a checkpoint computes it again
+            return None  # recomputed by a checkpoint
         if not RUNNING.items:
             raise RuntimeError(
                 f"unit_scale: {path!r} runs in another thread than the forward pass that it is "
@@ -261,7 +262,7 @@ class _Recorded:
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """As of the scope; raises as `inside`."""
+        """As the scope's; raises as `inside`."""
         if self.inside(path) is not None or self.measuring is None:
             return self.scope.run(call, module, path, args, kwargs)
         RUNNING.items.append(self.scope)
@@ -273,7 +274,9 @@ class _Recorded:
 
 
 def _end(planned: Planned, ends: Mapping[Slot, int], sizes: Mapping[Key, float]) -> None:
-    """Writes into a plan what the results of the model need, which come from the calls ``ends``."""
+    """Writes the gauges and sizes of the model's results, computed by the calls ``ends``, into a
+    plan.
+    """
     plan, flow = planned.plan, planned.flow
     for slot, index in ends.items():
         node = flow.nodes[index]

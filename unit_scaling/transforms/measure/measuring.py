@@ -1,8 +1,8 @@
-"""One step of a recorded model under its plan: what the factors of calls miss, and the gradients.
+"""One step of a recorded model under its plan: measures factors and gradients.
 
-The recorded copy runs forward and backward once, with the model's own loss, or with a unit normal
-gradient of its outputs. On the way forward rules that miss RMS 1 by more than `REACH` are
-corrected by a power of two: they take positions for uncorrelated, and inputs for RMS 1.
+The copy runs forward and backward once, with the model's own loss, or with unit normal gradients at
+its outputs. In the forward pass, op rules whose results differ from RMS 1 by more than `REACH` are
+corrected by a power of two: rules assume uncorrelated positions and inputs of RMS 1.
 """
 
 from __future__ import annotations
@@ -33,23 +33,27 @@ from .ranks import agreed, is_alone
 __all__ = ["REACH", "Actual", "Measured", "Measuring", "Watching", "measure"]
 
 REACH = 1.5
-"""By how many octaves an RMS may miss 1: [1/4, 4] is 2, and half of one is for what differs from
-batch to batch. The factor of a rule is corrected where it misses by more, and a gauge is another
-one for a product that it misses by more."""
+"""The allowed error of log2(RMS). [1/4, 4] allows 2; 0.5 is left for variation between batches.
+
+A rule is corrected, and a product gets its own gauge, if the error is larger.
+"""
 
 
 @dataclass
 class Measured:
-    """The binary logarithms of RMS values. gradients: of the results of calls. parameters: of the
-    gradients of parameters. corrections: place of a call -> exponent of a factor of its result: all
-    passes of a loop have one."""
+    """log2 of RMS values. gradients: of the results of calls. parameters: of the gradients of
+    parameters.
+
+    corrections: place of a call -> exponent of a factor of its result, shared by all loop
+    iterations.
+    """
 
     gradients: dict[Key, float] = field(default_factory=dict)
     parameters: dict[str, float] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
 
     def shared(self, name: str) -> Measured:
-        """That of the first process of the job: see `measure.ranks`."""
+        """The measurements of the first process of the job: see `measure.ranks`."""
         if is_alone():
             return self
         tables = [pairs(getattr(self, f.name)) for f in fields(self)]
@@ -58,9 +62,10 @@ class Measured:
 
 
 class Actual(NamedTuple):
-    """What a step of the model itself has shown. gradients: of calls, the binary logarithm of their
-    RMS. outside: as in `Plan`, of the plan to be made. loss: the model's output -> its loss, where
-    that is known in place of gradients."""
+    """Measurements from a step of the model itself. gradients: log2 of the RMS, by call. outside:
+    as in `Plan`, for the new plan. loss: maps the output to the loss, if known instead of
+    gradients.
+    """
 
     gradients: Mapping[Key, float]
     outside: int | None
@@ -68,9 +73,9 @@ class Actual(NamedTuple):
 
 
 class Watching(Replay):
-    """Executes a plan, and measures the gradients of the results of its calls.
+    """Executes a plan and measures the gradients of the results of its calls.
 
-    keys: of these calls alone; None for all.
+    keys: the calls to measure; None for all.
     """
 
     def __init__(self, plan: Plan, keys: Collection[Key] | None, *rest: Any) -> None:
@@ -88,7 +93,7 @@ class Watching(Replay):
         self, step: Step | None, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         output = super()._called(step, function, args, kwargs)
-        key, self._key = self._key, None  # no plan knows the next call, perhaps
+        key, self._key = self._key, None  # the next call may not be in the plan
         if key is not None and (self._keys is None or key in self._keys):
             output = self._seen(key, output)
         return output
@@ -105,14 +110,14 @@ class Watching(Replay):
                 return
             try:
                 norm = torch.linalg.vector_norm(grad.detach(), dtype=_wide(grad)).item()
-            except RuntimeError:  # what vmap computes shows no values
+            except RuntimeError:  # no values inside vmap
                 return
             self._squares[key].append((norm**2, grad.numel()))
 
         tensor.register_hook(note)
 
     def gradients(self) -> dict[Key, float]:
-        """The binary logarithm of the RMS of each gradient that has come and is not zero."""
+        """log2 of the RMS of each measured gradient that is finite and not zero."""
         found = {}
         for key, parts in list(self._squares.items()):
             mean = sum(square for square, _ in parts) / max(1, sum(count for _, count in parts))
@@ -122,10 +127,10 @@ class Watching(Replay):
 
 
 class Measuring(Watching):
-    """Corrects the factors of a plan on the way forward.
+    """Corrects the factors of a plan in the forward pass.
 
-    known: corrections that were measured before. at_settled_length: whether attention that is
-    scaled for another length than this one counts as one of RMS 1, as it is for that length.
+    known: corrections measured before. at_settled_length: whether attention that is scaled for
+    another length is normalised to RMS 1, as it has at that length.
     """
 
     def __init__(
@@ -146,7 +151,7 @@ class Measuring(Watching):
         self._passes: dict[Place, list[int]] = defaultdict(list)
 
     def again(self) -> Measuring:
-        """The same for what is computed once more in the backward pass."""
+        """A copy that shares the measurements, for recomputation in the backward pass."""
         other = Measuring(*self._rest)
         other.found, other._squares = self.found, self._squares
         other._passes = defaultdict(list)
@@ -179,8 +184,11 @@ class Measuring(Watching):
         return output * 2.0**exponent if exponent else output
 
     def finish(self, actual: Mapping[Key, float]) -> Measured:
-        """What was found, once the gradients are there. actual: the gradients of the model's own
-        step, of some calls; those of the others follow them."""
+        """Returns the measurements, after the backward pass.
+
+        actual: gradients of some calls in a step of the model itself; all others are shifted
+        accordingly.
+        """
         for place, exponents in self._passes.items():
             self.found.corrections[place] = sorted(exponents)[len(exponents) // 2]
         found = self.gradients()
@@ -204,13 +212,11 @@ def measure(
     prefix: str,
     loss: Loss | None = None,
 ) -> str:
-    """Runs a step of ``twin`` with other tensors for its parameters, whose gradients are those of
-    the model.
+    """Runs a step of ``twin`` with copies of its parameters, which receive the gradients.
 
     run: calls the twin under ``mode``. given: its arguments. prefix: of the names of parameters.
-    loss: as in `Actual`.
-    Products are not cast, whatever the recipe in force. Returns why there is no backward pass where
-    it fails, as that of the model itself does.
+    loss: as in `Actual`. Products are not cast, whatever the active recipe. Returns why the
+    backward pass failed, as that of the model itself does.
     """
     grads, failed = records(), ""
     parameters = {
@@ -218,7 +224,7 @@ def measure(
         for name, p in twin.named_parameters()
     }
 
-    for path, child in twin.named_modules():  # a copy has no hooks that prune it
+    for path, child in twin.named_modules():  # copies lack the hooks that prune
         for original, name in pruned(child).items():
             values = parameters[f"{path}.{original}" if path else original]
             setattr(child, name, values * getattr(child, f"{name}_mask"))
@@ -240,7 +246,7 @@ def measure(
 
 
 class _Held(nn.Module):
-    """A module, and what is called while it has other parameters."""
+    """A module and a callable that runs while its parameters are replaced."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -258,7 +264,7 @@ def _backward(
 ) -> bool:
     """Computes the gradients of a model's loss, or of its outputs in a seeded normal direction.
 
-    Their ``.grad`` is written. Returns whether there is a loss.
+    Writes their ``.grad``. Returns whether there is a loss.
     """
     ends, gradients = starts(output, outside)
     named = {n: p for n, p in parameters.items() if p.requires_grad}

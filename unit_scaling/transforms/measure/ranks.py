@@ -1,9 +1,9 @@
-"""What the processes of a job measure, made the same in all of them.
+"""Makes the measurements of all processes of a job equal.
 
-Each process measures on its own part of the data, and gradients that are averaged over processes
-must have one gauge. The first process that has measured writes what it found into the store of the
-default process group; the others take it from there. None waits for another one: that would be a
-deadlock where processes run different models, as the stages of a pipeline do.
+Each process measures on its own data, but gradients averaged over processes need one gauge. The
+first process to finish writes its measurements to the store of the default process group; the
+others read them. No process waits for another: that would deadlock where processes run different
+models, such as pipeline stages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.distributed import distributed_c10d
 __all__ = ["agreed", "fingerprint", "is_alone"]
 
 _TIMES: Counter[str] = Counter()
-"""How often this process has asked for each name."""
+"""How often this process has requested each name."""
 
 
 def fingerprint(*parts: object) -> str:
-    """A name that is the same in all processes with equal parts."""
+    """A hash that is the same in all processes with equal parts."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -32,10 +32,10 @@ def is_alone() -> bool:
 
 
 def agreed(name: str, value: str) -> str:
-    """``value``, or that of the process that has been first to ask for ``name`` as often."""
+    """``value``, or that of the first process to make the same-numbered request for ``name``."""
     if is_alone():
         return value
     _TIMES[name] += 1
-    store = distributed_c10d._get_default_store()  # the public ones have to be made anew
+    store = distributed_c10d._get_default_store()  # public stores must be created anew
     found: bytes = store.compare_set(f"unit_scaling/{name}/{_TIMES[name]}", "", value)
     return found.decode()

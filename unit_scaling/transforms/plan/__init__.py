@@ -1,4 +1,4 @@
-"""What `unit_scale` does about each call: the planner, its deciders in order, and the plan as data.
+"""The plan of `unit_scale`: the planner, its deciders in order, and the plan as data.
 
-A recorded graph goes in, a `steps.Plan` comes out. Nothing runs here.
+Input is a recorded graph, output a `steps.Plan`. Nothing is executed here.
 """

@@ -1,4 +1,4 @@
-"""What the weights among the arguments of a call need, whatever the call is."""
+"""Scale factors for the weights and constants among the arguments of a call."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .steps import Scaling, Settings, Step, with_slots
 __all__ = ["Arguments"]
 
 _MULTIPLY = PRODUCTS - ATTENTION - {"addmm", "baddbmm"}
-"""Kinds that multiply all that they are given, but for biases."""
+"""Kinds that multiply all of their arguments, except biases."""
 
 _SAME = 0.05
-"""A computed weight whose RMS differs from that of a parameter by less is an update of it."""
+"""A computed weight whose RMS differs less than this from a parameter's is an update of it."""
 
 _NEAR_ONE = 0.1
-"""A factor of a constant that is nearer to 1 than this costs more than it gives."""
+"""A factor of a constant closer to 1 than this is dropped: it costs more than it gains."""
 
 
 class Arguments:
-    """The factors of parameters, and of what is computed from them, in the calls of a flow."""
+    """The factors of parameters, and of tensors computed from them, as arguments of calls."""
 
     def __init__(self, flow: Flow, settings: Settings) -> None:
         self.flow = flow
@@ -32,7 +32,7 @@ class Arguments:
         self._exponents = settings.weights.exponents
 
     def restored(self, node: Node) -> Step | None:
-        """The step that brings the weights of a call back to the scale they came with."""
+        """The step that multiplies the weights of a call back to their original scale."""
         found = [
             (i.slot, self._factors.get(self.flow.parameters[i.node] or "", 1.0))
             for i in node.inputs
@@ -40,8 +40,8 @@ class Arguments:
         return with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
 
     def static(self, node: Node) -> tuple[tuple[Slot, int], ...]:
-        """The static scales of the weights of a product: those of their tags, and of one that is
-        computed or has come later, the nearest power of two of its RMS.
+        """The static scale exponents of a product's weights: those of their tags, or log2 of the
+        RMS, rounded, for a weight without a tag (computed or added later).
         """
         found = []
         for i in node.inputs:
@@ -55,7 +55,7 @@ class Arguments:
         return (*self._computed(node), *self._constant(node))
 
     def _computed(self, node: Node) -> list[Scaling]:
-        """Weights that are computed (by a parametrization, say) come at a scale of their own."""
+        """Divides computed weights (of a parametrization, for example) by their own scale."""
         found = [
             (i.slot, 1 / self._scale(i.node))
             for i in node.inputs
@@ -66,9 +66,11 @@ class Arguments:
         return [(slot, factor, factor) for slot, factor in found]
 
     def _scale(self, index: int) -> float:
-        """The scale of a computed weight: its RMS; that of a parameter that it differs little from
-        (a low-rank update, a mask), or 1 where a weight was split after it was divided (weight
-        norm), whatever the RMS has become in training.
+        """The scale of a computed weight.
+
+        It is the factor of a parameter that the weight is an update of (a low-rank update, a mask),
+        1 for a weight that was split after it was divided (weight norm), whatever its RMS has
+        become in training, and otherwise its RMS.
         """
         nodes, weight = self.flow.nodes, self.flow.nodes[index]
         for name in sorted(self.flow.weights(index) & self._factors.keys()):
@@ -80,9 +82,9 @@ class Arguments:
         return 1.0 if split and 0.5 <= weight.rms <= 2 else weight.rms
 
     def _constant(self, node: Node) -> list[Scaling]:
-        """Constants come at a scale of their own: a cosine transform, a blur, the edges of a graph.
+        """Divides constant matrices by their RMS: a cosine transform, a blur, the edges of a graph.
 
-        Rows with a single one are in `selecting`.
+        One-hot rows are handled in `selecting`.
         """
         nodes, given = self.flow.nodes, dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
         if node.kind not in _MULTIPLY or one_hot(self.flow, node):

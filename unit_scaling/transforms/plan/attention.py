@@ -1,6 +1,6 @@
-"""Attention, in one call or spelled out: its factor follows from the number of keys.
+"""Attention, fused or decomposed: its factor depends on the number of keys.
 
-That number is settled by the first form of call, so that all others compute the same.
+The first recorded call fixes that number, so that later calls use the same factor.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ __all__ = ["Attention"]
 
 
 class Attention:
-    """Decides on softmaxes that weigh values, products with them, and attention in one call."""
+    """Decides on softmaxes over attention logits, their products with values, and fused
+    attention."""
 
     def __init__(self, flow: Flow, settings: Settings) -> None:
         self.flow = flow
         self._settings = settings
-        #: The calls whose factor is that of a settled number of keys, and that have another here.
+        #: The calls that use the factor of a fixed number of keys but have another number here.
         self.of_others: set[int] = set()
         self._averages: dict[int, int] = {}  # product of attention weights and values -> keys
 
     def decide(self, index: int, node: Node) -> Decision | None:
-        """The decision of the plan for a call; None for one that is no part of attention."""
+        """The decision for a call; None if it is not part of attention."""
         if index in self._averages:
             keys = self._averages[index]
             factor = keys**-0.5
@@ -39,7 +40,7 @@ class Attention:
         return self._fused(index, node) if node.kind == "scaled_dot_product_attention" else None
 
     def _softmax(self, index: int, node: Node) -> Decision | None:
-        """The softmax of attention: scaled for a fixed number of keys."""
+        """The softmax of decomposed attention, scaled for a fixed number of keys."""
         product = self.flow.weighs(index)
         if product is None or self.flow.nodes[product].kind != "matmul":
             return None
@@ -52,7 +53,7 @@ class Attention:
         return Step(output=factor), "scaled", f"attention over {keys} keys"
 
     def _fused(self, index: int, node: Node) -> Decision:
-        """Attention in one call: the same factor in every form of call, whatever its length."""
+        """Fused attention: the same factor for every sequence length."""
         op = OPS[node.kind]
         given = op.bind(node.args, node.kwargs, node.function)
         mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
@@ -61,7 +62,7 @@ class Attention:
         )
         settings: tuple[tuple[str, Any], ...]
         settings, output = (("context_length", keys), ("is_causal", always)), 1.0
-        if mask is None and causal != always:  # the argument does more than choose the factor
+        if mask is None and causal != always:  # the argument also changes what is computed
             factors = [
                 op.scales((), {**given, "context_length": keys, "is_causal": c})["output"]
                 for c in (always, causal)
@@ -71,7 +72,8 @@ class Attention:
         return step, "scaled", f"over {keys} keys" + (", of the past" if always else "")
 
     def _keys(self, index: int, node: Node, seen: int, causal: bool = False) -> tuple[int, bool]:
-        """(the number of keys to scale for, whether queries see the past only), always the same."""
+        """(the number of keys to scale for, whether attention is causal), fixed at the first
+        call."""
         assert node.key is not None
         found = (self._settings.context or seen, causal)
         settled = self._settings.settled.keys.setdefault(node.key, found)

@@ -1,15 +1,15 @@
 """States that a Python loop carries from one position to the next: ``s = a * s + b``.
 
-A factor at each pass would be raised to the power of their number: the state would forget faster
-than that of the model, or grow. Calls that are made again from the same place, and depend on their
-own earlier results with no product on the way, therefore compute what they did, and so do:
+A factor at each iteration would be raised to the power of the number of iterations: the state would
+decay or grow. Calls that repeat at the same place and depend on their own earlier results without a
+product in between therefore keep their values, and so do:
 
-1. the rest of the loop: functions of the state, and what is linear in front of them;
-2. gates: what multiplies the state, up to the products that they are computed from.
+1. the rest of the loop: functions of the state, and linear calls in front of them;
+2. gates: what multiplies the state, up to the products that compute it.
 
-A loop around products (a recurrent cell, layers) is a network like any other, and is scaled.
-A running sum of nothing but terms, read at its end alone, is one sum and gets one factor; read or
-written in parts (of experts, say), it has none, and its terms keep one weight.
+A loop around products (a recurrent cell, layers) is an ordinary network and is scaled. A running
+sum of terms that is read only at its end is one sum and gets one factor. If it is read or written
+in parts (of experts, for example) it has no factor, and its terms keep equal weights.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _GATES = _FORMED | AVERAGES | _SUMS
 
 
 class Carried:
-    """The calls that are not scaled one by one, because a loop carries their results.
+    """The calls that are not scaled individually, because a loop carries their results.
 
-    adds: the residual adds of the flow, which are none. known: place -> loop, of other forms of
-    call, to which this adds those of the flow: a single pass computes what a loop of them does.
+    adds: the residual adds of the flow, which are excluded. known: place -> loop, of other call
+    signatures; the loops of this flow are added, as a single pass must compute what the loop does.
     """
 
     def __init__(self, flow: Flow, adds: Collection[int], known: dict[Place, int]) -> None:
         self.flow = flow
-        self.sums: dict[int, int] = {}  # call of a running sum -> terms if it is the last, or 1
+        self.sums: dict[int, int] = {}  # call of a running sum -> number of terms if last, else 1
         self._members: dict[Place, list[int]] = defaultdict(list)
         for index, node in enumerate(flow.nodes):
             if node.function is not None and node.live and not node.computed:
@@ -69,11 +69,13 @@ class Carried:
         return index in self._loops or index in self.sums
 
     def spared(self, units: dict[int, Unit]) -> dict[int, Unit]:
-        """The units without any of these calls."""
+        """The units that contain none of these calls."""
         return {end: u for end, u in units.items() if not any(call in self for call in u.calls)}
 
     def decide(self, index: int, restored: Step | None) -> Decision:
-        """As a decision of the plan. restored: the step that brings back the call's weights."""
+        """The decision of the plan. restored: the step that restores the scale of the call's
+        weights.
+        """
         count = self.sums.get(index, 1)
         if count > 1:
             step = replace(restored or Step(), output=count**-0.5)
@@ -94,7 +96,7 @@ class Carried:
         return not product and bool(kinds & _ARITHMETIC) and not cycle & self._scaled
 
     def _is_sum(self, cycle: set[Place]) -> bool:
-        """Whether a cycle is a running sum that nothing else reads; notes its factor if it is."""
+        """Whether a cycle is a running sum that nothing else reads; records its factor if so."""
         calls = [i for place in cycle for i in self._members[place]]
         chain = all(self.flow.readers[a] == [b] for a, b in pairwise(calls))
         if len(cycle) > 1 or self.flow.nodes[calls[0]].kind != "add" or not chain:
@@ -121,12 +123,12 @@ class Carried:
 
 
 def _is_plain(places: set[Place]) -> bool:
-    """Whether nothing is done there but adding and moving."""
+    """Whether the calls at these places only add and move."""
     return not {kind for _, kind, _ in places} & (_ARITHMETIC - _ADDS)
 
 
 def _cycles(edges: Mapping[Place, set[Place]]) -> list[set[Place]]:
-    """The strongly connected parts of a graph that have an edge (Kosaraju's algorithm)."""
+    """The strongly connected components of a graph that have an edge (Kosaraju's algorithm)."""
     back: dict[Place, set[Place]] = {place: set() for place in edges}
     for place, others in edges.items():
         for other in others:
@@ -139,7 +141,7 @@ def _cycles(edges: Mapping[Place, set[Place]]) -> list[set[Place]]:
 
 
 def _visited(edges: Mapping[Place, set[Place]], start: Place, seen: set[Place]) -> list[Place]:
-    """What a depth-first search finds that was not seen before, each after all that it leads to."""
+    """Unseen places in depth-first order, each after all places reachable from it."""
     if start in seen:
         return []
     seen.add(start)

@@ -1,10 +1,10 @@
 """Cosines after the last layer: they keep their values.
 
-A direction is a value over its norm. The product of two directions, or of one and a constant, is at
-most 1, and is meant to be: a margin is added to its angle, a temperature makes a logit of it. Where
-the product goes on into no layer, the directions and the product keep their values. In attention it
-is a logit like any other. Directions that an autograd function reads keep their values too: its
-calls are left alone.
+A direction is a value divided by its norm. The product of two directions, or of a direction and a
+constant, is at most 1 by design: a margin is added to its angle, or a temperature turns it into a
+logit. If the product feeds no layer, the directions and the product keep their values. In attention
+it is a logit like any other. Directions read by an autograd function keep their values as well,
+because its calls are left alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BOUNDED = MOVES | CASTS | frozenset("clamp clamp_min maximum add".split())
 
 
 def cosine_calls(flow: Flow, interior: Interior) -> set[int]:
-    """The calls that make the directions of such cosines, and the products of these."""
-    made: list[set[int]] = []  # of each node, the calls that make the directions in it
+    """The calls that compute the directions of such cosines, and their products."""
+    made: list[set[int]] = []  # for each node, the calls that compute its directions
     found: set[int] = set()
     for index, node in enumerate(flow.nodes):
         made.append(_directions(flow, made, node))
@@ -58,7 +58,7 @@ def _is_over_norm(flow: Flow, node: Node) -> bool:
 
 
 def _is_cosine(flow: Flow, made: list[set[int]], node: Node) -> bool:
-    """Whether a call multiplies directions, or one by a constant."""
+    """Whether a call multiplies two directions, or a direction by a constant."""
     if node.kind not in _PRODUCTS or len(node.inputs) != 2:
         return False
     directions = [bool(made[i.node]) for i in node.inputs]

@@ -1,9 +1,9 @@
 """The interior of a model: the calls whose values a plan may scale.
 
-A call is interior if parameters have gone into its value and it goes on into a layer, a product
-with a weight. Everything else keeps its values: the inputs of the model and what is computed of
-them, its results, its losses and whatever it writes out after its last layer. A part of a model,
-and one without layers, which is a part of another, has layers around it: all of it is interior.
+A call is interior if its value depends on parameters and feeds a layer, that is a product with a
+weight. Everything else keeps its values: the inputs of the model and what is computed from them,
+its results, its losses and all operations after its last layer. A submodule, or a model without
+layers, is assumed to have layers around it: all of it is interior.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Interior"]
 
 
 class Interior:
-    """The interior calls of a flow. whole: whether it is that of a model and not of a part."""
+    """The interior calls of a flow. whole: whether the flow is of a whole model."""
 
     def __init__(self, flow: Flow, whole: bool) -> None:
         nodes = flow.nodes
@@ -30,7 +30,7 @@ class Interior:
         below = flow.before({index for index, layer in enumerate(layers) if layer})
         part = not (whole and any(layers))
         self._inside = [part or (a and b) for a, b in zip(above, below, strict=True)]
-        #: For each node, whether its result goes on into a layer.
+        #: For each node, whether its result feeds a layer.
         self.feeds_layers = below
 
     def __contains__(self, index: int) -> bool:

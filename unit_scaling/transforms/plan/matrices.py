@@ -1,19 +1,19 @@
-"""Formulas of matrices: what is multiplied with itself, added to an identity, inverted, a distance.
+"""Matrix formulas: powers of a matrix, sums with an identity, inverses, distances.
 
-An inverse by Newton's iteration, ``v = v @ (2 * eye - k @ v)``, is a polynomial of one matrix: it
-holds for the values as they are and for no others. With a factor at each product it would go to
-another matrix, or to infinity. Such calls are found by the data flow, from
+An inverse by Newton's iteration, ``v = v @ (2 * eye - k @ v)``, is a polynomial of one matrix and
+only holds for unscaled values. With a factor at each product it would converge to another matrix or
+diverge. Such calls are found by data flow, starting from
 
-1. sums of an identity and a value: ``eye - k`` and what is multiplied by it;
-2. sums of a *power*, a product of values that come from the same one with no weight in between,
-   and a constant or that value: ``3 * x - x @ x.T @ x``;
-3. sums of a product and of squares of what is multiplied: ``x**2 + y**2 - 2 * x @ y``;
-4. means of products that go on into no layer: a correlation over samples, in a loss;
+1. sums of an identity and a value: ``eye - k`` and products with it;
+2. sums of a *power* (a product of values with the same origin and no weight in between) and a
+   constant or that value: ``3 * x - x @ x.T @ x``;
+3. sums of a product and squares of its operands: ``x**2 + y**2 - 2 * x @ y``;
+4. means of products that feed no layer: a correlation over samples, in a loss;
 5. functions of linear algebra, Fourier transforms and `torch.cdist`.
 
-They keep their values, and so does what they are made of from the last layer or softmax on, and
-what is made of them up to the next. Where a result goes on into the model it is multiplied by one
-number, which brings it to the RMS 1 that it does not have by itself.
+They keep their values, as does everything they are computed from since the last layer or softmax,
+and everything computed from them up to the next. A result that feeds the rest of the model is
+multiplied by one factor that brings it to RMS 1.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from .units import Unit, run_calls
 __all__ = ["Matrices"]
 
 KEEPS = "in a formula of matrices: keeps its values"
-"""What the report says."""
+"""The reason shown in the report."""
 
 _ADDS = frozenset(["add", "sub", "rsub"])
 _SQUARES = frozenset("pow square norm vector_norm".split())
 _ENDS = frozenset("softmax log_softmax sigmoid tanh normalize".split())
-"""What has values of its own, whatever it is made of."""
+"""Calls whose output scale does not depend on their input."""
 _FEATURES = frozenset(
     "relu relu6 leaky_relu rrelu elu selu celu gelu silu mish hardswish softplus hardtanh".split()
 )
 _SPELLED = ((ELEMENTWISE | MOVES) - _FEATURES - _ENDS) | frozenset(
     "sum mean norm vector_norm var std amax amin max min maximum minimum logsumexp".split()
 )
-"""Kinds that a formula is written in, products apart."""
+"""Kinds that may be part of a formula, besides products."""
 _CHAINED = MOVES | CASTS | frozenset(["mul", "div", "neg"])
 
 _Root = tuple[int, int]
-"""(node, which of its results)."""
+"""(node, index of its result)."""
 
 
 class Matrices:
-    """calls: those of all formulas. factors: of the results among them.
+    """The calls of all matrix formulas, and the factors of their results.
 
-    settled: those that are known by their call, to which others are added. scales: what parameters
-    were divided by, by name; in a formula they are what they were.
+    settled: factors fixed by earlier plans, by call; new ones are added. scales: parameter name ->
+    the number it was divided by; formulas use the original values.
     """
 
     def __init__(self, flow: Flow, scales: Mapping[str, float], settled: dict[Key, float]) -> None:
@@ -82,11 +82,13 @@ class Matrices:
         return index in self.calls
 
     def spared(self, units: dict[int, Unit]) -> dict[int, Unit]:
-        """The units without any of these calls."""
+        """The units that contain none of these calls."""
         return {end: u for end, u in units.items() if self.calls.isdisjoint(u.calls)}
 
     def decide(self, index: int, restored: Step | None) -> Decision:
-        """As a decision of the plan. restored: the step that brings back the call's weights."""
+        """The decision of the plan. restored: the step that restores the scale of the call's
+        weights.
+        """
         if index in self.factors:
             factor = self.factors[index]
             step = replace(restored or Step(), output=factor)
@@ -94,10 +96,10 @@ class Matrices:
         named = self.flow.is_product(index) or self.flow.nodes[index].kind in ALGEBRA
         return restored, "unchanged" if named else "", KEEPS
 
-    # What values come from
+    # Origins of values
 
     def _found(self, index: int) -> frozenset[_Root]:
-        """The values that a call's are computed from, back to the last layer, softmax or slice."""
+        """The values that a call is computed from, back to the last layer, softmax or slice."""
         node, sources = self.flow.nodes[index], self.flow.sources[index]
         whole = node.kind not in SELECTIONS or node.numel == node.inputs[0].numel
         if not sources or not whole or node.kind in _ENDS or self._is_layer(index):
@@ -113,20 +115,20 @@ class Matrices:
         return [i for i in self.flow.nodes[index].inputs if i.node in self.flow.sources[index]]
 
     def _is_layer(self, index: int) -> bool:
-        """Whether a call multiplies values by weights, or is a layer of another kind."""
+        """Whether a call multiplies values by weights, or is attention or a recurrent layer."""
         node = self.flow.nodes[index]
         weights = any(self.flow.nodes[i.node].computed for i in node.inputs)
         return (weights and self.flow.is_product(index)) or node.kind in RECURRENT | ATTENTION
 
     def _is_power(self, index: int) -> bool:
-        """Whether a call multiplies values that come from the same."""
+        """Whether a call multiplies values with the same origin."""
         values = self._values(index)
         if not self.flow.is_product(index) or self._is_layer(index) or len(values) < 2:
             return False
         first, *others = (self._from(i) for i in values[-2:])
         return any(first & other for other in others)
 
-    # What a formula begins with
+    # Seeds of a formula
 
     def _seeds(self) -> set[int]:
         found = set[int]()
@@ -142,7 +144,7 @@ class Matrices:
         return found
 
     def _averaged(self, index: int) -> set[int]:
-        """A product of values and its quotient, where that is a mean over all that is summed up."""
+        """A product of values and its division by the number of summed terms: a mean."""
         node, at = self.flow.nodes[index], self._product(index)
         numbers = [n for n in node.args if isinstance(n, int | float) and n]
         if at is None or not numbers or self._is_layer(at) or len(self._values(at)) < 2:
@@ -153,7 +155,7 @@ class Matrices:
         return {index, at} if round(divisor) in (count, count - 1) else set()
 
     def _summed(self, index: int) -> set[int]:
-        """A sum and the product in it, where it is one of those that a formula is written in."""
+        """A sum and the product in it, if they seed a formula."""
         nodes, inputs = self.flow.nodes, self.flow.nodes[index].inputs
         given = dict(tensors_in(nodes[index].args))
         for term, other in (inputs, inputs[::-1]):
@@ -172,7 +174,7 @@ class Matrices:
         return set()
 
     def _product(self, index: int) -> int | None:
-        """The product that a value is, but for moves and numbers."""
+        """The product that a value comes from through moves and multiplications by numbers."""
         at = self._base(index)
         return at if self.flow.is_product(at) else None
 
@@ -182,12 +184,12 @@ class Matrices:
         return index
 
     def _squares(self, index: int) -> bool:
-        """Whether a value is a sum of squares, and of nothing but such."""
+        """Whether a value is a sum of squares only."""
         above = reached([index], lambda i: self.flow.sources[i] if self._is_spelled(i) else ())
         kinds = {self.flow.nodes[i].kind for i in above if self._is_spelled(i)}
         return bool(kinds & _SQUARES) and bool(kinds & {"sum", "norm", "vector_norm"})
 
-    # All that belongs to it
+    # Closure of a formula
 
     def _is_spelled(self, index: int) -> bool:
         node = self.flow.nodes[index]
@@ -211,7 +213,7 @@ class Matrices:
         return {i for i in found if flow.nodes[i].function is not None}
 
     def _is_above(self, index: int) -> bool:
-        """Whether a formula goes on above a call that it is made of."""
+        """Whether a formula extends above one of its calls."""
         node = self.flow.nodes[index]
         if index in self._powers or node.kind in _ENDS:
             return True
@@ -223,7 +225,7 @@ class Matrices:
         return all(self._is_spelled(self._base(i.node)) for i in self._values(index))
 
     def _is_below(self, index: int, reader: int, found: set[int]) -> bool:
-        """Whether a formula goes on with a call that reads a part of it."""
+        """Whether a formula extends to a call that reads one of its calls."""
         node = self.flow.nodes[reader]
         if self.flow.is_product(reader):
             identity = self._identity(index)
@@ -232,14 +234,16 @@ class Matrices:
         return known and found.issuperset(self.flow.sources[reader])
 
     def _identity(self, index: int) -> bool:
-        """Whether a value is the sum of an identity and others, but for moves and numbers."""
+        """Whether a value is a sum with an identity, up to moves and multiplications by numbers."""
         add = self.flow.nodes[self._base(index)]
         return add.kind in _ADDS and any(_is_identity(t) for _, t in tensors_in(add.args))
 
-    # Its results
+    # Results of a formula
 
     def _results(self, settled: dict[Key, float]) -> dict[int, float]:
-        """The factor of each result that goes on into products, and that nothing else reads."""
+        """The factor of each result that feeds products and that no other call of the formula
+        reads.
+        """
         nodes, readers = self.flow.nodes, self.flow.readers
         ends = [i for i in sorted(self.calls) if self.calls.isdisjoint(readers[i])]
         ends = [i for i in ends if self._mixing[i]]
@@ -253,7 +257,7 @@ class Matrices:
         return {i: settled[key] for i, key in keys.items() if settled[key] != 1}
 
     def _weights(self) -> dict[int, Tensor]:
-        """The parameters in the formulas, as they were."""
+        """The original values of the parameters in the formulas."""
         found: dict[int, Tensor] = {}
         for node in (self.flow.nodes[call] for call in self.calls):
             given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
@@ -266,7 +270,7 @@ class Matrices:
 
 @torch.no_grad()
 def _is_identity(tensor: Tensor | None) -> bool:
-    """Whether it is a multiple of an identity, or several."""
+    """Whether a tensor is a multiple of an identity, or a batch of these."""
     if tensor is None or tensor.dim() < 2 or tensor.is_meta or tensor.layout is not torch.strided:
         return False
     *_, rows, columns = tensor.shape

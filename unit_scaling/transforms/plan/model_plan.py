@@ -1,4 +1,4 @@
-"""The plan of a model as data: what `unit_scale` decided, printed, saved and applied again."""
+"""The plan of a model as data: printed, saved and applied again."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ VERSION = 3
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What `unit_scale` decided for a model: `unit_scaling.plan` gives it.
+    """The decisions of `unit_scale` for a model, as returned by `unit_scaling.plan`.
 
-    It prints as a table of the calls that have a factor. `to_json` writes it, `from_json` reads it,
-    and ``unit_scale(model, plan=...)`` applies it to another model of the same architecture, which
-    then needs no first run to be looked at: all processes have the same factors.
+    Printing shows a table of the calls that have a factor. ``unit_scale(model, plan=...)`` applies
+    the plan to another model of the same architecture without recording a first call, so that all
+    processes use the same factors.
 
-    init, residual, context_length: as in `unit_scale`. tags: of the parameters, by name. rows: of
-    the report, for the weights. plans: form of call -> the steps of its calls. settled: what the
-    forms of call have in common.
+    Attributes:
+        init: as in `unit_scale`.
+        residual: as in `unit_scale`.
+        context_length: as in `unit_scale`.
+        tags: parameter name -> its tags.
+        rows: the rows of the report for the weights.
+        plans: call signature -> the steps of its calls.
+        settled: what all call signatures share.
     """
 
     init: str
@@ -42,7 +47,7 @@ class ModelPlan:
     settled: Settled
 
     def to_dict(self) -> dict[str, Any]:
-        """Lists, dicts, strings, numbers and None."""
+        """Returns the plan as lists, dicts, strings, numbers and None."""
         settled = {f.name: pairs(getattr(self.settled, f.name)) for f in fields(Settled)}
         return {
             "version": VERSION,
@@ -56,13 +61,16 @@ class ModelPlan:
         }
 
     def to_json(self) -> str:
-        """What `from_json` reads. Numbers are exact."""
+        """Returns the plan as JSON. Numbers are exact."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelPlan:
-        """The plan that `to_dict` wrote. Raises ValueError for unknown and missing fields, and for
-        another version, by name."""
+        """Returns the plan that `to_dict` wrote.
+
+        Raises:
+            ValueError: a field is unknown or missing, or the version differs.
+        """
         names = ["version", *(f.name for f in fields(cls))]
         given = _checked("a plan", data, names)
         version = given.pop("version")
@@ -81,7 +89,11 @@ class ModelPlan:
 
     @classmethod
     def from_json(cls, text: str) -> ModelPlan:
-        """The plan that `to_json` wrote. Raises as `from_dict`, and for what is no JSON."""
+        """Returns the plan that `to_json` wrote.
+
+        Raises:
+            ValueError: as `from_dict`, or ``text`` is not JSON.
+        """
         return cls.from_dict(json.loads(text))
 
     def __str__(self) -> str:
@@ -102,7 +114,7 @@ class ModelPlan:
 
 
 def _said(step: Step) -> str:
-    """What a step does, without what it does not."""
+    """A step as text, without the fields that have default values."""
     default = Step()
     told = [step.op or "as it is"]
     for field in fields(Step):
@@ -113,7 +125,7 @@ def _said(step: Step) -> str:
 
 
 def _checked(what: str, data: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The fields of a dict; raises ValueError unless they are those."""
+    """Returns the fields of a dict; raises ValueError unless they are exactly ``names``."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} is a dict of fields, got {type(data).__name__}")
     names = list(names)
@@ -124,17 +136,17 @@ def _checked(what: str, data: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def pairs(table: Mapping[Any, Any]) -> list[Any]:
-    """A dict as JSON has it, whatever its keys; ``dict(tupled(...))`` reads it."""
+    """A dict with any keys as a list of pairs, for JSON; ``dict(tupled(...))`` reads it."""
     return [[_listed(key), _listed(value)] for key, value in table.items()]
 
 
 def _listed(value: Any) -> Any:
-    """Tuples as lists, which is what JSON has."""
+    """Converts tuples to lists for JSON, recursively."""
     return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tupled(value: Any) -> Any:
-    """Lists as tuples, through all levels."""
+    """Converts lists to tuples, recursively."""
     return tuple(map(tupled, value)) if isinstance(value, list | tuple) else value
 
 
@@ -197,12 +209,12 @@ def _read(data: Any) -> tuple[Any, Plan]:
 
 
 def tags_in(model: nn.Module) -> dict[str, Tags]:
-    """The tags of the parameters of a model, by name."""
+    """Parameter name -> its tags."""
     return {n: tags_of(p) for n, p in model.named_parameters() if has_parameter_data(p)}
 
 
 def check_fits(model: nn.Module, plan: ModelPlan) -> None:
-    """Raises ValueError for parameters and modules that only one of the two has."""
+    """Raises ValueError if parameters or modules exist in only one of the two."""
     names = {name for name, _ in model.named_parameters()}
     paths = {path for path, _ in model.named_modules()}
     used = {path.partition(" > ")[0] for p in plan.plans.values() for path, _, _ in p.steps}
@@ -216,9 +228,9 @@ def check_fits(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def retag(model: nn.Module, plan: ModelPlan, rescale: bool) -> None:
-    """Gives the parameters the tags of the plan.
+    """Sets the tags of the parameters to those of the plan.
 
-    rescale: brings weights that were divided by their own RMS to what the plan divides them by.
+    rescale: also rescale weights that were divided by their own RMS to the divisor of the plan.
     """
     for name, parameter in model.named_parameters():
         own, planned = tags_of(parameter), plan.tags[name]

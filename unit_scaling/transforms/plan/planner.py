@@ -1,19 +1,19 @@
-"""From what a model does to what unit scaling does about it: a `Graph` in, a `Plan` out.
+"""The planner: turns a recorded `Graph` into a `Plan` of scale factors.
 
-A call gets what the first of these deciders says that knows it:
+The first decider that applies to a call decides:
 
-1. a function that the caller replaces;
-2. calls inside of an autograd function: left alone;
-3. what computes a weight from parameters: it has the values that it had;
-4. calls that keep their values by a seed: distances of which only the argmin is taken, formulas of
-   matrices, states that a loop carries, cosines after the last layer;
-5. formulas that are composed of elementwise calls: one factor for their result, by quadrature;
+1. functions that the caller replaces;
+2. calls inside an autograd function: left alone;
+3. calls that compute a weight from parameters: they use the original values;
+4. calls that keep their values, found from a seed: distances used only by an argmin, matrix
+   formulas, states carried by a loop, cosines after the last layer;
+5. formulas of elementwise calls: one factor for the result, by quadrature;
 6. residual adds: the weights of their terms;
-7. what is not `interior`: keeps its values;
+7. calls outside the `interior`: keep their values;
 8. the rule of the op, with the true gradient of the scaled function.
 
-What a rule misses by more than an octave is measured, and so are the gauges of all gradients
-(`measure.gauge`).
+Where log2 of a result's RMS differs from 0 by more than `measure.measuring.REACH`, the factor is
+corrected by measurement. The gauges of all gradients are measured too (`measure.gauge`).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _COSINE = "of a cosine, after the last layer: keeps its values"
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the flow that it was made of, and what the measurement needs to know of its calls.
+    """A plan, the flow it was made from, and what the measurement needs to know about its calls.
 
-    rows: the call of each row of the plan. checked: calls whose factor is a rule that the
-    measurement may correct. settled: calls whose factor is that of another length, for which their
-    result has RMS 1. exponents: of the gauges, once they are chosen.
+    rows: the call of each row of the plan. checked: calls whose factor the measurement may correct.
+    settled: calls that use the factor of another sequence length, for which their result has RMS 1.
+    exponents: of the gauges, once they are chosen.
     """
 
     plan: Plan
@@ -63,7 +63,7 @@ class Planned:
 
 
 def make_plan(graph: Graph, settings: Settings) -> Planned:
-    """The plan for a recorded graph: the factors of values, with true gradients."""
+    """Returns the plan for a recorded graph: the factors of values, with true gradients."""
     planner = _Planner(graph, settings)
     depths = planner.residuals.depths if settings.residual == "umup" else {}
     plan = Plan(inner=planner.inner, depths=depths)
@@ -109,7 +109,7 @@ class _Planner:
         self.distances = distances(self.consumers)
 
     def _inner_readouts(self) -> frozenset[str]:
-        """The readout weights whose output goes on into layers or residual adds."""
+        """The readout weights whose output feeds layers or residual adds."""
         mixes = self.flow.before(
             {*self.residuals.adds, *filter(self.flow.is_product, range(len(self.nodes)))}
         )
@@ -131,7 +131,7 @@ class _Planner:
         return free and (index in self.interior or self.flow.is_product(index))
 
     def decide(self, index: int, node: Node) -> tuple[Step | None, Row | None]:
-        """The step for a call and its line in the report."""
+        """The step for a call and its row in the report."""
         kind, number = node.key[1:] if node.key is not None else (node.name, 0)
         concerns = node.floating and any(self.nodes[i.node].live for i in node.inputs)
         step, done, why = self._choose(index, node, kind) if concerns else _NOTHING
@@ -166,11 +166,13 @@ class _Planner:
         return special(index, node) or self._by_rule(index, node, kind)
 
     def _is_layer(self, index: int) -> bool:
-        """Whether a call is a layer with a weight: those at the ends of the interior are scaled."""
+        """Whether a call is a layer with a weight; such calls are scaled at the ends of the
+        interior too.
+        """
         weights = any(self.nodes[i.node].computed for i in self.nodes[index].inputs)
         return weights and self.nodes[index].kind in PRODUCTS | RECURRENT
 
-    # The kinds of calls
+    # Deciders by kind of call
 
     def _kept_by_seed(self, index: int, node: Node) -> Decision | None:
         if index in self.matrices:
@@ -236,7 +238,7 @@ class _Planner:
         return None
 
     def _gain(self, node: Node) -> Decision:
-        """A value times what is computed from parameters: a gain of RMS 1 at first."""
+        """A value times a tensor computed from parameters: a gain, initially of RMS 1."""
         gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self.nodes[i.node].computed]
         slots = [(slot, 1 / gain.rms, 1 / gain.rms) for slot, gain in gains if not gain.parameter]
         why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
@@ -263,7 +265,7 @@ class _Planner:
             return Step(op=op.name, slots=slots, settings=settings), "scaled", ""
         scales = op.scales(node.args, node.kwargs, func=node.function)
         weighted = any(self.nodes[i.node].computed for i in node.inputs)
-        if len(set(scales.values())) == 1 and not weighted:  # a weight's factor is that of a batch
+        if len(set(scales.values())) == 1 and not weighted:  # weight factors depend on batch size
             return Step(op=op.name, slots=slots), "scaled", ""
         return Step(slots=slots, output=scales["output"]), "scaled", ""
 
@@ -276,7 +278,7 @@ class _Planner:
         return restored, LEFT_ALONE, f"no rule for {node.name}{why}"
 
     def _preserve(self, node: Node, kind: str) -> Decision:
-        """Only what leaves the function alone: the casts of weights."""
+        """Keeps the function: only sets static scales for the casts of weights."""
         static = self.arguments.static(node) if kind in PRODUCTS else ()
         if not static:
             return _NOTHING

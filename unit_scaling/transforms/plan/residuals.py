@@ -1,9 +1,9 @@
 """Residual connections in a recorded model, and the weights of their branches.
 
-An add is *residual* if one term is an ancestor of the other and products lie in between; the term
-that is the ancestor is the skip connection, the other the branch. What is taken off a value is no
-skip connection of the rest. Branches that leave from the
-same place are found one by one (``x + f(x) + g(x)``) or added up first (``f(x) + g(x) + x``).
+An add is *residual* if one term is an ancestor of the other with products in between. The ancestor
+is the skip connection, the other term the branch. A value that is subtracted from its own input is
+not a skip connection of the remainder. Branches with the same origin are found one by one (``x +
+f(x) + g(x)``) or already summed (``f(x) + g(x) + x``).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..capture.record import Slot
 
 __all__ = ["RESIDUALS", "Residuals", "find_residuals"]
 
-# Branch weights of the automatic transform (Unit Scaling library guide: "tau"): attention branches
-# need a much smaller one than feed-forward branches, or training suffers.
+# Default branch weights (tau in the Unit Scaling library guide). Attention branches need a much
+# smaller weight than feed-forward branches for stable training.
 TAU_ATTENTION, TAU_FEED_FORWARD = 0.01, 0.5
 
 RESIDUALS = ("fixed", "umup")
-"""How branches are weighted: by what they are, or by their depth."""
+"""The rules for branch weights: by type of branch, or by depth."""
 
 Weights = tuple[tuple[Slot, float], ...]
 """(slot, factor) for terms of an add."""
@@ -31,9 +31,9 @@ Weights = tuple[tuple[Slot, float], ...]
 
 @dataclass
 class _Branch:
-    """A residual branch: where it leaves, the node that ends it, its nodes, its weight tau.
+    """A residual branch: its origin, its last node, its nodes and its weight tau.
 
-    skip, slot: the term that it is added to, as a node and in the add.
+    skip, slot: the skip connection, as a node and as an argument of the add.
     """
 
     skip: int
@@ -48,8 +48,8 @@ class _Branch:
 
 @dataclass
 class Residuals:
-    """adds: node of a weighted add -> (its weights, what to say about it). depths: parameter in a
-    branch -> how many layers of two branches, as those of a transformer are, its stream has.
+    """adds: node of a weighted add -> (its weights, text for the report). depths: parameter in a
+    branch -> the depth of its stream, in layers of two branches each, as in a transformer.
     """
 
     adds: dict[int, tuple[Weights, str]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Residuals:
 
 
 def find_residuals(flow: Flow, rule: str, formulas: Collection[int] = ()) -> Residuals:
-    """The residual adds of a model; rule: one of `RESIDUALS`. formulas: calls that are none."""
+    """Finds the residual adds of a model. rule: one of `RESIDUALS`. formulas: excluded calls."""
     adds: dict[int, _Branch] = {}
     for index, node in enumerate(flow.nodes):
         suitable = node.kind == "add" and not node.inside and index not in formulas
@@ -103,7 +103,7 @@ def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
         return None
     for (slot, skip), (end_slot, end) in (terms, terms[::-1]):
         if flow.nodes[skip].numel != flow.nodes[index].numel:
-            continue  # it is repeated over positions: a shift
+            continue  # broadcast over positions: a shift
         origin, region = _origin(flow, adds, skip, end)
         if any(map(flow.is_product, region)) and not _is_rest(flow, origin, region):
             attention = any(map(flow.is_attention, region))
@@ -112,8 +112,10 @@ def _branch(flow: Flow, adds: dict[int, _Branch], index: int) -> _Branch | None:
 
 
 def _is_rest(flow: Flow, origin: int, region: list[int]) -> bool:
-    """Whether all that goes into a branch is taken off what it is made of: the rest of a series
-    without its trend, ``f(x - trend(x)) + trend(x)``, has the trend for no skip connection.
+    """Whether the input of a branch is a value minus the skip connection.
+
+    In series decomposition, ``f(x - trend(x)) + trend(x)``, the trend is not a skip connection of
+    the remainder.
     """
     todo = [origin]
     for index in todo:
@@ -127,19 +129,19 @@ def _is_rest(flow: Flow, origin: int, region: list[int]) -> bool:
 
 
 def _origin(flow: Flow, adds: dict[int, _Branch], skip: int, end: int) -> tuple[int, list[int]]:
-    """(where the skip leaves from, the branch's nodes): the nearest node up that it depends on."""
+    """(origin of the branch, nodes of the branch); the origin is the nearest common ancestor."""
     at: int | None = skip
     while at is not None:
         region = flow.between(at, end)
         if region:
             return at, region
-        # x + f(x) + g(x): the second branch leaves where the first did
+        # x + f(x) + g(x): the second branch has the origin of the first
         at = adds[at].origin if at in adds else flow.up(at, TRANSPARENT)
     return skip, []
 
 
 def _parts(flow: Flow, adds: dict[int, _Branch], branch: _Branch) -> list[_Branch]:
-    """The branches that a branch is the sum of; [] if it is none."""
+    """The branches that a branch is the sum of; [] if it is not a sum."""
     index = branch.end
     if flow.nodes[index].kind != "add" or index in adds or len(flow.readers[index]) != 1:
         return []
@@ -153,7 +155,8 @@ def _parts(flow: Flow, adds: dict[int, _Branch], branch: _Branch) -> list[_Branc
 
 
 def _weights(flow: Flow, branch: _Branch) -> set[str]:
-    """The parameters in a branch, those of products with what comes from elsewhere included."""
+    """The parameters in a branch, including those of values from elsewhere that its products
+    use."""
     region, todo = set(branch.region), list(branch.region)
     while todo:
         index = todo.pop()
@@ -165,15 +168,16 @@ def _weights(flow: Flow, branch: _Branch) -> set[str]:
 
 
 def _depth_rule(number: int, branches: int) -> float:
-    """Every branch and the input contribute alike to the output (u-muP, arXiv 2407.17465, G.2.2).
+    """The weight with which the input and all branches contribute equally to the output.
 
     This is `uu.transformer_residual_scaling_rule` with its defaults, for any number of branches.
+    Source: u-muP, arXiv 2407.17465, G.2.2.
     """
     return (branches / 2 + number) ** -0.5
 
 
 def _places(flow: Flow, adds: dict[int, _Branch]) -> dict[int, tuple[int, int]]:
-    """For each residual add, how many came before it on its stream, and how many there are."""
+    """For each residual add, its index in its stream and the number of adds in the stream."""
     stream: dict[int, int] = {}
     number: dict[int, int] = {}
     count: dict[int, int] = {}

@@ -1,11 +1,11 @@
-"""Calls that select: products with one-hot rows, and distances of which the least is looked for.
+"""Calls that select: products with one-hot rows, and distances for an argmin.
 
-A product with rows of zeros and a single one, as letters and codes are given, is a table that is
-looked up. An entry of its result is one of the weight, not a sum of fan-in of them, and each row of
-the weight has its share of the gradient: such rows count as ones of RMS 1, as other values do.
+A product with one-hot rows (letters, codes) is a table lookup. Each entry of its result is one
+entry of the weight, not a sum over fan-in, and each row of the weight receives only its share of
+the gradient. Such rows are therefore scaled to RMS 1, like other values.
 
-A distance that is written out, ``a**2 + b**2 - 2 * a @ b.T``, is the sum of what is not scaled and
-what is. Where nothing but its argmin is taken it is computed as it was.
+A decomposed distance, ``a**2 + b**2 - 2 * a @ b.T``, sums scaled and unscaled terms. If it is used
+only by an argmin, it keeps its values.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .steps import Scaling
 __all__ = ["DISTANCE", "consumers", "distances", "one_hot"]
 
 DISTANCE = "in a distance whose argmin is taken: keeps its values"
-"""What the report says."""
+"""The reason shown in the report."""
 
 _CHANNELS = frozenset("conv1d conv2d conv3d".split())
 _ROWS = RECURRENT | frozenset("linear matmul mm".split())
 
 
 def one_hot(flow: Flow, node: Node) -> tuple[Scaling, ...]:
-    """Factors for what is selected with, where the first argument of a product is one-hot."""
+    """Factors for the one-hot first argument of a product."""
     if node.kind not in _CHANNELS | _ROWS:
         return ()
     (_, *slot), first = next(tensors_in((node.args, node.kwargs)))
@@ -53,7 +53,7 @@ def _is_one_hot(tensor: Tensor, dim: int) -> bool:
 
 
 def distances(readers: Sequence[Mapping[int, str]]) -> set[int]:
-    """The calls that go into an argmin and nothing else. readers: as `consumers` gives them."""
+    """The calls whose results are used only by an argmin. readers: as returned by `consumers`."""
     found: set[int] = set()
     for index in reversed(range(len(readers))):
         kinds = {kind for reader, kind in readers[index].items() if reader not in found}
@@ -63,7 +63,7 @@ def distances(readers: Sequence[Mapping[int, str]]) -> set[int]:
 
 
 def consumers(graph: Graph) -> list[dict[int, str]]:
-    """For each node the calls that read it, if only for an index, and their kinds."""
+    """For each node, the calls that read it, as an index too, and their kinds."""
     readers: list[dict[int, str]] = [{} for _ in graph.nodes]
     for index, node in enumerate(graph.nodes):
         for i in node.inputs:

@@ -1,4 +1,4 @@
-"""The words of a plan: what to do at a call, what the report says of it, what was asked for."""
+"""The data types of a plan: steps, report rows, settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 MEASURED = "measured"
-"""What the report says of a call that has no rule, and a factor that was measured."""
+"""The report's word for a call without a rule whose factor was measured."""
 
 Scaling = tuple[Slot, float, float]
 """(slot, forward factor, backward factor) of an argument."""
@@ -35,14 +35,13 @@ Scaling = tuple[Slot, float, float]
 class Step:
     """What to do at one call. Plain data: it is pickled with the model and read by the compiler.
 
-    op: the row of OPS that computes it, "replace" or "times" (see `run.replay`), or None for the
-    call as it is. constraint: as in OPS; in a product, its scales, which hold the ratios of gauges
-    (`measure.gauge`). factor: what the special steps are called with. slots: for arguments.
-    output: the factor of the result. writes: whether the call writes it into its first argument.
-    end: of a call whose result is one of the model and of no other call, the gauge of its gradient
-    and the binary logarithm of the RMS that it was measured with. settings: further arguments of
-    the row.
-    static: arguments that are cast at a static scale, with its exponent; see `fp8.casts.operands`.
+    op: the row of OPS that computes it, "replace" or "times" (see `run.replay`); None runs the call
+    itself. constraint: as in OPS; for a product, its scales, which include the ratios of gauges
+    (`measure.gauge`). factor: the argument of the special steps. slots: factors of arguments.
+    output: the factor of the result. writes: whether the call writes its result into its first
+    argument. end: for a result that only the model returns, the gauge of its gradient and log2 of
+    the RMS it was measured with. settings: further arguments of the row. static: arguments cast at
+    a static scale, and its exponent; see `fp8.casts.operands`.
     """
 
     op: str | None = None
@@ -57,12 +56,12 @@ class Step:
 
 
 Decision = tuple[Step | None, str, str]
-"""(step, what the report says was done or "" for no line, why)."""
+"""(step, what the report says was done or "" for no row, why)."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the report. number: how many calls of the kind came before in the module."""
+    """A row of the report. number: how many calls of the same kind precede it in the module."""
 
     path: str
     call: str
@@ -77,12 +76,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Tie:
-    """An equation for the binary logarithms of the factors that the plain model's parameters have:
-    the sum of coefficient * unknown over ``terms``, and ``constant``, is 0.
+    """A linear equation for log2 of the factors of the plain model's parameters.
 
-    terms: (name of a parameter or buffer, coefficient). path, call, why: where it is from.
-    soft: "" for one that has to hold. "norm": best near 0, as an eps then counts for the same.
-    "input": the sum is the logarithm of the ratio of a product's input.
+    The sum of coefficient * unknown over ``terms``, plus ``constant``, is 0. terms: (name of a
+    parameter or buffer, coefficient). path, call, why: its origin. soft: "" for an equation that
+    must hold; "norm" for one best near 0, where eps has the same effect; "input" if the sum is the
+    log2 ratio of a product's input.
     """
 
     terms: tuple[tuple[str, float], ...]
@@ -95,18 +94,16 @@ class Tie:
 
 @dataclass
 class Plan:
-    """The steps of every known call, None for those that stay as they are, and their report.
+    """The steps of every known call (None: unchanged) and their report.
 
-    inner: readout weights that turn out not to be the last: their output goes on into products or
-    residual connections. depths: parameters of residual branches -> layers of their stack.
-    outputs: tensor of the result that calls of the model read too -> as `Step.end`. outside: the
-    exponent of what arrives from outside, None until it is known:
-    see `run.border`. final: whether the gauges are those of the model's own loss. looks: how
-    many steps were watched for gradients that were zero. corrections, gauges, parameters: what was
-    measured, as in `Settled`. unseen: the products among gauges whose gradient was zero.
-    idle: the parameters whose gradient was.
-    name: the same in all processes that run the model.
-    ties: what the plain model with the same function needs: see `folding.ratios`.
+    inner: readout weights that are not last: their output feeds products or residual connections.
+    depths: parameter of a residual branch -> layers of its stack. outputs: tensor of the model's
+    result that other calls read too -> as `Step.end`. outside: the exponent of gradients arriving
+    at the output, None until known; see `run.border`. final: whether the gauges were measured with
+    the model's own loss. looks: the number of steps watched for zero gradients. corrections,
+    gauges, parameters: measurements, as in `Settled`. unseen: products with gauges whose gradient
+    was zero. idle: parameters whose gradient was zero. name: the same in all processes that run the
+    model. ties: the equations for `folding.ratios`.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -128,12 +125,12 @@ class Plan:
 
 @dataclass
 class Settled:
-    """What the first form of call settles for all others, so that they compute the same.
+    """What the first call signature fixes for all others, so that they compute the same.
 
-    keys: attention call -> (the number of keys it is scaled for, whether each query sees only the
-    keys before it). units: last call of a unit -> the factor of its output.
-    carried: as in `plan.carried`. corrections, gauges, parameters: exponents of factors of
-    results, and of the gauges of calls and of parameters, as in `measure.gauge`.
+    keys: attention call -> (the number of keys to scale for, whether it is causal). units: last
+    call of a unit -> the factor of its output. carried: as in `plan.carried`. corrections, gauges,
+    parameters: exponents of the factors of results, and of the gauges of calls and parameters
+    (`measure.gauge`).
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
@@ -144,7 +141,7 @@ class Settled:
     parameters: dict[str, int] = field(default_factory=dict)
 
     def settle(self, plan: Plan) -> None:
-        """Takes over what was measured for a plan, where it is not settled yet."""
+        """Adopts the measurements of a plan that are not fixed yet."""
         self.corrections = {**plan.corrections, **self.corrections}
         if plan.final:
             gauges = {k: c for k, c in plan.gauges.items() if k not in plan.unseen}
@@ -157,11 +154,11 @@ class Settled:
 
 @dataclass(frozen=True)
 class Weights:
-    """What the tags of parameters say, by name.
+    """The tags of parameters, by name.
 
-    factors: what the values were divided by. exponents: of the static scale, where it is not 1.
-    readouts: the readout weights. split: the lists of parametrizations of weights that were divided
-    before they had those.
+    factors: the divisor of the values. exponents: of the static scale, where it is not 1. readouts:
+    the readout weights. split: parametrization lists of weights that were divided before they were
+    parametrized.
     """
 
     factors: dict[str, float]
@@ -172,12 +169,12 @@ class Weights:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the planner needs to know about the model's weights and the caller's wishes.
+    """The model's weights and the caller's options, as input of the planner.
 
-    weights: what the tags of the parameters say. preserve: keep the function that the model
-    computes. residual: "fixed" or "umup". context: the number of keys of attention, None for that
-    of the first call. settled: by the plans that were made before; this one adds to it. whole:
-    whether what runs is the model and not a part of it.
+    weights: from the tags of the parameters. preserve: keep the function that the model computes.
+    residual: "fixed" or "umup". context: the number of keys of attention; None for that of the
+    first call. settled: fixed by earlier plans; this one adds to it. whole: whether the whole model
+    runs, not a submodule.
     """
 
     weights: Weights

@@ -1,11 +1,10 @@
-"""Formulas that a model spells out call by call, recognised as one unit each.
+"""Patterns: functions that a model decomposes into several calls, recognised as one unit each.
 
-A hand-written GELU, RMSNorm, softmax or rotary embedding is not a composition of steps that each
-need a scale: it runs as it is, and its result is scaled as a whole. `UNITS` says what a unit is,
-by the data flow and never by names:
+A handwritten GELU, RMSNorm, softmax or rotary embedding runs unchanged, and its result is scaled as
+a whole. `UNITS` defines the patterns by data flow, never by names:
 
-1. *formula*: every call acts on each element by itself, with numbers: a chain or a diamond.
-2. the others: all paths from one call meet again in another, with no product in between.
+1. *formula*: every call is elementwise in one value, with numbers: a chain or a diamond.
+2. others: all paths from one call meet again in another, without a product in between.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ __all__ = ["UNITS", "Pattern", "Unit", "find_units", "run_calls", "run_unit"]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A kind of unit: some of its calls are of each of the sets ``needs``, all of ``only``."""
+    """A kind of unit: it has a call of each of the sets ``needs``, and all of its calls are in
+    ``only``.
+    """
 
     needs: tuple[frozenset[str], ...]
     only: frozenset[str]
@@ -44,13 +45,14 @@ UNITS: dict[str, Pattern] = {
     "centring": Pattern((frozenset(["mean"]), frozenset(["sub"])), _FORMED),
     "linear form": Pattern((frozenset(["add", "sub"]), frozenset(["mul"])), LINEAR | MOVES),
 }
-"""Name -> pattern of the units that are no formulas, the first that fits."""
+"""Name -> pattern of the units that are not formulas; the first match applies."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Calls that belong together. entry: the node whose value goes in; the last call gives the
-    result. output: the factor of the result.
+    """Calls that form one function. entry: the node of its input; the last call returns the result.
+
+    output: the factor of the result.
     """
 
     name: str
@@ -62,10 +64,10 @@ class Unit:
 def find_units(
     flow: Flow, alone: Callable[[Node], bool], settled: dict[Key, float]
 ) -> dict[int, Unit]:
-    """The units of a model by their last call.
+    """Returns the units of a model by their last call.
 
-    alone: whether a call has a rule of its own. settled: factors that are known by their last
-    call; those that are not are added.
+    alone: whether a call has a rule of its own. settled: factors fixed by their last call; new ones
+    are added.
     """
     found = {}
     spelled: dict[str, float] = {}
@@ -100,7 +102,7 @@ def _candidates(flow: Flow, alone: Callable[[Node], bool]) -> list[Unit]:
 
 
 _STEPS = 4
-"""How often a unit is looked for further up: a softmax has its exponential before the fork."""
+"""How many forks to search upwards for a unit: the exp of a softmax precedes its fork."""
 
 
 def _unit(flow: Flow, last: int) -> Unit | None:
@@ -121,7 +123,7 @@ def _unit(flow: Flow, last: int) -> Unit | None:
 
 
 def _region(flow: Flow, entry: int, last: int) -> tuple[int, ...]:
-    """The calls between two where all paths meet; () if there are any that are in no unit."""
+    """The calls between two calls where all paths meet; () if a call cannot be in a unit."""
 
     def is_formed(index: int) -> bool:
         return flow.nodes[index].kind in _FORMED and not flow.nodes[index].inside
@@ -140,11 +142,11 @@ def _region(flow: Flow, entry: int, last: int) -> tuple[int, ...]:
 
 
 def _match(flow: Flow, calls: tuple[int, ...]) -> str | None:
-    """The pattern that the calls fit; None for those of a formula."""
+    """The pattern that the calls match; None for a formula."""
     if all(_acts_on_elements(flow, c) for c in calls):
         return None
     kinds = [flow.nodes[c].kind for c in calls]
-    # a product or quotient of two values is not linear, whatever else it is
+    # a product or quotient of two values is not linear
     kinds += ["square" for c in calls if flow.nodes[c].kind in ("mul", "div") and _curved(flow, c)]
     for name, pattern in UNITS.items():
         if pattern.only.issuperset(kinds) and all(n.intersection(kinds) for n in pattern.needs):
@@ -163,11 +165,11 @@ def _curved(flow: Flow, index: int) -> bool:
 
 
 _ROUNDS = 8
-"""How often formulas are cut at values that are used outside: twice is common."""
+"""The maximum number of cuts of formulas at values used outside; two are usually enough."""
 
 
 def _formulas(flow: Flow, taken: set[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """(entry, calls) of every largest formula: elementwise calls on one value and numbers."""
+    """(entry, calls) of every maximal formula: elementwise calls on one value and numbers."""
     suitable = [i for i in range(len(flow.nodes)) if i not in taken and _acts_on_elements(flow, i)]
     ends: set[int] = set()
     for _ in range(_ROUNDS):
@@ -185,8 +187,9 @@ def _formulas(flow: Flow, taken: set[int]) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _entries(flow: Flow, suitable: list[int], ends: set[int]) -> dict[int, tuple[int, int]]:
-    """Call -> (node, which of its results) that it is a formula of, which no call of ``ends`` is
-    in the middle of.
+    """Call -> (node, index of its result) that the call is a formula of.
+
+    Calls in ``ends`` may only be the start or the end of a formula.
     """
     entry: dict[int, tuple[int, int]] = {}
     for index in suitable:
@@ -222,14 +225,14 @@ def _acts_on_elements(flow: Flow, index: int) -> bool:
 # Factors
 
 SAMPLES, MOST_DRAWS = 2**14, 64
-"""How many numbers a unit is sampled with at least, and how often its inputs are drawn."""
+"""The minimum number of samples for a unit, and the maximum number of draws of its input."""
 
 _NEAR_ONE = 0.05
-"""A sampled factor that is nearer to 1 than this is 1: it would cost more than it gives."""
+"""A sampled factor closer to 1 than this is set to 1: it would cost more than it gains."""
 
 
 def _measured(flow: Flow, unit: Unit) -> float:
-    """The factor of a unit; NaN where it has none: it is not finite, or constant."""
+    """The factor of a unit; NaN if its result is constant or not finite."""
     with torch.inference_mode(False), torch.enable_grad():
         return _integrated(flow, unit) if unit.name == "formula" else _sampled(flow, unit)
 
@@ -252,7 +255,7 @@ def _mark(tensor: Tensor) -> str:
 
 
 def _integrated(flow: Flow, unit: Unit) -> float:
-    """1/RMS of a formula of a standard normal number, by quadrature."""
+    """1/RMS of a formula of a standard normal variable, by quadrature."""
     try:
         output, slope = elementwise_rms(lambda x: run_unit(flow, unit, x), 1.0, ())
     except ValueError:
@@ -261,7 +264,7 @@ def _integrated(flow: Flow, unit: Unit) -> float:
 
 
 def _sampled(flow: Flow, unit: Unit) -> float:
-    """1/RMS of the result for normal numbers."""
+    """1/RMS of the result for standard normal samples."""
     shape = _entry_shape(flow, unit)
     draws = min(MOST_DRAWS, -(-SAMPLES // max(1, math.prod(shape))))
     generator = torch.Generator().manual_seed(0)
@@ -274,7 +277,7 @@ def _sampled(flow: Flow, unit: Unit) -> float:
 
 
 def _entry_shape(flow: Flow, unit: Unit) -> tuple[int, ...]:
-    """Of what goes into a unit, which may be one of several tensors that a call returns."""
+    """The shape of the input of a unit, which may be one of several results of a call."""
     for node in (flow.nodes[call] for call in unit.calls):
         given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
         for i in node.inputs:
@@ -291,14 +294,14 @@ def run_unit(flow: Flow, unit: Unit, x: Tensor) -> Tensor:
 def run_calls(
     flow: Flow, calls: tuple[int, ...], inputs: dict[int, Tensor]
 ) -> dict[int, list[Tensor]]:
-    """The results of calls, made in order with other tensors for the results of some nodes."""
+    """Runs calls in order, with given tensors in place of the results of some nodes."""
     values: dict[int, list[Tensor]] = {}
     device = next((x.device for x in inputs.values()), None)
     for call in calls:
         node = flow.nodes[call]
         given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
         tensors: dict[Slot, Any] = {
-            i.slot: values[i.node][i.part].clone()  # it may be written in place
+            i.slot: values[i.node][i.part].clone()  # the call may write in place
             if i.node in values
             else inputs[i.node].clone()
             if i.node in inputs

@@ -1,4 +1,4 @@
-"""Parameters at unit scale, tagged for the optimizers of `unit_scaling.optim`."""
+"""Scales and tags the parameters of a model for the optimizers of `unit_scaling.optim`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def tagged_weights(model: nn.Module, path: str = "") -> Weights:
-    """The weights of ``model``, whose own path is ``path``, as they are tagged now."""
+    """The current tags of the weights of ``model``. path: the path of ``model`` itself."""
     prefix = f"{path}." if path else ""
     found = {prefix + n: p for n, p in model.named_parameters() if has_parameter_data(p)}
     tags = {name: tags_of(p) for name, p in found.items()}
@@ -46,13 +46,14 @@ def tagged_weights(model: nn.Module, path: str = "") -> Weights:
 
 
 def prepare(model: nn.Module, init: str) -> list[Row]:
-    """Tags all parameters of ``model``, and with init="unit" brings its weights to unit scale.
+    """Tags all parameters of ``model``; with init="unit" also scales its weights to RMS 1.
 
-    A matrix (two or more dimensions) is then divided by its RMS in place, its tag ``mup_divisor``,
-    and biases become zero. With init="preserve" no value is changed: a matrix gets the nearest
-    power of two of its RMS as its tag ``mup_scale``.
-    The last `nn.Linear` of the model is its readout, unless its weight is tied, or it is the only
-    layer with weights besides embeddings. The first call takes that back where it is not the end.
+    With init="unit", a matrix (two or more dimensions) is divided in place by its RMS, stored in
+    its tag ``mup_divisor``, and biases are set to zero. With init="preserve", values do not change
+    and the power of two nearest to the RMS of a matrix is stored in its tag ``mup_scale``. The last
+    `nn.Linear` is tagged as the readout, unless its weight is tied or it is the only layer with
+    weights besides embeddings. The first call reverts this if it is not the last layer in the data
+    flow.
     """
     rows: list[Row] = []
     readout = _readout(model)
@@ -77,7 +78,7 @@ def prepare(model: nn.Module, init: str) -> list[Row]:
             tag(parameter, "output" if name == readout else "weight")
             mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
             rows.append(Row(path, leaf, *_rescale(parameter, init, mask)))
-        elif leaf.endswith("bias") or leaf.startswith("bias_"):  # of recurrent layers: bias_ih_l0
+        elif leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0
             _zero_bias(parameter, init, path, leaf, rows)
             tag(parameter, "bias")
         else:
@@ -96,16 +97,16 @@ def parametrizations(model: nn.Module, prefix: str = "") -> frozenset[str]:
 
 
 def pruned(module: nn.Module) -> dict[str, str]:
-    """The parameters of a module that `torch.nn.utils.prune` masks -> what it calls the result."""
+    """Parameter masked by `torch.nn.utils.prune` -> the name of the masked weight."""
     names = (n.removesuffix("_orig") for n, _ in module.named_parameters(recurse=False))
     return {f"{n}_orig": n for n in names if hasattr(module, f"{n}_mask")}
 
 
 def refuse_weights(model: nn.Module) -> None:
-    """Raises ValueError for weights that are codes, and for those that a hook sets before each
-    call, which are neither parameters nor seen to be computed.
+    """Raises ValueError for quantized weights and for weights that a hook sets before each call,
+    which are not parameters and whose computation is not recorded.
 
-    Those that are pruned are taken for the parameter that they are a mask of.
+    Weights masked by pruning are allowed.
     """
     for path, module in model.named_modules():
         if why := why_quantized(module):
@@ -120,7 +121,7 @@ def refuse_weights(model: nn.Module) -> None:
 
 
 def _scripted(model: nn.Module) -> list[Row]:
-    """Rows for the TorchScript functions that a forward names: nothing sees what they call."""
+    """Rows for the TorchScript functions that a forward names; their calls cannot be recorded."""
     rows = []
     for path, module in model.named_modules():
         forward = getattr(bare_class(module), "forward", None)
@@ -133,7 +134,7 @@ def _scripted(model: nn.Module) -> list[Row]:
 
 
 def _readout(model: nn.Module) -> str | None:
-    """The name of the last linear layer's weight, or None if another module shares it."""
+    """The name of the last linear layer's weight; None if another module shares it."""
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     if not linears:
         return None
@@ -147,7 +148,7 @@ def _readout(model: nn.Module) -> str | None:
 
 
 def _has_other_layers(model: nn.Module, weight: Tensor) -> bool:
-    """Whether the model has a matrix besides this one that is no embedding."""
+    """Whether the model has another matrix that is not an embedding."""
     return any(
         parameter.dim() > 1 and parameter is not weight
         for module in model.modules()
@@ -158,10 +159,10 @@ def _has_other_layers(model: nn.Module, weight: Tensor) -> bool:
 
 @torch.no_grad()
 def _is_empty_token(parameter: nn.Parameter) -> bool:
-    """Whether it is one row of zeros, (1, 1, n), as class tokens are.
+    """Whether a parameter is one row of zeros, (1, 1, n), such as a class token.
 
-    A norm of the row has no bound on its gradient, which is the only one where the model is read
-    off at this token.
+    The gradient of a norm at zero is unbounded, and it is the only one if the model reads its
+    output at this token.
     """
     row = parameter.dim() > 2 and parameter.numel() == parameter.shape[-1] > 1
     return row and not parameter.is_meta and not bool(parameter.any())
@@ -169,8 +170,8 @@ def _is_empty_token(parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def _is_gain(parameter: nn.Parameter) -> bool:
-    """Whether it is one number, repeated along one dimension: (1, 1, n) or (n, 1, 1), as the scales
-    of layers are.
+    """Whether a parameter is constant along its only non-singleton dimension, as layer scales are:
+    (1, 1, n) or (n, 1, 1).
     """
     along = not parameter.is_meta and parameter.numel() == max(parameter.shape)
     return along and parameter.numel() > 0 and _is_one_number(parameter)
@@ -182,9 +183,9 @@ def _is_one_number(parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[str, str]:
-    """Divides a weight by its RMS, or tags it with its power of two; (what was done, why).
+    """Divides a weight by its RMS, or tags it with a power of two; returns (what was done, why).
 
-    mask: what of the weight is used.
+    mask: the part of the weight that is used.
     """
     left = "unchanged" if init == "preserve" else LEFT_ALONE
     if parameter.is_meta:
@@ -216,8 +217,8 @@ def _zero_bias(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: l
 
 @torch.no_grad()
 def _unit_gain(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[Row]) -> None:
-    """A gain that starts as small as 1e-6 everywhere, or as noise (some libraries draw those of
-    batch norms as they draw weights), starts at RMS 1, so that its branch has values.
+    """Scales a gain to RMS 1 if it is initialised with a small or large constant, such as 1e-6, or
+    with noise, as some libraries initialise batch norms. Its branch would otherwise have no values.
     """
     if init != "unit" or parameter.is_meta or parameter.numel() < 2:
         return

@@ -1,4 +1,5 @@
-"""A model under its plan: how it gains the transform, what its calls do, and how it is saved.
+"""Runs a model under its plan: installs the transform, executes plans and saves them.
 
-`scope` is what a transformed model holds; it asks `measure.look` for plans and `replay` runs them.
+`scope` is what a transformed model holds; it gets plans from `measure.look`, and `replay` runs
+them.
 """

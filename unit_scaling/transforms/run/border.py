@@ -1,9 +1,9 @@
-"""Where gradients enter and leave a model: the gauges of its results, and what comes from outside.
+"""Gradients at the border of a model: the gauges of its results, and gradients from outside.
 
-A gradient that arrives at a result is multiplied by the gauge of the call that made it. A loss
-outside of the model gives it any size: a division by a count, by the steps of an accumulation, a
-loss scale. One more power of two, measured at the first backward pass and kept, brings it to RMS 1.
-Gradients of the model's inputs lose it again: they are the true ones.
+A gradient that arrives at a result is multiplied by the gauge of the call that computed it. A loss
+outside the model may give it any size (division by a count, accumulation steps, a loss scale). One
+more power of two, measured at the first backward pass and then fixed, brings it to RMS 1. Gradients
+of the model's inputs are divided by it again: they are the true ones.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _TWICE = (
 
 
 def records(anyway: bool = False) -> bool:
-    """Whether a backward pass can be made here: gradients are recorded, and not by torch.func.
+    """Whether a backward pass is possible here: gradients are recorded, and not by torch.func.
 
-    anyway: whether it could if `torch.no_grad` did not hold.
+    anyway: whether it would be possible without `torch.no_grad`.
     """
     if torch.is_inference_mode_enabled() or not (anyway or torch.is_grad_enabled()):
         return False
@@ -53,13 +53,14 @@ def _is_traced() -> bool:
 
 
 def _is_settled() -> bool:
-    """Whether no backward pass of this call can measure what arrives from outside."""
+    """Whether no backward pass of this call can measure the gradient that arrives."""
     return _is_traced() or not records()
 
 
 def leaving(output: Any, plan: Plan) -> Any:
-    """The results of a model under ``plan`` that its calls read too, with a gauge for the gradients
-    that come from outside. They are views that cannot be written to in place."""
+    """Returns the results of a model under ``plan`` that its calls read too, with a gauge for the
+    gradients that arrive. They are views that cannot be written in place.
+    """
     if not (plan.outputs and torch.is_grad_enabled()):
         return output
 
@@ -75,8 +76,9 @@ def leaving(output: Any, plan: Plan) -> Any:
 
 
 def ending(output: Tensor, plan: Plan, exponent: int, size: float) -> Tensor:
-    """The result of a call that is one of the model and of no other call, whose gradient gets its
-    gauge. It may be written to in place."""
+    """Returns the result of a call that only the model returns, with a gauge for the gradient that
+    arrives. It may be written in place.
+    """
     if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
         return output
     if _is_settled():
@@ -97,7 +99,7 @@ class _View(Function):
 
 
 def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> Tensor | None:
-    """The gradient of a result, with its gauge and what brings it to RMS 1."""
+    """The gradient of a result times its gauge and the factor that brings it to RMS 1."""
     if grad is None:
         return None
     if torch.is_grad_enabled():
@@ -108,7 +110,7 @@ def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> 
 
 
 def entering(given: Any, plan: Plan) -> Any:
-    """Arguments whose gradients are the true ones."""
+    """Returns arguments that receive the true gradients."""
     traced = _is_traced()
 
     def restored(slot: Slot, tensor: Tensor) -> Tensor:
@@ -128,20 +130,22 @@ def entering(given: Any, plan: Plan) -> Any:
 
 
 def _outside(grad: Tensor, size: float, name: str) -> int | None:
-    """The exponent that brings a gradient to the RMS ``2**size``; None for zeros, and where it is
-    not finite."""
+    """The exponent that brings a gradient to the RMS ``2**size``; None if it is zero or not
+    finite."""
     try:
         values = grad.detach()
         if not bool(values.any()) or not bool(values.isfinite().all()):
             return None
         exponent = round(size - math.log2(rms_of(values)))
-    except RuntimeError:  # what vmap computes shows no values
+    except RuntimeError:  # no values inside vmap
         return None
     return int(agreed(f"{name} outside", str(exponent)))
 
 
 def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
-    """The output of a model with its tensors changed; an object that holds them stays itself."""
+    """Returns the output of a model with its tensors changed; other output objects are changed in
+    place.
+    """
     if isinstance(output, Tensor) or type(output) in (list, tuple, dict):
         return mapped(change, output)
     if isinstance(output, tuple) and hasattr(output, "_make"):

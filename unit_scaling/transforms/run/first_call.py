@@ -1,4 +1,4 @@
-"""Imported by a graph that is being compiled, and only then: it imports the compiler."""
+"""Functions that break graphs. Imported only while a graph is compiled: it imports the compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REASON = (
 
 @torch.compiler.disable(reason=_REASON)
 def outside_graph(call: Callable[[], Any]) -> Any:
-    """``call()``, left out of the graph."""
+    """Runs ``call()`` outside the graph."""
     return call()
 
 
@@ -31,8 +31,9 @@ _TRACKED = (
 def partly_compiled(
     choose: Callable[[], int | None], first: Callable[[int], Any], second: Callable[..., Any]
 ) -> Any:
-    """``first`` of the number chosen, which sees to itself; without one ``second()``, compiled in a
-    graph of its own."""
+    """Runs ``first`` with the chosen number or, if there is none, ``second()``, compiled in its own
+    graph.
+    """
     number = _chosen(choose)
     return second() if number is None else first(number)
 

@@ -1,9 +1,9 @@
-"""How a model gains a transform and stays itself.
+"""Installs transforms on a model without changing its identity.
 
-Every submodule's class is replaced by a subclass whose ``forward`` runs through the module's
-*scopes* (one for unit scaling, one for simulation) before the original. So the model keeps its
-type, names, parameters, hooks and signature, and every way into it runs transformed: the model, a
-submodule, one of its own methods, a copy, an unpickled copy, a compiled one.
+The class of every submodule is replaced by a subclass whose ``forward`` runs through the module's
+*scopes* (one for unit scaling, one for simulation) before the original. The model keeps its type,
+names, parameters, hooks and signature. Every entry point runs transformed: the model, a submodule,
+its own methods, a copy, an unpickled copy, a compiled model.
 """
 
 from __future__ import annotations
@@ -35,56 +35,56 @@ __all__ = [
 ]
 
 HOOKS = " hooks"
-"""Ends the name of a module in `Scope.path` while its hooks run, around its forward."""
+"""Suffix of a module's name in `Scope.path` while its hooks run."""
 
 Call = Callable[..., Any]
-"""A module's forward: ``call()`` with its arguments, ``call((args, kwargs))`` with others."""
+"""A module's forward: ``call()`` uses the original arguments, ``call((args, kwargs))`` others."""
 
 
 Places = tuple[tuple[list[str], str], ...]
-"""Lists, and what is at the end of each while a module runs."""
+"""Lists, and the item appended to each while a module runs."""
 
 
 class Scope(Protocol):
     """One transform of one model.
 
-    order: which scope is entered first, lowest first. path: the names of the modules that are
-    running in this thread, outermost first; empty while the model is not, or where the transform
-    needs no names.
+    order: scopes are entered in ascending order. path: the names of the modules that are running in
+    this thread, outermost first; empty if none is, or if the transform needs no names.
     """
 
     order: int
     path: Stack
 
     def inside(self, path: str) -> Places | None:
-        """Where the name of a module goes while it runs, if the transform is active already.
+        """Where to append a module's name while it runs, if the transform is already active.
 
-        None where the module has to `run` through the scope.
+        None if the module must `run` through the scope.
         """
 
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """The result of ``call()``, the forward of ``module``, with the transform active."""
+        """Returns the result of ``call()``, the forward of ``module``, with the transform
+        active."""
 
 
 class _Transformed(Gained, TaggedModule):
-    """Marks the classes made here. Each instance holds its scopes and its name in each of them."""
+    """Base of the generated classes. Each instance holds its scopes and its name in each."""
 
     _scopes: tuple[tuple[Any, str], ...] = ()
     _attributes = ("_scopes", "mup_tags")
 
     @property
     def fp8_unit_scaled(self) -> bool:  # type: ignore[override]
-        """Whether its own class is one of unit_scaling, or a scope has ``unit_scaled``."""
+        """Whether its original class is one of unit_scaling, or a scope has ``unit_scaled``."""
         own = bool(getattr(bare_class(self), "fp8_unit_scaled", False))
         return own or any(getattr(scope, "unit_scaled", False) for scope, _ in self._scopes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's call, hooks included, told apart from its forward.
+        """Calls the module, and marks its hooks as separate from its forward.
 
-        A hook may do anything; none of it belongs to the model. A forward that was set on the
-        instance is not told apart.
+        Hooks do not belong to the model and may do anything. A forward set on the instance cannot
+        be separated from them.
         """
         inside = "" if "forward" in vars(self) else HOOKS
         for scope, path in self._scopes:
@@ -98,8 +98,8 @@ class _Transformed(Gained, TaggedModule):
                     scope.path.items.pop()
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Of a part, few calls deep: a compiler follows each by dozens of its own, and Python
-        allows 1000.
+        """Runs the forward through the scopes, with few nested calls: the compiler adds dozens of
+        frames for each call, and Python's limit is 1000.
         """
         if not self._scopes:
             _take_scopes(self)
@@ -114,11 +114,11 @@ class _Transformed(Gained, TaggedModule):
             for names, _ in places:
                 names.pop()
 
-    # What tells the weights of a unit-scaled model from those of the plain one.
+    # What distinguishes the weights of a unit-scaled model from those of the plain one.
 
     def _own_weights(self, prefix: str) -> list[str]:
-        """The names of the weights that a scope has scaled: of its model, or of a part of which
-        the state_dict is asked for. Any other module has none.
+        """The names of the weights that a scope has scaled, if the module is its model or the
+        state_dict is that of a submodule alone; otherwise none.
         """
         scopes = [path for scope, path in self._scopes if getattr(scope, "unit_scaled", False)]
         if not scopes or (scopes[0] and prefix):
@@ -127,7 +127,7 @@ class _Transformed(Gained, TaggedModule):
         return [n for n, p in self.named_parameters() if getattr(p, "mup_type", "") in types]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self._own_weights(prefix):  # the first key that is missed says what is wrong
+        if self._own_weights(prefix):  # the first missing key explains the error
             marker.mark(destination, prefix)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -146,15 +146,15 @@ class _Transformed(Gained, TaggedModule):
         weights = self._own_weights(prefix)
         if weights:
             marked = marker.accepted(prefix, unexpected_keys)
-            if not marked and marker.unmarked(state_dict, prefix, weights):  # strictly or not
+            if not marked and marker.unmarked(state_dict, prefix, weights):  # whether strict or not
                 missing_keys.append(prefix + marker.MARKER)
                 marker.warn_of(self)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As torch's. Raises RuntimeError, before anything is loaded, for weights of the plain
-        model under ``strict``, and warns of them otherwise.
+        """As in torch. For weights of the plain model, raises RuntimeError before anything is
+        loaded if ``strict``, and warns otherwise.
         """
         if marker.unmarked(state_dict, "", self._own_weights("")):
             if strict:
@@ -164,12 +164,12 @@ class _Transformed(Gained, TaggedModule):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-setattr(_Transformed, marker.MARKER, marker.VERSION)  # who asks for what a key names finds it
+setattr(_Transformed, marker.MARKER, marker.VERSION)  # the key is looked up as an attribute
 
 
 def _take_scopes(module: Any) -> None:
-    """Gives a module that one of a transformed class has made (a slice of an `nn.Sequential`) the
-    transforms of its parts, where they are not part of a model that runs.
+    """Gives a module created by a transformed class (a slice of an `nn.Sequential`) the transforms
+    of its submodules, unless these are part of a running model.
     """
     parts = [scopes for child in module.children() if (scopes := getattr(child, "_scopes", ()))]
     if not parts or any(scope.path.items for scope, _ in parts[0]):
@@ -184,7 +184,7 @@ def _take_scopes(module: Any) -> None:
 
 
 def _inside(scopes: tuple[tuple[Any, str], ...]) -> Places | None:
-    """Where names go in all scopes; None where one of them is not active yet."""
+    """Where names go in all scopes; None if one of them is not active yet."""
     places: Places = ()
     for scope, path in scopes:
         more = scope.inside(path)
@@ -212,23 +212,22 @@ def _run(
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP has sharded a part of it: these have methods to gather it again."""
+    """Whether FSDP has sharded a submodule: these have methods to gather parameters."""
     gathers = ("unshard", "summon_full_params")
     return any(hasattr(child, name) for child in model.modules() for name in gathers)
 
 
 def find_scope(model: nn.Module, kind: type) -> Any:
-    """The model's scope of a kind, or None."""
+    """The model's scope of a type, or None."""
     scopes = getattr(unwrapped(model), "_scopes", ())
     return next((scope for scope, _ in scopes if isinstance(scope, kind)), None)
 
 
 def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
-    """Gives every module of ``model`` the scope, in place of any other of the same kind.
+    """Installs the scope on every module of ``model``, replacing any other of the same type.
 
-    prefix: the name that ``model`` has in the scope.
-    Raises TypeError for a TorchScript module, which has no Python forward to run, and for a model
-    whose forward goes on after its call: a generator or a coroutine.
+    prefix: the name of ``model`` in the scope. Raises TypeError for a TorchScript module, which has
+    no Python forward, and for a model whose forward is a generator or a coroutine.
     """
     forward = inspect.unwrap(unwrapped(model).forward)
     if any(goes_on(forward) for goes_on in _GO_ON):
@@ -238,7 +237,7 @@ def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
         )
     for path, module in unwrapped(model).named_modules(prefix=prefix):
         if unwrapped(module) is not module:
-            continue  # what torch.compile wrapped is a module of its own, further down
+            continue  # a wrapper of torch.compile; the wrapped module follows
         check_not_scripted(path, module)
         gain(module, _Transformed)
         gained: Any = module
@@ -248,7 +247,8 @@ def install(model: nn.Module, scope: Scope, prefix: str = "") -> None:
 
 
 def _keep_plan(module: Any) -> None:
-    """Gives a model whose weights are scaled its plan in the state_dict; no other, and no part."""
+    """Stores the plan in the state_dict of models whose weights are scaled, and not of
+    submodules."""
     scaled = any(
         getattr(scope, "unit_scaled", False) and not path for scope, path in module._scopes
     )
@@ -256,8 +256,8 @@ def _keep_plan(module: Any) -> None:
 
 
 def uninstall(model: nn.Module, kind: type) -> None:
-    """Takes the scope of a kind away from every module of ``model``, and from those that then have
-    none the class made here and the tags of their parameters.
+    """Removes the scope of a type from every module of ``model``. Modules without any scope left
+    get their original class back and lose the tags of their parameters.
     """
     for module in unwrapped(model).modules():
         if not isinstance(module, _Transformed):
@@ -274,6 +274,7 @@ _GO_ON = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 
 def is_exported() -> bool:
-    """Whether `torch.export` traces the model. In torch 2.11 every graph that the compiler traces
-    says that it is exported."""
+    """Whether `torch.export` traces the model. In torch 2.11, is_exporting is true for every graph
+    that the compiler traces.
+    """
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()

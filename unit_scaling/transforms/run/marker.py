@@ -1,9 +1,9 @@
-"""The key by which a checkpoint says that its weights are those of a unit-scaled model.
+"""The key that marks a checkpoint as one of a unit-scaled model.
 
-The weights of ``unit_scale(init="unit")`` compute something else in the plain class, which accepts
-them by name and shape. So their state_dict has one key more, which the plain class refuses under
-strict loading and whose name says what to do. The other way round, a unit-scaled model misses the
-key in a plain checkpoint. It is no parameter and no buffer: averages and optimizers do not see it.
+The weights of ``unit_scale(init="unit")`` have the names and shapes of the plain class, but compute
+something else in it. Their state_dict has an additional key that strict loading into the plain
+class rejects; its name says what to do. Conversely, a unit-scaled model misses the key in a plain
+checkpoint. It is neither parameter nor buffer, so averages and optimizers do not see it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fp8.common.pitfalls import CheckpointWarning, warn_once
 __all__ = ["MARKER", "VERSION", "accepted", "mark", "message", "unmarked", "warn_of"]
 
 MARKER = "unit_scaled_load_into_unit_scale_or_save_uu_fold"
-"""The last part of the key, after the name of the module that was transformed."""
+"""The last part of the key, after the name of the transformed module."""
 
 VERSION = torch.tensor(1)
-"""The value of the key: a tensor of a fixed size, which every kind of checkpoint holds."""
+"""The value of the key: a tensor of fixed size, which all checkpoint formats support."""
 
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "module.")
@@ -36,8 +36,8 @@ def mark(destination: dict[str, Any], prefix: str) -> None:
 def unmarked(state: Mapping[str, Any], prefix: str, weights: Collection[str]) -> bool:
     """Whether a state_dict has weights of the model and no marker.
 
-    weights: the names of those that the transform has divided by a factor. Only the first process
-    of a group answers: others may get their weights, and nothing else, from it later.
+    weights: the names of weights divided by a factor. False except on the first process of a group:
+    others may receive only the weights, later.
     """
     grouped = distributed.is_available() and distributed.is_initialized()
     if prefix + MARKER in state or (grouped and distributed.get_rank() > 0):
@@ -46,10 +46,10 @@ def unmarked(state: Mapping[str, Any], prefix: str, weights: Collection[str]) ->
 
 
 def accepted(prefix: str, unexpected: list[str]) -> bool:
-    """Whether the key is among those that no module knew so far; takes it from them.
+    """Whether the key is among the unexpected keys; removes it from them.
 
-    torch.distributed.checkpoint takes the names of wrappers from all keys, and gives them back to
-    those of parameters and buffers alone.
+    torch.distributed.checkpoint strips wrapper names from all keys, and restores them only for
+    parameters and buffers.
     """
     inner = prefix
     for wrapper in _WRAPPERS:
@@ -61,7 +61,7 @@ def accepted(prefix: str, unexpected: list[str]) -> bool:
 
 
 def message(model: nn.Module) -> str:
-    """What is wrong with a plain checkpoint, and what to do."""
+    """The error message for a plain checkpoint."""
     return (
         f"{type(model).__name__} is unit-scaled and these are the weights of the plain model: the "
         f"key {MARKER!r} is missing. Load a plain checkpoint before unit_scale(model), or use "

@@ -1,9 +1,8 @@
 """The plan of a unit-scaled model in its state_dict.
 
-With it a process that resumes computes what the first one did, to the bit, and the state of an
-optimizer fits the gradients. It is the module's extra state (`nn.Module.get_extra_state`), which
-torch.save, safetensors, torch.distributed.checkpoint and its broadcast from the first process all
-carry.
+It makes a resumed process compute the same bit for bit, and the optimizer's state match the
+gradients. It is stored as extra state (`nn.Module.get_extra_state`), which is saved by torch.save,
+safetensors and torch.distributed.checkpoint, and broadcast by the latter from the first process.
 """
 
 from __future__ import annotations
@@ -19,27 +18,29 @@ from fp8.common.mixin import Gained
 __all__ = ["EXTRA_STATE", "PlanState"]
 
 EXTRA_STATE = "_extra_state"
-"""The last part of the key of an extra state, as torch calls it."""
+"""The last part of the key of an extra state in torch."""
 
 _PAGE = 2**16
-"""The state has a multiple of this many bytes: torch.distributed.checkpoint loads a tensor into one
-of the same size, and the plans of most models take less."""
+"""The state is padded to a multiple of this many bytes: torch.distributed.checkpoint loads tensors
+only into tensors of the same size. Most plans are smaller.
+"""
 
 
 class PlanState(Gained):
-    """What a model whose weights are scaled has besides: its plan, in its extra state."""
+    """A model whose weights are scaled; its extra state holds its plan."""
 
     _scopes: tuple[tuple[Any, str], ...]
 
     def get_extra_state(self) -> Any:
-        """The plan as JSON, compressed, as a tensor of bytes; beside it the extra state that the
-        class of the module has itself."""
+        """Returns the plan as compressed JSON in a uint8 tensor, with the original class's extra
+        state if any.
+        """
         plan = _packed(_scope(self).held(self))
         own = _own_class(self)
         return plan if own is None else {"module": own.get_extra_state(self), "unit_scale": plan}
 
     def set_extra_state(self, state: Any) -> None:
-        """Takes over the plan of a checkpoint that has one and is of the same model."""
+        """Adopts the plan of a checkpoint, if it has one for the same model."""
         own = _own_class(self)
         if own is not None and isinstance(state, dict) and "unit_scale" in state:
             own.set_extra_state(self, state["module"])
@@ -53,7 +54,7 @@ class PlanState(Gained):
     ) -> None:
         load = super()._load_from_state_dict  # type: ignore[misc]
         load(state_dict, prefix, metadata, strict, missing, *rest)
-        if prefix + EXTRA_STATE in missing:  # whether the weights are scaled, the marker says
+        if prefix + EXTRA_STATE in missing:  # the marker tells whether weights are scaled
             missing.remove(prefix + EXTRA_STATE)
 
 
@@ -62,7 +63,7 @@ def _scope(module: PlanState) -> Any:
 
 
 def _own_class(module: PlanState) -> Any:
-    """The class of the module before the transform, if it has an extra state."""
+    """The original class of the module, if it has an extra state."""
     own = module._original
     return None if own.get_extra_state is nn.Module.get_extra_state else own
 

@@ -1,9 +1,9 @@
-"""Models of the library transformers: their files say that they are unit-scaled, and how.
+"""Saving and loading unit-scaled models of the library transformers.
 
-The configuration in the files has a ``quantization_config`` with ``quant_method`` "unit_scale" and
-the plan. ``from_pretrained`` puts the transform back where the method is registered. Where it is
-not, transformers would skip it with a warning and load the weights into the plain model. It is
-stopped by the name of the file with the weights, which is none and says what to do.
+The saved configuration has a ``quantization_config`` with ``quant_method`` "unit_scale" and the
+plan. ``from_pretrained`` restores the transform if the method is registered. Otherwise transformers
+would skip it with a warning and load the weights into the plain model. To prevent this, the name of
+the weights file in the configuration is invalid and says what to do.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from .plan_state import EXTRA_STATE
 __all__ = ["METHOD", "Pretrained", "Restore", "keep_transform", "register"]
 
 Restore = Callable[[nn.Module, ModelPlan], None]
-"""Gives a model whose weights are those of a unit-scaled one the transform of a plan, in place."""
+"""Makes a model with unit-scaled weights unit-scaled in place, according to a plan."""
 
 METHOD = "unit_scale"
 """The ``quant_method``."""
 
 _KEYS = {MARKER, EXTRA_STATE}
-"""The keys of a state_dict that are no weights."""
+"""The keys of a state_dict that are not weights."""
 
 _STOP = (
     "none, as these weights are those of a unit-scaled model. Call "
     "unit_scaling.register_transformers() before from_pretrained, or save unit_scaling.fold(model)"
 )
-"""In place of the name of a file, which transformers shows in its error."""
+"""Replaces the file name that transformers shows in its error."""
 
 
 class Pretrained(Gained):
-    """A model that writes its transform into its files."""
+    """A model that saves its transform."""
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Any:
-        """As that of transformers. The configuration has the plan, unless other weights than those
-        of this model are given in ``state_dict``.
+        """As in transformers. The configuration has the plan, unless ``state_dict`` has the weights
+        of another model.
         """
         model: Any = self
         save = super().save_pretrained  # type: ignore[misc]
@@ -65,14 +65,14 @@ class Pretrained(Gained):
             del model.config.quantization_config
         if kwargs.get("is_main_process", True):
             _stop_others(Path(save_directory))
-        if push:  # which saves the model once more, and then sends the files
+        if push:  # saves again, then uploads
             model.push_to_hub(kwargs.get("repo_id") or Path(save_directory).name)
         return result
 
 
 def keep_transform(model: nn.Module, restore: Restore) -> None:
-    """Has a model of transformers, with weights at unit scale, write its transform into its files,
-    and ``from_pretrained`` read it. Its parts then refuse to be saved by themselves.
+    """Makes a transformers model with unit-scaled weights save its transform, and
+    ``from_pretrained`` restore it. Its submodules cannot be saved on their own.
     """
     if "transformers" not in sys.modules:
         return
@@ -84,9 +84,9 @@ def keep_transform(model: nn.Module, restore: Restore) -> None:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """The quantization_config; without a plan for a model with functions in replace.
+    """The quantization_config; without a plan if the model has functions in ``replace``.
 
-    Raises ValueError for a part of a model, which has no plan.
+    Raises ValueError for a submodule, which has no plan.
     """
     scopes = ((s, path) for s, path in model._scopes if getattr(s, "unit_scaled", False))
     ((scope, path),) = scopes
@@ -107,7 +107,7 @@ def _stop_others(folder: Path) -> None:
 
 
 def register(restore: Restore) -> None:
-    """Has ``from_pretrained`` restore models. Raises ImportError without transformers."""
+    """Makes ``from_pretrained`` restore models. Raises ImportError without transformers."""
     auto = _module("transformers.quantizers.auto")
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         config, quantizer = _classes(restore)
@@ -121,7 +121,7 @@ def _module(name: str) -> Any:
 
 
 def _classes(restore: Restore) -> tuple[type, type]:
-    """(what a quantization_config is read into, what acts on the model)."""
+    """(the class of the quantization_config, the class that processes the model)."""
     mixin: Any = _module("transformers.utils.quantization_config").QuantizationConfigMixin
     base: Any = _module("transformers.quantizers.base").HfQuantizer
 
@@ -138,11 +138,11 @@ def _classes(restore: Restore) -> tuple[type, type]:
             return True
 
         def update_attn_implementation(self, config: Any) -> Any:
-            """Sees the configuration before the file with the weights is looked for."""
+            """Reads the configuration before the weights file is looked up."""
             if self.quantization_config.plan is None:
                 raise ValueError(
-                    "the model was saved with functions in unit_scale(replace=...), which are no "
-                    "data: make it by unit_scale again and load its state_dict"
+                    "the model was saved with functions in unit_scale(replace=...), which are not "
+                    "saved: apply unit_scale again and load its state_dict"
                 )
             vars(config).pop("transformers_weights", None)
             return config

@@ -1,4 +1,4 @@
-"""Running a plan: a torch-function mode that does at each call what its step says."""
+"""Executes a plan: a torch-function mode that applies the step of each call."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["PlanMissError", "Replay", "factor_after"]
 
 
 class PlanMissError(RuntimeError):
-    """The model made a call that its plan does not know."""
+    """The model made a call that is not in its plan."""
 
 
 def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The value that a call multiplies by a number, times the factor instead."""
+    """Multiplies the tensor argument by the step's factor, in place of the number."""
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     value = tensors[0]
-    for other in tensors[1:]:  # a number may be a tensor of one element
+    for other in tensors[1:]:  # the number may be a one-element tensor
         value = other if other.dim() > value.dim() else value
     return value * step.factor
 
@@ -64,17 +64,17 @@ _OPERATORS = tuple(
     for function, kind in KINDS.items()
     if isinstance(function, FunctionType) and function.__qualname__.startswith("Tensor")
 )
-"""The methods of Tensor that are written in Python (``**``, ``1 - x``, ``1 / x``, ``x.norm()``).
+"""Methods of Tensor that are written in Python (``**``, ``1 - x``, ``1 / x``, ``x.norm()``).
 
-The compiler of torch 2.13 knows them by identity, but does not find them in a dict.
+The compiler of torch 2.13 compares them by identity but does not find them in a dict.
 """
 
 
 class Replay(FirstLook):
-    """Executes ``plan``. ``path`` gives the module that is running.
+    """Executes ``plan``. ``path`` is the stack of running modules.
 
-    kinds: the table of `capture.calls`. replacements: torch function -> what the caller of
-    unit_scale wants in its place.
+    kinds: the table of `capture.calls`. replacements: torch function -> replacement, from
+    `unit_scale`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Replay(FirstLook):
         self._path = path
         self._counts: dict[tuple[str, str], int] = {}
         self._busy = False
-        self.latest: Step | None = None  # the step of the call before, for who measures it
+        self.latest: Step | None = None  # the step of the previous call, for measuring
 
     def __torch_function__(
         self,
@@ -145,7 +145,7 @@ class Replay(FirstLook):
         key: Key = (path, kind, count)
         if key not in self._steps:
             if not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
-                return None  # positions and masks, which have no scale
+                return None  # positions and masks have no scale
             place = path or "the model itself"
             raise PlanMissError(
                 f"unit_scale has not seen call {count} of {kind} in {place!r}: torch.export takes "
@@ -167,9 +167,9 @@ class Replay(FirstLook):
                 kwargs = _scaled(kwargs, slot, fwd, bwd)
             else:
                 args = _scaled(args, slot, fwd, bwd)
-        if step.slots and kwargs.get("inplace"):  # no writing into what an autograd function gave
+        if step.slots and kwargs.get("inplace"):  # autograd functions' outputs must not be written
             kwargs = {**kwargs, "inplace": False}
-        if step.writes and step.output != 1.0:  # its derivative may be computed of what it writes
+        if step.writes and step.output != 1.0:  # backward may need what is overwritten
             output = self._compute(step, function, (args[0].clone(), *args[1:]), kwargs)
             return args[0].copy_(output * step.output)
         output = self._compute(step, function, args, kwargs)
@@ -200,8 +200,9 @@ class Replay(FirstLook):
 
 
 def factor_after(step: Step, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> float:
-    """The factor that a product's result gets after its kernel, as its gradient does before it
-    enters that. 1 where the kernels take the factor along."""
+    """The factor applied to a product's result after its kernel, and to its gradient before the
+    backward kernels; 1 if the kernels apply it.
+    """
     if isinstance(step.constraint, tuple):
         return 1.0
     if step.op not in OPS or step.op in RECURRENT:
@@ -214,7 +215,7 @@ reveal()
 
 
 def is_torch_function(function: Any) -> bool:
-    """Whether a call of ``function`` passes through torch-function modes."""
+    """Whether calls of ``function`` are visible to torch-function modes."""
     return callable(function) and function in _overridable()
 
 

@@ -1,4 +1,4 @@
-"""The scope of unit scaling: what a transformed model does at a call, and its plans."""
+"""The scope of unit scaling: the plans of a transformed model and how calls use them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ __all__ = ["Replacements", "UnitScale"]
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
 
 LOOKS = 8
-"""How many steps are watched for gradients that were zero at first: those of weights of zeros come
-after the first step of the optimizer, of two such weights in a row after the second."""
+"""The number of steps watched for initially zero gradients. Those of zero weights appear after one
+optimizer step, of two zero weights in sequence after two.
+"""
 
 
 class UnitScale:
-    """The scope of unit scaling: the plans of a model, one for each form of call."""
+    """The scope of unit scaling: the plans of a model, one for each call signature."""
 
     order = 0
 
@@ -71,21 +72,22 @@ class UnitScale:
         self.settled = Settled()
         self.plans: dict[Any, Plan] = {}
         self.structure: Structure = {}
-        #: A name for the structure, which compiled code compares.
+        #: An identifier of the structure; compiled code guards on it.
         self.edition = "0"
         self.path = Stack()
         self._recording = threading.RLock()
         self._latest: dict[bool, Plan] = {}
         self._watched: dict[Any, Watching] = {}
-        #: The exponent of what arrives from outside in the first form of call, once it is known.
+        #: The exponent of gradients arriving at the output in the first call signature, once known.
         self.arriving: int | None = None
         self._held: Any = None
         self._example: Example | None = None
 
     @property
     def unit_scaled(self) -> bool:
-        """Whether it brings weights, activations and gradients to RMS 1. With init="preserve" they
-        are those of the plain model."""
+        """Whether weights, activations and gradients are scaled to RMS 1; not so with
+        init="preserve".
+        """
         return self.init == "unit"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,14 +105,14 @@ class UnitScale:
         self._recording = threading.RLock()
 
     def anew(self) -> UnitScale:
-        """The same transform of another model, without plans."""
+        """The same transform for another model, without plans."""
         settings: dict[str, Any] = {"init": self.init, "residual": self.residual}
         settings |= {"strict": self.strict, "context_length": self.context_length}
         return UnitScale([], self.replacements, **settings)
 
     def inside(self, path: str) -> Places | None:
-        """Its name in the scope that is running: a part with a transform of its own is in the plan
-        of the whole.
+        """The name in the scope that is running: a submodule with a transform of its own is part of
+        the plan of the whole model.
         """
         if not RUNNING.items:
             return None
@@ -121,18 +123,18 @@ class UnitScale:
     def run(
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """``call()`` under the plan for this form of call, made at its first time."""
+        """Returns ``call()`` under the plan for this call signature, which its first call makes."""
         for _, name in self.inside(path) or ():
             return RUNNING.items[-1].within(name, call)
-        # Of this thread: `is_compiling` is true in all threads while one compiles (torch
-        # 2.13). Written out at each place: a function of it would be compiled itself, to True.
+        # Per thread: `is_compiling` is true in all threads while one compiles (torch 2.13).
+        # Repeated inline, because a helper function would be compiled itself, to True.
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         changed = bool(self.edition) and has_changed(module, self, path)
         if changed and not compiling:
             with self._recording:
                 self.follow(module, path)
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-        # In training the gradients are measured even under `torch.no_grad`: it may be a rehearsal.
+        # In training, gradients are measured even under `torch.no_grad`, for warm-up calls.
         wanted = module.training or torch.is_grad_enabled()
         grads = wanted if traced else records(wanted)
         form = (path, module.training, form_of(args), form_of(kwargs), grads)
@@ -148,17 +150,17 @@ class UnitScale:
         return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
 
     def settle(self) -> None:
-        """Takes over what the plans so far have measured."""
+        """Adopts what the plans so far have measured."""
         for known in list(self.plans.values()):
             self.settled.settle(known)
             if not known.final and self.arriving is None:
                 self.arriving = known.outside
 
     def follow(self, module: nn.Module, path: str = "") -> None:
-        """Takes the structure of ``module``, which is at ``path``, for that of the model: new parts
-        get the scope, and plans are made anew.
+        """Adopts the structure of ``module``, at ``path``: new submodules get the scope, and all
+        plans are dropped.
 
-        Raises ValueError for a part that has the factors of init="unit" in a model without.
+        Raises ValueError for a submodule with init="unit" in a model with init="preserve".
         """
         for name, child in module.named_modules(prefix=path):
             other = find_scope(child, UnitScale)
@@ -177,7 +179,9 @@ class UnitScale:
         self.edition = str(int(self.edition) + 1)
 
     def _known(self, form: Any, path: str, training: bool) -> Plan | None:
-        """The plan for a form of call; for a part, that of the whole if it has run."""
+        """The plan for a call signature; for a submodule also that of the whole model, if it has
+        run.
+        """
         plan = self.plans.get(form)
         if plan is None and not form[-1]:  # without gradients, as with them
             plan = self.plans.get((*form[:-1], True))
@@ -207,20 +211,21 @@ class UnitScale:
                 try:
                     return self._replay(plan, call, path, (args, kwargs), form)
                 except PlanMissError:
-                    missed = plan  # it has taken another branch: see it again
+                    missed = plan  # another branch was taken: record it
             else:
                 with self._recording:
                     if self._known(form, path, module.training) is plan:
                         plan = self._first(form, module, path, args, kwargs)
                         break
-                # another thread has made a plan meanwhile
+                # another thread has made the plan
         return self._replay(plan, call, path, (args, kwargs), form)
 
     def _look_again(
         self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> None:
-        """Makes a plan anew once a step of the model itself has shown what the first look could
-        not: the gradients of a loss outside of the model, and those that were zero."""
+        """Makes a plan again after a step of the model itself has measured gradients that the first
+        plan lacked: those of a loss outside the model, and those that were zero.
+        """
         watch, plan = self._watched.pop(form, None), self.plans.get(form)
         found = {} if watch is None else watch.gradients()
         if plan is None or not found:
@@ -240,7 +245,7 @@ class UnitScale:
             self._latest[module.training] = refined
 
     def _mode(self, plan: Plan, form: Any) -> Replay:
-        """What executes a plan; in a step that may show more than is known, it watches."""
+        """The mode that executes a plan; it measures gradients if the plan still lacks some."""
         rest = (self.kinds, self.replacements, self.path.items)
         shows = plan.looks < LOOKS and (not plan.final or bool(plan.unseen))
         if form is None or form[0] or not (form[-1] and shows and plan is self.plans.get(form)):
@@ -249,7 +254,7 @@ class UnitScale:
         return watch
 
     def within(self, path: str, call: Call) -> Any:
-        """``call()``, the forward of the module named ``path``."""
+        """Runs ``call()``, the forward of the module at ``path``."""
         self.path.items.append(path)
         try:
             return call()
@@ -263,7 +268,7 @@ class UnitScale:
         if not (eager or traced):
             return outside_compiler(lambda: self._replay(plan, call, path, given, form, True))
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
-        # the mode is active. Inside try, it leaves this frame, from its start, to eager mode.
+        # the mode is active. Inside try, a graph break leaves the whole frame to eager mode.
         given = entering(given, plan)
         mode = (
             Replay(plan, self.kinds, self.replacements, self.path.items)
@@ -282,7 +287,7 @@ class UnitScale:
     def _first(
         self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Plan:
-        """Records the model and makes the plan for this form of call."""
+        """Records the model and makes the plan for this call signature."""
         try:
             with torch.set_grad_enabled(form[-1]):
                 plan = look(self, module, path, (args, kwargs))
@@ -311,8 +316,8 @@ class UnitScale:
         return plan
 
     def _mapped(self, form: Any, args: Any, kwargs: Any, error: Exception) -> Plan:
-        """Under vmap, whose values cannot be looked at: the plan of a call that differs from this
-        one in dimensions alone, as that of a batch does from that of its examples.
+        """Inside vmap, values are not accessible: uses the plan of a call that differs only in
+        dimensions, as a batch differs from its examples.
         """
         shapeless, plans = without_shapes(form[:-1]), list(self.plans.items())
         similar = [plan for seen, plan in plans if without_shapes(seen[:-1]) == shapeless]
@@ -326,7 +331,7 @@ class UnitScale:
         ) from error
 
     def _demote(self, model: nn.Module, names: frozenset[str]) -> None:
-        """Tags as weights what was taken for the readout before the model had run."""
+        """Tags as weights the parameters that were taken for the readout before the first call."""
         for name in sorted(names):
             tag(model.get_parameter(name), "weight")
             path, _, leaf = name.rpartition(".")
@@ -334,7 +339,7 @@ class UnitScale:
             self.rows.append(Row(path, leaf, "tagged as weight", why))
 
     def _deepen(self, model: nn.Module, depths: dict[str, int]) -> None:
-        """Tags parameters of residual branches, as far as they have no depth, with that found."""
+        """Sets the depth tag of residual branch parameters that have none."""
         counts: Counter[int] = Counter()
         for name, depth in depths.items():
             parameter: Any = model.get_parameter(name)
@@ -346,7 +351,7 @@ class UnitScale:
             self.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
 
     def held(self, model: nn.Module) -> str:
-        """The plan as JSON, as a state_dict of ``model`` holds it: "" where there is none."""
+        """The plan as JSON, for the state_dict of ``model``; "" if there is none."""
         plans = list(self.plans.values())
         state = [(id(plan), plan.outside, plan.looks) for plan in plans]
         if self._held is None or self._held[0] != state:
@@ -356,7 +361,7 @@ class UnitScale:
         return str(self._held[1])
 
     def take_over(self, model: nn.Module, text: str) -> None:
-        """Takes the plan of a checkpoint over, if it is one of ``model``."""
+        """Adopts the plan of a checkpoint if it fits ``model``."""
         plan = ModelPlan.from_json(text)
         with contextlib.suppress(ValueError):
             check_fits(model, plan)
@@ -370,7 +375,7 @@ class UnitScale:
         kwargs: dict[str, Any],
         loss: Callable[[Any], Tensor] | None,
     ) -> None:
-        """Measures the gauges of all calls anew; the exponents of parameters stay."""
+        """Measures the gauges of all calls again; the exponents of parameters are kept."""
         with self._recording, torch.enable_grad():
             self.settle()
             self.settled.gauges = {}
@@ -381,18 +386,18 @@ class UnitScale:
             self.plans[form] = self._latest[module.training] = plan
 
     def plan(self, model: nn.Module, seen: bool = True) -> ModelPlan:
-        """The plan as data. Raises ValueError for functions in replace, which are no data, and
-        unless ``seen`` is False before the first call.
+        """The plan as data. Raises ValueError for functions in ``replace`` and, unless ``seen`` is
+        False, before the first call.
         """
         if seen:
             self._check_seen(model)
         if self.replacements:
-            raise ValueError("the plan of a model with functions in replace is no data")
+            raise ValueError("the plan of a model with functions in replace cannot be saved")
         given = (self.init, self.residual, self.context_length, tags_in(model), tuple(self.rows))
         return ModelPlan(*given, *copy.deepcopy((self.plans, self.settled)))
 
     def adopt(self, plan: ModelPlan) -> None:
-        """Takes a plan over, in place of a first look at the model."""
+        """Adopts a plan instead of recording the model."""
         self.rows = list(plan.rows)
         self.plans, self.settled = copy.deepcopy((plan.plans, plan.settled))
         self._latest = {form[1]: p for form, p in self.plans.items() if not form[0]}
@@ -405,14 +410,14 @@ class UnitScale:
             )
 
     def outside(self, model: nn.Module) -> Folded:
-        """The factors of the weights of the plain model with the same function.
+        """The factors that multiply the weights in the plain model with the same function.
 
-        Raises ValueError before the first call of the model, and where weights cannot hold all
-        that the plain model lacks, with the calls.
+        Raises ValueError before the first call of the model, and if the weights cannot absorb all
+        factors; the message names the calls.
         """
         if self.init == "preserve":
             if self.replacements:
-                raise ValueError("functions that unit_scale was given in replace are in no weight")
+                raise ValueError("functions in replace of unit_scale cannot be folded into weights")
             return Folded({}, {})
         self._check_seen(model)
         seen = [plan for form, plan in list(self.plans.items()) if form[0] == "" and not form[1]]
@@ -421,7 +426,7 @@ class UnitScale:
         return folded([tie for plan in seen for tie in plan.ties])
 
     def _evaluated(self, model: nn.Module) -> Plan:
-        """The plan of a model in evaluation that has run in training alone."""
+        """The evaluation plan of a model that has only run in training."""
         if self._example is None:
             raise ValueError(
                 f"{type(model).__name__} is unit-scaled and has run in training alone: call it "
@@ -434,13 +439,14 @@ class UnitScale:
         return look(self, model, "", given, evaluate=True)
 
     def report(self) -> list[Row]:
-        """The rows of the weights, then of the calls of each plan, without repeats."""
+        """The rows of the weights, then of the calls of each plan, without duplicates."""
         calls = [row for plan in list(self.plans.values()) for row in plan.rows]
         return list(dict.fromkeys([*self.rows, *calls]))
 
     def forget_loose(self, plan: Plan) -> None:
-        """Drops plans that were made with less known than ``plan`` of the whole model: of its
-        parts, and without its loss."""
+        """Drops plans with fewer measurements than ``plan`` of the whole model: those of
+        submodules, and those made without its loss.
+        """
         for form, other in list(self.plans.items()):
             if form[0] or (plan.final and not other.final and other.outside is None):
                 del self.plans[form]
