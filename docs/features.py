@@ -78,7 +78,10 @@ FEATURES = [
         ("FP8 loses accuracy, unit scaling regains it", "[measured](benchmarks-all.md#training)"),
         ("any PyTorch model", "[51 architectures](benchmarks-all.md#zoo) were tried"),
         "with torch.compile",
-        ("overhead that can be neglected", "[measured](benchmarks-all.md#transforms); no test asserts"),
+        (
+            "overhead that can be neglected",
+            "[measured](benchmarks-all.md#transforms); no test asserts",
+        ),
     ),
     *_rows(
         "unit-scaling",
