@@ -196,7 +196,8 @@ QUESTIONS: dict[str, Question] = {
         text="How much held-out loss does each recipe cost?", answer=_recipe_loss
     ),
     "recipes": Question(
-        text="How long does a compiled training step take under a simulated recipe, relative to FP32?",
+        text="How long does a compiled training step take under a simulated recipe, relative to "
+        "FP32?",
         answer=ratios("unit", "tensor", "row", "block", "mxfp8", "nvfp4"),
     ),
     "transforms": Question(

@@ -55,6 +55,9 @@ MODULES = (
     "unit_scaling.scale",
 )
 
+_SECTIONS = re.compile(r"\n\n(?:Args|Returns|Raises):")
+"""Where the sections of a docstring in Google style begin."""
+
 _REMOVED = "script, style, .zeroclipboard-container, .celltoolbar, .clipboard-copy-txt"
 """What a notebook page has besides its content: MathJax from elsewhere, colours of one theme only,
 and buttons that the site's theme has too."""
@@ -82,13 +85,13 @@ def details(path: str, value: Any) -> str:
     """Returns what follows the docstring: the rule of an op, the keys or value of a constant."""
     name = path.rpartition(".")[2]
     if path.startswith("unit_scaling.functional.") and name in OPS:
-        rule = inspect.getdoc(OPS[name].rule)
+        rule = _SECTIONS.split(inspect.getdoc(OPS[name].rule) or "")[0]
         return f"**Scale factors.** {rule}\n\n" if rule else ""
     if isinstance(value, Mapping):
         return f"Keys: {', '.join(f'`{key}`' for key in value)}\n\n"
-    if isinstance(value, int | float | str):
-        return f"Value: `{value!r}`\n\n"
-    return ""
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return ""
+    return f"Value: `{value!r}`\n\n"
 
 
 def api_page(module: str, canonical: dict[str, str]) -> str:
@@ -104,7 +107,7 @@ def api_page(module: str, canonical: dict[str, str]) -> str:
             parts.append(f"::: {path}\n\n{details(path, value)}")
         else:
             page = f"{home.rpartition('.')[0]}.md#{home}"
-            parts.append(f"## `{name}` {{: #{path} }}\n\nThe same as [`{home}`]({page}).\n")
+            parts.append(f"## {name} {{: #{path} .doc-heading }}\n\nThe same as [`{home}`]({page}).\n")
     return "\n".join(parts)
 
 
