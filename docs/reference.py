@@ -106,8 +106,9 @@ def api_page(module: str, canonical: dict[str, str]) -> str:
         if home == path:
             parts.append(f"::: {path}\n\n{details(path, value)}")
         else:
-            page = f"{home.rpartition('.')[0]}.md#{home}"
-            parts.append(f"## {name} {{: #{path} .doc-heading }}\n\nThe same as [`{home}`]({page}).\n")
+            heading = f"## {name} {{: #{path} .doc-heading }}"
+            link = f"[`{home}`]({home.rpartition('.')[0]}.md#{home})"
+            parts.append(f"{heading}\n\nThe same as {link}.\n")
     return "\n".join(parts)
 
 

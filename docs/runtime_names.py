@@ -6,7 +6,6 @@ that only the imported module has their signatures and docstrings.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from typing import Any
@@ -30,6 +29,7 @@ def text(value: Any) -> str | None:
         return None
     if inspect.isfunction(value) or inspect.isclass(value) or inspect.isbuiltin(value):
         return str(value.__name__)
+    value = getattr(value, "__forward_arg__", value)  # of the fields of a NamedTuple
     return value if isinstance(value, str) else repr(value)
 
 
@@ -41,7 +41,7 @@ def parameter(one: inspect.Parameter) -> griffe.Parameter:
     )
 
 
-def function(name: str, value: Any, parent: griffe.Module) -> griffe.Function:
+def function(name: str, value: Any, parent: griffe.Module | griffe.Class) -> griffe.Function:
     """Returns a function for griffe from an imported one."""
     signature = inspect.signature(value)
     made = griffe.Function(
@@ -56,6 +56,21 @@ def function(name: str, value: Any, parent: griffe.Module) -> griffe.Function:
     return made
 
 
+def add_constructor(documented: griffe.Class, value: type) -> None:
+    """Adds the arguments of a class that inherits or generates its constructor."""
+    if "__init__" in documented.all_members:
+        return
+    try:
+        made = function("__init__", value, documented)
+    except (TypeError, ValueError):  # exceptions, for example, have no signature
+        return
+    made.parameters = griffe.Parameters(griffe.Parameter("self"), *made.parameters)
+    made.docstring = made.returns = None
+    variadic = (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword)
+    if any(one.kind not in variadic for one in list(made.parameters)[1:]):
+        documented.set_member("__init__", made)
+
+
 def static_kind(module: griffe.Module, name: str) -> griffe.Kind | None:
     """Returns the kind that static analysis found for a member, None if it found none."""
     try:
@@ -65,19 +80,26 @@ def static_kind(module: griffe.Module, name: str) -> griffe.Kind | None:
         return None
 
 
+def complete(module: griffe.Module, name: str, value: Any) -> None:
+    """Adds to a module what static analysis has not found of one public name."""
+    kind = static_kind(module, name)
+    if inspect.isfunction(value) and kind is not griffe.Kind.FUNCTION:
+        module.set_member(name, function(name, value, module))
+    elif inspect.isclass(value) and kind is griffe.Kind.CLASS:
+        member = module.members[name]
+        target = member.final_target if isinstance(member, griffe.Alias) else member
+        add_constructor(target, value)
+    elif kind is None and not inspect.isclass(value):
+        module.set_member(name, griffe.Attribute(name, parent=module))
+
+
 class RuntimeNames(griffe.Extension):
     """Completes the public modules of a package after griffe has read its source."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Adds the missing functions and constants of each public module of a package."""
+        """Completes each public module of the package."""
         for path in MODULES:
-            if path.partition(".")[0] != pkg.name:
-                continue
-            importlib.import_module(path)
-            module = pkg[path.partition(".")[2]] if "." in path else pkg
-            for name, value in public_names(path).items():
-                kind = static_kind(module, name)
-                if inspect.isfunction(value) and kind is not griffe.Kind.FUNCTION:
-                    module.set_member(name, function(name, value, module))
-                elif kind is None and not inspect.isclass(value):
-                    module.set_member(name, griffe.Attribute(name, parent=module))
+            package, _, inner = path.partition(".")
+            if package == pkg.name:
+                for name, value in public_names(path).items():
+                    complete(pkg[inner] if inner else pkg, name, value)
