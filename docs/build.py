@@ -1,15 +1,14 @@
-"""`python -m docs.build`: writes docs/tables.md, docs/benchmarks.md, docs/parity.md, and the parts
-of the README that are results (docs/demo.py).
+"""`python -m docs.build`: writes the generated pages of docs/ and parts of the README.
 
-The first from the tables in the code, one section for each, one line for each row; the second from
-benchmarks/results; the third (docs/parity.py) from marks of tests. tests/test_tables.py fails while
-a file is stale.
+docs/tables.md comes from the tables in the code, docs/benchmarks.md (questions and answers) and
+docs/benchmarks-all.md (full tables) from benchmarks/results, docs/parity.md (docs/parity.py) from
+marks of tests, the results in the README from docs/demo.py. tests/test_tables.py fails while a file
+is stale.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ import torch
 
 import fp8.norms.layer_norm2d
 import unit_scaling.functional  # noqa: F401 - fills OPS
+from docs.questions import QUESTIONS, answer, record
 from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats.format import FORMATS, Format
 from fp8.levels.initialize import LEVELS
@@ -34,7 +34,7 @@ from unit_scaling.rules.table import OPS, Op
 
 TABLES = Path(__file__).with_name("tables.md")
 BENCHMARKS = Path(__file__).with_name("benchmarks.md")
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+FULL_TABLES = Path(__file__).with_name("benchmarks-all.md")
 
 PREAMBLE = """\
 # Tables
@@ -255,9 +255,22 @@ def render() -> str:
 BENCHMARKS_PREAMBLE = """\
 # Benchmarks
 
-Written by `make docs` from benchmarks/results; `python -m benchmarks NAME` measures again. A ratio
-is the median of paired runs, candidate over baseline, with a 95 % confidence interval. A target
-that is missed is shown as missed, with the reason as far as it is known."""
+Each row answers one question and links to the table behind it. All results are from CPUs; FP8 is
+simulated where nothing else is said, so times are the cost of simulation, not of FP8 hardware.
+A loss is a mean over seeds, with its standard deviation after ±. A time is relative to the time of
+the baseline, which is 1.
+
+`make docs` writes this page from benchmarks/results. `python -m benchmarks NAME` measures again."""
+
+FULL_TABLES_PREAMBLE = """\
+# Benchmarks, full tables
+
+[Benchmarks](benchmarks.md) has the answers in short. A ratio is the median of paired runs,
+candidate over baseline, with a 95 % confidence interval. A target that is missed is shown as
+missed, with the reason as far as it is known.
+
+`make docs` writes this page from benchmarks/results. `python -m benchmarks NAME` measures again;
+NAME stands below each heading."""
 
 # Keys of a row that are not shown: what the others are made of.
 _NOT_SHOWN = (
@@ -277,29 +290,50 @@ def _cell(row: dict[str, Any], key: str) -> str:
     return "" if value is None else str(value)
 
 
-def benchmark(path: Path) -> str:
+def benchmark(study: str) -> str:
     """The section of one file of results."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    rows, machine = record["rows"], record["machine"]
+    found = record(study)
+    rows, machine = found["rows"], found["machine"]
     keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in _NOT_SHOWN]
     lines = [[_cell(row, key) for key in keys] for row in rows]
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     commit = machine["commit"][:7]
     where = f"{machine['cpu']}, {threads}, torch {machine['torch']}, commit {commit}"
     headings = " | ".join(key.replace("_", " ") for key in keys)
-    return f"## {path.stem}\n\n{record['question']} ({where})\n\n{table(headings, lines)}"
+    # An anchor in HTML: GitHub does not read {#name}.
+    heading = f'<a id="{study}"></a>\n\n## {QUESTIONS[study].text}'
+    about = f"`{study}`: {found['question']} ({where})"
+    return f"{heading}\n\n{about}\n\n{table(headings, lines)}"
+
+
+def render_full_tables() -> str:
+    """The text of docs/benchmarks-all.md."""
+    sections = [benchmark(study) for study in QUESTIONS]
+    return "\n\n".join([FULL_TABLES_PREAMBLE, *sections]) + "\n"
 
 
 def render_benchmarks() -> str:
     """The text of docs/benchmarks.md."""
-    sections = [benchmark(path) for path in sorted(RESULTS.glob("*.json"))]
-    return "\n\n".join([BENCHMARKS_PREAMBLE, *sections]) + "\n"
+    lines = [
+        [
+            f'<a id="{study}"></a>{question.text}',
+            answer(study),
+            f"[table]({FULL_TABLES.name}#{study})",
+        ]
+        for study, question in QUESTIONS.items()
+    ]
+    return f"{BENCHMARKS_PREAMBLE}\n\n{table('question | answer | all numbers', lines)}\n"
 
 
 if __name__ == "__main__":
     from docs import demo, parity  # which import this module
 
-    texts = {TABLES: render(), BENCHMARKS: render_benchmarks(), parity.PARITY: parity.render()}
+    texts = {
+        TABLES: render(),
+        BENCHMARKS: render_benchmarks(),
+        FULL_TABLES: render_full_tables(),
+        parity.PARITY: parity.render(),
+    }
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import machine, write
-from docs.build import BENCHMARKS, RESULTS, render_benchmarks, table
+from docs.build import BENCHMARKS, FULL_TABLES, render_benchmarks, render_full_tables, table
+from docs.questions import RESULTS
 from notebooks.nanogpt.session import PLOT
 from notebooks.nanogpt.session import RESULTS as RUN
 from notebooks.nanogpt.variants import VARIANTS
@@ -143,10 +144,11 @@ def with_parts(path: Path, text: str) -> str:
 
 
 def update() -> None:
-    """Writes the generated parts of the README and of PAGE, and docs/benchmarks.md."""
+    """Writes the generated parts of the README and of PAGE, and the pages of benchmarks."""
     for path in PARTS:
         path.write_text(with_parts(path, path.read_text(encoding="utf-8")), encoding="utf-8")
     BENCHMARKS.write_text(render_benchmarks(), encoding="utf-8")
+    FULL_TABLES.write_text(render_full_tables(), encoding="utf-8")
 
 
 def main() -> None:

@@ -75,10 +75,13 @@ FEATURES = [
         "simulate_fp8(model)",
         "unit_scale(simulate_fp8(model))",
         "nanoGPT, plain, in FP8 and unit-scaled in FP8",
-        ("FP8 loses accuracy, unit scaling regains it", "[measured](benchmarks.md#training)"),
-        ("any PyTorch model", "[51 architectures](benchmarks.md#zoo) were tried"),
+        ("FP8 loses accuracy, unit scaling regains it", "[measured](benchmarks-all.md#training)"),
+        ("any PyTorch model", "[51 architectures](benchmarks-all.md#zoo) were tried"),
         "with torch.compile",
-        ("overhead that can be neglected", "[measured](benchmarks.md#transforms); no test asserts"),
+        (
+            "overhead that can be neglected",
+            "[measured](benchmarks-all.md#transforms); no test asserts",
+        ),
     ),
     *_rows(
         "unit-scaling",

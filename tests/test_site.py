@@ -1,8 +1,9 @@
-"""The site is built without a warning, and the API reference has every public name."""
+"""The site: built without a warning, complete, and without anything loaded from elsewhere."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.layers import LAYERS
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -18,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with warnings (broken links, pages that nothing leads to) as errors."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    pytest.importorskip("material", reason="the extra docs is not installed")
+    for name in ("material", "mkdocstrings_handlers.python", "mkdocs_jupyter"):
+        pytest.importorskip(name, reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
@@ -31,16 +35,22 @@ def test_every_page_is_there(site: Path):
     for path in (ROOT / "docs").rglob("*.md"):
         page = path.relative_to(ROOT / "docs").with_suffix(".html")
         assert (site / page).is_file(), f"{page} was not built"
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        text = (site / "notebooks" / path.with_suffix(".html").name).read_text(encoding="utf-8")
+        assert "data:image/png" in text, f"{path.name} has no figure"
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path):
     loading = re.compile(r'<(?:script|img|link rel="(?:stylesheet|preconnect)")[^>]*"https?://')
+    imported = re.compile(r"""(?:@import|\bimport\b[^\n;]*\bfrom|url\()\s*['"]?https?://""")
     for path in site.rglob("*.html"):
-        assert not loading.search(path.read_text(encoding="utf-8")), path.name
+        text = path.read_text(encoding="utf-8")
+        assert not loading.search(text), path.name
+        assert not imported.search(text), path.name
 
 
 def test_every_public_name_has_an_entry(site: Path):
-    from docs.api import MODULES
+    from docs.reference import MODULES
 
     for name in MODULES:
         text = (site / "api" / f"{name}.html").read_text(encoding="utf-8")
@@ -51,6 +61,15 @@ def test_every_public_name_has_an_entry(site: Path):
         assert missing == modules, f"without an entry: {sorted(missing - modules)}"
 
 
+def test_the_reference_has_the_docstrings(site: Path):
+    """Also of functions that only the imported module has, and the rules of ops."""
+    text = (site / "api" / "unit_scaling.functional.html").read_text(encoding="utf-8")
+    entry = text.partition('id="unit_scaling.functional.relu"')[2].partition("<h2")[0]
+    assert "mult" in entry
+    assert "Scale factors." in entry
+    assert "quadrature" in entry
+
+
 def test_links_of_the_reference_lead_somewhere(site: Path):
     for path in (site / "api").glob("*.html"):
         links = re.findall(r'href="((?:fp8|unit_scaling)[\w.]*\.html)#([\w.]+)"', path.read_text())
@@ -58,8 +77,27 @@ def test_links_of_the_reference_lead_somewhere(site: Path):
             assert f'id="{anchor}"' in (site / "api" / page).read_text(), f"{path.name}: {anchor}"
 
 
+def test_search_finds_what_users_look_for(site: Path):
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    for word in ("unit_scale", "fp8.autocast", "LinearReadout", "mxfp8"):
+        found = {entry["location"] for entry in index["docs"] if word in entry["text"]}
+        assert len(found) > 1, word
+
+
 def test_the_reference_does_not_say_where_it_was_made(site: Path):
     for path in (site / "api").glob("*.html"):
         text = path.read_text(encoding="utf-8")
         assert " at 0x" not in text
         assert str(ROOT) not in text
+
+
+def test_the_architecture_names_every_folder():
+    """In the order of the layers."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for package in LAYERS:
+        section = text.partition(f"## The folders of {package}\n")[2].partition("\n## ")[0]
+        listed = re.findall(r"`([\w/]+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.M)))
+        layers = [name for name in LAYERS[package].split() if (ROOT / package / name).is_dir()]
+        assert [name for name in listed if name in layers] == layers
+        folders = {path.parent for path in (ROOT / package).rglob("*.py")} - {ROOT / package}
+        assert {path.relative_to(ROOT / package).as_posix() for path in folders} <= set(listed)

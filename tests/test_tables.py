@@ -1,11 +1,10 @@
-"""docs/tables.md says what the code says, docs/benchmarks.md what was measured, docs/parity.md what
-the tests show."""
+"""The generated pages of docs/ are up to date: tables of the code, benchmarks, parity."""
 
 from pathlib import Path
 
 import pytest
 
-from docs import build, demo, parity
+from docs import build, demo, parity, questions
 from docs.features import DOCUMENTS, FEATURES, HOW
 from notebooks.nanogpt.settings import PRESETS
 from notebooks.nanogpt.variants import VARIANTS
@@ -19,6 +18,15 @@ def test_benchmarks_are_up_to_date():
     assert build.BENCHMARKS.read_text(encoding="utf-8") == build.render_benchmarks(), (
         "run `make docs`"
     )
+
+
+def test_full_tables_are_up_to_date():
+    text = build.FULL_TABLES.read_text(encoding="utf-8")
+    assert text == build.render_full_tables(), "run `make docs`"
+
+
+def test_every_study_has_a_question():
+    assert sorted(questions.QUESTIONS) == questions.studies()
 
 
 @pytest.mark.parametrize("path", demo.PARTS, ids=lambda path: path.name)

@@ -1,0 +1,277 @@
+"""The questions that docs/benchmarks.md answers: one for each file of benchmarks/results."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question that a user asks, and the answer as a function of the recorded rows."""
+
+    text: str
+    answer: Callable[[list[Row]], str]
+
+
+@functools.cache
+def record(study: str) -> Row:
+    """Returns the content of a file of results."""
+    return json.loads((RESULTS / f"{study}.json").read_text(encoding="utf-8"))
+
+
+def studies() -> list[str]:
+    """Returns the names of all studies with recorded results."""
+    return sorted(path.stem for path in RESULTS.glob("*.json"))
+
+
+def answer(study: str) -> str:
+    """Returns the answer to the question of a study."""
+    return QUESTIONS[study].answer(record(study)["rows"])
+
+
+def named(rows: Iterable[Row]) -> dict[str, Row]:
+    """Returns the rows by name."""
+    return {row["name"]: row for row in rows}
+
+
+def ratios(*names: str, digits: int = 2) -> Callable[[list[Row]], str]:
+    """Returns an answer that lists the ratios of some rows."""
+
+    def listed(rows: list[Row]) -> str:
+        found = named(rows)
+        return "; ".join(f"{name}: {found[name]['ratio']:.{digits}f}" for name in names)
+
+    return listed
+
+
+def _within(rows: list[Row]) -> str:
+    met = sum(bool(row.get("met")) for row in rows if row.get("target") is not None)
+    targets = {row["target"] for row in rows if row.get("target") is not None}
+    bound = f"take at most {min(targets):g}" if len(targets) == 1 else "meet their target"
+    all_ratios = sorted(row["ratio"] for row in rows)
+    median = all_ratios[len(all_ratios) // 2]
+    return f"{met} of {len(rows)} ops {bound}; the median is {median:.2f}"
+
+
+def _demo(rows: list[Row]) -> str:
+    return "; ".join(f"{row['label']}: {row['val_loss']:.3f}" for row in rows)
+
+
+def _demo_rates(rows: list[Row]) -> str:
+    off = [row["name"] for row in rows if row["demo"] != row["best"]]
+    names = f"all but {', '.join(f'`{name}`' for name in off)}" if off else "all"
+    return f"Yes, for {names} of {len(rows)} variants"
+
+
+def _training(rows: list[Row]) -> str:
+    pairs = [row for row in rows if "gap" in row]
+    return "; ".join(f"{r['name']}: {r['gap']:+.3f} ± {r['gap_std']:.3f}" for r in pairs)
+
+
+def _recipe_loss(rows: list[Row]) -> str:
+    found = named(rows)
+    names = ("unit", "tensor", "block", "mxfp8", "nvfp4", "mxfp4")
+    return "Gap to FP32, unit-scaled: " + "; ".join(
+        f'"{name}": {found[name]["unit_scaled_gap"]:+.3f}' for name in names
+    )
+
+
+def _first_call(rows: list[Row]) -> str:
+    return "; ".join(f"{row['name']}: {row['first_call_ms'] / 1000:.1f} s" for row in rows)
+
+
+def _moved(rows: list[Row]) -> str:
+    rates: dict[str, list[float]] = {}
+    for row in rows:
+        rates.setdefault(row["name"], []).append(row["log2_best"])
+    return "Range of the best rate in octaves: " + "; ".join(
+        f"{kind}: {max(found) - min(found):.1f}" for kind, found in rates.items()
+    )
+
+
+def _gauges(rows: list[Row]) -> str:
+    last = [
+        (row["of"], abs(row["details"]["step_600"]["median"]))
+        for row in rows
+        if row["of"] == "gradients" and "step_600" in row["details"]
+    ]
+    return (
+        f"In {len(last)} models, the median gradient is within a factor of "
+        f"{2 ** max(value for _, value in last):.1f} of RMS 1 after 600 steps"
+    )
+
+
+def _half(rows: list[Row]) -> str:
+    found = named(rows)
+    name = "unit-scaled fp16, loss not scaled"
+    return (
+        f"Yes: held-out loss {found[name]['val_loss']:.3f}, "
+        f"unit-scaled FP32 {found['unit-scaled fp32']['val_loss']:.3f}"
+    )
+
+
+def _levels(rows: list[Row]) -> str:
+    levels = [row for row in rows if "gap" in row]
+    return "; ".join(
+        f"{r['name']}: {r['bytes_per_weight']:.0f} bytes, {r['gap']:+.3f} ± {r['gap_std']:.3f}"
+        for r in levels
+    )
+
+
+def _optimizers(rows: list[Row]) -> str:
+    ours = [row for row in rows if row["name"].startswith("fp8 compiled, ")]
+    ours = [row for row in ours if "blocks" not in row["name"]]
+    low, high = (pick(row["ratio"] for row in ours) for pick in (min, max))
+    return f"{low:.1f} to {high:.1f} of the time of torch's fused AdamW, compiled"
+
+
+def _norms(rows: list[Row]) -> str:
+    aimed = [row for row in rows if row.get("target") is not None]
+    met = sum(bool(row["met"]) for row in aimed)
+    found = named(rows)
+    case = "ours, compiled, forward, 64x96x56x56 float32"
+    return (
+        f"Forward, compiled, float32: {found[f'{case} contiguous']['ratio']:.2f} contiguous, "
+        f"{found[f'{case} channels_last']['ratio']:.2f} channels_last; {met} of {len(aimed)} "
+        "targets are met"
+    )
+
+
+def _residual(rows: list[Row]) -> str:
+    return "Held-out loss: " + "; ".join(f"`{row['name']}`: {row['mean']:.3f}" for row in rows)
+
+
+def _strangers(rows: list[Row]) -> str:
+    runs = [row for row in rows if row["result"] == "runs"]
+    inside = sum(bool(row["inside"]) for row in runs)
+    return (
+        f"{len(runs)} of {len(rows)} models run; in {inside}, at least 95 % of the activations "
+        "and of the gradients have an RMS in [1/4, 4]"
+    )
+
+
+def _zoo(rows: list[Row]) -> str:
+    verified = sum(row["result"] == "verified" for row in rows)
+    return f"{verified} of {len(rows)} architectures pass `uu.verify`"
+
+
+def _unit_adamw(rows: list[Row]) -> str:
+    found = named(rows)
+    names = ("uu.optim.AdamW", "weight_decay 0.008", "gains x1/32")
+    return "Gap to torch's AdamW: " + "; ".join(f"{n}: {found[n]['gap']:+.3f}" for n in names)
+
+
+def _stats(rows: list[Row]) -> str:
+    sampled = [row for row in rows if "cost_at_1_in_50" in row]
+    return "Sampling 1 step in 50: " + "; ".join(
+        f"{row['name'].partition(',')[0]} {row['cost_at_1_in_50']:.2%}" for row in sampled
+    )
+
+
+def _optim(rows: list[Row]) -> str:
+    low, high = (pick(row["ratio"] for row in rows) for pick in (min, max))
+    return f"{low:.2f} to {high:.2f} of the time of torch's own"
+
+
+QUESTIONS: dict[str, Question] = {
+    "demo": Question(
+        text="Which loss does a small GPT reach in FP32, BF16 and FP8 in `make demo`?", answer=_demo
+    ),
+    "demo_rates": Question(
+        text="Does the demo train each variant at its best learning rate?", answer=_demo_rates
+    ),
+    "training": Question(
+        text="How much held-out loss does FP8 cost over several seeds?", answer=_training
+    ),
+    "recipe_loss": Question(
+        text="How much held-out loss does each recipe cost?", answer=_recipe_loss
+    ),
+    "recipes": Question(
+        text="How long does a compiled training step take under a simulated recipe, relative to "
+        "FP32?",
+        answer=ratios("unit", "tensor", "row", "block", "mxfp8", "nvfp4"),
+    ),
+    "transforms": Question(
+        text="How long does a training step take after a transform, relative to the compiled plain "
+        "model?",
+        answer=ratios(
+            "compiled unit_scale", "compiled simulate_fp8", "eager unit_scale", "eager plain"
+        ),
+    ),
+    "first_call": Question(
+        text="How long does the first call of a unit-scaled model take?", answer=_first_call
+    ),
+    "zoo": Question(text="Does `unit_scale` work on models of Hugging Face?", answer=_zoo),
+    "strangers": Question(
+        text="Does `unit_scale` work on models of other libraries?", answer=_strangers
+    ),
+    "transfer": Question(
+        text="How far does the best learning rate move with the size of a model?", answer=_moved
+    ),
+    "transfer_depth": Question(
+        text="Do other rules for depth keep the best learning rate in place?", answer=_moved
+    ),
+    "unit_adamw": Question(
+        text="Does `uu.optim.AdamW` reach the loss of torch's AdamW?", answer=_unit_adamw
+    ),
+    "residual": Question(
+        text="Which `residual=` of `unit_scale` reaches the lower loss?", answer=_residual
+    ),
+    "gauges": Question(
+        text="Do the gauges of the first step hold while a model trains?", answer=_gauges
+    ),
+    "half_precision": Question(
+        text="Does float16 train without loss scaling once a model is unit-scaled?", answer=_half
+    ),
+    "levels": Question(
+        text="How much memory does a weight take at O1, O2 and O3, and what does it cost in loss?",
+        answer=_levels,
+    ),
+    "optimizers": Question(
+        text="How long does a step with 8-bit optimizer states take?", answer=_optimizers
+    ),
+    "optim": Question(text="How long does a step of `uu.optim` take?", answer=_optim),
+    "ops": Question(
+        text="How long do unit-scaled layers take, relative to torch's?",
+        answer=ratios(
+            "linear, inner size 1024, compiled",
+            "TransformerLayer, 512 wide, compiled",
+            "TransformerLayer, 512 wide, eager",
+            "TransformerLayer, 128 wide, eager",
+        ),
+    ),
+    "rows_compiled": Question(
+        text="How long do unit-scaled ops take on large tensors, compiled, relative to torch's?",
+        answer=_within,
+    ),
+    "rows_small": Question(
+        text="How long do unit-scaled ops take on small tensors, compiled, relative to torch's?",
+        answer=_within,
+    ),
+    "rows_eager": Question(
+        text="How long do unit-scaled ops take in eager mode, relative to torch's?", answer=_within
+    ),
+    "quantize": Question(
+        text="How long does a simulated cast to e4m3 take, relative to a copy?",
+        answer=ratios("compiled nearest", "compiled stochastic", "eager nearest"),
+    ),
+    "stats": Question(text="How much time does `fp8.stats` cost?", answer=_stats),
+    "norms": Question(
+        text="How close is LayerNorm2d to the time of copying its input?", answer=_norms
+    ),
+}
+"""Study -> question, in the order of the page."""
+
+
+if __name__ == "__main__":
+    for name in QUESTIONS:
+        print(name, "|", QUESTIONS[name].text, "|", answer(name))
