@@ -61,7 +61,7 @@ def shared(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Held | Non
         return None
     by_chance = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
     unknown = history is not None and x.device.type != "cpu"
-    if type(x) is not Tensor or by_chance or unknown or x.is_inference():  # inference tensors have no version
+    if type(x) is not Tensor or by_chance or unknown or x.is_inference():  # no _version
         return None
     owner = x if x._base is None else x._base
     part = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)

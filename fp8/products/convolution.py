@@ -121,7 +121,7 @@ class _Convolution(Function):
             g, _ = _cast_maps(grad, for_x, -1, ctx.history, record=True)
             w_again, _ = _cast_weight(w, again_w, -1 if ctx.geometry[3] else -2)
             scaled = _times(w_again.to(grad.dtype), ctx.s_dx)
-            wanted = [True, one_call, False]  # the gradient of the weight does not depend on the weight
+            wanted = [True, one_call, False]  # the weight's gradient does not need the weight
             dx, dw, _ = gradient(g, x.to(grad.dtype), scaled, None, *ctx.geometry, wanted)
         if needs_w and not one_call:
             if g is None or not one_copy(for_x, for_w):
@@ -163,7 +163,7 @@ def _convolve(
     x, scale_x = _cast_maps(x, casts.a, -1, of_x)
     weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
     x, weight, bias = to_autocast_dtype(x, weight, bias)
-    if bias is not None and bias.dtype != x.dtype:  # torch accepts a complex bias and uses its real part
+    if bias is not None and bias.dtype != x.dtype:  # torch drops the imaginary part
         raise ValueError(f"a bias has the dtype of the input, {x.dtype}: got {bias.dtype}")
     operands = (x, weight, scale_x, scale_w, first, second)
     settings = (*scales, geometry, casts, held)

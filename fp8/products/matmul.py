@@ -109,7 +109,7 @@ class _Product(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         # The history is not saved with save_for_backward: it is updated before it is used.
         a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
-        ctx.turned = b.mT.is_contiguous()  # b is the right operand of a matmul; its gradient is transposed too
+        ctx.turned = b.mT.is_contiguous()  # the right operand of a matmul
         ctx.s_a, ctx.s_b, ctx.casts, held, ctx.fuses = rest
         keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, held)
 
