@@ -150,7 +150,7 @@ def _round_by_steps(
     y = _overflow(y, x, grid, rounding, None)
     if not grid.negative_zero:
         return y.add_(0.0)
-    return y if grid.infinity is None else y.copysign_(x)  # keeps -0, which adding the Inf term loses
+    return y if grid.infinity is None else y.copysign_(x)  # the Inf term loses the sign of -0
 
 
 def _overflow(y: Tensor, x: Tensor, grid: Grid, rounding: str, scratch: Tensor | None) -> Tensor:
