@@ -75,6 +75,9 @@ class strict:
     Args:
         enabled: False restores warnings.
 
+    Raises:
+        TypeError: if ``enabled`` is not a bool.
+
     >>> import fp8
     >>> with fp8.strict():
     ...     pass  # a PitfallWarning in here is an exception

@@ -364,7 +364,7 @@ class _Weight(Tensor):
         }
         sent = quantize_operand(x, format, **how)
         bits = sent.to(format.dtype).view(torch.uint8)
-        missing = -(-outer_size[0] // mesh.size()) - len(bits)  # padding rows of the last shard, if sharded by rows
+        missing = -(-outer_size[0] // mesh.size()) - len(bits)  # rows of the last shard
         if missing > 0:
             bits = F.pad(bits, [0, 0] * (bits.dim() - 1) + [0, missing])
         return (bits,), scale

@@ -53,7 +53,7 @@ class HookState:
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
         self.pre_scale = 1.0
-        self._counts: Tensor | None = None  # saturated and all values, over all processes, in this step
+        self._counts: Tensor | None = None  # [saturated, all] of this step
 
     def update(self) -> None:
         """Adapts the pre-scale after a step; called by `all_reduce_hook`."""

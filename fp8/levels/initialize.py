@@ -33,17 +33,7 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A row of LEVELS: the formats of the tensors of a weight. None: the tensor does not exist.
-
-    Attributes:
-        name: the name of the level.
-        product: the operands of products; the recipe decides which FP8 format.
-        communication: gradients between processes, see `fp8.distributed.gradient_hook`.
-        weight: the weight.
-        master: the copy that the optimizer updates, if the weight itself is too coarse.
-        grad: the gradient of the weight.
-        first_moment, second_moment: the states of Adam.
-    """
+    """A row of LEVELS: the formats of the tensors of a weight. None: the tensor does not exist."""
 
     name: str
     product: str = "FP8"

@@ -51,7 +51,7 @@ class _ScaledWeights(Gained):
             new, given = getattr(self, name), state_dict.get(prefix + name)
             if not isinstance(given, Tensor) or given.shape != old.shape:
                 continue
-            if new is not old:  # assign=True: takes values and dtype, keeps the parameter and its ties
+            if new is not old:  # assign=True: keep the parameter and its ties
                 exact, old.exact = old.exact, False  # a checkpoint may be rounded
                 old.data = new.detach()
                 old.exact = exact

@@ -147,7 +147,7 @@ class SGD(LowPrecision):
 def _step(parameter: Any, state: State, group: Group) -> None:
     master = _master(parameter, group)
     if not master:
-        weight = plain(local(parameter).detach(), torch.float32)  # shares memory with a float32 weight
+        weight = plain(local(parameter).detach(), torch.float32)  # an alias of a float32 weight
     elif has(state, MASTER):
         weight = decode(read(state, MASTER)).view(parameter.shape)
     else:

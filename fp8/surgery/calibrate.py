@@ -49,7 +49,7 @@ def calibrate(
 
     Args:
         model: a model converted with a recipe with scaling "static"; any model inside of
-            `fp8.autocast` with such a recipe and a history; or a history.
+            `fp8.autocast` with such a recipe and a history; with ``scales`` also a history.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments
             of the model.
         loss: a function of the model's output that returns a scalar. Include the loss scale used

@@ -4,7 +4,7 @@ The *blocks* of a model are its repeated modules: the items of an `nn.ModuleList
 `nn.Sequential` that all have the same class and contain layers. The *width* of a block is the
 input size of its first layer, which is that of the residual stream. The *parts* of a block are its
 children (attention, MLP); a list among them counts item by item. Among direct children that are
-layers, a width-preserving layer starts a part and a widening layer ends it.
+layers, a width-preserving layer starts a part, and a widening layer closes the part before it.
 """
 
 from __future__ import annotations
