@@ -1,7 +1,7 @@
 """Composer's LowPrecisionLayerNorm algorithm, implemented with `fp8.apply_low_precision_layernorm`.
 
+    from fp8.adapters.composer import LowPrecisionLayerNorm
     trainer = Trainer(model=model, algorithms=[LowPrecisionLayerNorm()], precision="amp_bf16", ...)
-
 
 The class is created on first access, because it derives from Composer's Algorithm and imports
 Composer. Not tested with Composer's Trainer here: Composer cannot be installed with the torch

@@ -1,7 +1,7 @@
 """Lightning: plugins that train models in FP8 with its Trainer or Fabric.
 
+    trainer = Trainer(plugins=FP8Precision("unit"))
     fabric = Fabric(plugins=FP8FabricPrecision("unit", precision="bf16-mixed"))
-
 
 A plugin derives from Lightning's plugin for the rest of the precision (float32, autocast, 16 bits),
 so gradient scaling, clipping and casts of the batch are those of Lightning.

@@ -50,9 +50,9 @@ def gather_in_fp8(
 
     Call it before `fully_shard`:
 
+        model = fp8.convert(model)
         gather_in_fp8(model)
         fully_shard(model)
-
 
     The weights of linear layers and convolutions (`fp8.surgery.convert.LAYERS`) are sent as FP8.
     Forward and backward pass use the received values in the compute dtype of FSDP2. A layer under

@@ -45,10 +45,10 @@ FORMATS: dict[str, Format] = {}
 class Format:
     """A binary floating-point format: its values, and how values outside of it are represented.
 
+    A code with exponent field E > 0 and mantissa field M is (1 + M / 2**mantissa_bits) * 2**(E -
     bias); with E = 0 it is (M / 2**mantissa_bits) * 2**(1 - bias): zero and the subnormals. An
     unsigned format (`signed=False`; only scales use one) has no sign bit, no zero and no
     subnormals: E = 0 is like any other.
-
 
     Attributes:
         name: the name that `get_format` looks up and `str` prints.

@@ -88,9 +88,6 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
 
     Returns:
         A `State`, in bytes.
-
-    Raises:
-        TypeError: if ``model`` is not a module.
     """
     check_module("state", model)
     parameters = list(model.parameters())

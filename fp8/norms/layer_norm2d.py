@@ -1,6 +1,6 @@
 """Layer norm over the channels of each pixel.
 
-
+    y = (x - mean) / sqrt(var + eps) * weight + bias        mean, var: over the channels
 
 Compiled code is generated from the formulas below. Eager code on a CPU permutes, calls
 `torch.nn.functional.layer_norm` and permutes back. On a CUDA device with Triton it uses the kernels

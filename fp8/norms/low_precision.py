@@ -207,9 +207,6 @@ def revert_norms(model: M) -> M:
 
     Returns:
         ``model``.
-
-    Raises:
-        TypeError: if ``model`` is not a module.
     """
     check_module("revert_norms", model)
     for module in model.modules():
@@ -229,9 +226,6 @@ def norm_report(model: nn.Module) -> Report[Row]:
 
     Returns:
         A report with one row per norm. A norm with several names appears under the first.
-
-    Raises:
-        TypeError: if ``model`` is not a module.
     """
     check_module("norm_report", model)
     rows = []

@@ -56,9 +56,6 @@ def set_fast_norm(enable: bool = True) -> None:
 
     Args:
         enable: whether to do so.
-
-    Raises:
-        TypeError: if ``enable`` is not a bool.
     """
     check_flag("enable", enable)
     _Fast.enabled = enable

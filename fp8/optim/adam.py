@@ -1,6 +1,6 @@
 """`Adam` and `AdamW` with states in 8 or 16 bits.
 
-
+    optimizer = fp8.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
 The states are plain tensors in ``optimizer.state``. A state without a scale has the name that torch
 uses (``exp_avg``, ``exp_avg_sq``). One with a scale consists of ``exp_avg_values``,
@@ -9,7 +9,7 @@ uses (``exp_avg``, ``exp_avg_sq``). One with a scale consists of ``exp_avg_value
 
 Bound of a step. For gradients of any size, the moments of exact Adam satisfy
 
-
+    |m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)),
 
 by the Cauchy-Schwarz inequality: 7.3 for the default betas. A moment rounded to nearest has a
 relative error of at most u = 2**-(mantissa bits + 1), and small moments are rounded in the safe
@@ -527,10 +527,7 @@ class Adam(_Adam):
     """`torch.optim.Adam` with states in low precision: weight_decay is added to the gradient (L2).
 
     Args:
-        params, lr, betas, eps, weight_decay, ...: as in `AdamW`; weight_decay is 0 by default.
-
-    Raises:
-        ValueError, TypeError: as `AdamW`.
+        params, ...: as in `AdamW`; weight_decay is 0 by default.
     """
 
     decoupled = False
@@ -586,10 +583,10 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
     """Bytes of the state tensors of an optimizer, by purpose.
 
     Args:
-        optimizer: `Adam`, `AdamW` or `SGD` of this package.
+        optimizer: an optimizer of `fp8.optim`.
 
     Returns:
-        Keys "first_moment", "second_moment", "master" and "step" -> bytes on this process.
+        "first_moment", "second_moment", "master" and "step" -> bytes on this process.
     """
     kinds = {SECOND: "second_moment", FIRST: "first_moment", MASTER: "master", "step": "step"}
     kinds[MOMENTUM] = "first_moment"

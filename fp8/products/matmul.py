@@ -1,8 +1,8 @@
 """Every matrix product is computed here: three GEMMs with their scales and casts.
 
+    forward    y  = s_y  * Q(x) Q(w)^T
     backward   dx = s_dx * Q(g) Q(w)
                dw = s_dw * Q(g)^T Q(x)
-
 
 A scale is an argument of the GEMM (``alpha`` of addmm and baddbmm), which saves a pass over the
 output. ``Q`` is the cast of the recipe, separate for each of the six operands, and the identity

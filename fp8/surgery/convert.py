@@ -395,9 +395,6 @@ def revert(model: M) -> M:
 
     Returns:
         ``model``; for a single layer that an adapter replaced, the layer that takes its place.
-
-    Raises:
-        TypeError: if ``model`` is not a module.
     """
     check_module("revert", model)
     notes = [note for module in model.modules() if (note := adapted(module))]
@@ -421,9 +418,6 @@ def report(model: nn.Module) -> Report[Row]:
 
     Returns:
         A report with one row per layer. A layer with several names appears under the first.
-
-    Raises:
-        TypeError: if ``model`` is not a module.
     """
     check_module("report", model)
     note = adapted(model)

@@ -1,6 +1,6 @@
 """`ScaledTensor`: a tensor stored as 8- or 16-bit values of a format and one scale factor.
 
-
+    x = stored * scale
 
 For weights and gradients that take one or two bytes per element and otherwise behave like any
 tensor: they accumulate and can be clipped, unscaled, copied and compiled. Operations without a
