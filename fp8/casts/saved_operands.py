@@ -122,8 +122,8 @@ def once(ctx: Any) -> None:
         ctx.held.found.clear()
     if not torch.compiler.is_compiling() and is_plain(ctx) and torch.is_grad_enabled():
         raise RuntimeError(
-            "create_graph=True: what a recipe keeps for the backward pass are bytes, which have no "
-            "gradient; torch.func.grad keeps tensors, with backend='simulate'"
+            "create_graph=True: the operands are saved as bytes, which have no "
+            "gradient; torch.func.grad saves tensors, with backend='simulate'"
         )
 
 

@@ -59,7 +59,7 @@ def gather_in_fp8(
     the same recipe casts them to the same values again, so its result is bit for bit that without
     FSDP2. Gradients are reduced as usual. In the model, its state_dict and its optimizer a weight
     is a plain tensor or DTensor of its dtype and keeps its attributes (the tags of u-muP). As in
-    simulation, Inf becomes the format's largest value and NaN stays NaN.
+    simulation, NaN stays NaN, and Inf stays Inf if the format has Inf and becomes NaN otherwise.
 
     Args:
         model: changed in place.

@@ -118,7 +118,7 @@ class Format:
             f"max {self.max} needs more than {self.mantissa_bits} mantissa bits",
         )
         require(self.signed or not self.negative_zero, "an unsigned format has no -0")
-        require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} has not its values")
+        require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} lacks its values")
         row = FORMATS.get(self.name, self)
         require(row == self, f"fp8.FORMATS has other values of that name: {row!r}; choose another")
         flags = [getattr(self, flag) for flag in _FLAGS]

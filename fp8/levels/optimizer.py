@@ -37,14 +37,14 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     known = next((kind for kind in KINDS if issubclass(cls, kind)), None)
     if known is None or inspect.unwrap(cls.step) is not inspect.unwrap(known.step):
         raise TypeError(
-            f"no level has the arithmetic of {cls.__name__}: initialize takes Adam, AdamW and SGD "
+            f"{cls.__name__} is not supported: initialize takes Adam, AdamW and SGD "
             "of torch.optim, unit_scaling.optim and fp8.optim"
         )
     if own := _own_methods(cls, known):
         raise TypeError(f"{cls.__name__} has methods that would be lost: {', '.join(own)}")
     for name in ("amsgrad", "differentiable"):
         if any(group.get(name) for group in optimizer.param_groups):
-            raise ValueError(f"an optimizer with {name}=True has no level")
+            raise ValueError(f"{name}=True is not supported by fp8.initialize")
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if len(decoupled) > 1:
         raise ValueError("the groups of the optimizer differ in decoupled_weight_decay")

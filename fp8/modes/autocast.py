@@ -277,8 +277,8 @@ _NOT_NESTED = (
 def _check_recomputes(recipe: Recipe) -> None:
     if recipe.changes_scales:
         raise NotImplementedError(
-            f"recipe {recipe.name!r} cannot be checkpointed: what is recomputed would have other "
-            'scales, as scaling "delayed" has moved on'
+            f"recipe {recipe.name!r} cannot be checkpointed: the recomputation would use other "
+            'scales, because scaling "delayed" has updated them'
         )
 
 

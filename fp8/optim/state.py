@@ -137,7 +137,7 @@ def warn_of_broadcasts() -> None:
     or of what it was initialized from."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
-            "a weight was written to, and its master begins anew from it: if that was "
+            "a weight was written to, and its master was reset from it: if that was "
             "DistributedDataParallel, which sends weights and no masters, the processes differ "
             "from now on. Begin with the same weights in all of them (one seed, or a checkpoint)",
             stacklevel=5,

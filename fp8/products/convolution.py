@@ -164,7 +164,7 @@ def _convolve(
     weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
     x, weight, bias = to_autocast_dtype(x, weight, bias)
     if bias is not None and bias.dtype != x.dtype:  # torch drops the imaginary part
-        raise ValueError(f"a bias has the dtype of the input, {x.dtype}: got {bias.dtype}")
+        raise ValueError(f"bias must have the dtype of the input, {x.dtype}, got {bias.dtype}")
     operands = (x, weight, scale_x, scale_w, first, second)
     settings = (*scales, geometry, casts, held)
     return apply(_Convolution, *operands, bias, of_grad, *settings, written=of_grad)

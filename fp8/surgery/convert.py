@@ -150,8 +150,8 @@ class _Converted(Gained):
 
 
 _RECOMPUTED = (
-    "recipe {!r} cannot be checkpointed with use_reentrant=False: what is recomputed would have "
-    'other scales, as scaling "delayed" has moved on'
+    "recipe {!r} cannot be checkpointed with use_reentrant=False: the recomputation would use "
+    'other scales, because scaling "delayed" has updated them'
 )
 
 
