@@ -181,7 +181,7 @@ def _check_model(model: nn.Module) -> None:
             )
     if _in_ddp(model):
         raise ValueError(
-            "the model is inside of a DistributedDataParallel, which would keep averaging the "
+            "the model is inside of a DistributedDataParallel, which goes on to average the "
             f"gradients of its old weights: {_FIRST}"
         )
 

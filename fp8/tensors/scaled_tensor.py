@@ -208,7 +208,7 @@ def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) ->
     dtype = x.dtype if dtype is None else dtype
     if dtype not in DTYPES:
         allowed = ", ".join(map(dtype_name, DTYPES))
-        raise TypeError(f"the dtype of a ScaledTensor must be one of {allowed}, got {dtype}")
+        raise TypeError(f"a ScaledTensor stands for {allowed}, not {dtype}")
     stored, scale = in_format(plain(x.detach(), torch.float32), spec)
     return ScaledTensor(stored, scale, dtype)
 
