@@ -1,4 +1,4 @@
-"""Numbers: low-precision formats, casts, and matrix products computed from them."""
+"""Low-precision formats, casts, recipes, and matrix products computed with them."""
 
 from . import optim
 from .checkpoints.compressed_tensors import export

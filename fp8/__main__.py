@@ -46,7 +46,7 @@ LEVEL_HEADS = [
 
 
 def level_row(level: Level) -> tuple[str, ...]:
-    """The cells under `LEVEL_HEADS`."""
+    """The cells of a row with columns `LEVEL_HEADS`."""
     master = "-" if level.master is None else f"{level.master} + scale"
     moments = f"{level.first_moment} + {level.second_moment}"
     weight = f"{level.weight} + scale"
@@ -64,7 +64,7 @@ TABLES = {
     ),
     "levels": (LEVEL_HEADS, lambda: map(level_row, LEVELS.values())),
 }
-"""Command -> the heads of its columns, and its rows."""
+"""Command -> column titles, and rows."""
 
 
 def _text(cell: Any) -> str:
@@ -74,9 +74,9 @@ def _text(cell: Any) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; arguments default to those of the process.
+    """The command line. arguments: None uses those of the process.
 
-    Returns the exit code: 0, or 1 where the doctor found something broken. Bad usage exits with 2.
+    Returns the exit code: 0, or 1 if the doctor finds a broken library. Invalid usage exits with 2.
     """
     parser = argparse.ArgumentParser(
         prog="fp8",
@@ -100,10 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> None:
-    """Prints it, to a reader that may have seen enough (head)."""
+    """Prints ``text``; ignores a reader that has closed the pipe (head)."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # nothing more goes there, as Python's manual has it
+    except BrokenPipeError:  # discard further output, as recommended by Python's manual
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,3 +1,2 @@
-"""Layers, optimizers and trainers of other libraries. Each is optional and imported late.
-Imports everything below.
-"""
+"""Adapters for layers, optimizers and trainers of other libraries, all optional and lazily
+imported. Imports everything below."""

@@ -1,8 +1,8 @@
-"""Accelerate: a model and an optimizer prepared for its `Accelerator`, in FP8 and at a level.
+"""Accelerate: prepares a model and an optimizer for its `Accelerator`, in FP8 and at a level.
 
-In the place of ``Accelerator(mixed_precision="fp8")``, with Accelerate's own recipe objects or our
-recipes. What is documented of those objects is what is done: nothing is dropped for being some
-default, and what the library behind cannot do is an error.
+Replaces ``Accelerator(mixed_precision="fp8")``; accepts Accelerate's recipe objects and our
+recipes. The options of those objects take effect as documented: none is ignored, and an option that
+the underlying library does not support raises an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOT_OF_MXFP8 = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What is to be done. recipe: ours, or one of the library of ``backend``."""
+    """What to do. recipe: ours, or one of the library of ``backend``."""
 
     recipe: Any
     backend: str
@@ -58,26 +58,35 @@ def prepare(
     opt_level: str | None = None,
     where: str | Where | None = None,
 ) -> tuple[Any, ...]:
-    """``accelerator.prepare(model, optimizer, *others)``, of a model converted first.
+    """Converts ``model``, then returns ``accelerator.prepare(model, optimizer, *others)``.
 
-    Parameters stay the objects that they are, so optimizer, schedulers and ties need nothing done.
-    Data loaders and schedulers may be among the others, or prepared as ever, by
-    ``accelerator.prepare``; so is the optimizer where None is given. Returns all in their order.
+    Parameters remain the same objects, so optimizers, schedulers and ties need no change.
     Checkpoints are those of Accelerate (``save_state``).
 
-    recipe: of ours, as in `fp8.convert`; or one of Accelerate's, each for the backend that it
-    names: TERecipeKwargs ("transformer_engine"), AORecipeKwargs ("torchao"), MSAMPRecipeKwargs
-    ("msamp").
-    backend: as in `fp8.convert`, or "msamp", which is `fp8.adapters.msamp.initialize`.
-    opt_level: one of `fp8.levels.initialize.LEVELS`; None: none of them ("O2" for "msamp"). With
-    the layers of TransformerEngine, "O1" and "O2" are about the states of the optimizer: weights
-    and gradients stay as these layers have them. where: as in `fp8.convert`; with a recipe object
-    of Accelerate's, a function.
+    Args:
+        accelerator: an Accelerator with mixed_precision "no" or "bf16".
+        model: the model to convert.
+        optimizer: its optimizer; None if it is prepared separately.
+        others: data loaders and schedulers; these may also be prepared with
+            ``accelerator.prepare``.
+        recipe: ours, as in `fp8.convert`; or one of Accelerate's, each for its own backend:
+            TERecipeKwargs ("transformer_engine"), AORecipeKwargs ("torchao"), MSAMPRecipeKwargs
+            ("msamp").
+        backend: as in `fp8.convert`, or "msamp", which uses `fp8.adapters.msamp.initialize`.
+        opt_level: a name in `fp8.levels.initialize.LEVELS`; None: no level ("O2" for "msamp"). With
+            layers of TransformerEngine, "O1" and "O2" affect optimizer states only: weights and
+            gradients stay as these layers store them.
+        where: as in `fp8.convert`; with a recipe object of Accelerate's, a function.
 
-    Raises ValueError for an Accelerator with mixed_precision="fp8", which would convert the model
-    once more ("no" and "bf16" are right), for a second model, for a recipe object of another
-    backend, and for settings that nothing computes: an interval other than 1,
-    override_linear_precision, the format E5M2; TypeError for another order of arguments.
+    Returns:
+        The prepared objects, in the order of the arguments.
+
+    Raises:
+        ValueError: for an Accelerator with mixed_precision="fp8", which would convert the model
+            again; for a second model; for a recipe object of another backend; and for unsupported
+            settings: an interval other than 1, override_linear_precision, the format E5M2.
+        TypeError: for another order of arguments.
+        ImportError: without the libraries.
     """
     need("accelerate")
     if not hasattr(accelerator, "mixed_precision"):
@@ -160,7 +169,7 @@ def _plan(
 
 def _backend_of(recipe: Any) -> str:
     kinds = {kind.__name__ for kind in type(recipe).__mro__}
-    if "FP8RecipeKwargs" in kinds:  # both of the others, and says which
+    if "FP8RecipeKwargs" in kinds:  # covers both others; its backend says which
         return {"TE": "transformer_engine", "MSAMP": "msamp"}[recipe.backend]
     for name, backend in _KINDS.items():
         if name in kinds:
@@ -176,11 +185,11 @@ _KINDS = {
     "AORecipeKwargs": "torchao",
     "MSAMPRecipeKwargs": "msamp",
 }
-"""Accelerate's recipe objects -> the backend that each is for."""
+"""Accelerate's recipe object -> its backend."""
 
 
 def _te(given: Any) -> Any:
-    """TransformerEngine's recipe for a TERecipeKwargs, each option as it stands there."""
+    """TransformerEngine's recipe for a TERecipeKwargs, with each option as given."""
     if not given.use_mxfp8_block_scaling:
         return delayed_scaling(
             margin=given.margin,
@@ -199,15 +208,16 @@ def _te(given: Any) -> Any:
 
 
 def _ao(accelerator: Any, given: Any) -> Any:
-    """The configuration of an AORecipeKwargs. Its all-gather in FP8 is for FSDP2 and does nothing
-    without it; torchao would replace the parameters all the same."""
+    """The configuration of an AORecipeKwargs. Its FP8 all-gather is disabled without FSDP2, where
+    it has no effect but torchao would still replace the parameters."""
     if getattr(accelerator, "is_fsdp2", False):
         return given.config
     return dataclasses.replace(given.config, enable_fsdp_float8_all_gather=False)
 
 
 def _ao_where(model: nn.Module, chosen: Any, where: Any) -> Where:
-    """The layers of Accelerate: those that its function names, else all but the first and last."""
+    """The layers that Accelerate converts: those its function selects, else all but the first
+    and last."""
     if where is not None:
         if chosen is not None:
             raise ValueError("give where, or AORecipeKwargs its module_filter_func, not both")

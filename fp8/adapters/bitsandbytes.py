@@ -14,15 +14,25 @@ __all__ = ["optimizer"]
 
 
 def optimizer(name: str, params: ParamsT, **options: Any) -> Optimizer:
-    """The optimizer of that name in ``bitsandbytes.optim``, "AdamW8bit" for one.
+    """Creates an optimizer of ``bitsandbytes.optim``, such as "AdamW8bit".
 
-    params: parameters, pairs or groups as torch's optimizers take them; so also the groups of
-    `unit_scaling.optim.scaled_parameters`, whose learning rates follow u-muP.
-    options: its own; other ones, such as those that versions before 0.50 had, are a TypeError.
-    States have 8 bits a number, in blocks of 256 with a scale each; parameters of fewer than 4096
-    elements have them in float32. Adam8bit decays weights as AdamW does, not as torch's Adam. Runs
-    on CPUs too (since 0.50), more slowly than torch's.
-    Raises ValueError for a name that is none of its 8-bit optimizers, ImportError without it.
+    States have 8 bits per element, in blocks of 256 with one scale each; parameters of fewer than
+    4096 elements have float32 states. Adam8bit decays weights as AdamW does, unlike torch's Adam.
+    It also runs on CPUs (since 0.50), more slowly than torch's optimizers.
+
+    Args:
+        name: the name of an 8-bit optimizer.
+        params: parameters, pairs or groups, as for torch's optimizers; also the groups of
+            `unit_scaling.optim.scaled_parameters`, whose learning rates follow u-muP.
+        options: those of the optimizer.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: for a name that is not one of its 8-bit optimizers.
+        TypeError: for unknown options, such as those only versions before 0.50 had.
+        ImportError: without bitsandbytes.
     """
     library = need("bitsandbytes").optim
     check_name("8-bit optimizer", name, [n for n in dir(library) if n.endswith("8bit")])

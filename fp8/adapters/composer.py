@@ -1,11 +1,11 @@
-"""Composer's LowPrecisionLayerNorm, for a Trainer, that loses nothing of a model.
+"""Composer's LowPrecisionLayerNorm algorithm, implemented with `fp8.apply_low_precision_layernorm`.
 
     from fp8.adapters.composer import LowPrecisionLayerNorm
     trainer = Trainer(model=model, algorithms=[LowPrecisionLayerNorm()], precision="amp_bf16", ...)
 
-The class is made when it is first asked for: it derives from Composer's Algorithm, and Composer is
-imported then. Not run with Composer's Trainer here: Composer does not install beside the torch that
-this package needs.
+The class is created on first access, because it derives from Composer's Algorithm and imports
+Composer. Not tested with Composer's Trainer here: Composer cannot be installed with the torch
+version that this package needs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ def _algorithm() -> type[Any]:
     core = need("composer").core
 
     class LowPrecisionLayerNorm(core.Algorithm):  # type: ignore[name-defined]
-        """`fp8.apply_low_precision_layernorm` on the Trainer's model, with its precision.
+        """Applies `fp8.apply_low_precision_layernorm` to the Trainer's model, with the Trainer's
+        precision.
 
-        apply_at: Composer's event at which it is applied: INIT, BEFORE_LOAD or AFTER_LOAD.
-        Raises ValueError for another event, ImportError where Composer is not installed.
+        Args:
+            apply_at: Composer's event: INIT, BEFORE_LOAD or AFTER_LOAD.
+
+        Raises:
+            ValueError: for another event.
+            ImportError: if Composer is not installed.
         """
 
         def __init__(self, apply_at: Any = core.Event.INIT) -> None:
@@ -48,7 +53,8 @@ def _algorithm() -> type[Any]:
 
         @staticmethod
         def required_on_load() -> bool:
-            """The parameters are those of the model without it: it can be left out."""
+            """Whether checkpoints need it to load: no, the parameters are those of the plain
+            model."""
             return False
 
         def match(self, event: Any, state: Any) -> bool:

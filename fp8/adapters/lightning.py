@@ -1,10 +1,10 @@
-"""Lightning: models trained by its Trainer or its Fabric in FP8.
+"""Lightning: plugins that train models in FP8 with its Trainer or Fabric.
 
     trainer = Trainer(plugins=FP8Precision("unit"))
     fabric = Fabric(plugins=FP8FabricPrecision("unit", precision="bf16-mixed"))
 
-A plugin derives from Lightning's own for the rest of the precision (float32, autocast, 16 bits), so
-that gradient scaling, clipping and casts of the batch are Lightning's.
+A plugin derives from Lightning's plugin for the rest of the precision (float32, autocast, 16 bits),
+so gradient scaling, clipping and casts of the batch are those of Lightning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRECISIONS = {
     "16-true": "HalfPrecision",
     "bf16-true": "HalfPrecision",
 }
-"""Lightning's name of what is not in FP8 -> its plugin, which ours derives from."""
+"""Lightning's name of the precision outside of FP8 -> the plugin to derive from."""
 
 
 def FP8Precision(
@@ -48,25 +48,31 @@ def FP8Precision(
     library: str | None = None,
     **options: Any,
 ) -> Any:
-    """A plugin for ``Trainer(plugins=...)``, under which it trains and evaluates in FP8.
+    """A plugin for ``Trainer(plugins=...)`` that trains and evaluates in FP8.
 
-    When it sets the model up, the Trainer has it converted by `fp8.convert`: in place, with the
-    parameters that the optimizer knows. It stays converted: `fp8.report` has a row for each layer,
-    `fp8.revert` takes it back. Validation, test and prediction run under the recipe too, as
-    `fp8.convert` has it.
+    When the Trainer sets up the model, the plugin converts it by `fp8.convert`, in place and with
+    the same parameters. It stays converted: `fp8.report` lists its layers and `fp8.revert` undoes
+    it. Validation, test and prediction also run under the recipe.
 
-    Checkpoints have the plain model's state_dict, and under "FP8Precision" the recipe and, with
-    scaling "delayed" or "static", the history of each layer, with which training resumes to the
-    bit. One that was trained under another recipe is loaded with a UserWarning.
+    Checkpoints contain the plain model's state_dict and, under "FP8Precision", the recipe and, with
+    scaling "delayed" or "static", the history of each layer, so that training resumes bit for bit.
+    Loading a checkpoint trained under another recipe warns with a UserWarning.
 
-    recipe, backend, where, rest: as in `fp8.convert`.
-    precision: one of `PRECISIONS`, of whatever is not in FP8; "mixed" is torch.autocast.
-    library: "lightning" or "pytorch_lightning", whose Trainer it is for; None: the one imported,
-    of both the first.
-    options: ``device`` and ``scaler`` of Lightning's MixedPrecision; device is that of the
-    accelerator unless given.
-    Raises ValueError for an unknown name, TypeError for other options and in a Fabric, whose
-    checkpoints would lack the histories, ImportError where Lightning is not installed.
+    Args:
+        recipe, backend, where, rest: as in `fp8.convert`.
+        precision: a name in `PRECISIONS`, for everything outside of FP8; "mixed" is torch.autocast.
+        library: "lightning" or "pytorch_lightning", the library of the Trainer; None: the imported
+            one, "lightning" if both are.
+        options: ``device`` and ``scaler`` of Lightning's MixedPrecision; device defaults to that of
+            the accelerator.
+
+    Returns:
+        The plugin.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for other options, and in a Fabric, whose checkpoints would lack the histories.
+        ImportError: if Lightning is not installed.
     """
     base = _base(("lightning", "pytorch_lightning"), ".pytorch", precision, library)
     return _kind(base, True)(recipe, precision, (backend, where, rest), options)
@@ -84,16 +90,26 @@ def FP8FabricPrecision(
 ) -> Any:
     """As `FP8Precision`, for ``Fabric(plugins=...)``: ``setup`` converts the model.
 
-    Checkpoints are the caller's: with scaling "delayed" the histories are in the model's
-    state_dict, as `fp8.convert` has it.
-    library: "lightning" or "lightning_fabric".
+    The caller writes checkpoints. With scaling "delayed" the histories are in the model's
+    state_dict, as in `fp8.convert`.
+
+    Args:
+        recipe, precision, backend, where, rest, options: as in `FP8Precision`.
+        library: "lightning" or "lightning_fabric".
+
+    Returns:
+        The plugin.
+
+    Raises:
+        ValueError, TypeError, ImportError: as `FP8Precision`.
     """
     base = _base(("lightning", "lightning_fabric"), ".fabric", precision, library)
     return _kind(base, False)(recipe, precision, (backend, where, rest), options)
 
 
 def _base(names: tuple[str, str], part: str, precision: str, library: str | None) -> Any:
-    """The class of Lightning's plugin. part: of the first library; the second is that alone."""
+    """The class of Lightning's plugin. part: the module within the first library that the second
+    library is by itself."""
     check_name("precision", precision, PRECISIONS)
     check_name("library", library, (None, *names))
     if library is None:
@@ -116,7 +132,7 @@ def _blank(base: Any, of_trainer: bool) -> Any:
 
 
 class _Converting:
-    """What is ours of the plugins. recipe: of the model that they convert, or "auto"."""
+    """The common part of the plugins. recipe: that of the models they convert, or "auto"."""
 
     _of_trainer: bool
     _base: Any
@@ -142,7 +158,7 @@ class _Converting:
         return _blank, (self._base, self._of_trainer), vars(self)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The model under the recipe, with the histories that it has."""
+        """The model converted to the recipe, with its previous histories."""
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if self._of_trainer and "LightningModule" not in kinds:
             kind = type(module).__name__
@@ -150,7 +166,7 @@ class _Converting:
         module = super().convert_module(module)  # type: ignore[misc]
         before = _copies(module)
         self._model = convert(module, self.recipe, **self._how)
-        if self._of_trainer:  # which loads a state_dict before it converts
+        if self._of_trainer:  # a Trainer loads a state_dict before it converts
             for name, history in histories(self._model).items():
                 path, _, leaf = name.rpartition(".")
                 owner = self._model.get_submodule(path)
@@ -159,14 +175,14 @@ class _Converting:
         return self._model
 
     def state_dict(self) -> dict[str, Any]:
-        """That of Lightning's plugin, the recipe and the histories."""
+        """The state of Lightning's plugin, the recipe and the histories."""
         ours: dict[str, Any] = {"recipe": self._in_force()}
         if self._model is not None:
             ours["histories"] = _copies(self._model)
         return {**super().state_dict(), "fp8": ours}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from them. Warns where the recipe was another."""
+        """Restores the state. Warns if the recipe was a different one."""
         rest = dict(state_dict)
         ours = rest.pop("fp8", {})
         super().load_state_dict(rest)  # type: ignore[misc]

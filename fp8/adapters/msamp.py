@@ -1,7 +1,7 @@
-"""MS-AMP: its levels, by the library itself where it can be imported, else by `fp8.initialize`.
+"""MS-AMP: its levels, computed by the library if it can be imported, else by `fp8.initialize`.
 
-There is no distribution of it to install, it patches torch when it is imported, and its last
-version was written for torch 2.1. Its levels and their arithmetic are `fp8.levels.initialize`.
+MS-AMP has no distribution to install, patches torch on import, and its last version was written for
+torch 2.1. `fp8.levels.initialize` has its levels and their arithmetic.
 """
 
 from __future__ import annotations
@@ -28,17 +28,26 @@ def initialize(
     *,
     recipe: str | Recipe | None = AUTO,
 ) -> tuple[nn.Module, Optimizer]:
-    """``msamp.initialize``, and `fp8.initialize` where that cannot be. Returns (model, optimizer).
+    """``msamp.initialize``, or `fp8.initialize` if MS-AMP cannot be used.
 
-    opt_level: "O1" or "O2", or "O3", which MS-AMP has for DeepSpeed only: ours is taken.
-    use_te: the model has layers of TransformerEngine, which compute their own products in FP8: no
-    recipe is set, whatever ``recipe`` is. Where the level is ours, their weights stay as they are.
-    recipe: of the products, where the level is ours, as in `fp8.initialize`: "tensor", which "auto"
-    is for a model that is not unit-scaled, is the nearest to MS-AMP's; None leaves them as they
-    are.
-    Which of the two it was, and why, is a line in `fp8.report`. MS-AMP itself is not taken for an
-    AdamW: since torch made it a subclass of Adam, MS-AMP 0.4 takes it for Adam, whose weight decay
-    is another.
+    `fp8.report` says which of the two was used, and why. MS-AMP itself is not used for an AdamW:
+    since torch made AdamW a subclass of Adam, MS-AMP 0.4 treats it as Adam, whose weight decay
+    differs.
+
+    Args:
+        model, optimizer: as in `fp8.initialize`.
+        opt_level: "O1" or "O2"; or "O3", which MS-AMP supports for DeepSpeed only, so
+            `fp8.initialize` is used.
+        use_te: whether the model has layers of TransformerEngine, which compute their own products
+            in FP8: ``recipe`` is then ignored, and `fp8.initialize` leaves their weights unchanged.
+        recipe: of the products, if `fp8.initialize` is used. "tensor", which "auto" selects for a
+            model that is not unit-scaled, is closest to MS-AMP's. None leaves them unchanged.
+
+    Returns:
+        (model, optimizer).
+
+    Raises:
+        TypeError, ValueError: as `fp8.initialize`.
     """
     found = probe("msamp")
     why_not = found.why or _why_not(optimizer, opt_level)
@@ -58,11 +67,20 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """``msamp.clip_grad_norm_``: `torch.nn.utils.clip_grad_norm_`, and no clipping if ``max_norm``
-    is 0 or less. Gradients may be plain tensors, ScaledTensors or MS-AMP's ScalingTensors.
+    """``msamp.clip_grad_norm_``: `torch.nn.utils.clip_grad_norm_`, without clipping for
+    ``max_norm`` <= 0.
 
-    Returns the norm of all gradients together. Raises RuntimeError under ``error_if_nonfinite`` if
-    it is not finite.
+    Args:
+        parameters: parameters whose gradients are plain tensors, ScaledTensors or MS-AMP's
+            ScalingTensors.
+        max_norm, norm_type: as in torch.
+        error_if_nonfinite: raises if the norm is not finite.
+
+    Returns:
+        The norm of all gradients together.
+
+    Raises:
+        RuntimeError: if the norm is not finite, with ``error_if_nonfinite``.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Linear layers whose kernels take only so many tokens, made to take any number."""
+"""Pads inputs of linear layers whose kernels support only certain numbers of tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Padded"]
 
 
 class Padded(Gained):
-    """A linear layer that gets as many rows of zeros more as its products need, which are taken off
-    its output again. They change no other row, no maximum and no gradient."""
+    """A linear layer that pads its input with rows of zeros to the multiple that its products need,
+    and removes them from its output. They do not change other rows, maxima or gradients."""
 
     fp8_multiple: int
 

@@ -1,5 +1,5 @@
-"""Our recipes as TransformerEngine's, every field given: none is left to its defaults, which differ
-between versions and devices and may come from the environment."""
+"""Converts our recipes to TransformerEngine's. Every field is set explicitly, because defaults
+differ between versions and devices and may come from the environment."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _NEUTRAL = {
     "nvfp4_4over6_e4m3_use_256": "all",
     "nvfp4_4over6_err_mode": "MAE",
 }
-"""Fields that not every recipe or version has; where they are, they are set to do nothing."""
+"""Fields that only some recipes or versions have, with values that disable them."""
 
 _FORMATS = {("e4m3", "e4m3"): "E4M3", ("e4m3", "e5m2"): "HYBRID"}
-"""Formats (forward, of gradients) -> what TransformerEngine calls them."""
+"""Formats (forward, gradients) -> the name in TransformerEngine."""
 
 
 def _recipes() -> Any:
@@ -38,7 +38,8 @@ def _recipes() -> Any:
 
 
 def _make(kind: str, **given: Any) -> Any:
-    """A recipe of that class. An unknown field is refused here: TransformerEngine ignores it."""
+    """Creates a recipe of that class. Raises for unknown fields, which TransformerEngine would
+    ignore."""
     library = _recipes()
     if not hasattr(library, kind):
         raise ValueError(f"this version of TransformerEngine has no recipe {kind}")
@@ -51,9 +52,16 @@ def _make(kind: str, **given: Any) -> Any:
 
 
 def format_of(name: str) -> Any:
-    """TransformerEngine's Format: "HYBRID" (e4m3 forward, e5m2 for gradients) or "E4M3".
+    """TransformerEngine's Format of that name.
 
-    Raises ValueError for another, also for "E5M2", which TransformerEngine does not train with.
+    Args:
+        name: "HYBRID" (e4m3 forward, e5m2 for gradients) or "E4M3".
+
+    Returns:
+        The Format.
+
+    Raises:
+        ValueError: for other names, including "E5M2", with which TransformerEngine does not train.
     """
     if name not in _FORMATS.values():
         raise ValueError(f"fp8_format must be 'HYBRID' or 'E4M3', got {name!r}")
@@ -69,16 +77,24 @@ def delayed_scaling(
     interval: int = 1,
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
 ) -> Any:
-    """TransformerEngine's DelayedScaling, under the documented names of its options.
+    """TransformerEngine's DelayedScaling, with the documented option names.
 
-    margin: the scale leaves room for that many doublings.
-    amax_history_len: how many passes count; amax_compute_algo: "max" or "most_recent" of them.
-    interval: versions before 2.0 could recompute scales every so many steps. Today's do at every
-    step and ignore the option; so other values than 1 are a ValueError.
-    override_linear_precision: the forward product, and those of the gradients of input and weight,
-    in high precision. Today's DelayedScaling has no such option either: only (False, False, False)
-    is taken; the recipe "row_gw_hp" of ours and of torchao has the last.
-    Raises ValueError for these and for unknown names.
+    Args:
+        margin: the scale leaves headroom for that many doublings.
+        fp8_format: as in `format_of`.
+        amax_history_len: the number of passes considered.
+        amax_compute_algo: "max" or "most_recent" of them.
+        interval: only 1. Versions before 2.0 could recompute scales every ``interval`` steps;
+            current ones recompute them in each step and ignore the option.
+        override_linear_precision: the forward product and those of the gradients of input and
+            weight in high precision. Only (False, False, False), because the current DelayedScaling
+            ignores it; our and torchao's recipe "row_gw_hp" has the last.
+
+    Returns:
+        The recipe object.
+
+    Raises:
+        ValueError: for other values and unknown names.
     """
     if interval != 1:
         raise ValueError(
@@ -106,7 +122,7 @@ def delayed_scaling(
 
 
 def scale_of_one(amax: Tensor, scale: Tensor, fp8_max: Any, recipe: Any) -> Tensor:
-    """What DelayedScaling asks for its scales under the recipe "unit": 1, whatever was seen."""
+    """The scale function of DelayedScaling under recipe "unit": always 1."""
     return torch.ones_like(scale)
 
 
@@ -132,8 +148,8 @@ def _delayed(cast: Cast, format: str) -> Any:
 
 
 def _with_powers(made: Any, powers: bool) -> Any:
-    """Whether scales are powers of two is read from these; the class has made them already, from
-    its default."""
+    """Sets whether scales are powers of two in the fields that are read; the class has already
+    filled them from its default."""
     for operand in ("fwd_inp", "fwd_weight", "bwd_grad"):
         params = _recipes().QParams(power_2_scale=powers, amax_epsilon=0.0)
         setattr(made, f"fp8_quant_{operand}", params)
@@ -195,18 +211,26 @@ _MAKERS: dict[str, tuple[tuple[str | None, ...], Callable[[Cast, str], Any]]] = 
     "block": (("up", "exact"), _block),
     "mx": (("up",), _mx),
 }
-"""Scaling -> the rules that TransformerEngine has for it, and what makes its recipe of the cast of
-the input and a format."""
+"""Scaling -> the rules that TransformerEngine supports, and a function of (cast of the input,
+format) that creates its recipe."""
 
 
 def te_recipe(recipe: str | Recipe) -> Any:
     """TransformerEngine's recipe object for one of ours.
 
     "delayed" becomes DelayedScaling, "tensor" Float8CurrentScaling, "block" Float8BlockScaling,
-    "mxfp8" MXFP8BlockScaling, "nvfp4" NVFP4BlockScaling, and "unit" DelayedScaling whose scales are
-    always 1; "auto" is "tensor". DelayedScaling scales by fp8_max / amax, where the usual rule of
-    ours rounds that to a power of two.
-    Raises ValueError for what TransformerEngine has no recipe for.
+    "mxfp8" MXFP8BlockScaling, "nvfp4" NVFP4BlockScaling, and "unit" DelayedScaling with scales of
+    1; "auto" is "tensor". DelayedScaling scales by fp8_max / amax, which our default rule rounds to
+    a power of two.
+
+    Args:
+        recipe: a name or a `Recipe`.
+
+    Returns:
+        The recipe object.
+
+    Raises:
+        ValueError: if TransformerEngine has no such recipe.
     """
     chosen = given_recipe(recipe) or RECIPES["tensor"]
     if dataclasses.replace(chosen, name="nvfp4") == RECIPES["nvfp4"]:
@@ -222,8 +246,8 @@ def te_recipe(recipe: str | Recipe) -> Any:
 
 
 def _plain(name: str, cast: Cast, grad: Cast) -> Recipe:
-    """With the scaling, rule, history and margin of ``cast`` for every operand, and the rest as
-    TransformerEngine has it."""
+    """A recipe with the scaling, rule, history and margin of ``cast`` for every operand, and
+    otherwise as in TransformerEngine."""
     delayed = cast.scaling == "delayed"
     margin, history = (cast.margin, cast.history) if delayed else (0, None)
     plain = Cast(

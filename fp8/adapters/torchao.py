@@ -1,4 +1,4 @@
-"""torchao: its Float8Linear and MXFP8Linear in a model, under our recipes, and back."""
+"""torchao: converts models to its Float8Linear and MXFP8Linear under our recipes, and back."""
 
 from __future__ import annotations
 
@@ -23,18 +23,26 @@ __all__ = ["ao_config", "convert", "revert"]
 _GRANULARITIES = {"tensor": "TENSORWISE", "row": "AXISWISE"}
 _MX_BLOCK = 32
 _MX_CAPABILITY = (10, 0)
-"""CUDA devices before this have no product of MX operands."""
+"""CUDA devices of lower capability have no MX products."""
 
 
 def ao_config(recipe: str | Recipe, *, emulate: bool = False) -> Any:
     """torchao's configuration for one of our recipes.
 
-    "tensor", "row", "row_gw_hp" and others of their scalings become a Float8LinearConfig, "mxfp8"
-    an MXFP8TrainingOpConfig. Scales are powers of two where the rule is "up", else exact. Token
+    "tensor", "row", "row_gw_hp" and other recipes with these scalings become a Float8LinearConfig,
+    "mxfp8" an MXFP8TrainingOpConfig. Scales are powers of two under rule "up", else exact. Token
     counts are padded.
-    emulate: compute from dequantized operands, on any device.
-    Raises ValueError for what torchao has no configuration for, and for "mxfp8" in versions that
-    do not have it.
+
+    Args:
+        recipe: a name or a `Recipe`.
+        emulate: whether to compute from dequantized operands, on any device.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: if torchao has no such configuration, and for "mxfp8" in versions without it.
+        ImportError: without torchao.
     """
     chosen = given_recipe(recipe) or RECIPES["tensor"]
     if dataclasses.replace(chosen, name="mxfp8") == RECIPES["mxfp8"]:
@@ -68,7 +76,8 @@ def _unknown(recipe: Recipe) -> str:
 
 
 def _cast(config: Any, recipe: Recipe, cast: Cast | None, other: Cast | None) -> Any:
-    """torchao's cast of an operand in one product; ``other``: in its other one."""
+    """torchao's cast of an operand in one product. other: its cast in the operand's other
+    product."""
     known = cast or other
     if known is None or known.format not in ("e4m3", "e5m2"):
         raise ValueError(_unknown(recipe))
@@ -104,20 +113,27 @@ def convert(
     where: Where | None = None,
     emulate: bool | None = None,
 ) -> nn.Module:
-    """``model`` with torchao's layers in place of nn.Linear; `fp8.convert` with backend="torchao".
+    """Replaces nn.Linear with torchao's layers; `fp8.convert` with backend="torchao".
 
-    By torchao's ``convert_to_float8_training``, layer by layer: what that loses of a model (hooks,
-    the train flag, layers with two names, attributes) is kept, and `fp8.report` has a row for each
-    layer. Sizes that are no multiple of 16 (32 for "mxfp8") are left alone, since the kernels do
-    not take them, unless emulated.
+    It calls torchao's ``convert_to_float8_training`` layer by layer. Properties that this function
+    loses (hooks, the training flag, layers with two names, attributes) are preserved, and
+    `fp8.report` lists every layer. Layers with sizes that are not multiples of 16 (32 for "mxfp8")
+    are left alone unless emulated, because the kernels do not support them.
 
-    recipe: a name, a `Recipe`, or a configuration of torchao's; see `ao_config`. "auto" is
-    "tensor": the layers that are converted are torch's own, which are not unit-scaled.
-    where: (name, layer) -> whether to convert it; None converts every layer.
-    emulate: for recipes of ours; None: only where the model's device has no kernels.
-    Returns the model; of one that is a single layer, the layer in its place. Raises ImportError
-    without torchao, and ValueError for ``enable_fsdp_float8_all_gather``, which puts each weight
-    into another parameter: ties and optimizers would keep the old one.
+    Args:
+        model: changed in place.
+        recipe: a name, a `Recipe`, or a configuration of torchao's; see `ao_config`. "auto" is
+            "tensor", because the converted layers are torch's, which are not unit-scaled.
+        where: (name, layer) -> whether to convert it; None converts every layer.
+        emulate: for our recipes; None: only if the model's device has no kernels.
+
+    Returns:
+        ``model``; if it is itself a layer, the layer that replaces it.
+
+    Raises:
+        ImportError: without torchao.
+        ValueError: for ``enable_fsdp_float8_all_gather``, which replaces each weight by another
+            parameter, so that ties and optimizers would keep the old one.
     """
     config, where = its_recipe(recipe), checked_function(where)
     if isinstance(recipe, str | Recipe):
@@ -147,7 +163,7 @@ def convert(
 
 
 def its_recipe(recipe: Any) -> Any:
-    """torchao's configuration for a name or a `Recipe`; one of its own as it is."""
+    """torchao's configuration for a name or a `Recipe`; a configuration of torchao's unchanged."""
     return ao_config(recipe) if isinstance(recipe, str | Recipe) else recipe
 
 
@@ -198,8 +214,17 @@ def _layer(module: nn.Linear, config: Any) -> nn.Module:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """``model`` with nn.Linear in place of torchao's layers, with the same parameters, whoever put
-    them there. Returns the model; of one that is a single layer, the layer in its place."""
+    """Replaces torchao's layers, whatever created them, with nn.Linear with the same parameters.
+
+    Args:
+        model: changed in place.
+
+    Returns:
+        ``model``; if it is itself such a layer, the layer that replaces it.
+
+    Raises:
+        ImportError: without torchao.
+    """
     need("torchao")
 
     def make(name: str, module: nn.Module) -> nn.Module | None:

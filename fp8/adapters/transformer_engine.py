@@ -1,8 +1,8 @@
 """TransformerEngine: its Linear, LayerNorm and RMSNorm in a model, under its recipes, and back.
 
-Nothing of this has run on a GPU yet. What was checked without one, with the Python of the published
-package: its recipes, its layers put into models and taken out, its contexts and update of scales;
-and training, with layers generated from its signatures.
+Nothing here has run on a GPU yet. Tested without one, with the Python code of the published
+package: its recipes, inserting its layers into models and removing them, its contexts and scale
+updates; and training, with layers generated from its signatures.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["autocast", "convert", "delayed_scaling", "revert", "te_recipe", "wei
 _TYPES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MULTIPLES = {"MXFP8BlockScaling": 32, "Float8BlockScaling": 128}
-"""Recipe -> what the sizes of a weight and the number of tokens must be multiples of; others: 16.
-In the products of the backward pass each of the three is summed over, and is the last dimension of
-an operand (utils.assert_dim_for_fp8_exec and the quantizers' is_quantizable, 2.20)."""
+"""Recipe -> the sizes of a weight and the number of tokens must be multiples of this; others: 16.
+The products of the backward pass sum over each of the three, so each is the last dimension of an
+operand (utils.assert_dim_for_fp8_exec and the quantizers' is_quantizable, 2.20)."""
 _EXTRA_STATE = "_extra_state"
 _EPS = "fp8_eps"
 
@@ -38,9 +38,19 @@ _EPS = "fp8_eps"
 def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
     """TransformerEngine's context in which its layers compute in FP8.
 
-    recipe: a name, a `Recipe`, or one of TransformerEngine's own. Its ``autocast``, or
-    ``fp8_autocast`` of versions before 2.8, with the names that each has for its arguments. Maxima
-    are reduced over all ranks.
+    It calls TransformerEngine's ``autocast``, or ``fp8_autocast`` in versions before 2.8, with the
+    argument names of that version. Amax is reduced over all ranks.
+
+    Args:
+        recipe: a name, a `Recipe`, or a recipe of TransformerEngine's.
+        enabled: whether the layers compute in FP8.
+
+    Returns:
+        The context manager.
+
+    Raises:
+        ImportError: without TransformerEngine.
+        ValueError: as `te_recipe`.
     """
     te = need("transformer_engine")
     context = getattr(te, "autocast", None) or te.fp8_autocast
@@ -49,19 +59,21 @@ def autocast(recipe: Any, enabled: bool = True) -> AbstractContextManager[Any]:
 
 
 def its_recipe(recipe: Any) -> Any:
-    """TransformerEngine's recipe for a name or a `Recipe`; one of its own as it is."""
+    """TransformerEngine's recipe for a name or a `Recipe`; a recipe of TransformerEngine's
+    unchanged."""
     return te_recipe(recipe) if isinstance(recipe, str | Recipe) else recipe
 
 
 class _Autocast(Gained):
-    """A model that runs under TransformerEngine's autocast: while it trains, unless told more."""
+    """A model that runs under TransformerEngine's autocast: in training, and optionally in
+    evaluation."""
 
     fp8_te_recipe: Any
     fp8_in_eval: bool
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         recipe = vars(self).get("fp8_te_recipe")
-        if recipe is None:  # reverted, and called by a wrapper of the forward that it had
+        if recipe is None:  # reverted, but called through a wrapper of its old forward
             return forward(*args, **kwargs)
         training = self.training  # type: ignore[attr-defined]
         with autocast(recipe, enabled=training or self.fp8_in_eval):
@@ -69,7 +81,7 @@ class _Autocast(Gained):
 
 
 class _Layer(Gained):
-    """A layer of TransformerEngine with nothing but its weights in checkpoints."""
+    """A layer of TransformerEngine with only its weights in checkpoints."""
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -79,7 +91,7 @@ class _Layer(Gained):
 
 
 class _Linear(Padded, _Layer):
-    """A linear layer, for any number of tokens."""
+    """A linear layer for any number of tokens."""
 
 
 def convert(
@@ -89,22 +101,30 @@ def convert(
     where: Where | None = None,
     in_eval: bool = False,
 ) -> nn.Module:
-    """``model`` with the layers of TransformerEngine in place of nn.Linear, nn.LayerNorm and
-    nn.RMSNorm, run under its autocast; `fp8.convert` with backend="transformer_engine".
+    """Replaces nn.Linear, nn.LayerNorm and nn.RMSNorm with TransformerEngine's layers, under its
+    autocast; `fp8.convert` with backend="transformer_engine".
 
-    The parameters stay the same objects, so ties, frozen weights, dtype, device and optimizers are
-    as before; so are hooks, the train flag, and the keys of the state_dict (`_extra_state` is not
-    among them: the history of "delayed" begins anew after a checkpoint is loaded). `fp8.report`
-    has a row for each layer: subclasses, odd sizes, norms that TransformerEngine does not have
-    (without weight, LayerNorm without bias), and what nn.MultiheadAttention holds are left alone;
-    so are, under "delayed", layers with two names, since its histories take one call a pass.
+    Parameters remain the same objects, so ties, frozen weights, dtype, device and optimizers stay
+    valid. So do hooks, the training flag and the keys of the state_dict. `_extra_state` is not
+    among these: the history of "delayed" restarts after a checkpoint is loaded. `fp8.report` lists
+    every layer. Left alone are subclasses, unsupported sizes, norms that TransformerEngine does not
+    have (without weight, LayerNorm without bias), the layers inside nn.MultiheadAttention and,
+    under "delayed", layers with two names, because its histories support one call per pass.
 
-    recipe: a name, a `Recipe`, or one of TransformerEngine's own; see `te_recipe`. "auto" is
-    "tensor": the layers that are converted are torch's own, which are not unit-scaled.
-    where: (name, layer) -> whether to convert it; None converts every layer.
-    in_eval: FP8 in evaluation too.
-    Returns the model; of one that is a single layer, the layer in its place. FP8 is on in the calls
-    of what is returned, not in calls of its parts. Raises ImportError without TransformerEngine.
+    Args:
+        model: changed in place.
+        recipe: a name, a `Recipe`, or a recipe of TransformerEngine's; see `te_recipe`. "auto" is
+            "tensor", because the converted layers are torch's, which are not unit-scaled.
+        where: (name, layer) -> whether to convert it; None converts every layer.
+        in_eval: whether to use FP8 in evaluation too.
+
+    Returns:
+        ``model``; if it is itself a layer, the layer that replaces it. Calls of the returned model
+        run in FP8, direct calls of its submodules do not.
+
+    Raises:
+        ImportError: without TransformerEngine.
+        ValueError: as `te_recipe`.
     """
     te, chosen, where = need("transformer_engine"), its_recipe(recipe), checked_function(where)
     kind = type(chosen).__name__
@@ -133,7 +153,7 @@ def convert(
 
 
 def _other(module: nn.Module) -> str | None:
-    """Why a layer of another kind stays, for those with a matrix."""
+    """Why a layer of another kind stays, if it has a matrix."""
     has_matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
     return "TransformerEngine has no such layer" if has_matrix else None
 
@@ -158,13 +178,13 @@ def _why_not(module: nn.Module, multiple: int) -> str:
 
 
 def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
-    """The layer, on no device: it gets the parameters of ``module``."""
+    """The replacement layer, on the meta device; it gets the parameters of ``module`` later."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     if isinstance(module, nn.Linear):
         bias = module.bias is not None
         sizes = (module.in_features, module.out_features)
         layer = te.Linear(*sizes, bias=bias, params_dtype=weight.dtype, device="meta")
-        if not bias:  # an empty tensor, which is no parameter
+        if not bias:  # an empty tensor that is not a parameter
             layer.bias = weight.detach().new_empty(0)
         gain(layer, _Linear)
         layer.fp8_multiple = multiple
@@ -179,12 +199,19 @@ def _te_layer(te: Any, module: nn.Module, multiple: int) -> nn.Module:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """``model`` with torch's layers in place of TransformerEngine's, with the same parameters.
+    """Replaces TransformerEngine's layers with torch's layers with the same parameters.
 
-    Also for layers that were not put there by `convert`, such as Accelerate's. Layers of
-    TransformerEngine that are none of torch's (LayerNormLinear, split parameters, norms that are
-    centred at zero) stay. Returns the model; of one that is a single layer, the layer in its place.
-    Raises ImportError without TransformerEngine.
+    It also replaces layers that `convert` did not insert, such as Accelerate's. Layers without an
+    equivalent in torch (LayerNormLinear, split parameters, zero-centered norms) stay.
+
+    Args:
+        model: changed in place.
+
+    Returns:
+        ``model``; if it is itself such a layer, the layer that replaces it.
+
+    Raises:
+        ImportError: without TransformerEngine.
     """
     te = need("transformer_engine")
     for module in model.modules():
@@ -213,8 +240,14 @@ def _torch_layer(te: Any, module: nn.Module) -> nn.Module | None:
 
 
 def weights(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state_dict of any model with TransformerEngine's layers without their `_extra_state`: what
-    a model without them, or one of `convert`, loads."""
+    """Removes the `_extra_state` of TransformerEngine's layers from a state_dict.
+
+    Args:
+        state_dict: of any model with such layers.
+
+    Returns:
+        A state_dict that loads into a model without them, or into one of `convert`.
+    """
     return {
         key: value for key, value in state_dict.items() if key.rpartition(".")[2] != _EXTRA_STATE
     }

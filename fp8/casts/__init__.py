@@ -1,3 +1,2 @@
-"""How an operand is cast, what of it is saved for the backward pass, and what is counted meanwhile.
-Imports `fp8.tensors` and below.
-"""
+"""Casts of operands, what is saved of them for the backward pass, and statistics of casts.
+Imports `fp8.tensors` and below."""

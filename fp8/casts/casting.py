@@ -1,7 +1,7 @@
-"""An operand on its way into a product: rotated, scaled tile by tile, rounded; and its gradient.
+"""Casts an operand of a product, or its gradient: rotates it, scales it by tiles and rounds it.
 
-A `Cast` crosses autograd functions as a `Spec`, strings and numbers; None is no cast. An operand is
-seen as a matrix, or a batch of them, of which the product sums over one axis: -1 (its rows are
+A `Cast` is passed to autograd functions as a `Spec` of strings and numbers; None means no cast. An
+operand is a matrix or a batch of matrices. The product sums over axis -1 (the operand's rows are
 multiplied) or -2 (its columns are).
 """
 
@@ -49,30 +49,31 @@ aten = torch.ops.aten
 
 
 class Spec(NamedTuple):
-    """A `Cast` as strings and numbers, which cross autograd functions and compiled graphs.
+    """A `Cast` as strings and numbers, which autograd functions and compiled graphs accept as
+    arguments.
 
-    Without a rule the scale is that of the operand's history (scaling "static"), or ``2**margin``:
-    1, or static, as `shifted` sets it.
+    Without a rule, the scale factor comes from the operand's history (scaling "static"), or is
+    ``2**margin``: 1, or the static scale set by `shifted`.
     """
 
     format: str
     """A name in FORMATS, or a `Format.text`."""
     rule: str | None
-    """A name in RULES, followed by `E8M0` where the scale is stored so."""
+    """A name in RULES, with suffix `E8M0` if the scale is stored in that format."""
     tile: tuple[int, int]
-    """Elements that share a scale, across and along the axis that is summed over; 0: all."""
+    """The elements that share a scale, across and along the summed axis; 0: all."""
     margin: int
     rounding: str
     overflow: str
     random_bits: int
     hadamard: int
-    """The size of the rotation; 0: none."""
+    """The size of the Hadamard rotation; 0: none."""
     label: str = ""
-    """Of the operand, for `fp8.stats`; "": not sampled."""
+    """The operand's label for `fp8.stats`; "": not sampled."""
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """All but the label: casts with the same settings compute the same."""
+        """All fields but the label. Casts with equal settings compute the same."""
         return self[:-1]
 
 
@@ -103,8 +104,8 @@ _known_spec = cache(_spec)
 
 
 def shifted(spec: Spec | None, exponent: int) -> Spec | None:
-    """The spec with its static scale times ``2**exponent``; one that finds its scale by a rule as
-    it is."""
+    """The spec with its static scale factor multiplied by ``2**exponent``; unchanged if it computes
+    its scale by a rule."""
     if spec is None or spec.rule is not None:
         return spec
     return spec._replace(margin=spec.margin + exponent)
@@ -121,7 +122,8 @@ def is_symmetric(spec: Spec | None) -> bool:
 
 
 def is_whole(recipe: Recipe) -> bool:
-    """Whether no operand has a scale by rows or blocks: none needs to know what is summed over."""
+    """Whether no operand is scaled by rows or blocks, so that no cast depends on the summed
+    axis."""
     return all(cast is None or cast.tile == (0, 0) for cast in recipe.casts)
 
 
@@ -134,10 +136,10 @@ def cast_forward(
     operand: str = "input",
     exponent: int = 0,
 ) -> Tensor:
-    """``x`` rounded under ``cast``; its gradient passes through unchanged, saturated or not.
+    """``x`` rounded under ``cast``; straight-through gradient, also where values saturate.
 
-    name: that of the product, for `fp8.stats`. exponent: as in `shifted`. While `fp8.calibrate`
-    measures, ``x`` is measured and returned as it is.
+    name: the name of the product, for `fp8.stats`. exponent: as in `shifted`. While `fp8.calibrate`
+    measures, ``x`` is measured and returned unchanged.
     """
     if cast is not None and (pass_ := measuring()) is not None:
         pass_.operand(history, x)
@@ -153,7 +155,7 @@ def cast_backward(
     history: Tensor | None = None,
     name: str = "",
 ) -> Tensor:
-    """``x`` itself; its gradient is rounded under ``cast``, or measured as in `cast_forward`."""
+    """``x`` unchanged; its gradient is rounded under ``cast``, or measured as in `cast_forward`."""
     if cast is not None and (pass_ := measuring()) is not None:
         return pass_.gradient(history, x)
     spec = labelled(spec_of(cast), name, "grad")
@@ -167,10 +169,10 @@ def round_straight(
     history: Tensor | None = None,
     record: bool | None = None,
 ) -> Tensor:
-    """``x`` under a spec, rotated if it says so; differentiable, straight through the rounding.
+    """``x`` rounded (and rotated, if specified) under a spec, with a straight-through gradient.
 
-    history: that of the operand, where the scaling is "delayed" or "static"; record: whether x
-    enters it (None: where gradients are recorded).
+    history: the operand's history, for scaling "delayed" or "static". record: whether x is added to
+    it (None: if gradients are recorded).
     """
     return rounded(x, spec, axis, history, record)[0]
 
@@ -182,8 +184,8 @@ def rounded(
     history: Tensor | None = None,
     record: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`round_straight`, and the scale of all of ``x``; None where that is 1 or each tile has its
-    own. A static scale does not depend on ``x``."""
+    """`round_straight`, and the scale factor of all of ``x``; None if that is 1 or if each tile has
+    its own. A static scale factor does not depend on ``x``."""
     if spec is None:
         return x, None
     x = plain(x)
@@ -211,7 +213,7 @@ def _whole_scale(
 
 
 def static_scale(exponent: int, x: Tensor) -> Tensor:
-    """``2**exponent`` in the dtype of the scales of ``x``, 0-dim."""
+    """``2**exponent``, 0-dim, in the dtype of the scale factors of ``x``."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return torch.full((), 2.0**exponent, dtype=dtype, device=x.device)
 
@@ -231,8 +233,8 @@ def rounding_of(spec: Spec) -> dict[str, Any]:
 
 
 def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
-    """``x`` in the spec's format, with its scales multiplied in again; ``scale`` is that of all of
-    x, None where there is one for each tile. No gradient."""
+    """``x`` rounded to the spec's format and multiplied by its scale factors again. scale: that of
+    all of x; None if each tile has its own. Not differentiable."""
     rule, tile, label = spec.rule, spec.tile, spec.label
     format = format_of(spec)
     how = rounding_of(spec)
@@ -253,7 +255,7 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
-    """What has the shape of the result of `scaled_tiles`, in that of ``x`` again."""
+    """Restores the shape of ``x`` to a tensor of the shape that `scaled_tiles` returns."""
     if y.shape == x.shape:
         return y
     rows, columns = tile if axis == -1 else tile[::-1]
@@ -265,8 +267,8 @@ def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
 
 
 class _Round(Function):
-    """Saves nothing, as a tensor: activation checkpointing counts what is saved, and so notices
-    when it recomputes outside of the block what was cast inside."""
+    """Saves an empty tensor, because activation checkpointing counts saved tensors. It thereby
+    detects that a segment cast inside of the block is recomputed outside of it."""
 
     generate_vmap_rule = True
 
@@ -301,11 +303,11 @@ class _RoundGradient(Function):
 
 
 def _hadamard_matrix(size: int) -> list[list[float]]:
-    """Sylvester's Hadamard matrix, its columns with fixed random signs, as an orthogonal matrix.
+    """Sylvester's Hadamard matrix with fixed random column signs, scaled to be orthogonal.
 
     Entry (i, j) is (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the first bits of
-    the fraction of pi: one vector for all layers and steps (arXiv:2509.25149, section 4.2). size is
-    a power of two.
+    the fraction of pi, the same for all layers and steps (arXiv:2509.25149, section 4.2). size is a
+    power of two.
     """
     signs = [(KEY_START >> (62 - j % 63)) & 1 for j in range(size)]
     return [
@@ -315,11 +317,11 @@ def _hadamard_matrix(size: int) -> list[list[float]]:
 
 
 def rotated(x: Tensor, size: int, axis: int) -> Tensor:
-    """``x`` multiplied along ``axis``, ``size`` elements at a time, by an orthogonal matrix.
+    """Multiplies ``x`` by an orthogonal matrix along ``axis``, in blocks of ``size`` elements.
 
-    Two operands rotated along the axis that their product sums over have the same product, and an
-    outlier of one element is spread over all. Zeros fill the last block, so the axis grows to a
-    multiple of ``size``.
+    The product of two operands does not change if both are rotated along the summed axis, and the
+    rotation spreads an outlier over its block. The axis is padded with zeros to a multiple of
+    ``size``.
     """
     count = -(-x.shape[axis] // size)
     missing = count * size - x.shape[axis]
@@ -334,5 +336,6 @@ def rotated(x: Tensor, size: int, axis: int) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Within the block `torch.autocast` of the device of ``x`` is off; the meta device has none."""
+    """Context in which `torch.autocast` of the device of ``x`` is disabled. The meta device has
+    none."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -1,11 +1,11 @@
-"""What a cast did to an operand, counted: for `fp8.stats`, and in the first pass without scales.
+"""Statistics of casts, for `fp8.stats` and for a check of the first pass without scales.
 
-A recorder is open while a sampled pass runs. The products of that pass get a name, which goes with
-the spec of each of their casts as a string, the backward ones included; a cast whose spec has one
-hands what it did to the recorder.
+A recorder is open while a sampled pass runs. The products of that pass get a name, which is stored
+as a string in the specs of their casts, including those of the backward pass. A cast whose spec has
+a name reports to the recorder.
 
-A `Look` is such a recorder for products under a recipe that casts without scales: of each weight
-the first that is recorded for a backward pass, and of products without a weight those that follow.
+A `Look` is a recorder for recipes that cast without scales. It observes the first product of each
+weight that is recorded for a backward pass, and the weightless products that follow it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ __all__ = [
 ]
 
 COUNTS = ("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise")
-"""What is added up for an operand; shares are of the sampled elements, nonfinite of all."""
+"""What is summed for an operand. Shares are of the sampled elements; nonfinite is counted over
+all."""
 
 
 class _Open(threading.local):
-    """The recorders whose pass runs in this thread, innermost last, each with how many products of
-    a kind without a name the pass has made; and what looks at products without a weight."""
+    """The recorders whose pass runs in this thread, innermost last, each with a counter of unnamed
+    products by kind; and the `Look` at products without a weight."""
 
     def __init__(self) -> None:
         self.recorders: list[tuple[Recorder, Counter[str]]] = []
@@ -58,11 +59,11 @@ OPEN = _Open()
 
 _TOKENS = itertools.count()
 _RECORDERS: weakref.WeakValueDictionary[str, Recorder | Look] = weakref.WeakValueDictionary()
-"""Token of a recorder -> the recorder: backward may run when no pass is open any more."""
+"""Token -> recorder. The backward pass may run after the recorded pass is closed."""
 
 
 class Observed(NamedTuple):
-    """What became of an operand, as `observe` is told."""
+    """The arguments of `observe`: an operand before and after its cast."""
 
     x: Tensor
     y: Tensor
@@ -72,31 +73,31 @@ class Observed(NamedTuple):
 
 
 class Recorder:
-    """Sums of COUNTS for each operand: (layer, operand, format) -> float64 (8,)."""
+    """Sums of COUNTS for each operand: (layer, operand, format) -> (8,), float64."""
 
     def __init__(self, model: nn.Module, sample: int) -> None:
         self.sample = sample
         self.sums: dict[tuple[str, str, str], Tensor] = {}
-        self.lock = threading.Lock()  # of the sums
+        self.lock = threading.Lock()  # protects sums
         self.token = str(next(_TOKENS))
         _RECORDERS[self.token] = self
         self._model = model
 
     def layers(self) -> dict[int, str]:
-        """id of a parameter -> the name of the module that has it."""
+        """id of a parameter -> the name of the module that owns it."""
         found: dict[int, str] = {}
         for name, parameter in self._model.named_parameters():
             found.setdefault(id(parameter), name.rpartition(".")[0] or "(model)")
         return found
 
     def count(self, layer: str, operand: str, seen: Observed) -> None:
-        """Adds what became of an operand."""
+        """Adds the statistics of a cast operand."""
         x, y, scale, format, static = seen
-        step = -(-x.numel() // self.sample) | 1  # odd, so that it meets all columns
+        step = -(-x.numel() // self.sample) | 1  # odd, so that the sample covers all columns
         xs, ys = (t.detach().flatten()[::step].double() for t in (x, y))
         low, high = torch.ops.aten.aminmax.default(x.detach())
-        clean = bool((low.isfinite() & high.isfinite()).item())  # as a rule, and quickly
-        finite = xs.isfinite() & ys.isfinite()  # a NaN E8M0 scale makes all of its tile NaN
+        clean = bool((low.isfinite() & high.isfinite()).item())  # fast check; the usual case
+        finite = xs.isfinite() & ys.isfinite()  # a NaN E8M0 scale makes its whole tile NaN
         xs, ys = torch.where(finite, xs, 0.0), torch.where(finite, ys, 0.0)
         unit: Any = 1.0
         if scale is not None:
@@ -119,7 +120,7 @@ class Recorder:
             self.sums[key] = self.sums[key] + total if key in self.sums else total
 
     def _check_scale(self, layer: str, operand: str, total: Tensor, scale: Tensor) -> None:
-        """Warns, once for each model, where a static scale is far from the RMS of its operand."""
+        """Warns, once per model, if a static scale factor is far from the RMS of its operand."""
         counts = dict(zip(COUNTS, total.tolist(), strict=True))
         ratio = math.sqrt(counts["signal"] / counts["sampled"]) / float(scale)
         if ratio and not 1 / DRIFT <= ratio <= DRIFT:
@@ -128,26 +129,28 @@ class Recorder:
 
 
 DRIFT = 64.0
-"""How far the RMS of an operand may be from its static scale before `fp8.stats` warns, as a factor,
-up or down: 6 of the 18 octaves of e4m3, of which 8 are above the RMS that calibration sets."""
+"""The factor, up or down, between the RMS of an operand and its static scale beyond which
+`fp8.stats` warns: 6 of the 18 octaves of e4m3, of which 8 are above the RMS that calibration sets.
+"""
 _DRIFTED = (
     "the RMS of the {} of {} is {:.2g} times the scale that fp8.calibrate has set, beyond "
     "[2**-6, 2**6]: call fp8.calibrate again"
 )
 
 LOST = 0.1
-"""The share of an operand, beyond what it is for a unit normal one (e4m3: 0.0008 become zero, e5m2:
-0.000006), from which on a `Look` warns. Half of the smallest number of e4m3 is 2**-10, of e5m2
-2**-17: a normal operand loses as much where its RMS is below 2**-7 and 2**-14. In unit-scaled
-models a GELU or the product of two unit normals loses less than 0.01 in e4m3, and the gradients of
-queries and keys, the smallest at the start, up to 0.06 in e5m2."""
+"""The lost share of an operand, beyond that of a standard normal one (e4m3: 0.0008 become zero,
+e5m2: 0.000006), above which a `Look` warns. Half of the smallest number of e4m3 is 2**-10, of e5m2
+2**-17: a normal operand loses this share if its RMS is below 2**-7 or 2**-14. In unit-scaled models
+a GELU or the product of two standard normals loses less than 0.01 in e4m3. The gradients of queries
+and keys, the smallest at initialization, lose up to 0.06 in e5m2.
+"""
 LEAST = 1024
-"""Of how many elements that are not zero a share is taken."""
+"""The minimum number of nonzero elements for a share."""
 _SAMPLE = 1 << 14
 
 
 class Look:
-    """Warns once of what is lost of operands that are cast without a scale, when their first
+    """Warns once about values lost by operands that are cast without a scale, when their first
     gradient is cast. recipe: its name."""
 
     def __init__(self, recipe: str) -> None:
@@ -160,7 +163,7 @@ class Look:
         _LATEST.append(self)
 
     def count(self, layer: str, operand: str, seen: Observed) -> None:
-        """As `Recorder.count`. Not under `torch.vmap`, which has no numbers to look at."""
+        """As `Recorder.count`. Does nothing under `torch.vmap`, where values cannot be read."""
         x, y, scale, format, _ = seen
         if self.warned or scale is not None or x.is_meta:
             return
@@ -188,18 +191,19 @@ _FLUSHED = (
 )
 
 _LATEST: deque[Look] = deque(maxlen=64)
-"""Those that may still be asked: the backward pass comes after the block."""
+"""Keeps the latest ones alive: the backward pass runs after the block."""
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, Look | None] = weakref.WeakKeyDictionary()
-"""Models whose layers have a name -> what looks at them."""
+"""Models whose layers have names -> the `Look` at them."""
 _PLACES: set[tuple[str, int, str]] = set()
-"""Lines that have opened a block around products without a weight, and its recipe."""
+"""(file, line, recipe) of the blocks that were already observed for products without a weight."""
 _LOOKED = "fp8_looked"
-"""The attribute of a parameter with the recipes under which its product was looked at."""
+"""The parameter attribute that holds the recipes under which its product was observed."""
 _OWN = str(Path(__file__).parents[1])
 
 
 def _lost(x: Tensor, y: Tensor, format: Format) -> list[float]:
-    """How many numbers of a sample are finite and not zero, and of them become zero, saturate."""
+    """The numbers of sampled elements that are finite and nonzero; of these, become zero;
+    saturate."""
     step = -(-x.numel() // _SAMPLE) | 1
     xs, ys = (t.detach().flatten()[::step].float() for t in (x, y))
     used = xs.isfinite() & (xs != 0)
@@ -208,15 +212,15 @@ def _lost(x: Tensor, y: Tensor, format: Format) -> list[float]:
 
 
 def forget_looks(model: nn.Module) -> None:
-    """The layers of ``model`` are known by its names, and looked at anew."""
+    """Registers ``model``, so that warnings use its layer names, and observes its layers again."""
     _OF_MODELS[model] = None
     for parameter in model.parameters():
         vars(parameter).pop(_LOOKED, None)
 
 
 def look_here(recipe: Recipe | None) -> Look | None:
-    """What looks at products without a weight in a block that is being opened; None where that line
-    of the caller's code was looked at, and for a recipe with scales."""
+    """The `Look` at products without a weight for a block that is being opened. None if that line
+    of the caller's code was already observed, or if the recipe has scales."""
     if recipe is None or not recipe.unscaled:
         return None
     frame = sys._getframe(1)
@@ -230,7 +234,7 @@ def look_here(recipe: Recipe | None) -> Look | None:
 
 
 def _look_at(weight: Tensor | None, recipe: str) -> tuple[Look | None, str]:
-    """What looks at the product of a weight, if anything does, and the name of the layer or ""."""
+    """The `Look` at the product of a weight, or None, and the name of the layer or ""."""
     if not isinstance(weight, nn.Parameter):
         return OPEN.look, ""
     seen = vars(weight).get(_LOOKED, ())
@@ -249,12 +253,12 @@ def _look_at(weight: Tensor | None, recipe: str) -> tuple[Look | None, str]:
 
 
 def is_sampled(name: str) -> bool:
-    """Whether a name is that of a product in a pass of `fp8.stats`."""
+    """Whether a name belongs to a product in a pass of `fp8.stats`."""
     return bool(name and OPEN.recorders)
 
 
 def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None = None) -> str:
-    """A name for the casts of a product: "" where nobody counts what they do."""
+    """A name for the casts of a product; "" if nothing records them."""
     if OPEN.recorders:
         recorder, unnamed = OPEN.recorders[-1]
         layer = None if weight is None else recorder.layers().get(id(weight))
@@ -282,10 +286,11 @@ def observe(
     format: Format,
     static: bool = False,
 ) -> None:
-    """Adds to a recorder what became of ``x``: ``y``, with ``scale`` for each element or for all.
+    """Reports a cast to its recorder: operand ``x``, result ``y``, and ``scale`` per element or for
+    all.
 
-    Inf and NaN are looked for in all of x, the rest in a sample of evenly spaced elements. static:
-    whether `fp8.calibrate` has set the scale.
+    Inf and NaN are counted in all of x, the rest in a sample of evenly spaced elements. static:
+    whether `fp8.calibrate` set the scale.
     """
     token, layer, operand = label.split("|")
     recorder = _RECORDERS.get(token)

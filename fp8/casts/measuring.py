@@ -1,4 +1,4 @@
-"""The RMS of operands, measured in a pass without casts: what `fp8.calibrate` reads."""
+"""Measures the RMS of operands in a pass without casts, for `fp8.calibrate`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["MEASURING", "Measurement", "measuring", "uncast"]
 
 
 class Measurement:
-    """Sums of squares and numbers of elements of all operands that a pass has met.
+    """Sums of squares and element counts of all operands in a pass.
 
-    moments: address of the state of an operand (its static scale) -> [state, sum, elements].
-    histories: id -> the `fp8.AmaxHistory` that have these states.
+    moments: address of an operand's state (its static scale) -> [state, sum, elements].
+    histories: id -> the `fp8.AmaxHistory` that holds such states.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Measurement:
         self.histories: dict[int, Any] = {}
 
     def operand(self, state: Tensor | None, x: Tensor) -> None:
-        """Adds ``x``, an operand whose state is ``state``; None: it has none."""
+        """Adds operand ``x`` with state ``state``; None: it has none and is skipped."""
         if state is None or state.dim() > 1 or state.numel() != 1:
             return
         entry = self.moments.setdefault(state.data_ptr(), [state, 0.0, 0])
@@ -36,7 +36,7 @@ class Measurement:
         entry[2] += x.numel()
 
     def gradient(self, state: Tensor | None, y: Tensor) -> Tensor:
-        """``y``, whose gradient is added when it is known."""
+        """Returns ``y`` and adds its gradient once that is computed."""
         if state is not None and y.requires_grad:
             y.register_hook(lambda grad: self.operand(state, grad))
         return y
@@ -47,7 +47,7 @@ MEASURING = Stack()
 
 @contextmanager
 def uncast() -> Iterator[Measurement]:
-    """Within the block products of this thread are measured and not cast."""
+    """Within the block, products of this thread are measured and not cast."""
     MEASURING.items.append(Measurement())
     try:
         yield MEASURING.items[-1]
@@ -56,7 +56,8 @@ def uncast() -> Iterator[Measurement]:
 
 
 def measuring() -> Measurement | None:
-    """What measures the operands in this thread now; products are not cast then. None: nothing."""
+    """The active `Measurement` of this thread, or None. While there is one, products are not
+    cast."""
     if torch.compiler.is_compiling() or not MEASURING.items:
         return None
     return MEASURING.items[-1]

@@ -1,7 +1,8 @@
-"""The cast of each operand of a layer's three products, and where one copy serves two of them.
+"""The casts of the operands of a layer's three products, and which operands share one copy.
 
-A recipe without a rule for scales ("unit") casts an operand as it is. An operand of a known size
-may have a *static* scale instead: a power of two that is a constant of the call, ``f * Q(x / f)``.
+A recipe without a rule for scales ("unit") casts operands without a scale. An operand of known RMS
+may have a *static* scale factor instead: a power of two that is a constant of the call,
+``f * Q(x / f)``.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ __all__ = ["Casts", "Exponents", "casts_of", "one_copy", "static_exponent", "wit
 
 
 Exponents = tuple[int, ...]
-"""The base-two logarithms of the static scales of operands, 0 for none."""
+"""The base-2 logarithms of the static scale factors of operands; 0 for none."""
 
 
 class Casts(NamedTuple):
     """The specs of the six operands of a layer's three products. An operand of the backward
-    products is None where no cast, or no further one, is needed."""
+    products is None if it needs no cast, or no second one."""
 
     a: Spec | None = None
     b: Spec | None = None
@@ -34,16 +35,19 @@ class Casts(NamedTuple):
 
 
 def static_exponent(weight: object) -> int:
-    """The exponent of the static scale that a parameter has by its tag ``mup_scale``, which
-    `unit_scaling.parameter` gives it; 0 without one."""
+    """The exponent of the static scale factor of a parameter, from its tag ``mup_scale`` set by
+    `unit_scaling.parameter`; 0 without a tag."""
     return math.frexp(getattr(weight, "mup_scale", 1.0))[1] - 1
 
 
 def casts_of(
     recipe: Recipe | None, layer: bool = True, name: str = "", static: Exponents = (0, 0)
 ) -> Casts:
-    """The specs of a recipe. layer: whether b is a weight; else it is cast as a is. name: that of
-    the product, for `fp8.stats`. static: the exponents of the static scales of a and b."""
+    """The specs of a recipe.
+
+    layer: whether b is a weight; otherwise it is cast like a. name: the name of the product, for
+    `fp8.stats`. static: the exponents of the static scale factors of a and b.
+    """
     if recipe is None:
         return Casts()
     a, b = (spec_of(cast) for cast in recipe.forward)
@@ -64,16 +68,18 @@ def casts_of(
 
 
 def one_copy(first: Spec | None, second: Spec | None) -> bool:
-    """Whether an operand cast under ``first`` serves where ``second`` is asked for, along the other
-    axis."""
+    """Whether an operand cast under ``first`` can be reused where ``second`` applies, along the
+    other axis."""
     if first is None or second is None:
         return first is second
     return first.settings == second.settings and is_symmetric(first)
 
 
 def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:
-    """What backward casts instead of the cast a and b, None where it uses those; and ``casts``,
-    None for a copy that needs none."""
+    """The operands that backward casts again, and the specs it needs.
+
+    Each of a and b is None if backward reuses the cast one; its spec in ``casts`` is then None too.
+    """
     keep_a, keep_b = one_copy(casts.a, casts.a_again), one_copy(casts.b, casts.b_again)
     needed = casts._replace(
         a_again=None if keep_a else casts.a_again, b_again=None if keep_b else casts.b_again

@@ -1,10 +1,10 @@
-"""What is kept between the forward and the backward pass: operands in the bytes of their format.
+"""Operands saved for the backward pass, in the bytes of their format.
 
-An operand whose values are those of a format, times one scale, is kept in the dtype of that format,
-and is the same to the bit when it is needed again. So it is in eager and in compiled code; there a
-parameter, which is in memory anyway, may be cast a second time instead. Layers that are called one
-after the other with one input (query, key and value; gate and up) keep its bytes once. Under
-torch.func, where a backward pass may itself be differentiated, operands are kept as they are.
+An operand whose values are those of a format, times one scale factor, is saved in the dtype of the
+format and restored bit for bit, in eager and in compiled code. In compiled code a parameter, which
+is in memory anyway, may be cast a second time instead. Consecutive layers with the same input
+(query, key and value; gate and up) save its bytes once. Under torch.func, where a backward pass may
+itself be differentiated, operands are saved unchanged.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ __all__ = ["Held", "keep", "kept", "number_of", "once", "one_of", "shared"]
 T = TypeVar("T")
 
 Operand = tuple[Tensor, Spec | None, Tensor | None]
-"""A tensor, the spec that it was cast under, and the scale of all of it, None for one."""
+"""A tensor, the spec it was cast under, and its scale factor if it has one for the whole tensor."""
 
 
 class Held:
-    """What products keep of one input, each cast once, until a backward pass has begun."""
+    """What several products save of one shared input, each cast once, until a backward pass
+    begins."""
 
     def __init__(self) -> None:
         self.found: dict[Any, Any] = {}
 
 
 class _Last(threading.local):
-    """The input of the product before, in this thread: whose memory it is (a weak reference), which
-    part of it in which version, and what is held of it."""
+    """The input of the preceding product in this thread: a weak reference to its base tensor, the
+    view and version of it, and what is saved of it."""
 
     owner: Callable[[], Tensor | None] = staticmethod(lambda: None)
     part: tuple[Any, ...] = ()
@@ -50,17 +51,17 @@ _LAST = _Last()
 
 
 def shared(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Held | None:
-    """Where the products of ``x``, cast under ``specs``, find what the one before has kept of it.
+    """What the preceding product saved of ``x``, so that this one can share it.
 
-    None where each keeps its own: without casts; in compiled code, whose compiler sees to it; for a
-    subclass of Tensor; where chance decides; and where a history does, unless scales can be looked
-    at (on a CPU).
+    None if each product saves its own: without casts; in compiled code, where the compiler handles
+    it; for a subclass of Tensor; under stochastic rounding; and with a history, unless scale
+    factors can be read without a device synchronization (on a CPU).
     """
     if not any(specs) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     by_chance = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
     unknown = history is not None and x.device.type != "cpu"
-    if type(x) is not Tensor or by_chance or unknown or x.is_inference():  # that has no version
+    if type(x) is not Tensor or by_chance or unknown or x.is_inference():  # no _version
         return None
     owner = x if x._base is None else x._base
     part = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
@@ -72,7 +73,7 @@ def shared(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Held | Non
 
 
 def one_of(held: Held | None, key: Any, make: Callable[[], T]) -> T:
-    """``make()``, or what is held under ``key``."""
+    """``make()``, or the value already stored under ``key``."""
     if held is None:
         return make()
     if key not in held.found:
@@ -81,13 +82,13 @@ def one_of(held: Held | None, key: Any, make: Callable[[], T]) -> T:
 
 
 def number_of(scale: Tensor | None) -> float | None:
-    """``scale`` as a number, where that does not make the host wait for a device."""
+    """``scale`` as a number, if reading it does not synchronize with a device; else None."""
     return scale.item() if scale is not None and scale.device.type == "cpu" else None
 
 
 def keep(ctx: Any, *operands: Operand, held: Held | None = None) -> None:
-    """Saves them for the backward pass, in bytes where that is less. held: what other products keep
-    of the first."""
+    """Saves operands for the backward pass, as bytes where that is smaller. held: what other
+    products save of the first operand."""
     saved, notes = [], []
     in_bytes = torch.compiler.is_compiling() or is_plain(ctx)
     for i, (x, spec, scale) in enumerate(operands):
@@ -104,7 +105,7 @@ def keep(ctx: Any, *operands: Operand, held: Held | None = None) -> None:
 
 
 def kept(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
-    """What `keep` has saved, in ``dtype``. Raises as `once`."""
+    """The operands saved by `keep`, in ``dtype``. Raises as `once`."""
     if any(in_bytes for in_bytes, _ in ctx.kept):
         once(ctx)
     saved = iter(ctx.saved_tensors)
@@ -115,19 +116,19 @@ def kept(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
 
 
 def once(ctx: Any) -> None:
-    """Called where a backward pass reads bytes: nothing more is added to what is held. Raises
-    RuntimeError where that pass is itself to be differentiated."""
+    """Called before a backward pass reads saved bytes; from then on nothing is added to the shared
+    ones. Raises RuntimeError if that pass is itself to be differentiated."""
     if ctx.held is not None:
         ctx.held.found.clear()
     if not torch.compiler.is_compiling() and is_plain(ctx) and torch.is_grad_enabled():
         raise RuntimeError(
-            "create_graph=True: what a recipe keeps for the backward pass are bytes, which have no "
-            "gradient; torch.func.grad keeps tensors, with backend='simulate'"
+            "create_graph=True: the operands are saved as bytes, which have no "
+            "gradient; torch.func.grad saves tensors, with backend='simulate'"
         )
 
 
 def _dtype(x: Tensor, spec: Spec | None) -> torch.dtype | None:
-    """The dtype that ``x`` is kept in; None for its own, as on devices without FP8 dtypes."""
+    """The dtype in which ``x`` is saved; None for its own, as on devices without FP8 dtypes."""
     if spec is None or spec.tile != (0, 0) or x.device.type == "mps":
         return None
     dtype = format_of(spec).dtype
@@ -142,15 +143,15 @@ def _bytes(x: Tensor, dtype: torch.dtype, scale: Tensor | None, spec: Spec) -> t
 
 
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype``. For a compiler, which weighs what to keep, by a copy: a conversion it
-    takes for twice the bytes that it has, and so it would keep 16-bit numbers themselves."""
+    """``x`` in ``dtype``. While compiling it is copied, because the partitioner counts a conversion
+    with twice its bytes and would save the 16-bit tensor instead."""
     if torch.compiler.is_compiling():
         return torch.zeros_like(x, dtype=dtype).copy_(x)
     return x.to(dtype)
 
 
 def _restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``data`` times ``scale``, computed in float32 or wider and rounded to ``dtype``."""
+    """``data * scale``, computed in float32 or wider and rounded to ``dtype``."""
     plain = type(data) is Tensor and data.device.type == "cpu" and data.dtype.itemsize == 1
     lookup = plain and not torch.compiler.is_compiling()  # a fifth of the time of a conversion
     codes = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data

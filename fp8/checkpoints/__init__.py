@@ -1,3 +1,2 @@
-"""What is written to disk: training states, and models for inference engines.
-Imports `fp8.surgery` and below.
-"""
+"""Files: training checkpoints, and models for inference engines.
+Imports `fp8.surgery` and below."""

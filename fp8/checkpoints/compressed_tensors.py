@@ -1,9 +1,9 @@
-"""`export`: a model that was trained in FP8, written for those who serve it in FP8.
+"""`export`: writes a model trained in FP8 for serving in FP8.
 
 The layouts are those that Transformers and vLLM read: a weight in e4m3 under its own name, its
-scales beside it, and a quantization_config. That of the library compressed-tensors,
-"float-quantized", has ``weight_scale``, and ``input_scale`` where the scale of the input is known
-beforehand; those in blocks, "fp8" and "mxfp8", have ``weight_scale_inv``.
+scales next to it, and a quantization_config. The layout of the library compressed-tensors,
+"float-quantized", has ``weight_scale``, and ``input_scale`` if the scale of the input is known in
+advance. The block layouts, "fp8" and "mxfp8", have ``weight_scale_inv``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WEIGHTS = {
     "static": "tensor",
     "row": "channel",
 }
-"""Scaling of a weight -> compressed-tensors' strategy."""
+"""Scaling of a weight -> strategy of compressed-tensors."""
 
 _INPUTS = {
     "unit": ("tensor", False),
@@ -49,7 +49,7 @@ _INPUTS = {
     "tensor": ("tensor", True),
     "row": ("token", True),
 }
-"""Scaling of an input -> strategy, and whether its scale is found when it is served."""
+"""Scaling of an input -> strategy, and whether its scale is computed at serving time."""
 
 
 class _Blocks(NamedTuple):
@@ -59,13 +59,13 @@ class _Blocks(NamedTuple):
     weight: tuple[int, int]
     """The tile of a weight, (outputs, inputs)."""
     input: tuple[int, int]
-    """The tile of an input, (tokens, inputs), whose scale is found when it is served."""
+    """The tile of an input, (tokens, inputs), whose scale is computed at serving time."""
     fields: dict[str, Any]
-    """Further fields of the quantization_config."""
+    """Additional fields of the quantization_config."""
 
     def fits(self, shape: torch.Size) -> bool:
-        """Whether a weight consists of whole tiles, or of one that is not full: readers take the
-        size of a tile from the number of scales."""
+        """Whether a weight consists of full tiles, or of one partial tile: readers infer the tile
+        size from the number of scales."""
         return all(n <= by or n % by == 0 for n, by in zip(shape, self.weight, strict=True))
 
 
@@ -73,45 +73,53 @@ BLOCKS = {
     "block": _Blocks("fp8", (128, 128), (1, 128), {"fmt": "e4m3"}),
     "mx": _Blocks("mxfp8", (1, 32), (1, 32), {"scale_fmt": "ue8m0"}),
 }
-"""Scaling of weight and input -> the layout in blocks: DeepSeek's, and MXFP8 with E8M0 bytes."""
+"""Scaling of weight and input -> block layout: DeepSeek's, and MXFP8 with E8M0 bytes."""
 
 ROUNDED = "rounded"
-"""What the report says of a weight that has the values of FP8 and is stored in high precision."""
+"""The report's word for a weight with FP8 values that is stored in high precision."""
 
 
 @torch.no_grad()
 def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
-    """Writes ``model``, whose layers run in FP8 by `fp8.convert`, into ``folder`` for serving.
+    """Writes ``model``, converted by `fp8.convert`, into ``folder`` for serving in FP8.
 
-    A model of the library transformers gets the files of its ``save_pretrained``, and
-    ``from_pretrained`` or vLLM read the folder. Of any other, ``model.safetensors`` has the tensors
-    of its state_dict, under the same names, and ``fp8.json`` the quantization_config and, in
-    "tied", the names that share a tensor with another: name -> name.
+    A model of the library transformers gets the files of ``save_pretrained``; ``from_pretrained``
+    and vLLM read the folder. For other models, ``model.safetensors`` has the tensors of the
+    state_dict under the same names, and ``fp8.json`` the quantization_config and, in "tied", the
+    names that share a tensor with another one: name -> name.
 
-    The weight of a linear layer is stored as e4m3 numbers, as its recipe casts them: weight times
-    ``weight_scale`` (float32; (1,), or (outputs, 1) for "row") is what the layer multiplied by.
-    Of "block" and "mxfp8" ``weight_scale_inv`` has one number for each 128 x 128 block (float32) or
-    32 inputs (the byte of E8M0). Inputs need no calibration: their scale is 1 for "unit", that of
-    the history for "delayed" and that of the layer for "static"; for the others it follows, when
-    served, from the largest magnitude at hand, without being rounded up to a power of two. All else
-    keeps its dtype. A linear layer
-    with a transposed weight (GPT-2's) is in no layout: its weight gets the values that its recipe
-    casts it to, and is stored in high precision.
+    The weight of a linear layer is stored as e4m3 values, cast as its recipe does: the weight times
+    ``weight_scale`` (float32; (1,), or (outputs, 1) for "row") is the layer's operand. For "block"
+    and "mxfp8", ``weight_scale_inv`` has one value per 128 x 128 block (float32) or per 32 inputs
+    (an E8M0 byte). Inputs need no calibration: their scale is 1 for "unit", from the history for
+    "delayed", and that of the layer for "static". For other recipes it is computed at serving time
+    from the largest magnitude, without rounding up to a power of two. Everything else keeps its
+    dtype. No layout supports a linear layer with a transposed weight (GPT-2's): its weight is
+    rounded as its recipe casts it and stored in high precision.
 
-    Of a unit-scaled model the files are those of the plain one, whose weights init="preserve" has.
-    With init="unit" its factors go into weights and scales as `unit_scaling.transforms.fold` says,
-    once it has run; those of an E8M0 scale, which is a power of two, into the weight before its
-    cast.
+    For a unit-scaled model the files are those of the plain model, with the weights that
+    init="preserve" has. With init="unit" its factors are folded into weights and scales as in
+    `unit_scaling.transforms.fold`, after the model has run once; for E8M0 scales, which are powers
+    of two, they are multiplied into the weight before its cast.
 
-    Returns a row for each layer with a recipe: "FP8", "rounded", or left alone, in high precision,
-    and why. Raises TypeError for what is not a module, ValueError where there is nothing in FP8,
-    for layers of another library, for a "delayed" or "static" layer without a history, and for a
-    model with factors that no weight can hold (modules of `unit_scaling`, and what `fold` refuses);
-    ImportError without safetensors.
+    Args:
+        model: the converted model.
+        folder: where to write; created if missing.
+
+    Returns:
+        A report with a row for each layer with a recipe: "FP8", "rounded", or left alone (in high
+        precision), with the reason.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: if nothing is in FP8; for layers of another library; for a "delayed" or "static"
+            layer without a history; for factors that no weight can hold (modules of `unit_scaling`,
+            and what `fold` rejects).
+        ImportError: without safetensors.
     """
     check_module("export", model)
     need("safetensors")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    model = getattr(model, "_orig_mod", model)  # the module inside of a torch.compile wrapper
     factors, ratios = _factors(model)
     rows, layers = _layers(model)
     if all(row.done == LEFT_ALONE for row in rows):
@@ -135,8 +143,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
 
 
 def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
-    """What transforms have taken out of the model: id of a parameter or buffer -> the factor that
-    it lacks; layer -> how many times larger than without them its input is."""
+    """The factors that transforms removed from the model: id of a parameter or buffer -> the factor
+    it lacks; layer -> the ratio of its input to the input in the plain model."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("unit_scaling.layers"):
             raise ValueError(
@@ -156,13 +164,13 @@ def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers, under each of their names."""
+    """The parameters and buffers under all their names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of the report, and the layers to be stored in FP8."""
+    """The rows of the report, and the layers to store in FP8."""
     uses: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -189,7 +197,8 @@ def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
 
 
 def _why_not(name: str, module: Any, uses: dict[int, int]) -> str:
-    """Why a layer cannot be stored, whatever its recipe; "" if it can. uses: of parameters."""
+    """Why a layer cannot be stored under any recipe; "" if it can. uses: number of uses per
+    parameter."""
     if not (isinstance(module, nn.Linear) or is_transposed(module)):
         return "no layout has layers of this kind: it stays in high precision"
     if not name:
@@ -208,7 +217,7 @@ def _method(recipe: Recipe) -> str:
 
 
 def _misfit(recipe: Recipe, shape: torch.Size, method: str) -> str:
-    """Why a layer does not go with the others, or with its layout; "" if it does."""
+    """Why a layer does not fit its layout, or that of the other layers; "" if it does."""
     blocks = None if recipe.weight is None else BLOCKS.get(recipe.weight.scaling)
     if _method(recipe) != method:
         return f"the file has layout {method!r} and no other: convert all layers to one recipe"
@@ -219,7 +228,7 @@ def _misfit(recipe: Recipe, shape: torch.Size, method: str) -> str:
 
 
 def _unfit(recipe: Recipe) -> str:
-    """Why what a recipe does in the forward pass cannot be stored; "" if it can."""
+    """Why the forward pass of a recipe has no layout; "" if it has one."""
     none = f"no layout for recipe {recipe.name!r}"
     then = "convert the model to 'tensor', 'row', 'block' or 'mxfp8' first"
     weight, input = recipe.weight, recipe.input
@@ -245,7 +254,7 @@ def _unfit(recipe: Recipe) -> str:
 def _plain(
     model: nn.Module, state: dict[str, Tensor], factors: dict[int, float]
 ) -> dict[str, Tensor]:
-    """The parameters and buffers, without histories, factors multiplied in again, ties kept."""
+    """The parameters and buffers without histories, with factors multiplied in and ties kept."""
     known, named = histories(model), _named(model)
     tensors = {n: t for n, t in state.items() if n in named and n not in known}
     scaled: dict[int, Tensor] = {}
@@ -257,8 +266,8 @@ def _plain(
 
 
 def _cast(name: str, layer: Any, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The numbers of a weight (outputs, inputs) in units of its scales; the scales, to multiply
-    them by; and the scales, one for each tile."""
+    """A weight (outputs, inputs) divided by its scales; the scales, broadcast to the weight; and
+    the scales, one per tile."""
     cast = layer.fp8_recipe.weight
     blocks = BLOCKS.get(cast.scaling)
     if blocks is None:
@@ -278,8 +287,8 @@ def _cast(name: str, layer: Any, weight: Tensor) -> tuple[Tensor, Tensor, Tensor
 def _stored(
     name: str, layer: Any, weight: Tensor, factor: float, ratio: float
 ) -> dict[str, Tensor]:
-    """The tensors of a layer in FP8, by name. factor: that ``weight`` lacks. ratio: of its input
-    to the one that it has when it is served."""
+    """The tensors of a layer in FP8, by name. factor: missing in ``weight``. ratio: of its input to
+    the input at serving time."""
     recipe = layer.fp8_recipe
     if recipe.weight.scaling == "mx":  # its scales are powers of two
         weight, factor = weight * factor, 1.0
@@ -298,7 +307,8 @@ def _stored(
 
 
 def _scale(name: str, x: Tensor, cast: Cast, known: dict[str, Tensor], role: str) -> Tensor:
-    """() or, for each row of ``x``, (rows, 1). known: the histories of the layer."""
+    """The scale: 0-dim, or (rows, 1) for one per row of ``x``. known: the histories of the
+    layer."""
     if cast.scaling == "unit":
         return x.new_ones(())
     if not cast.keeps_history:
@@ -313,7 +323,7 @@ def _scale(name: str, x: Tensor, cast: Cast, known: dict[str, Tensor], role: str
 
 
 def _config(model: nn.Module, layers: dict[str, Any]) -> dict[str, Any]:
-    """The quantization_config; for compressed-tensors a group for each pair of strategies."""
+    """The quantization_config; for compressed-tensors, with a group for each pair of strategies."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     ignore = [name for name in linear if name not in layers]
     blocks = BLOCKS.get(next(iter(layers.values())).fp8_recipe.weight.scaling)
@@ -356,7 +366,7 @@ def _arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
 def _write(
     model: Any, folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None
 ) -> None:
-    """config: the quantization_config, None where nothing is stored in FP8."""
+    """Writes the files. config: the quantization_config; None if nothing is stored in FP8."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder, state_dict=tensors)
         path = folder / "config.json"
@@ -373,7 +383,7 @@ def _write(
 
 
 def _tied(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """The names whose tensor has another name before -> that name."""
+    """Name of a tensor that occurred before under another name -> that name."""
     first: dict[Any, str] = {}
     tied = {}
     for name, tensor in tensors.items():

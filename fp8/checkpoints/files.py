@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or absent, and known to be whole before anything is read."""
+"""Checkpoint files that are complete or absent, and verified before they are read."""
 
 from __future__ import annotations
 
@@ -17,35 +17,42 @@ import torch
 
 try:
     import fcntl
-except ImportError:  # Windows, which does not delete or rename an open file
+except ImportError:  # Windows, which cannot delete or rename an open file
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "write_atomically"]
 
 MARK = b"sha256:"
-"""What the last bytes of a file begin with; the digest of all before them follows, in hex."""
+"""Prefix of the last bytes of a file; the hex digest of all preceding bytes follows."""
 
 _TAIL = len(MARK) + 2 * hashlib.sha256().digest_size
 _CHUNK = 1 << 20
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be continued from. The message begins with the file's name."""
+    """A checkpoint that cannot be used. The message starts with the file name."""
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> None:
-    """Calls ``write`` on a temporary file beside ``path``, then renames it into place.
+    """Writes a file through a temporary file next to ``path`` that is renamed into place.
 
-    The file reaches the disk before the rename and the rename before the return, so that a kill,
-    a full disk or a power cut leaves the old file or the new one, never a part. ``write`` may read
-    back what it has written. A write that raises leaves the old file, and no temporary one.
+    The file is synced to disk before the rename, and the rename before the function returns. A
+    kill, a full disk or a power failure therefore leaves the old file or the new one, never a part.
+    If ``write`` raises, the old file stays and the temporary file is removed.
 
-    Each call has a temporary file of its own, ``NAME.<16 hex digits>.tmp``, so any number of
-    threads and processes may write the same path: the last rename decides. It is created
-    exclusively, with the permissions of the file that it replaces, or else those of the umask.
-    A killed writer leaves its temporary file; the next write to the same path removes it. Writers
-    hold a lock (flock) on theirs, by which those of living writers are told apart. On Windows, and
-    on file systems without locks, such files stay and may be deleted.
+    Each call uses its own temporary file, ``NAME.<16 hex digits>.tmp``, so any number of threads
+    and processes may write the same path; the last rename wins. It is created exclusively, with the
+    permissions of the file that it replaces, or those of the umask. A killed writer leaves its
+    temporary file, and the next write to the same path removes it. Writers hold a lock (flock) on
+    theirs, which identifies living writers. On Windows and on file systems without locks, such
+    files stay and may be deleted.
+
+    Args:
+        path: the file to write.
+        write: called with the temporary file; may also read back what it has written.
+
+    Raises:
+        OSError: if the file cannot be written. Errors of ``write`` propagate.
     """
     path = Path(path)
     _remove_abandoned(path)
@@ -61,7 +68,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[IO[bytes]], 
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # a directory can be opened, and so synced, on POSIX only
+    if os.name == "posix":  # only POSIX can open, and so sync, a directory
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -83,10 +90,10 @@ def _create_beside(path: Path) -> tuple[IO[bytes], Path]:
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         file = open(temporary, "x+b", opener=opener)  # noqa: SIM115 - the caller closes it
         try:
-            # Until it is locked, another writer may take it for abandoned, and remove it.
+            # Before it is locked, another writer may consider it abandoned and remove it.
             if _lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
                 if mode not in (None, stat.S_IMODE(os.fstat(file.fileno()).st_mode)):
-                    os.chmod(temporary, mode)  # the umask has taken bits that the old file has
+                    os.chmod(temporary, mode)  # restore bits cleared by the umask
                 return file, temporary
         except BaseException:
             file.close()
@@ -96,7 +103,7 @@ def _create_beside(path: Path) -> tuple[IO[bytes], Path]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Removes the temporary files of killed writers of ``path``: those that nobody has locked."""
+    """Removes the temporary files of killed writers of ``path``, which are not locked."""
     if fcntl is None:
         return
     pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.tmp")
@@ -104,7 +111,7 @@ def _remove_abandoned(path: Path) -> None:
         other = path.with_name(name)
         try:
             descriptor = os.open(other, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:  # gone since, a link, or another user's
+        except OSError:  # removed meanwhile, a link, or another user's
             continue
         try:
             if _lock(descriptor):
@@ -114,7 +121,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the file is locked now, by this descriptor; None where there are no locks."""
+    """Whether this descriptor now has the lock; None if locks are not supported."""
     if fcntl is None:
         return None
     try:
@@ -127,14 +134,19 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def save_checkpoint(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """`torch.save` into a file that is whole or absent, with its SHA-256 at the end.
+    """`torch.save` into a file that is complete or absent, followed by its SHA-256.
 
-    state: a dict of what ``torch.load(weights_only=True)`` loads: tensors, numbers, strings, None,
-    and lists, tuples and dicts of these. `torch.load` reads the file too, and ignores the digest.
-    The digest is of the bytes that were written, not of those that the disk gives back.
+    `torch.load` can read the file as well and ignores the digest. The digest is that of the bytes
+    written, not of the bytes read back from the disk.
 
-    Raises CheckpointError, before the file at ``path`` is replaced, for a state with something that
-    could not be loaded again; it names its type and its place in ``state``.
+    Args:
+        state: a dict of values that ``torch.load(weights_only=True)`` supports: tensors, numbers,
+            strings, None, and lists, tuples and dicts of these.
+        path: the file to write.
+
+    Raises:
+        CheckpointError: for a state with an unsupported value, before the file at ``path`` is
+            replaced. The message names the value's type and position in ``state``.
     """
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: a checkpoint is a dict, got a {_type_name(state)}")
@@ -144,7 +156,7 @@ def save_checkpoint(state: dict[str, Any], path: str | os.PathLike[str]) -> None
         try:
             torch.save(state, hashed)  # type: ignore[arg-type]
         except Exception as error:
-            if hashed.error is not None:  # torch raises another error in the place of this one
+            if hashed.error is not None:  # torch replaces it by another error
                 raise hashed.error from None
             raise CheckpointError(f"{path}: {_refusal(state)}") from error
         if reason := _why_not_loaded(file):
@@ -156,7 +168,7 @@ def save_checkpoint(state: dict[str, Any], path: str | os.PathLike[str]) -> None
 
 
 class _Hashed:
-    """Passes what is written on to a file, and hashes it; torch.save writes from first to last."""
+    """A file wrapper that hashes what is written; torch.save writes sequentially."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -176,15 +188,15 @@ class _Hashed:
 
 
 def _why_not_loaded(file: IO[bytes]) -> Exception | None:
-    """The error with which the file that torch.save has just written cannot be loaded; None if it
-    can. The bytes of its tensors are not read."""
+    """The error that loading the file just written by torch.save raises; None if it loads. Tensor
+    data is not read."""
     file.seek(0)
     try:
         with torch.serialization.skip_data():
             torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # pickle's, and whatever a class raises that is made again
+    except Exception as error:  # of pickle, or of a class that is being restored
         return error
     return None
 
@@ -198,7 +210,7 @@ def _refusal(state: dict[str, Any]) -> str:
 
 
 def _not_loaded(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of ``value`` that cannot be saved and loaded, each with its place."""
+    """The parts of ``value`` that cannot be saved and loaded, each with its position."""
     if type(value) in (dict, OrderedDict):
         for key, part in value.items():
             yield from _not_loaded(f"a key of {place}", key)
@@ -210,7 +222,7 @@ def _not_loaded(place: str, value: Any) -> Iterator[tuple[str, Any]]:
         file = io.BytesIO()
         try:
             torch.save(value, file)
-        except Exception:  # pickle's and those of the class
+        except Exception:  # of pickle, or of the class
             yield place, value
         else:
             if _why_not_loaded(file):
@@ -225,10 +237,19 @@ def _type_name(value: Any) -> str:
 def load_checkpoint(
     path: str | os.PathLike[str], map_location: str | torch.device = "cpu"
 ) -> dict[str, Any]:
-    """The dict that `save_checkpoint` wrote, its tensors on ``map_location``.
+    """Loads a file of `save_checkpoint` after verifying its digest.
 
-    Raises CheckpointError, which names the file, if a bit of it has changed, if it is cut short or
-    is not such a file, and if it holds no dict; FileNotFoundError if it is not there.
+    Args:
+        path: the file.
+        map_location: the device of the loaded tensors.
+
+    Returns:
+        The saved dict.
+
+    Raises:
+        CheckpointError: if the file is corrupted, truncated, or not such a file, or if it does not
+            contain a dict. The message names the file.
+        FileNotFoundError: if it does not exist.
     """
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END) - _TAIL
@@ -241,7 +262,7 @@ def load_checkpoint(
         file.seek(0)
         try:
             state = torch.load(file, map_location=map_location, weights_only=True)
-        except Exception as error:  # zipfile, pickle and torch each have their own
+        except Exception as error:  # zipfile, pickle and torch raise different errors
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CheckpointError(f"{path}: cannot be loaded: {reason}") from error
     if not isinstance(state, dict):
@@ -250,7 +271,7 @@ def load_checkpoint(
 
 
 def _digest(file: IO[bytes], size: int) -> bytes:
-    """The SHA-256, in hex, of the first ``size`` bytes; the file is left behind them."""
+    """The hex SHA-256 of the first ``size`` bytes; leaves the file positioned after them."""
     file.seek(0)
     found = hashlib.sha256()
     while size > 0:

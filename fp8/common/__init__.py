@@ -1,4 +1,3 @@
-"""What every part needs and none owns: checks of arguments, warnings, reports, state of threads,
-modules that gain a behaviour, the use of torch.compile, one step of a user's model.
-Imports nothing of the package.
-"""
+"""Infrastructure shared by all packages: argument checks, warnings, reports, per-thread state,
+module mixins, helpers for torch.compile, and one step of a user's model. Imports nothing else of
+``fp8``."""

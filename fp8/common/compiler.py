@@ -1,7 +1,7 @@
-"""Calling a function at the price of what it does: in eager code, and in a compiled graph.
+"""Helpers that reduce call overhead in eager code and in compiled graphs.
 
-Whatever a compiled function has read while its graph was made, from the body of a function to the
-builtins that it calls, is compared at each of its calls, at some 0.3 microseconds apiece.
+torch.compile guards every object read during tracing, from function bodies to builtins, and
+rechecks the guards on each call, at about 0.3 microseconds per guard.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
-# Modes that must see each call before any autocast does (the plan of a unit-scaled model), in the
-# order they were entered in this thread. An autocast that starts inside them puts them back on top.
+# Modes that must see each call before any autocast (the plan of a unit-scaled model), in the order
+# this thread entered them. An autocast entered inside them puts them back on top.
 FIRST_LOOK = Stack()
 
 
 class FirstLook(TorchFunctionMode):
-    """A mode that sees each call before any autocast does, while it is entered."""
+    """A torch-function mode that sees each call before any autocast while it is entered."""
 
     def __enter__(self) -> Self:
         FIRST_LOOK.items.append(self)
@@ -54,27 +54,29 @@ class FirstLook(TorchFunctionMode):
         super().__exit__(*error)
 
 
-#: The functions of `in_graph` by module and name, which cross into a graph where a class cannot.
+#: The functions of `in_graph` by qualified name. A graph can hold a string where it cannot hold a
+#: class.
 IN_GRAPH: dict[str, Callable[..., Any]] = {}
 
 
 def taken_as_constant(fn: Fn) -> Fn:
-    """``fn``, which a compiler calls with constants while it makes a graph: in it is the result.
+    """Marks ``fn`` so that torch.compile evaluates it during tracing and stores the result as a
+    constant.
 
-    A graph does not look at the result again, nor at what ``fn`` has read: this is for functions
-    that depend on their arguments alone. The result is a number, a string or a tuple of such.
-    `torch.compiler.assume_constant_result` leaves this mark too, and imports the compiler for it.
+    The graph has no guards on the result or on what ``fn`` reads, so the result must depend on the
+    arguments alone. ``fn`` takes constants and returns a number, a string or a tuple of these.
+    `torch.compiler.assume_constant_result` sets the same mark, but imports the compiler.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
 def in_graph(function: Fn) -> Fn:
-    """Decorator for what `fp8.common.traced.apply` leaves in a graph as the one call that it is.
+    """Decorator: `fp8.common.traced.apply` leaves ``function`` in a graph as a single opaque call.
 
-    function: an autograd function, or a function. That is for those that do the same whether they
-    are compiled or not, and look at nothing but what every compiled call compares (autocast, the
-    gradient mode) and their arguments: tensors, numbers and strings.
+    function: an autograd function, or a function that behaves the same eagerly and compiled. It may
+    read only its arguments (tensors, numbers and strings) and state that every compiled graph
+    already guards (autocast, the gradient mode).
     """
     name = f"{function.__module__}.{function.__qualname__}"
     IN_GRAPH[name] = getattr(function, "apply", function)
@@ -84,14 +86,17 @@ def in_graph(function: Fn) -> Fn:
 def apply(function: type[Function], *args: Any, written: Tensor | None = None) -> Any:
     """``function.apply(*args)``, for a function with ``forward(*args)`` and ``setup_context``.
 
-    That form is what torch.func and the compiler need, but its ``apply`` binds the arguments to
-    the signature of ``forward`` at every call: 30 to 40 microseconds, more than a small product.
-    Eager code calls an equal function in the older form ``forward(ctx, *args)``, which torch
-    refuses with a RuntimeError, before anything is computed, under a torch.func transform. A
-    RuntimeError of ``forward`` itself is raised a second time by the same arguments.
-    written: that one of ``args`` into which ``backward`` writes.
-    Where a graph is compiled that records no gradient, ``forward`` is all there is: what only
-    ``backward`` needs is not looked at, so that the graph does not depend on it.
+    torch.func and the compiler need that form, but its ``apply`` binds the arguments to the
+    signature of ``forward`` on every call, which takes 30 to 40 microseconds, more than a small
+    product. Eager code therefore calls an equivalent function in the older form ``forward(ctx,
+    *args)``. Under a torch.func transform torch rejects that form with a RuntimeError before it
+    computes anything, and the new form is used. A RuntimeError of ``forward`` itself is raised
+    again by the second call.
+
+    written: the argument that ``backward`` writes into.
+
+    A graph compiled without gradients contains only ``forward``. What only ``backward`` needs is
+    not read, so the graph has no guards on it.
     """
     if not torch.compiler.is_compiling():
         return apply_eagerly(function, *args)
@@ -101,7 +106,7 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
 
 
 def apply_eagerly(function: type[Function], *args: Any) -> Any:
-    """`apply` where nothing is being compiled."""
+    """`apply` in eager mode."""
     try:
         return _without_binding(function, torch.is_grad_enabled()).apply(*args)
     except RuntimeError:
@@ -109,10 +114,11 @@ def apply_eagerly(function: type[Function], *args: Any) -> Any:
 
 
 def _seen(arg: Any) -> Any:
-    """What the compiler knows to require a gradient, where it is what `torch.func.grad` is of.
+    """A view of an argument that `torch.func.grad` differentiates; any other argument unchanged.
 
-    It takes that argument itself for one that needs none (torch 2.13), and would differentiate
-    ``forward`` instead of calling ``backward``: a view of it is seen to need one.
+    The compiler assumes that such an argument needs no gradient (torch 2.13), and would
+    differentiate ``forward`` instead of calling ``backward``. It does see that a view of it needs
+    one.
     """
     if not isinstance(arg, Tensor) or arg.requires_grad or not arg.is_floating_point():
         return arg
@@ -120,9 +126,10 @@ def _seen(arg: Any) -> Any:
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``function(*args, **kwargs)`` as a torch-function mode makes a call that it was asked about.
+    """``function(*args, **kwargs)``, called from inside a torch-function mode.
 
-    `Tensor.unflatten` is Python, calls C++ by ``super()``, and is not compiled from within a mode.
+    `Tensor.unflatten` is a Python function that calls C++ through ``super()``. torch.compile cannot
+    trace it inside a mode.
     """
     if function is Tensor.unflatten:
         return torch.unflatten(*args, **kwargs)
@@ -130,7 +137,7 @@ def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def is_inference_graph() -> bool:
-    """Whether what runs now is being compiled or exported, without a backward pass."""
+    """Whether a graph without a backward pass is being compiled or exported."""
     return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
@@ -138,17 +145,17 @@ _LOSES_GRADIENTS = torch.__version__ < "2.12"
 
 
 def own(output: Tensor) -> Tensor:
-    """``output``, which an autograd function's forward has changed in place, as it can be returned.
+    """Makes ``output``, which the forward of an autograd function changed in place, safe to return.
 
-    Itself, or in a graph of torch 2.11 a copy: that version compiles such a function to one whose
-    gradient is zero.
+    Returns ``output`` itself, or a copy while torch 2.11 compiles: that version compiles such a
+    function to one whose gradient is zero.
     """
     return output.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else output
 
 
 def is_plain(ctx: Any) -> bool:
-    """Whether this is the context of a call by `apply` that autograd records, neither compiled nor
-    under a torch.func transform."""
+    """Whether ``ctx`` belongs to an eager call by `apply` that autograd records, outside of any
+    torch.func transform."""
     return getattr(ctx, "is_plain", False)
 
 

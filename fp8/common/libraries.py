@@ -1,4 +1,4 @@
-"""Optional libraries. Each is imported when it is first used, through one door: `need`."""
+"""Optional libraries, imported on first use by `need`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Library(NamedTuple):
     """A row of LIBRARIES."""
 
     module: str
-    """What is imported."""
+    """The module that is imported."""
     distribution: str
-    """What its version is asked of."""
+    """The distribution whose version is reported."""
     get: str
     """How to install it."""
 
@@ -27,7 +27,7 @@ def _extra(name: str) -> str:
 
 
 LIBRARIES: dict[str, Library] = {
-    # The part for torch is compiled when it is installed, against the torch that is there.
+    # The PyTorch extension is compiled at installation, against the installed torch.
     "transformer_engine": Library(
         "transformer_engine.pytorch",
         "transformer_engine",
@@ -44,7 +44,7 @@ LIBRARIES: dict[str, Library] = {
     "accelerate": Library("accelerate", "accelerate", _extra("accelerate")),
     "lightning": Library("lightning", "lightning", _extra("lightning")),
     "transformers": Library("transformers", "transformers", _extra("transformers")),
-    "composer": Library(  # with what mosaicml 0.32.1 was seen to run beside
+    "composer": Library(  # versions that mosaicml 0.32.1 was tested with
         "composer",
         "mosaicml",
         f"uv {_extra('composer')} --override FILE, where FILE says torch==2.13.0 and "
@@ -52,11 +52,11 @@ LIBRARIES: dict[str, Library] = {
     ),
     "safetensors": Library("safetensors.torch", "safetensors", _extra("export")),
 }
-"""Name -> where a library is found and how it is installed."""
+"""Name -> module, distribution and installation command of an optional library."""
 
 
 class Found(NamedTuple):
-    """What importing a library led to. status: "found", "missing" or "broken"."""
+    """The result of an import. status: "found", "missing" or "broken"."""
 
     status: str
     version: str
@@ -66,11 +66,13 @@ class Found(NamedTuple):
 
 
 def probe(name: str) -> Found:
-    """Imports the library of that name in `LIBRARIES` and says what came of it. Raises nothing that
-    the import does: a library that is there and fails is "broken", and ``why`` has its words."""
+    """Imports the library ``name`` of `LIBRARIES` and returns the result.
+
+    An import that raises does not propagate: the status is "broken" and ``why`` holds the message.
+    """
     library = LIBRARIES[name]
     try:
-        with warnings.catch_warnings():  # what a library says of its own insides
+        with warnings.catch_warnings():  # a library's warnings about its own internals
             warnings.simplefilter("ignore")
             module = importlib.import_module(library.module)
     except Exception as error:
@@ -90,13 +92,13 @@ def _version(name: str) -> str:
 
 
 def need(name: str) -> Any:
-    """The imported module of the library of that name in `LIBRARIES`.
+    """The imported module of the library ``name`` of `LIBRARIES`.
 
-    Raises ImportError, with the command that installs it, for one that is not there or that fails
-    when it is imported, whatever it raises.
+    Raises ImportError, with the installation command, if the library is missing or if importing it
+    raises anything.
     """
     loaded = sys.modules.get(LIBRARIES[name].module)
-    if loaded is not None:  # asked for in every pass of a model
+    if loaded is not None:  # `need` runs in every pass of a model
         return loaded
     found = probe(name)
     if found.module is None:

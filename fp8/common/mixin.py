@@ -1,8 +1,8 @@
-"""A module that gains a behaviour and stays itself.
+"""Adds behaviours to a module in place.
 
-The class of the instance becomes a subclass whose ``forward`` runs through the gained behaviour.
-So it keeps its type, name, parameters, hooks, signature and identity, and an optimizer that holds
-its parameters still does.
+The instance's class becomes a subclass whose ``forward`` runs through the added behaviour. The
+module keeps its type, name, parameters, hooks, signature and identity, so an optimizer that holds
+its parameters stays valid.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ __all__ = ["Gained", "bare_class", "check_module", "check_not_scripted", "gain",
 
 
 class Gained:
-    """The base of every behaviour: a class that is mixed in before the module's own, with
-    ``around`` where it is about the forward."""
+    """Base class of all behaviours: a mixin placed before the module's own class in the MRO. A
+    behaviour that wraps the forward defines ``around``."""
 
-    #: The class that the module had, and what it has gained, in that order. Set by `gain`.
+    #: The module's original class, and the behaviours added to it, in order. Set by `gain`.
     _original: ClassVar[type[nn.Module]]
     _gained: ClassVar[tuple[type[Gained], ...]]
-    #: Those of them that have an ``around``.
+    #: The behaviours that define ``around``.
     _active: ClassVar[tuple[type[Gained], ...]]
-    #: Attributes of the instance that a class's own way to be copied (einops' layers, GraphModule)
-    #: would leave behind.
+    #: Instance attributes that a class's own copy method (einops layers, GraphModule) would drop.
     _attributes: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Not that of the module's class, which may want arguments, or count its subclasses."""
+        """Skips the ``__init_subclass__`` of the module's class, which may need arguments or
+        register subclasses."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """The module's forward: what calls ``forward(*args, **kwargs)``, which is bound."""
+        """Computes the module's forward. ``forward`` is the bound inner forward to call."""
         raise NotImplementedError
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Raises TypeError: what `torch.jit.script` calls first would fail at the attributes."""
+        """Raises TypeError. `torch.jit.script` calls this first, and would fail on the
+        attributes."""
         name = self._original.__name__
         raise TypeError(
             f"a {name} that was transformed or converted cannot be scripted: take torch.export, or "
@@ -47,7 +48,8 @@ class Gained:
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the original class, which can be imported, and made into this class on arrival."""
+        """Pickles as the original class, which can be imported; unpickling adds the behaviours
+        again."""
         if self._original.__reduce__ is not object.__reduce__:
             make, args, *rest = _bare(self).__reduce_ex__(protocol)
             return (_regain, (make, args, self._gained, self._kept(())), *rest)
@@ -56,7 +58,7 @@ class Gained:
         return (_restore, (self._original, self._gained, kept), *reduced[2:])
 
     def _kept(self, state: Any) -> dict[str, Any]:
-        """Those of its attributes that are not in the state it is copied with."""
+        """The attributes of ``_attributes`` that ``state`` does not contain."""
         return {n: vars(self)[n] for n in self._attributes if n in vars(self) and n not in state}
 
 
@@ -82,9 +84,10 @@ def _regain(
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """For a class that copies itself: so it does, and the copy gains what this one has."""
+    """Deep copy for a class with its own ``__deepcopy__``: that runs, and the copy gets the
+    behaviours."""
     bare = _bare(self)
-    memo.setdefault(id(memo), []).append(bare)  # which keeps what the memo names by id alive
+    memo.setdefault(id(memo), []).append(bare)  # keep it alive: the memo refers to it by id
     result = bare.__deepcopy__(memo)
     vars(result).update(copy.deepcopy(self._kept(()), memo))
     _become(result, self._gained)
@@ -92,8 +95,8 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 
 
 def _bare(module: Any) -> Any:
-    """An object of its original class with the attributes of the module: that itself may be running
-    in another thread."""
+    """An object of the original class that shares the module's attributes. The module itself is not
+    changed, because another thread may be running it."""
     bare = object.__new__(module._original)
     object.__setattr__(bare, "__dict__", vars(module))
     return bare
@@ -103,11 +106,11 @@ _SUBCLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
 def _subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) -> type[nn.Module]:
-    """The class for these behaviours: one for each combination."""
+    """The subclass for a class and its behaviours; one for each combination."""
     if not gained:
         return original
     key = (original, gained)
-    if key not in _SUBCLASSES:  # two threads may both make one: the first that is there counts
+    if key not in _SUBCLASSES:  # if two threads both make one, the first is kept
         _SUBCLASSES.setdefault(key, _make_subclass(original, gained))
     return _SUBCLASSES[key]
 
@@ -117,8 +120,8 @@ def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) 
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = base.forward  # now: it may have been replaced since
-        if not isinstance(self, behaviour):  # lost, and this was kept by what replaced the forward
+        inner = base.forward  # looked up per call: it may have been replaced
+        if not isinstance(self, behaviour):  # removed since; a wrapper still holds this forward
             return inner(self, *args, **kwargs)
         return behaviour.around(self, functools.partial(inner, self), args, kwargs)
 
@@ -137,20 +140,20 @@ def _make_subclass(original: type[nn.Module], gained: tuple[type[Gained], ...]) 
 
 
 def check_module(what: str, model: object) -> None:
-    """Raises TypeError unless ``model`` is a module. what: the function it was given to."""
+    """Raises TypeError unless ``model`` is an nn.Module. what: the name of the calling function."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{what} needs an nn.Module, got {type(model).__name__}")
 
 
 def check_not_scripted(path: str, module: nn.Module) -> None:
-    """Raises TypeError for a TorchScript module, which has no Python forward to run."""
+    """Raises TypeError for a TorchScript module: it has no Python forward."""
     if isinstance(module, torch.jit.ScriptModule):
         name = path or type(module).__name__
         raise TypeError(f"{name!r} is a TorchScript module, which cannot be transformed")
 
 
 def bare_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` without what it has gained."""
+    """The class of ``module`` without the behaviours added by `gain`."""
     return module._original if isinstance(module, Gained) else type(module)
 
 
@@ -159,8 +162,8 @@ def _become(module: nn.Module, gained: tuple[type[Gained], ...]) -> None:
 
 
 def _below(cls: Any, base: type[nn.Module]) -> Any:
-    """``base``, and on it again what others (parametrizations, FSDP2) have derived from ours since:
-    classes made on the fly, whose methods name no class."""
+    """``base``, with the classes that others (parametrizations, FSDP2) derived from ours applied on
+    top. Those classes are created at run time and their methods do not refer to a class."""
     if not issubclass(cls, Gained) or "_original" in vars(cls):
         return base
     bases = tuple(_below(b, base) if issubclass(b, Gained) else b for b in cls.__bases__)
@@ -169,9 +172,9 @@ def _below(cls: Any, base: type[nn.Module]) -> Any:
 
 
 def gain(module: nn.Module, behaviour: type[Gained], *, inside: bool = False) -> None:
-    """Gives ``module`` a behaviour, around those it has; nothing if it has it already.
+    """Adds a behaviour to ``module``, outside of those it has; does nothing if it has it already.
 
-    inside: within those it has, for one that computes the forward itself.
+    inside: add it inside of the others, for a behaviour that computes the forward itself.
     """
     has = module._gained if isinstance(module, Gained) else ()
     if behaviour not in has:
@@ -179,6 +182,6 @@ def gain(module: nn.Module, behaviour: type[Gained], *, inside: bool = False) ->
 
 
 def lose(module: nn.Module, behaviour: type[Gained]) -> None:
-    """Takes it away again; nothing if ``module`` does not have it."""
+    """Removes a behaviour from ``module``; does nothing if it does not have it."""
     if isinstance(module, behaviour):
         _become(module, tuple(b for b in module._gained if b is not behaviour))

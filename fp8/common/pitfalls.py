@@ -1,6 +1,6 @@
-"""Warnings of what runs without an error and is probably not what was meant, each shown once.
+"""Warnings about code that runs without an error but probably does not do what was intended.
 
-Every such warning is a `PitfallWarning`; `strict` makes all of them errors.
+Each warning is shown once. All are subclasses of `PitfallWarning`; `strict` turns them into errors.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ __all__ = [
 
 
 class PitfallWarning(UserWarning):
-    """The base of all warnings of this module. Filter it, or a subclass, with `warnings`."""
+    """Base class of all warnings of this package. Filter it, or a subclass, with `warnings`."""
 
 
 class RecipeWarning(PitfallWarning):
-    """A recipe does not fit the model: its casts lose values that another recipe keeps."""
+    """A recipe does not fit the model: its casts lose values that another recipe would preserve."""
 
 
 class ConvertWarning(PitfallWarning):
-    """A conversion changed nothing, or not what its arguments seem to ask for."""
+    """A conversion changed nothing, or not what its arguments suggest."""
 
 
 class ScaleWarning(PitfallWarning):
-    """A tensor of a unit-scaled model is far from RMS 1, or an operand from its static scale."""
+    """A tensor of a unit-scaled model has an RMS far from 1, or an operand an RMS far from its
+    static scale."""
 
 
 class OptimizerWarning(PitfallWarning):
-    """An optimizer steps the wrong parameters, or at a rate that is not theirs."""
+    """An optimizer updates the wrong parameters, or uses the wrong learning rate for them."""
 
 
 class CheckpointWarning(PitfallWarning):
-    """A checkpoint was loaded that is not in the form of the model."""
+    """The layout of a loaded checkpoint does not match the model."""
 
 
 _LOCK = threading.Lock()
 _SHOWN: set[tuple[type[PitfallWarning], str]] = set()
-"""Of warnings about no object."""
+"""The warnings shown that are not about an object."""
 _SHOWN_ABOUT: weakref.WeakKeyDictionary[Any, set[tuple[type[PitfallWarning], str]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -67,9 +68,15 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class strict:
-    """Raises every `PitfallWarning` as an error; call it once, or use it as a context manager.
+    """Raises every `PitfallWarning` as an error. Call it once, or use it as a context manager.
 
-    enabled: False goes back to warnings. It holds for the whole process, all threads included.
+    The setting applies to the whole process, including all threads.
+
+    Args:
+        enabled: False restores warnings.
+
+    Raises:
+        TypeError: if ``enabled`` is not a bool.
 
     >>> import fp8
     >>> with fp8.strict():
@@ -91,11 +98,11 @@ class strict:
 def warn_once(
     category: type[PitfallWarning], message: str, about: Any = None, key: str = ""
 ) -> None:
-    """Shows ``message`` the first time for ``about`` and ``key``; raises it under `strict`.
+    """Shows ``message`` once per ``about``, ``category`` and ``key``; raises it under `strict`.
 
-    about: a module or an optimizer, held weakly; None: once in the process. key: what tells the
-    warnings of one category about one object apart. The warning names the line of the caller's
-    code. Does nothing while a compiler traces.
+    about: a module or an optimizer, held by a weak reference; None: once per process. key:
+    distinguishes warnings of one category about one object. The warning points to the line of the
+    user's code. Does nothing while torch.compile traces.
     """
     if torch.compiler.is_compiling():
         return

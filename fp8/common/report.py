@@ -1,4 +1,4 @@
-"""What was done to each part of a model, and why not where nothing was."""
+"""Reports: what was done to each module of a model, or why it was left alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTES = "fp8_notes"
 
 @dataclass(frozen=True)
 class Row:
-    """One line. path: the module's name. what: its type, or the call. done: a word or two."""
+    """A row of a report. path: the module's name. what: its type, or the call. done: the action."""
 
     path: str
     what: str
@@ -30,7 +30,7 @@ class Row:
 
 
 class Rows(Sequence[T]):
-    """Rows and notes on them, as a sequence of the rows."""
+    """A sequence of rows, with notes."""
 
     def __init__(self, rows: Iterable[T], notes: Iterable[str] = ()) -> None:
         self.rows = list(rows)
@@ -48,7 +48,7 @@ class Rows(Sequence[T]):
 
 
 class _Line(Protocol):
-    """A row of any report, as far as all have the same."""
+    """The attributes that the rows of all reports have."""
 
     @property
     def path(self) -> str: ...
@@ -62,9 +62,9 @@ R = TypeVar("R", bound=_Line)
 
 
 class Report(Rows[R]):
-    """Rows that begin with path, what it is about, what was done, and why; printed, a table.
+    """A report whose rows start with path, subject, action and reason. It prints as a table.
 
-    heading: what the second column holds.
+    heading: the title of the second column.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Report(Rows[R]):
 
     @property
     def left_alone(self) -> list[R]:
-        """The rows of what was left alone."""
+        """The rows of modules that were left alone."""
         return [row for row in self.rows if row.left_alone]
 
     def __str__(self) -> str:
@@ -91,16 +91,16 @@ class Report(Rows[R]):
 
 
 def as_table(cells: Sequence[Sequence[str]]) -> str:
-    """Lines of equally many cells, in columns as wide as their widest cell."""
+    """Formats rows of equal length as a table; each column is as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
 def note(about: object, line: str) -> None:
-    """Keeps ``line`` for the reports on ``about``, a model."""
+    """Stores ``line`` on the model ``about``; reports on it show the line."""
     vars(about)[_NOTES] = (*notes_on(about), line)
 
 
 def notes_on(about: object) -> tuple[str, ...]:
-    """The lines kept by `note`."""
+    """The lines stored by `note`."""
     return vars(about).get(_NOTES, ())

@@ -1,6 +1,6 @@
-"""One step of a user's model: what wraps it, how a batch calls it, where its backward pass starts.
+"""One step of a user's model: its wrappers, how a batch calls it, where its backward pass starts.
 
-Everything that measures a model uses this: calibration, `verify`, the gauges of `unit_scale`.
+Used by everything that measures a model: calibration, `verify`, the gauges of `unit_scale`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments that a batch stands for."""
+    """The positional and keyword arguments that a batch represents."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """The output of the model for a batch."""
+    """Calls the model on a batch."""
     args, kwargs = arguments(batch)
     return model(*args, **kwargs)
 
 
 def plain(output: Any) -> Any:
-    """The output of a model as a dict, list or tuple: models also return dataclasses."""
+    """A model's output as a dict, list or tuple. A dataclass becomes a dict."""
     if isinstance(output, Mapping):
         return dict(output)
     if isinstance(output, Tensor | list | tuple) or not hasattr(output, "__dict__"):
@@ -62,7 +62,8 @@ def plain(output: Any) -> Any:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a batch or a model's output: in lists, tuples, dicts and a dataclass."""
+    """The tensors in a batch or a model's output, including those in lists, tuples, dicts and a
+    dataclass."""
     value = plain(value)
     if isinstance(value, Tensor):
         yield value
@@ -73,8 +74,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """The ``loss`` of a model's output, or its first tensor without dimensions that requires a
-    gradient, or None."""
+    """The ``loss`` of a model's output; else its first 0-dim tensor that requires a gradient;
+    else None."""
     given = plain(output)
     named = given.get("loss") if isinstance(given, dict) else getattr(given, "loss", None)
     scalars = [t for t in tensors([named, given]) if t.dim() == 0 and t.requires_grad]
@@ -84,11 +85,11 @@ def find_loss(output: Any) -> Tensor | None:
 def starts(
     output: Any, loss: Loss | None = None, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The tensors that a backward pass starts from, and their gradients: None for a loss.
+    """The tensors that a backward pass starts from, and their gradients (None for a loss).
 
-    Without a loss of the user or of the model these are all outputs that require a gradient, with
-    gradients of independent standard normal numbers. Empty where nothing requires one.
-    Raises ValueError for a loss of more than one element.
+    Without a loss, from the user or in the output, these are all outputs that require a gradient,
+    with i.i.d. standard normal gradients. Empty if no output requires a gradient. Raises ValueError
+    for a loss of more than one element.
     """
     value = find_loss(output) if loss is None else loss(output)
     if value is not None:

@@ -1,4 +1,4 @@
-"""State of what is running: it belongs to the thread that runs it, or to the process as a whole."""
+"""State that belongs to the running thread, or to the process as a whole."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ __all__ = ["Setting", "Stack"]
 
 
 class Stack(threading.local):
-    """What is running, innermost last: a list of its own, empty at first, in each thread.
+    """A per-thread stack of what is running, innermost last; initially empty in each thread.
 
-    A list that is changed, not an attribute that is set: torch.compile traces changes of a list in
-    a thread-local, and loses the setting of an attribute. Not a context variable: torch.compile
-    cannot trace one, and torch's own stack of modes belongs to the thread. Copies and pickles are
-    empty: they are of what runs, not of the run.
+    It is a list that is mutated, because torch.compile traces mutations of a list in a thread-local
+    but loses attribute assignments. It is not a context variable, which torch.compile cannot trace;
+    torch's own mode stack is per thread too. Copies and pickles are empty.
     """
 
     def __init__(self) -> None:
@@ -27,11 +26,11 @@ class Stack(threading.local):
 
 
 class Setting:
-    """A setting of the whole process, changed for as long as at least one thread holds it.
+    """A process-wide setting that is changed while at least one thread holds it.
 
-    Threads that each change such a setting and put it back would put back what another one has
-    changed. change: changes it and returns what changes it back when it exits, or None where there
-    is nothing to change yet.
+    If each thread changed and restored such a setting itself, a thread could restore the value that
+    another one set. change: changes the setting and returns a context manager whose exit restores
+    it, or None if there is nothing to change yet.
     """
 
     def __init__(self, change: Callable[[], AbstractContextManager[Any] | None]) -> None:

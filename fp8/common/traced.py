@@ -1,4 +1,4 @@
-"""Imported by a graph that is being compiled, and only then: it imports the compiler."""
+"""Imported only while a graph is compiled, because it imports the compiler."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ __all__ = ["apply"]
 
 @torch.compiler.allow_in_graph
 def apply(name: str, *args: Any) -> Any:
-    """The function of this name in `IN_GRAPH`, called: what is in it the compiler does not read."""
+    """Calls the function ``name`` of `IN_GRAPH`. The compiler does not trace into it."""
     return IN_GRAPH[name](*args)

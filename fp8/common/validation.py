@@ -1,4 +1,4 @@
-"""What arguments may be: one error each for a name, a number, a count and a flag that is none."""
+"""Argument checks: one error each for an invalid name, number, count and flag."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["check_flag", "check_name", "check_number", "check_whole"]
 
 
 def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
-    """Raises ValueError unless ``got`` is one of those ``allowed``. what: the argument.
+    """Raises ValueError unless ``got`` is in ``allowed``. what: the name of the argument.
 
-    The error names the one that is nearest in spelling, if there is one.
+    The error suggests the closest spelling, if there is one.
 
     >>> check_name("rounding", "up", ("nearest", "stochastic"))
     Traceback (most recent call last):
@@ -29,7 +29,8 @@ def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
 
 
 def _nearest(got: object, names: tuple[object, ...]) -> str | None:
-    """The name that differs in case alone, begins so, or is spelled alike."""
+    """The name that differs only in case, has ``got`` as a prefix, or is spelled alike; else
+    None."""
     if not isinstance(got, str) or not got:
         return None
     lower = {name.lower(): name for name in names if isinstance(name, str)}
@@ -40,7 +41,8 @@ def _nearest(got: object, names: tuple[object, ...]) -> str | None:
 
 
 def check_number(what: str, got: Any) -> None:
-    """Raises TypeError unless ``got`` is a number or a tensor of one. what: the argument.
+    """Raises TypeError unless ``got`` is a number or a one-element tensor. what: the argument's
+    name.
 
     >>> check_number("lr", "0.1")
     Traceback (most recent call last):
@@ -52,7 +54,7 @@ def check_number(what: str, got: Any) -> None:
 
 
 def check_whole(what: str, got: Any, lowest: int = 1) -> None:
-    """Raises TypeError unless ``got`` is an int (no bool), ValueError if it is below ``lowest``.
+    """Raises TypeError unless ``got`` is an int (not a bool), ValueError if it is below ``lowest``.
 
     >>> check_whole("every", True)
     Traceback (most recent call last):

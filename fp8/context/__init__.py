@@ -1,3 +1,2 @@
-"""What is in force in a thread: the recipe of `fp8.autocast`, and its use in recomputed segments.
-Imports `fp8.native` and below.
-"""
+"""Per-thread context: the active recipe of `fp8.autocast`, and detection of recomputed segments.
+Imports `fp8.native` and below."""

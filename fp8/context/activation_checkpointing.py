@@ -1,4 +1,4 @@
-"""Activation checkpointing and modes: what is recomputed has to run under the mode again."""
+"""Activation checkpointing under modes: the recomputation must run under the mode again."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["checkpointed", "in_recomputation", "in_reentrant"]
 def checkpointed(
     mode: TorchFunctionMode, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``checkpoint(function, *args, **kwargs)`` with the mode on inside of it.
+    """``checkpoint(function, *args, **kwargs)`` with the mode active inside.
 
-    For a mode that is asked about ``torch.utils.checkpoint.checkpoint``. Only the compiler does
-    so, and takes what the mode then calls to be outside of the mode.
+    For a mode that receives a call of ``torch.utils.checkpoint.checkpoint``. This happens only
+    under torch.compile, which treats calls made by the mode as outside of the mode.
     """
 
     def within(*args: Any, **kwargs: Any) -> Any:
@@ -34,9 +34,9 @@ def checkpointed(
 
 
 def in_reentrant() -> bool:
-    """Whether this is the forward pass of a checkpoint with ``use_reentrant=True``.
+    """Whether the forward pass of a checkpoint with ``use_reentrant=True`` is running.
 
-    That kind runs without gradients inside an autograd function, and tells nobody.
+    It runs without gradients inside an autograd function and offers no other sign.
     """
     if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return False
@@ -45,7 +45,7 @@ def in_reentrant() -> bool:
 
 
 def in_recomputation() -> bool:
-    """Whether this is what a checkpoint without reentry computes again in the backward pass."""
+    """Whether a checkpoint with ``use_reentrant=False`` is recomputing in the backward pass."""
     if torch.compiler.is_dynamo_compiling():
         return False
     here = ("recompute_fn", CheckpointFunction.forward.__code__.co_filename)
@@ -53,7 +53,7 @@ def in_recomputation() -> bool:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames of the calls that are under way, innermost first."""
+    """The frames of the active calls, innermost first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         yield frame

@@ -1,4 +1,4 @@
-"""What the open `fp8.autocast` blocks say of a product: its recipe, its backend, its histories."""
+"""What the open `fp8.autocast` blocks specify for a product: recipe, backend and histories."""
 
 from __future__ import annotations
 
@@ -36,13 +36,17 @@ __all__ = [
 ]
 
 BACKENDS = ("simulate", "native", "auto")
-"""Where a product is computed: from rounded operands in the dtype of the tensors; by torch's FP8
-kernels where they take it; by those on the devices that they are for."""
+"""How a product is computed. "simulate": from rounded operands in the dtype of the tensors.
+"native": by torch's FP8 kernels where they support it. "auto": by those kernels on devices that
+have them."""
 
 
 def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) -> str:
-    """``backend``; "simulate" for "auto" where the recipe has no kernels. Raises ValueError for
-    an unknown one, naming ``others`` too, and for "native" with such a recipe."""
+    """``backend``; "simulate" for "auto" if the recipe has no kernels.
+
+    Raises ValueError for an unknown backend (the message also lists ``others``), and for "native"
+    with a recipe that has no kernels.
+    """
     check_name("backend", backend, (*BACKENDS, *others))
     why_not = "" if backend == "simulate" else native.why_not_recipe(recipe)
     if why_not and backend == "native":
@@ -51,18 +55,22 @@ def checked_backend(backend: str, recipe: Recipe, others: Iterable[str] = ()) ->
 
 
 class Entered(NamedTuple):
-    """By which `fp8.autocast` a block was opened, and in which task of asyncio, if in one."""
+    """The `fp8.autocast` object that opened a block, and the asyncio task it was opened in, if
+    any."""
 
     block: Any
     task: asyncio.Task[Any] | None
 
 
 class Block(NamedTuple):
-    """What an open `fp8.autocast` block says. recipe: None where it is not enabled. unit_recipe:
-    that of products of unit-scaled functions, another one under "auto". modes: its own, and those
-    that it has put on top of it. counter: [number of products so far]. reenters: whether what is
-    recomputed in the backward pass opens it again by itself. entered: None where a compiler has
-    traced it. outer_look: what looked at products without a weight before the block."""
+    """The settings of an open `fp8.autocast` block.
+
+    recipe: None if not enabled. unit_recipe: the recipe of products of unit-scaled functions, which
+    differs under "auto". modes: its own mode and those it put on top. counter: [number of products
+    so far]. reenters: whether a recomputation in the backward pass opens the block again by itself.
+    entered: None if torch.compile traced it. outer_look: the `Look` at products without a weight
+    that was set before the block.
+    """
 
     recipe: Recipe | None
     unit_recipe: Recipe | None
@@ -79,13 +87,12 @@ class Block(NamedTuple):
 class _Active(threading.local):
     """The `fp8.autocast` blocks that are open in this thread, innermost last.
 
-    A list that is changed, not an attribute that is set: what the compiler makes of setting an
-    attribute of a thread-local is lost.
+    A list that is mutated: torch.compile loses attribute assignments on a thread-local.
     """
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        #: The operands of the call that runs, as far as they have a static scale, and its exponent.
+        #: The operands of the running call that have a static scale, each with its exponent.
         self.static: list[tuple[Tensor, int]] = []
 
 
@@ -97,7 +104,7 @@ def with_static(
 ) -> Any:
     """``function(*args, **kwargs)``, a product of which some operands have static scales.
 
-    operands: tensors among the arguments, each with the exponent of its scale.
+    operands: tensors among the arguments, each with the exponent of its scale factor.
     """
     ACTIVE.static.extend(operands)
     try:
@@ -107,7 +114,8 @@ def with_static(
 
 
 def static_exponents(recipe: Recipe | None, *operands: Tensor) -> tuple[int, ...]:
-    """The exponents of the static scales of the operands of a product, 0 for those without."""
+    """The exponents of the static scale factors of the operands of a product; 0 for those
+    without."""
     if recipe is None or not ACTIVE.static or recipe.keeps_history:
         return (0,) * len(operands)
     return tuple(_exponent(operand) for operand in operands)
@@ -121,20 +129,20 @@ def _exponent(operand: Tensor) -> int:
 
 
 def entered(block: Any) -> Entered:
-    """What says that ``block`` is opened here."""
+    """The record of ``block`` being opened here."""
     return Entered(block, _task())
 
 
 def _task() -> asyncio.Task[Any] | None:
     try:
         return asyncio.current_task()
-    except RuntimeError:  # no loop runs in this thread
+    except RuntimeError:  # no event loop runs in this thread
         return None
 
 
 def index_of(block: Any) -> int:
-    """Which of the open blocks of this thread ``block`` has opened, the last of them. Raises
-    RuntimeError where there is none."""
+    """The index of the last open block of this thread that ``block`` opened. Raises RuntimeError if
+    there is none."""
     for index in reversed(range(len(ACTIVE.blocks))):
         opened = ACTIVE.blocks[index].entered
         if opened is None or opened.block is block:
@@ -143,15 +151,17 @@ def index_of(block: Any) -> int:
 
 
 def active_recipe() -> Recipe | None:
-    """The recipe of the innermost `fp8.autocast` block of this thread; None outside of all, and
-    where it is not enabled."""
+    """The recipe of the innermost `fp8.autocast` block of this thread; None outside of all blocks,
+    or if that block is not enabled."""
     return ACTIVE.blocks[-1].recipe if ACTIVE.blocks else None
 
 
 def product_recipe(unit: bool = False) -> Recipe | None:
-    """`active_recipe` for a product. unit: whether it is one of unit-scaled tensors. Raises
-    RuntimeError where it would be computed again outside of the block, without casts, and where a
-    task of asyncio that awaits has left a block open."""
+    """`active_recipe` for a product. unit: whether it is a product of unit-scaled tensors.
+
+    Raises RuntimeError if a reentrant checkpoint would recompute the product outside of the block,
+    without casts, or if another asyncio task that is waiting has left a block open.
+    """
     block = ACTIVE.blocks[-1] if ACTIVE.blocks else None
     if block is not None and not torch.compiler.is_dynamo_compiling():
         _check_task(block)
@@ -163,7 +173,7 @@ def product_recipe(unit: bool = False) -> Recipe | None:
 
 
 class unit_products:
-    """Within the block, under the recipe "auto", torch's own products are those of unit-scaled
+    """Within the block, under recipe "auto", torch's products count as products of unit-scaled
     tensors."""
 
     def __enter__(self) -> None:
@@ -193,10 +203,11 @@ _REENTRANT = (
 
 
 def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
-    """The histories of the operands of a product, and of its gradient, which has the last of
-    ``casts``; None where the scaling keeps none.
+    """The histories of the operands of a product and of its gradient; None where the scaling has
+    none.
 
-    They belong to the enclosing `fp8.autocast`, which numbers its products.
+    casts: one for each operand; the last is that of the gradient. The histories belong to the
+    enclosing `fp8.autocast`, which numbers its products.
     """
     if recipe is None or not recipe.keeps_history:
         return [None] * len(casts)
@@ -222,7 +233,8 @@ def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | 
 def layer_histories(
     recipe: Recipe | None, product: str, a: Tensor, layer: bool = True
 ) -> list[Any]:
-    """Those of a product with an input and a weight (layer) or two inputs, and its gradient."""
+    """`histories` of a product of an input and a weight (layer) or of two inputs, and of its
+    gradient."""
     if recipe is None:
         return [None] * 3
     b = recipe.weight if layer else recipe.input
@@ -230,7 +242,7 @@ def layer_histories(
 
 
 def chosen(recipe: Recipe | None, backend: str, unit: bool) -> tuple[Recipe | None, str]:
-    """Recipe and backend of a product: those of the enclosing block if it names no recipe.
+    """Recipe and backend of a product; those of the enclosing block if ``recipe`` is None.
     unit: as in `product_recipe`."""
     if recipe is not None or not ACTIVE.blocks:
         return recipe, backend

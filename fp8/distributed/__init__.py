@@ -1,3 +1,2 @@
-"""Several processes: gradients reduced in FP8, weights gathered in FP8.
-Imports `fp8.surgery`, `fp8.optim` and below.
-"""
+"""Communication between processes in FP8: reduction of gradients, gathering of weights.
+Imports `fp8.surgery`, `fp8.optim` and below."""

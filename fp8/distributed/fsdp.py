@@ -1,8 +1,9 @@
-"""FSDP2 gathers weights in one byte an element: each process rounds its shard before it is sent.
+"""FSDP2 all-gather of weights in one byte per element: each process rounds its shard before
+sending.
 
-Through FSDP2's own extension: a tensor subclass with ``fsdp_pre_all_gather`` and
-``fsdp_post_all_gather``. The shard stays what it was, in the dtype that it had, and so do gradients
-and what the optimizer sees.
+It uses FSDP2's extension point: a tensor subclass with ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather``. The shards keep their values and dtype, and so do gradients and the
+optimizer's view of the parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
 aten = torch.ops.aten
 
 SCALINGS = ("unit", "tensor")
-"""What a weight's cast may have: a scale that does not depend on how the weight is sharded."""
+"""The supported scalings of a weight's cast: those that do not depend on the sharding."""
 
 
 def gather_in_fp8(
@@ -45,29 +46,36 @@ def gather_in_fp8(
     *,
     where: Callable[[str, nn.Module], bool] | None = None,
 ) -> Report[Row]:
-    """Has FSDP2 send the weights of ``model`` rounded as ``recipe`` casts weights. Call it before
-    `fully_shard`.
+    """Makes FSDP2 gather the weights of ``model`` in FP8, cast as ``recipe`` casts weights.
+
+    Call it before `fully_shard`:
 
         model = fp8.convert(model)
         gather_in_fp8(model)
         fully_shard(model)
 
-    The weights of linear layers and convolutions (`fp8.surgery.convert.LAYERS`) are sent as FP8 and
-    used, forward and backward, as what arrives, in the dtype that FSDP2 computes in. A layer that
-    runs under the same recipe casts them to the same values again: its result is bit for bit that
-    without FSDP2. Gradients reach the shards as FSDP2 reduces them. In the model, its state_dict
-    and its optimizer a weight is a plain tensor or DTensor of its dtype, and keeps its attributes:
-    the tags of u-muP.
+    The weights of linear layers and convolutions (`fp8.surgery.convert.LAYERS`) are sent as FP8.
+    Forward and backward pass use the received values in the compute dtype of FSDP2. A layer under
+    the same recipe casts them to the same values again, so its result is bit for bit that without
+    FSDP2. Gradients are reduced as usual. In the model, its state_dict and its optimizer a weight
+    is a plain tensor or DTensor of its dtype and keeps its attributes (the tags of u-muP). As in
+    simulation, NaN stays NaN, and Inf stays Inf if the format has Inf and becomes NaN otherwise.
 
-    recipe: its cast of the weight must be to a format of torch's, scaled by "unit" or "tensor";
-    "auto" is the one or the other for each layer, as in `fp8.convert`. For
-    "tensor", each weight needs its largest magnitude over all shards: call `update_scales` after
-    each optimizer step, or every gathering of a weight waits for an all-reduce of one number.
-    where: (name, layer) -> whether to; None is every layer.
-    Inf becomes the format's largest value, NaN stays NaN, as in the simulation.
+    Args:
+        model: changed in place.
+        recipe: its weight cast needs a format with a torch dtype and scaling "unit" or "tensor".
+            "auto" selects one of the two for each layer, as in `fp8.convert`. "tensor" needs the
+            largest magnitude of each weight over all shards: call `update_scales` after each
+            optimizer step, otherwise every gather of a weight waits for an all-reduce of one
+            number.
+        where: (name, layer) -> whether to send the weight in FP8; None: every layer.
 
-    Returns a report, one row for each layer with a weight. Raises TypeError for what is not a
-    module, ValueError for a recipe with another cast and for a model that is sharded already.
+    Returns:
+        A report with one row for each layer with a weight.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: for a recipe with another cast, and for a model that is already sharded.
     """
     check_module("gather_in_fp8", model)
     given, where = given_recipe(recipe), checked_function(where)
@@ -98,7 +106,7 @@ def gather_in_fp8(
 
 
 def _why_not(module: nn.Module, weight: nn.Parameter, looked_up: set[int]) -> str:
-    """Why the weight of a module is sent as it is; "" if it can be rounded."""
+    """Why the weight of a module is sent unrounded; "" if it can be rounded."""
     if not isinstance(module, LAYERS):
         return "its weight is no operand of a product"
     if id(weight) in looked_up:
@@ -109,10 +117,13 @@ def _why_not(module: nn.Module, weight: nn.Parameter, looked_up: set[int]) -> st
 
 @torch.no_grad()
 def update_scales(model: nn.Module) -> None:
-    """Finds the scale of every weight that `gather_in_fp8` sends with one: one all-reduce for all.
+    """Computes the scales of all weights that `gather_in_fp8` sends with one, in one all-reduce.
 
-    Call it after each optimizer step. Whatever is written into a weight afterwards makes its scale
-    unknown again, and it is found when the weight is gathered. Nothing happens under "unit".
+    Call it after each optimizer step. Writing to a weight later invalidates its scale, which is
+    then computed when the weight is gathered. Does nothing under "unit".
+
+    Args:
+        model: the sharded model.
     """
     shards = [(p, p.to_local()) for p in model.parameters() if isinstance(p, DTensor)]
     scaled = [(p, w) for p, w in shards if isinstance(w, _Weight) and w.cast.rule]
@@ -128,12 +139,18 @@ def update_scales(model: nn.Module) -> None:
 
 @torch.no_grad()
 def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """The state_dict of ``optimizer`` for another number of processes.
+    """The state_dict of ``optimizer`` in a form that loads with another number of processes.
 
-    What `fp8.optim` keeps in units of a scale, which belongs to a shard, is here the numbers
-    themselves, float32, under the name without a suffix (``exp_avg``); and what is of a weight's
-    shape is a DTensor as the weight is, so that `torch.distributed.checkpoint` cuts it anew. Every
-    optimizer of `fp8.optim` or torch of that kind loads it, and rounds to its own encodings.
+    A state with a scale, which belongs to one shard, is decoded to float32 under the name without a
+    suffix (``exp_avg``). A state of the weight's shape becomes a DTensor like the weight, so that
+    `torch.distributed.checkpoint` can reshard it. Every optimizer of this kind of `fp8.optim` or
+    torch loads it and rounds it to its own encodings.
+
+    Args:
+        optimizer: an optimizer of `fp8.optim`.
+
+    Returns:
+        The state_dict.
     """
     state = optimizer.state_dict()
     parameters = parameters_of(optimizer)
@@ -162,7 +179,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _checked(recipe: Recipe) -> Cast:
-    """The recipe's cast of the weight. Raises ValueError for one that cannot be sent."""
+    """The recipe's cast of the weight. Raises ValueError for a cast that cannot be sent."""
     cast = recipe.weight
     dtype = None if cast is None else get_format(cast.format).dtype
     if cast is None or dtype is None or dtype.itemsize > 1:
@@ -184,13 +201,13 @@ def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:
     exponent = static_exponent(weight)
     wrapped = nn.Parameter(_Weight(weight.detach(), cast, exponent), weight.requires_grad)
     for name, value in vars(weight).items():
-        if not name.startswith("__"):  # those belong to the instance, as the tags' __deepcopy__
+        if not name.startswith("__"):  # dunders belong to the instance, like the tags' __deepcopy__
             setattr(wrapped, name, value)
     return wrapped
 
 
 def _as_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A hook of state_dict: the weight in it is a plain tensor, or a DTensor of one."""
+    """A state_dict hook that replaces the weight by a plain tensor, or a DTensor of one."""
     weight = state.get(f"{prefix}weight")
     if isinstance(weight, nn.Parameter):  # with keep_vars
         return
@@ -200,7 +217,7 @@ def _as_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: A
 
 
 def _like(weight: Any, local: Tensor) -> Tensor:
-    """``local``, as the shard of a DTensor like ``weight`` if that is one."""
+    """``local``, wrapped as the shard of a DTensor like ``weight`` if that is a DTensor."""
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(
@@ -213,7 +230,7 @@ def _like(weight: Any, local: Tensor) -> Tensor:
     )
 
 
-# What FSDP2 and torch do to a weight that leaves it a weight: those that alias it, and the others.
+# Operations of FSDP2 and torch on a weight that return a weight: views and copies.
 _VIEWS = {
     aten.detach.default,
     aten.alias.default,
@@ -233,7 +250,7 @@ _COPIES = {
 
 
 def _each(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with every ``kind`` in its lists, tuples and dicts changed."""
+    """``value`` with ``change`` applied to every ``kind`` in its lists, tuples and dicts."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, list | tuple):
@@ -244,10 +261,11 @@ def _each(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
 
 
 class _Weight(Tensor):
-    """A weight, or a shard of one, that is rounded when it is sent; otherwise as ``plain`` is.
+    """A weight, or a shard of one, that is rounded when it is sent; otherwise it behaves like
+    ``plain``.
 
-    exponent: of its static scale, for a cast without a rule. known: its scale, where that is known,
-    and the version of ``plain`` that it was found for; shared by all views of it.
+    exponent: of its static scale factor, for a cast without a rule. known: its scale factor, if
+    computed, and the version of ``plain`` it was computed for; shared by all views.
     """
 
     plain: Tensor
@@ -301,7 +319,7 @@ class _Weight(Tensor):
         return _each(Tensor, lambda t: _Weight(t, first.cast, first.exponent, known), result)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, it is a plain tensor."""
+        """Pickles as a plain tensor."""
         return self.plain.__reduce_ex__(protocol)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
@@ -314,14 +332,15 @@ class _Weight(Tensor):
         return largest_finite(self.plain, None).float()
 
     def remember(self, amax: Tensor) -> Tensor:
-        """The scale of the weight whose largest magnitude is ``amax``, until it is written to."""
+        """The scale factor for the largest magnitude ``amax``, cached until the weight is
+        written."""
         assert self.cast.rule is not None
         scale = scale_of(amax, None, get_format(self.cast.format), self.cast.rule)
         self.known[:] = [scale * 2.0**self.cast.margin, self.plain._version]
         return self.known[0]
 
     def scale(self, mesh: DeviceMesh) -> Tensor:
-        """The scale of the weight over all shards; an all-reduce where it is not known."""
+        """The scale factor of the weight over all shards; an all-reduce if it is not cached."""
         if self.known and self.known[1] == self.plain._version:
             return self.known[0]
         amax = self.largest()
@@ -331,7 +350,7 @@ class _Weight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What this process sends, as bytes, and the scale; see torch's FSDP2."""
+        """The bytes that this process sends, and the scale factor; see torch's FSDP2."""
         x, scale = self.plain, None
         if self.cast.rule:
             scale = self.scale(mesh)
@@ -345,7 +364,7 @@ class _Weight(Tensor):
         }
         sent = quantize_operand(x, format, **how)
         bits = sent.to(format.dtype).view(torch.uint8)
-        missing = -(-outer_size[0] // mesh.size()) - len(bits)  # of the last rows, if cut by rows
+        missing = -(-outer_size[0] // mesh.size()) - len(bits)  # rows of the last shard
         if missing > 0:
             bits = F.pad(bits, [0, 0] * (bits.dim() - 1) + [0, missing])
         return (bits,), scale
@@ -358,7 +377,8 @@ class _Weight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight from what all have sent; into ``out`` from the second time on."""
+        """The whole weight from the bytes of all processes; written to ``out`` after the first
+        time."""
         (bits,) = all_gather_outputs
         format = get_format(self.cast.format)
         assert format.dtype is not None
@@ -368,6 +388,6 @@ class _Weight(Tensor):
         weight = weight.to(param_dtype)
         if out is None:
             return weight, (weight,)
-        # Not a change in autograd's eyes: backward finds the values of the forward pass again.
+        # Through .data, so that autograd does not see a change: backward reads the same values.
         out.data.copy_(weight.flatten()[: out.numel()].view(out.shape))
         return None

@@ -1,3 +1,2 @@
-"""Low-precision formats and how numbers are rounded to them.
-Imports `fp8.common`.
-"""
+"""Low-precision formats, and rounding to them.
+Imports `fp8.common`."""

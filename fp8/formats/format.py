@@ -1,5 +1,5 @@
-"""Floating-point formats: how many bits, which values, and what overflow, Inf, NaN and -0
-become."""
+"""Floating-point formats: their bits, their values, and how they treat overflow, Inf, NaN and
+-0."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from ..common.validation import check_name
 
 MAX_EXPONENT_BITS = 8
-"""Every value of a format must be a float32: no wider exponent field than float32's."""
+"""Every value of a format must be a float32, so its exponent field is at most as wide."""
 
 MAX_MANTISSA_BITS = 23
-"""As above: no more mantissa bits than float32 has."""
+"""For the same reason, a format has at most as many mantissa bits as float32."""
 
 _FLAGS = ("infinity", "nan", "negative_zero", "signed")
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -29,7 +29,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in torch.
+    """The name of a torch dtype, without the prefix "torch.".
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -38,12 +38,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 FORMATS: dict[str, Format] = {}
-"""The named formats. A new row is tested, documented and usable in recipes by existing."""
+"""The named formats. Each row is tested, documented and usable in recipes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A binary floating-point format: a set of values and what stands for those outside it.
+    """A binary floating-point format: its values, and how values outside of it are represented.
 
     A code with exponent field E > 0 and mantissa field M is (1 + M / 2**mantissa_bits) * 2**(E -
     bias); with E = 0 it is (M / 2**mantissa_bits) * 2**(1 - bias): zero and the subnormals. An
@@ -51,22 +51,23 @@ class Format:
     subnormals: E = 0 is like any other.
 
     Attributes:
-        name: what `get_format` looks up and `str` prints.
+        name: the name that `get_format` looks up and `str` prints.
         exponent_bits: 1 to 8.
-        mantissa_bits: 0 to 23, the implicit leading bit not counted.
+        mantissa_bits: 0 to 23, without the implicit leading bit.
         bias: subtracted from the exponent field. IEEE 754 uses 2**(exponent_bits - 1) - 1.
-        max: the largest finite value. Not implied by the fields: formats reserve different codes
-            for Inf and NaN.
-        infinity: whether there are codes for +-Inf.
-        nan: whether there is a code for NaN. NaN in a tensor stays NaN in any case.
-        negative_zero: whether -0 differs from +0. Where it does not, -0 becomes +0.
+        max: the largest finite value. The other fields do not determine it, because formats reserve
+            different codes for Inf and NaN.
+        infinity: whether the format has codes for +-Inf.
+        nan: whether the format has a code for NaN. NaN in a tensor always stays NaN.
+        negative_zero: whether -0 differs from +0; if not, -0 becomes +0.
         signed: False for a format of positive scales.
-        dtype: a torch dtype with these values that tensors can be cast to, if there is one.
+        dtype: a torch dtype with these values, for casts of tensors, or None.
 
-    Raises ValueError where the fields contradict each other, where a value would not be a float32,
-    for a dtype without these values and for the name of a row of `FORMATS` that has others (names
-    stand for formats in reports, files and graphs); TypeError for a name, number or dtype that is
-    none.
+    Raises:
+        ValueError: if the fields contradict each other, if a value is not a float32, for a dtype
+            that lacks these values, and for the name of a row of `FORMATS` with other values (names
+            identify formats in reports, files and graphs).
+        TypeError: for a field of the wrong type.
     """
 
     name: str
@@ -81,8 +82,9 @@ class Format:
     dtype: torch.dtype | None = None
 
     text: ClassVar[str]
-    """Of an instance: its fields in one string, which `from_text` reads. To a compiler a string is
-    a constant; under dynamic shapes a number that it reads from an object is not."""
+    """Set per instance: its fields in one string, which `from_text` reads. torch.compile treats a
+    string as a constant; under dynamic shapes it does not treat a number read from an object as
+    one."""
 
     def __post_init__(self) -> None:
         def require(condition: bool, what: str) -> None:
@@ -116,7 +118,7 @@ class Format:
             f"max {self.max} needs more than {self.mantissa_bits} mantissa bits",
         )
         require(self.signed or not self.negative_zero, "an unsigned format has no -0")
-        require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} has not its values")
+        require(self.dtype is None or self._is_in(self.dtype), f"{self.dtype} lacks its values")
         row = FORMATS.get(self.name, self)
         require(row == self, f"fp8.FORMATS has other values of that name: {row!r}; choose another")
         flags = [getattr(self, flag) for flag in _FLAGS]
@@ -131,7 +133,7 @@ class Format:
                 raise TypeError(f"format {self.name!r}: {field} cannot be {value!r}")
 
     def _is_in(self, dtype: torch.dtype) -> bool:
-        """Whether a dtype has values this large, this small and this close to each other."""
+        """Whether a dtype has the range and precision of the format."""
         if not dtype.is_floating_point:
             return False
         limits, low = torch.finfo(dtype), -self.max if self.signed else self.min_normal
@@ -143,7 +145,7 @@ class Format:
 
     @staticmethod
     def from_text(text: str) -> Format:
-        """The format whose `text` this is, which was checked when that was made."""
+        """The format with this `text`. Not validated again."""
         name, exponent_bits, mantissa_bits, bias, largest, *flags, dtype = text.rsplit("|", 9)
         values = {
             "name": name,
@@ -165,7 +167,8 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal value: of field 1, or of field 0 without subnormals."""
+        """Exponent of the smallest normal value: of exponent field 1, or 0 for formats without
+        subnormals."""
         return 1 - self.bias if self.signed else -self.bias
 
     @property
@@ -190,7 +193,7 @@ class Format:
 
     @property
     def nonfinite(self) -> float | None:
-        """What overflow gives where it does not saturate: inf, else nan, else None (no code for
+        """The result of overflow without saturation: inf, else nan, else None (no code for
         either)."""
         return math.inf if self.infinity else math.nan if self.nan else None
 
@@ -198,8 +201,8 @@ class Format:
 FORMATS.update(
     (row.name, row)
     for row in (
-        # OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 gives all but
-        # one code of its top exponent to finite values: no Inf, one NaN.
+        # OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1. E4M3 uses all but one
+        # code of its top exponent for finite values: no Inf, one NaN.
         Format(
             name="e4m3",
             exponent_bits=4,
@@ -220,8 +223,8 @@ FORMATS.update(
             dtype=torch.float8_e5m2,
         ),
         # Noune et al., "8-bit numerical formats for deep neural networks", 2022 (arXiv:2206.02915):
-        # the code of -0 is the only NaN, and the bias is one more than IEEE's. The FP8 of Graphcore
-        # and of AMD MI300.
+        # the code of -0 is the only NaN, and the bias is one larger than in IEEE 754. Used by
+        # Graphcore and AMD MI300.
         Format(
             name="e4m3fnuz",
             exponent_bits=4,
@@ -242,8 +245,8 @@ FORMATS.update(
             negative_zero=False,
             dtype=torch.float8_e5m2fnuz,
         ),
-        # OCP Microscaling Formats (MX) specification version 1.0, section 5.3: FP6, FP4 (every code
-        # is finite) and the scale of a block.
+        # OCP Microscaling Formats (MX) specification version 1.0, section 5.3: FP6, FP4 (all codes
+        # are finite) and the scale of a block.
         Format(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0),
         Format(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5),
         Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0),
@@ -285,9 +288,17 @@ FORMATS.update(
 
 
 def get_format(format: str | Format) -> Format:
-    """The row of `FORMATS` with this name, or `format` itself where it already is a `Format`.
+    """Looks up a format by name.
 
-    Raises ValueError for an unknown name and TypeError for anything that is neither.
+    Args:
+        format: a name in `FORMATS`, or a `Format`, which is returned unchanged.
+
+    Returns:
+        The format.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for an argument that is neither a name nor a `Format`.
     """
     if isinstance(format, Format):
         return Format.from_text(format.text) if torch.compiler.is_compiling() else format

@@ -1,5 +1,4 @@
-"""A tensor into a low-precision format: `quantize` and its two straight-through autograd
-functions."""
+"""Rounds tensors to low-precision formats: `quantize` and its two straight-through variants."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from .rounding import LAYOUTS, ROUNDINGS, Grid, round_to_grid
 OVERFLOWS = ("saturate", "nonfinite")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What can be quantized. The 16-bit types are computed in float32 and the others in themselves: one
-rounding."""
+"""The dtypes that can be quantized. 16-bit dtypes are computed in float32, the others in
+themselves; either way values are rounded once."""
 
 CHUNK = 1 << 17
-"""Elements per thread and step in eager mode on a CPU: an input, an output and a scratch chunk (1.5
-MiB a thread) stay in cache between the half dozen passes. Measured in benchmarks/quantize.py."""
+"""Elements per thread and step in eager mode on a CPU. An input, an output and a scratch chunk (1.5
+MiB per thread) stay in cache over the half dozen passes. Measured in benchmarks/quantize.py."""
 
 
 def quantize(
@@ -36,42 +35,45 @@ def quantize(
     seed: Seed | None = None,
     random_bits: int = 31,
 ) -> Tensor:
-    """scale * (x / scale rounded to a value of `format`), with the shape, dtype and memory format
-    of `x`.
-
-    x: float32, bfloat16, float16 or float64, any shape and strides. Each is rounded once, from its
-    exact value.
-    format: a name in `FORMATS` or a `Format`.
-    rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two neighbours,
-    so that the expected value is x.
-    overflow: "saturate": what is beyond the largest value, Inf included, becomes the largest value
-    of its sign. "nonfinite": it becomes Inf where the format has Inf, else NaN. As in IEEE 754 what
-    decides is the rounded value, so that toward zero only Inf is beyond.
-    scale: the size of one unit of the format: a positive float or a tensor of positive values that
-    broadcasts to `x`. Division and product are in float32 (float64 for float64); exact for powers
-    of two. In a tensor that is not on a CPU, and in compiled code, what is not positive and finite
-    makes the result NaN instead of raising an error.
-    seed: for "stochastic", an int, a 0-dim int64 tensor or a sequence of these such as (seed, step,
-    stream). The same seed gives the same result in eager and compiled code and on every device;
-    element i in row-major order has the same random bits whatever the strides. None draws a seed
-    from torch's default generator: repeatable under torch.manual_seed, but then differently in
-    eager and compiled code.
-    random_bits: for "stochastic", how many random bits decide, 1 to 31 (hardware has few: the
-    chance of rounding up is then a multiple of 2**-random_bits).
+    """Rounds ``x / scale`` to `format` and multiplies by ``scale``.
 
     NaN stays NaN, also in formats without NaN. -0 stays -0 and negative values round to -0, except
     in formats without -0. In an unsigned format (e8m0) zero becomes the smallest value and negative
-    numbers NaN.
+    values NaN. The result is a value of the format that x's dtype can represent. Without a scale,
+    overflow therefore starts at the largest value that both have (65280 for format "fp16" in a
+    bfloat16 tensor, and for "bf16" in a float16 tensor).
 
-    The result is a value of the format that x's dtype can hold: without a scale, the largest value
-    that both have is where overflow begins (65280 for format "fp16" in a bfloat16 tensor, and for
-    "bf16" in a float16 tensor).
+    Not differentiable: see `quantize_forward` and `quantize_backward`.
 
-    No gradient flows through: see `quantize_forward` and `quantize_backward`.
+    Args:
+        x: float32, bfloat16, float16 or float64, any shape and strides. Each element is rounded
+            once, from its exact value.
+        format: a name in `FORMATS`, or a `Format`.
+        rounding: "nearest" (ties to even); "toward_zero"; "stochastic": to one of the two
+            neighbours, so that the expected value is x.
+        overflow: "saturate": values beyond the largest value, including Inf, become the largest
+            value with their sign. "nonfinite": they become Inf if the format has Inf, else NaN. As
+            in IEEE 754 the rounded value decides, so under "toward_zero" only Inf overflows.
+        scale: the scale factor: a positive float, or a tensor of positive values that broadcasts to
+            `x`. It is applied in float32 (float64 for float64), exactly for powers of two. For
+            tensors outside of the CPU and in compiled code, values that are not positive and finite
+            give NaN instead of an error.
+        seed: for "stochastic", an int, a 0-dim int64 tensor, or a sequence of these such as (seed,
+            step, stream). The same seed gives the same result in eager and compiled code and on
+            every device; element i in row-major order has the same random bits for all strides.
+            None draws a seed from torch's default generator: reproducible under torch.manual_seed,
+            but different in eager and compiled code.
+        random_bits: for "stochastic", the number of random bits, 1 to 31. Hardware has few; the
+            probability of rounding up is then a multiple of 2**-random_bits.
 
-    Raises TypeError for what is not a dense tensor of these dtypes, and ValueError for unknown
-    names, overflow="nonfinite" with a format that has neither Inf nor NaN, a scale that is not
-    positive or does not broadcast to `x`, and a seed without stochastic rounding.
+    Returns:
+        A tensor with the shape, dtype and memory format of `x`.
+
+    Raises:
+        TypeError: unless ``x`` is a dense tensor of one of these dtypes.
+        ValueError: for unknown names, overflow="nonfinite" with a format that has neither Inf nor
+            NaN, a scale that is not positive or does not broadcast to `x`, and a seed without
+            stochastic rounding.
     """
     grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
     return _quantize(x.detach(), grid, rounding, scale, _key(rounding, seed, x.device))
@@ -87,12 +89,12 @@ def quantize_operand(
     scale: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    """`quantize` as the casts of products use it: what is not finite stays so, whatever the format.
+    """`quantize` for casts of products: nonfinite values stay nonfinite in every format.
 
-    Under overflow="saturate" finite values saturate, and +-Inf becomes +-Inf where the format has
-    it and NaN elsewhere. So a check of the results, such as GradScaler's, finds what was not finite
-    in an operand. scale: one that a rule has found, which is not checked; where it is NaN, so is
-    the result. inverse: what x is multiplied by instead of being divided by the scale.
+    Under overflow="saturate" finite values saturate, and +-Inf becomes +-Inf if the format has Inf,
+    else NaN. A check of the results, such as GradScaler's, thereby detects nonfinite operands.
+    scale: a result of a rule, not validated; NaN gives NaN. inverse: a factor that replaces the
+    division by the scale.
     """
     infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
     scaled = scale is not None
@@ -110,9 +112,18 @@ def quantize_forward(
     seed: Seed | None = None,
     random_bits: int = 31,
 ) -> Tensor:
-    """`quantize(x, ...)` whose gradient passes to x unchanged (straight-through), saturated or not.
+    """`quantize(x, ...)` with a straight-through gradient: it passes to x unchanged, even where
+    saturated.
 
-    Arguments and errors are those of `quantize`. The scale gets no gradient.
+    Args:
+        x, format, rounding, overflow, scale, seed, random_bits: as in `quantize`. The scale gets no
+            gradient.
+
+    Returns:
+        As `quantize`.
+
+    Raises:
+        TypeError, ValueError: as `quantize`.
     """
     grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
     return apply(_Forward, x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
@@ -128,19 +139,29 @@ def quantize_backward(
     seed: Seed | None = None,
     random_bits: int = 31,
 ) -> Tensor:
-    """x itself, whose gradient is quantized: grad_x = quantize(grad, ...).
+    """Returns x, and quantizes its gradient: ``grad_x = quantize(grad, ...)``.
 
-    Arguments and errors are those of `quantize`; a seed that is not given is drawn now, not in the
-    backward pass. The scale gets no gradient. The gradient of the gradient passes unchanged.
+    The gradient of the gradient passes unchanged.
+
+    Args:
+        x, format, rounding, overflow, scale, seed, random_bits: as in `quantize`. Without a seed,
+            one is drawn in the forward pass, not in the backward pass. The scale gets no gradient.
+
+    Returns:
+        A view of ``x``.
+
+    Raises:
+        TypeError, ValueError: as `quantize`.
     """
     grid, scale = _check(x, format, rounding, overflow, scale, random_bits)
     return apply(_Backward, x, scale, _key(rounding, seed, x.device), rounding, tuple(grid))
 
 
 class _Forward(torch.autograd.Function):
-    """Its arguments are tensors, strings and numbers: what may cross compilation.
+    """Its arguments are tensors, strings and numbers, which torch.compile supports.
 
-    The grid is one plain tuple. With *args, torch 2.13 compiled a tensor argument to a wrong place.
+    The grid is one plain tuple: with *args, torch 2.13 compiled a tensor argument into a wrong
+    position.
     """
 
     @staticmethod
@@ -159,7 +180,8 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """Arguments as for _Forward. The tensors among them are saved, the rest is on the context."""
+    """Arguments as for _Forward. Tensors are saved with save_for_backward, the rest on the
+    context."""
 
     @staticmethod
     def forward(
@@ -170,7 +192,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, scale, key, ctx.rounding, ctx.grid = inputs
-        # Tensors alone: compiled, saved_tensors leaves out None.
+        # Tensors only: in compiled code saved_tensors omits None.
         ctx.save_for_backward(*(value for value in (scale, key) if isinstance(value, Tensor)))
         ctx.scaled, ctx.keyed = scale is not None, isinstance(key, Tensor)
         ctx.key = None if ctx.keyed else key
@@ -188,7 +210,7 @@ class _Backward(torch.autograd.Function):
 
 
 def check_dtype(x: Tensor) -> None:
-    """Raises TypeError for what cannot be quantized."""
+    """Raises TypeError unless ``x`` can be quantized."""
     if not isinstance(x, Tensor):
         raise TypeError(f"cannot quantize a {type(x).__name__}; give a tensor")
     if x.dtype not in DTYPES:
@@ -200,12 +222,12 @@ def check_dtype(x: Tensor) -> None:
 
 
 def is_dense(x: object) -> bool:
-    """Whether it is a tensor that casts are for: floating point, with all of its elements."""
+    """Whether ``x`` is a dense floating-point tensor, which casts support."""
     return isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided
 
 
 def refuse_nested(x: Tensor) -> None:
-    """Raises NotImplementedError for a nested tensor: the operator @ hides a TypeError."""
+    """Raises NotImplementedError for a nested tensor; the operator @ would hide a TypeError."""
     if not torch.compiler.is_compiling() and x.is_nested:
         raise NotImplementedError(
             "a nested tensor cannot be quantized; give a padded one, or its values()"
@@ -222,9 +244,9 @@ def _check(
     scaled: bool = False,
     infinity: float | None = None,
 ) -> tuple[Grid, Tensor | None]:
-    """The arguments of `quantize`, validated, as the numbers that the arithmetic needs.
+    """Validates the arguments of `quantize` and returns the numbers needed for the arithmetic.
 
-    scaled: whether there is a scale that is not to be validated. infinity: as in `Grid`.
+    scaled: whether there is a scale that needs no validation. infinity: as in `Grid`.
     """
     check_dtype(x)
     check_name("rounding", rounding, ROUNDINGS)
@@ -244,8 +266,8 @@ def _grid(
     random_bits: int,
     infinity: float | None,
 ) -> Grid:
-    """The values of `format` that `dtype` can hold (all of them under a scale), and where overflow
-    goes."""
+    """The values of `format` that `dtype` can represent (all of them with a scale), and the result
+    of overflow."""
     largest, smallest = format.max, 0.0 if format.signed else format.min_subnormal
     if not scaled and dtype in (torch.bfloat16, torch.float16):
         limits = torch.finfo(dtype)
@@ -271,7 +293,7 @@ def _grid(
 
 
 def _largest_of_both(format: Format, limits: torch.finfo) -> float:
-    """The largest number that is a value of the format and of the dtype with these limits."""
+    """The largest number that is a value of both the format and the dtype with these limits."""
     largest = min(format.max, limits.max)
     mantissa_bits = min(format.mantissa_bits, -int(math.log2(limits.eps)))
     step = 2.0 ** (math.frexp(largest)[1] - 1 - mantissa_bits)
@@ -279,7 +301,7 @@ def _largest_of_both(format: Format, limits: torch.finfo) -> float:
 
 
 def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
-    """The scale as a tensor on x's device, in the dtype the arithmetic is done in."""
+    """The scale factor as a tensor on x's device, in the dtype of the computation."""
     if scale is None:
         return None
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -291,7 +313,7 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
         return torch.full((), scale, dtype=dtype, device=x.device)
     extra = x.dim() - scale.dim()
     sizes = zip(scale.shape, x.shape[extra:], strict=False)
-    if extra < 0 or any(s != n for s, n in sizes if s != 1):  # not s in (1, n), of a symbolic n
+    if extra < 0 or any(s != n for s, n in sizes if s != 1):  # not `s in (1, n)`: n may be symbolic
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not broadcast to x of shape {tuple(x.shape)}"
         )
@@ -299,8 +321,9 @@ def _scale(x: Tensor, scale: float | Tensor | None) -> Tensor | None:
 
 
 def _positive(scale: Tensor) -> Tensor:
-    """``scale``; raises ValueError where it is not positive and finite. NaN takes the place of what
-    is not where that cannot be known now: in a graph, under vmap, on a device to be waited for."""
+    """Validates ``scale``: raises ValueError unless positive and finite. Where a check is not
+    possible (in a graph, under vmap, or where it would synchronize with a device) invalid values
+    become NaN."""
     valid = (scale > 0) & (scale < torch.inf)
     if not torch.compiler.is_compiling() and scale.device.type == "cpu":
         try:
@@ -313,7 +336,7 @@ def _positive(scale: Tensor) -> Tensor:
 
 
 def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
-    """The key of the random bits, or None where none are needed."""
+    """The key of the random bits; None if none are needed."""
     if rounding != "stochastic":
         if seed is not None:
             raise ValueError(
@@ -335,7 +358,7 @@ def _quantize(
     key: Key | None,
     inverse: Tensor | None = None,
 ) -> Tensor:
-    x = x.resolve_neg()  # the bits of a view such as x.conj().imag are those of -x
+    x = x.resolve_neg()  # the storage of a view such as x.conj().imag holds -x
     if torch.compiler.is_compiling() or not _is_plain(x) or (scale is not None and scale.dim()):
         return _whole(x, grid, rounding, scale, key, inverse)
     size = CHUNK * torch.get_num_threads()
@@ -345,8 +368,8 @@ def _quantize(
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether `x` can be worked through piece by piece: in main memory, and no subclass that means
-    more."""
+    """Whether `x` can be processed in chunks: in main memory, and of no subclass with other
+    semantics."""
     return x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
 
 
@@ -362,7 +385,7 @@ def _whole(
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """All of `x` at once: what a compiler fuses, and what a chunk is put through."""
+    """Quantizes all of `x` at once; used for compiled code and for single chunks."""
     y = x if x.dtype in LAYOUTS else x.float()
     if scale is not None:
         y = y / scale if inverse is None else y * inverse
@@ -378,10 +401,10 @@ def _whole(
 def _in_chunks(
     x: Tensor, grid: Grid, rounding: str, scale: Tensor | None, key: Key | None, size: int
 ) -> Tensor:
-    """`_whole` on pieces that stay in cache, with reused scratch: a third of the time or less."""
+    """`_whole` on chunks that stay in cache, with reused scratch: at most a third of the time."""
     out = torch.empty_like(x)
     if key is not None and not x.is_contiguous():
-        # Random bits go by row-major index.
+        # Random bits are assigned by row-major index.
         return out.copy_(_in_chunks(x.contiguous(), grid, rounding, scale, key, size))
     if x.stride() != out.stride():
         x = x.clone()

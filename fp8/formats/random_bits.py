@@ -1,7 +1,7 @@
-"""Random bits from a counter: a hash of a key and of the position of an element.
+"""Counter-based random bits: a hash of a key and the position of an element.
 
-Plain integer arithmetic of torch, so that eager and compiled code, on any device, give the same
-bits, and so that a compiler can fuse it with its surroundings.
+It uses only integer arithmetic of torch, so eager and compiled code give the same bits on every
+device, and a compiler can fuse it with surrounding code.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ Word = TypeVar("Word", int, Tensor)
 Seed = int | Tensor | Sequence[int | Tensor]
 
 Key = int | Tensor
-"""64 random bits as a signed number: see `random_key`."""
+"""64 random bits as a signed integer: see `random_key`."""
 
 FIRST, SECOND, THIRD = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
-"""Multipliers, as int32, of `triple32`, with shifts 17, 11, 15, 14: the 32-bit mixer with the least
-avalanche bias found by Wellons' search (https://github.com/skeeto/hash-prospector; 0.0208, against
-0.17 for two rounds)."""
+"""Multipliers of `triple32` as int32, with shifts 17, 11, 15, 14: the 32-bit mixer with the
+smallest avalanche bias found by Wellons' search (https://github.com/skeeto/hash-prospector; 0.0208,
+compared to 0.17 for two rounds)."""
 
 KEY_STEP = 0x5851F42D4C957F2D
-"""Multiplier that combines the parts of a seed: that of Knuth's MMIX generator, good in the
-spectral test."""
+"""The multiplier that combines the parts of a seed: that of Knuth's MMIX generator, which does well
+in the spectral test."""
 
 KEY_START = 0x243F6A8885A308D3
-"""Where a key starts: the first 64 bits of the fraction of pi."""
+"""The initial value of a key: the first 64 bits of the fraction of pi."""
 
 INDEX_BITS = 31
-"""Elements are numbered within blocks of 2**31, so that an index is a non-negative int32."""
+"""Elements are numbered within blocks of 2**31, so that an index is a nonnegative int32."""
 
 
 def _wrap(word: Word) -> Word:
-    """A Python int modulo 2**64, as int64 arithmetic on tensors has it anyway."""
+    """A Python int modulo 2**64, as int64 tensor arithmetic wraps anyway."""
     return word if isinstance(word, Tensor) else ((word + 2**63) & (2**64 - 1)) - 2**63
 
 
@@ -45,7 +45,7 @@ def _mix64(word: Word) -> Word:
     2014).
 
     `>>` copies the sign, hence the masks. The multipliers are the published ones as signed 64-bit
-    numbers.
+    integers.
     """
     word = _wrap((word ^ ((word >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64))
     word = _wrap((word ^ ((word >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64))
@@ -53,36 +53,38 @@ def _mix64(word: Word) -> Word:
 
 
 def random_key(seed: Seed) -> Key:
-    """A 64-bit key from a seed: an int, or a 0-dim int64 tensor where the seed holds a tensor.
+    """A 64-bit key from a seed: an int, or a 0-dim int64 tensor if the seed contains a tensor.
 
     seed: an int in [-2**63, 2**63), a 0-dim int64 tensor, or a sequence of these such as (seed,
-    step, stream). Each part counts: (1, 2), (2, 1) and (1, 2, 0) are unrelated.
+    step, stream). Order and number of parts matter: (1, 2), (2, 1) and (1, 2, 0) give unrelated
+    keys.
 
-    An int and a tensor of the same value give the same key. Raises TypeError and ValueError.
+    An int and a tensor of the same value give the same key. Raises TypeError for other types, and
+    ValueError for an int that does not fit into 64 bits.
     """
     parts = list(seed) if isinstance(seed, Sequence) else [seed]
     for part in parts:
         _check_seed(part)
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if tensors or torch.compiler.is_compiling():
-        # A compiled int may be symbolic, which bitwise operators do not take.
+        # In compiled code an int may be symbolic, which bitwise operators do not support.
         device = tensors[0].device if tensors else None
         return _combine(torch.full((), KEY_START, dtype=torch.int64, device=device), parts)
     return _combine(KEY_START, parts)
 
 
 def _halves(key: Key) -> tuple[Key, Key]:
-    """The low and the high 32 bits of a key, as int32."""
+    """The low and high 32 bits of a key, as int32."""
     if isinstance(key, Tensor):
         return key.to(torch.int32), (key >> 32).to(torch.int32)
     return (key + 2**31) % 2**32 - 2**31, key >> 32
 
 
 def _combine(start: Word, parts: list[int | Tensor]) -> Word:
-    """One 64-bit word from the parts of a seed. The parts enter linearly and are mixed at the end.
+    """Combines the parts of a seed into a 64-bit word: linearly, then mixed once at the end.
 
-    Few steps use their operand twice: inductor's time to compile a chain of those is exponential in
-    its length.
+    Few steps use their operand twice, because inductor's compile time is exponential in the length
+    of a chain of such steps.
     """
     word: Any = start
     for part in parts:
@@ -105,15 +107,15 @@ def _check_seed(part: object) -> None:
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:
-    """Logical shift right of int32 (torch's own shift copies the sign)."""
+    """Logical right shift of int32 (torch's own shift copies the sign)."""
     return (bits >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
 def bits_from_key(
     shape: Sequence[int], key: Key, *, device: torch.device, start: int = 0
 ) -> Tensor:
-    """int32 tensor of `shape`, all 32 bits random: a hash of `key` and the row-major index counted
-    from `start`."""
+    """An int32 tensor of `shape`, all 32 bits random: a hash of `key` and the row-major index,
+    counted from `start`."""
     count = math.prod(shape)
     first, second = _halves(key)
     if start + count <= 1 << INDEX_BITS:
@@ -130,24 +132,26 @@ def bits_from_key(
 
 
 def key_at(key: Key, start: int) -> Key:
-    """The key whose bits from 0 are those of ``key`` from ``start``, a multiple of a power of two:
-    of as many elements as that, at most 2**31."""
+    """The key whose bits at index 0 are those of ``key`` at ``start``. ``start`` must be a multiple
+    of a power of two that is at least the number of elements and at most 2**31."""
     block, index = divmod(start, 1 << INDEX_BITS)
     return key ^ _wrap(index ^ (block * FIRST % 2**32 << 32))
 
 
 def random_bits(shape: Sequence[int], seed: Seed, *, device: torch.device | str = "cpu") -> Tensor:
-    """Random int32 tensor of `shape`: uniform over all 2**32 values, determined by the arguments.
+    """A random int32 tensor of `shape`, uniform over all 2**32 values and determined by the
+    arguments.
 
-    Element i is a hash of (seed, i), i the row-major index: the same in eager and compiled code, on
-    every device, and whatever else draws random numbers. For seeds see `random_key`.
+    Element i is a hash of (seed, i), with i the row-major index: the same in eager and compiled
+    code and on every device, and independent of other random number generation. For seeds see
+    `random_key`.
     """
     return bits_from_key(shape, random_key(seed), device=torch.device(device))
 
 
 def fewer_bits(bits: Tensor, count: int) -> Tensor:
-    """The first `count` of the 31 bits that decide, with a one and zeros after them: the middle of
-    what the missing bits could be, so that the error they cost averages out."""
+    """The first `count` of the 31 bits used in rounding, followed by a one and zeros: the midpoint
+    of the possible values of the missing bits, so that their error averages out."""
     if count == 31:
         return bits
     return (bits & (2**31 - 2 ** (31 - count))) | 2 ** (30 - count)

@@ -1,7 +1,7 @@
 """Rounding to a grid: the inner loop of `fp8.quantize`.
 
-Exact float operations and integers of torch, so that eager and compiled code, on any device, give
-the same values, and so that a compiler can fuse it with its surroundings.
+It uses only exact floating-point and integer operations of torch, so eager and compiled code give
+the same values on every device, and a compiler can fuse it with surrounding code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ROUNDINGS = ("nearest", "stochastic", "toward_zero")
 
 
 class Layout(NamedTuple):
-    """How a torch dtype stores a float: the integer of the same size, its mantissa bits and
-    exponent bias."""
+    """The storage layout of a floating-point dtype: the integer dtype of the same size, mantissa
+    bits and exponent bias."""
 
     integer: torch.dtype
     mantissa_bits: int
@@ -25,11 +25,11 @@ class Layout(NamedTuple):
 
     @property
     def infinity(self) -> int:
-        """The bits of +Inf: all ones in the exponent field."""
+        """The bits of +Inf: an exponent field of ones."""
         return (2 * self.bias + 1) << self.mantissa_bits
 
     def encode(self, value: float) -> int:
-        """The bits of a non-negative `value` that this layout holds exactly."""
+        """The bits of a nonnegative `value` that the layout represents exactly."""
         if math.isinf(value):
             return self.infinity
         if math.isnan(value):
@@ -44,26 +44,24 @@ LAYOUTS = {
     torch.float32: Layout(torch.int32, 23, 127),
     torch.float64: Layout(torch.int64, 52, 1023),
 }
-"""The dtypes rounding is computed in: IEEE 754 binary32 and binary64."""
+"""The dtypes in which rounding is computed: IEEE 754 binary32 and binary64."""
 
 
 class Grid(NamedTuple):
-    """The values a tensor is rounded to, as plain numbers (which may cross an autograd
-    function)."""
+    """The values that a tensor is rounded to, as plain numbers, which autograd functions accept."""
 
     mantissa_bits: int
     min_exponent: int
     largest: float
     beyond: float
-    """What a magnitude above `largest` becomes: `largest` itself (saturation), inf or nan."""
+    """The result for magnitudes above `largest`: `largest` itself (saturation), inf or nan."""
     negative_zero: bool
     smallest: float
-    """0, or where the format has no zero the smallest value, to which anything in [0, smallest)
-    goes."""
+    """0; in formats without zero the smallest value, to which [0, smallest) is rounded."""
     random_bits: int = 31
-    """How many of the bits of stochastic rounding are random; see `random_bits.fewer_bits`."""
+    """The number of random bits in stochastic rounding; see `random_bits.fewer_bits`."""
     infinity: float | None = None
-    """What +-Inf becomes where finite values saturate: inf or nan; None: `largest`, as they do."""
+    """The result for +-Inf if finite values saturate: inf or nan; None: `largest`."""
 
 
 def round_to_grid(
@@ -75,18 +73,17 @@ def round_to_grid(
     out: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """`x` rounded to the values of `grid`: a new tensor, or `out`.
+    """`x` rounded to the values of `grid`, in a new tensor or in `out`.
 
-    x: float32 or float64, any shape and strides.
-    rounding: "nearest" (ties to even), "toward_zero", or "stochastic" (up with probability equal to
-    the fraction of the step that `x` is above the lower neighbour, truncated to 31 bits).
-    bits: for "stochastic", int32 like `x`; the low 31 bits are used.
-    out, scratch: where to put the result (like `x`) and an intermediate (the integer of the same
-    size).
+    x: float32 or float64, any shape and strides. rounding: "nearest" (ties to even), "toward_zero",
+    or "stochastic" (up with a probability equal to the distance from the lower neighbour in steps,
+    truncated to 31 bits). bits: for "stochastic", int32 like `x`; the low 31 bits are used. out,
+    scratch: buffers for the result (like `x`) and for an intermediate (the integer dtype of the
+    same size).
 
-    NaN stays NaN. +-Inf and whatever rounds beyond `grid.largest` becomes +-`grid.beyond`; toward
-    zero, finite values stop at `grid.largest` (IEEE 754-2019, section 7.4). Where they saturate
-    `grid.infinity` says what Inf becomes. Exact under torch.set_flush_denormal(True).
+    NaN stays NaN. +-Inf and values that round beyond `grid.largest` become +-`grid.beyond`; toward
+    zero, finite values stop at `grid.largest` (IEEE 754-2019, section 7.4). If they saturate,
+    `grid.infinity` specifies the result for Inf. Exact under torch.set_flush_denormal(True).
     """
     layout = LAYOUTS[x.dtype]
     if not _fits_floats(grid, layout):
@@ -97,11 +94,11 @@ def round_to_grid(
 
 
 def _fits_floats(grid: Grid, layout: Layout) -> bool:
-    """Whether float operations are exact here: there is room above, and subnormals are far below
-    every step.
+    """Whether floating-point operations are exact here: there is room above the largest value, and
+    subnormals are far below every step.
 
-    The two mantissa bits are for `_round_by_magic`; 2**-31 of a step is the least that stochastic
-    rounding sees.
+    `_round_by_magic` needs the two mantissa bits; 2**-31 of a step is the resolution of stochastic
+    rounding.
     """
     top = math.frexp(grid.largest)[1] - 1
     return (
@@ -113,7 +110,7 @@ def _fits_floats(grid: Grid, layout: Layout) -> bool:
 
 
 def _power(x: Tensor, grid: Grid, layout: Layout, scratch: Tensor | None) -> Tensor:
-    """The bits of the power of two at or below |x|, kept within the exponents of the grid."""
+    """The bits of the power of two at or below |x|, clamped to the exponents of the grid."""
     low = (grid.min_exponent + layout.bias) << layout.mantissa_bits
     high = (math.frexp(grid.largest)[1] - 1 + layout.bias) << layout.mantissa_bits
     power = torch.bitwise_and(x.view(layout.integer), layout.infinity, out=scratch)
@@ -123,12 +120,11 @@ def _power(x: Tensor, grid: Grid, layout: Layout, scratch: Tensor | None) -> Ten
 def _round_by_magic(
     x: Tensor, grid: Grid, layout: Layout, out: Tensor | None, scratch: Tensor | None
 ) -> Tensor:
-    """Nearest, ties to even: add and subtract a number so large that the float addition itself
-    rounds.
+    """Nearest, ties to even: adds and subtracts a number so large that the addition itself rounds.
 
     With p the power of two at or below |x|, the spacing of floats at 1.5 * p * 2**(23 - m) is that
-    of the grid at x, on both sides: 1.5 keeps the sum of either sign inside one binade. The product
-    in `alpha` is exact, so it does not matter whether it is fused.
+    of the grid at x, on both sides: the factor 1.5 keeps the sum of either sign inside one binade.
+    The product in `alpha` is exact, so fusing it makes no difference.
     """
     magic = 1.5 * 2.0 ** (layout.mantissa_bits - grid.mantissa_bits)
     power = _power(x, grid, layout, scratch).view(x.dtype)
@@ -140,8 +136,8 @@ def _round_by_magic(
 def _round_by_steps(
     x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """Toward zero or stochastic: count the grid's steps in x, exactly, as they are powers of
-    two."""
+    """Toward zero or stochastic: computes the number of grid steps in x, exactly, as steps are
+    powers of two."""
     power = _power(x, grid, layout, None)
     shift = grid.mantissa_bits << layout.mantissa_bits
     steps = x * ((2 * layout.bias << layout.mantissa_bits) + shift - power).view(x.dtype)
@@ -154,19 +150,19 @@ def _round_by_steps(
     y = _overflow(y, x, grid, rounding, None)
     if not grid.negative_zero:
         return y.add_(0.0)
-    return y if grid.infinity is None else y.copysign_(x)  # -0 plus what Inf adds to it
+    return y if grid.infinity is None else y.copysign_(x)  # the Inf term loses the sign of -0
 
 
 def _overflow(y: Tensor, x: Tensor, grid: Grid, rounding: str, scratch: Tensor | None) -> Tensor:
-    """The overflow policy of `round_to_grid` applied to `y`, which is `x` rounded without a limit,
-    in place. scratch: like `y`, written to."""
+    """Applies the overflow policy of `round_to_grid` in place to `y`, which is `x` rounded without
+    a limit. scratch: like `y`; overwritten."""
     if grid.beyond == grid.largest:
         y.clamp_(-grid.largest, grid.largest)
         if grid.infinity is None:
             return y
         if math.isnan(grid.infinity):
             return y.add_(x, alpha=0.0)  # Inf * 0 is NaN
-        # Inf stays, all that is finite becomes zero: one pass, where a mask takes three.
+        # Inf stays and finite values become zero: one pass instead of three with a mask.
         return y.add_(torch.hardshrink(x, torch.finfo(x.dtype).max, out=scratch))
     if rounding == "toward_zero":
         y.clamp_(-grid.largest, grid.largest)
@@ -179,8 +175,8 @@ def _overflow(y: Tensor, x: Tensor, grid: Grid, rounding: str, scratch: Tensor |
 def _round_by_bits(
     x: Tensor, grid: Grid, layout: Layout, rounding: str, bits: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """Any rounding, on the bits of x: integers only, so float32 subnormals are numbers like any
-    other.
+    """Any rounding, computed on the bits of x. With integers only, float32 subnormals need no
+    special case.
 
     x is significand * 2**e; the low `drop` bits of the significand are below the grid's spacing at
     x. They are shifted out and decide, as a fraction of 31 bits, whether the rest is incremented.
@@ -196,8 +192,8 @@ def _round_by_bits(
     if grid.mantissa_bits == width:
         drop = drop.clamp_(min=0)
     up = _round_up(significand, drop, rounding, bits)
-    # Below the spacing there is only the choice between 0 and one step; above it the bits of x,
-    # exponent and all, count steps, and the carry into the exponent is the right one.
+    # Below the spacing the result is 0 or one step. Above it, the bits of x including the exponent
+    # count steps, and a carry into the exponent is correct.
     step = layout.encode(2.0 ** (grid.min_exponent - grid.mantissa_bits))
     kept = drop.clamp(max=width)
     rounded = torch.where(drop > width, up * step, ((magnitude >> kept) + up) << kept)
@@ -206,7 +202,7 @@ def _round_by_bits(
 
 
 def _round_up(significand: Tensor, drop: Tensor, rounding: str, bits: Tensor | None) -> Tensor:
-    """1 where the kept part of `significand` is to be incremented, else 0; integers like
+    """1 where the kept part of `significand` is incremented, else 0; integers like
     `significand`."""
     if rounding == "toward_zero":
         return torch.zeros_like(significand)
@@ -227,7 +223,7 @@ def _round_up(significand: Tensor, drop: Tensor, rounding: str, bits: Tensor | N
 def _finish_bits(
     raw: Tensor, magnitude: Tensor, rounded: Tensor, grid: Grid, layout: Layout, rounding: str
 ) -> Tensor:
-    """The bits of the result: overflow, NaN and sign applied to the rounded magnitude."""
+    """The bits of the result: applies overflow, NaN and sign to the rounded magnitude."""
     largest = layout.encode(grid.largest)
     if grid.smallest:
         rounded = rounded.clamp_(min=layout.encode(grid.smallest))

@@ -1,4 +1,4 @@
-"""`store_frozen`: the weights that nothing trains, in one byte an element."""
+"""`store_frozen`: stores frozen weights in one byte per element."""
 
 from __future__ import annotations
 
@@ -21,24 +21,34 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def store_frozen(model: M, format: str | None = "e4m3", *, where: str | Where | None = None) -> M:
-    """Stores the frozen weights of ``model`` in ``format``, in place; returns ``model``.
+    """Stores the frozen weights of ``model`` in ``format``, in place.
 
-    For the base model under adapters: each weight of a linear layer or convolution that does not
-    require a gradient becomes a `ScaledTensor`, with values of ``format`` and one power-of-two
-    scale, rounded once. One that is stored already stays, and so do trained weights, biases, norms
-    and embeddings (unless tied). Names, ties, dtypes, tags and hooks stay; products, and whatever
-    else reads a weight (DoRA's norm), see its rounded numbers. Freeze and store the model first,
-    then add adapters: these then start at zero on the function that is stored.
+    For the base model of adapters: each weight of a linear layer or convolution that does not
+    require a gradient becomes a `ScaledTensor` of ``format`` with one power-of-two scale, rounded
+    once. Weights stored before, trained weights, biases, norms and (unless tied) embeddings do not
+    change. Names, ties, dtypes, tags and hooks stay the same. Products and other uses of a weight
+    (DoRA's norm) read the rounded values. Freeze and store the model first, then add adapters, so
+    that they start at zero on the stored model.
 
-    format: "e4m3", "e5m2" or "fp16"; None makes the weights plain parameters again, with the
-    rounded numbers. Do that before an adapter is merged: an operation in place whose result the
-    format would round (a merge, a step) raises NotImplementedError. Loading a state_dict rounds.
-    where: as in `fp8.convert`, (name, layer) -> whether to store its weight, or a name.
+    The state_dict has plain float32 tensors under the same names. `fp8.convert` sets how products
+    are computed; a converted layer uses a stored weight like any other.
 
-    The state_dict has plain float32 tensors under the same names. `fp8.convert` decides the
-    products; a converted layer takes the stored weight as any other.
-    Warns with `ConvertWarning` where no weight was stored. Raises ValueError for an unknown format,
-    and as `fp8.convert` does.
+    Args:
+        model: changed in place.
+        format: "e4m3", "e5m2" or "fp16". None restores plain parameters, with the rounded values.
+            Do so before merging an adapter: an in-place operation whose result the format would
+            round (a merge, an optimizer step) raises NotImplementedError. Loading a state_dict
+            rounds.
+        where: (name, layer) -> whether to store its weight, or a name, as in `fp8.convert`.
+
+    Returns:
+        ``model``.
+
+    Warns:
+        ConvertWarning: if no weight was stored.
+
+    Raises:
+        ValueError, TypeError: for an unknown format, and as `fp8.convert`.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -76,7 +86,7 @@ _NOTHING = (
 
 
 def _frozen(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of a layer itself that can be stored."""
+    """The weights of the layer itself that can be stored."""
     return [
         parameter
         for name, parameter in module.named_parameters(recurse=False)

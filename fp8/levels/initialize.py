@@ -1,7 +1,7 @@
-"""`initialize`: a model and its optimizer at one of MS-AMP's levels, in one call, in place.
+"""`initialize`: sets a model and its optimizer to one of MS-AMP's levels, in place.
 
-The levels are those of FP8-LM (arXiv:2310.18313, section 2) and of its library MS-AMP 0.4: what
-each tensor of a covered weight is kept in. Scales are powers of two.
+The levels are those of FP8-LM (arXiv:2310.18313, section 2) and of its library MS-AMP 0.4: the
+formats of the tensors of each covered weight. Scales are powers of two.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A row of LEVELS: formats of the tensors of a weight. None: there is no such tensor."""
+    """A row of LEVELS: the formats of the tensors of a weight. None: the tensor does not exist."""
 
     name: str
     product: str = "FP8"
-    """Of the operands; which FP8, the recipe says."""
+    """The format of operands; the recipe decides which FP8 format."""
     communication: str = "FP8"
-    """Of gradients between processes: see `fp8.distributed.gradient_hook`."""
+    """The format of gradients between processes: see `fp8.distributed.gradient_hook`."""
     weight: str
     master: str | None
-    """Of the copy that the optimizer steps, where the weight itself is too coarse for a step."""
+    """The format of the copy that the optimizer updates, if the weight itself is too coarse."""
     grad: str = "e4m3"
     first_moment: str
     second_moment: str
 
     @property
     def formats(self) -> dict[str, str | None]:
-        """The arguments of the optimizers of `fp8.optim`."""
+        """The arguments for the optimizers of `fp8.optim`."""
         return {
             "first_moment": self.first_moment,
             "second_moment": self.second_moment,
@@ -69,7 +69,7 @@ LEVELS: dict[str, Level] = {
         ),
     )
 }
-"""Name -> what is kept in which format."""
+"""Name -> formats of a level."""
 
 
 @overload
@@ -86,30 +86,37 @@ def initialize(
     opt_level: str = "O2",
     recipe: str | Recipe | None = AUTO,
 ) -> tuple[M, Optimizer]:
-    """``model`` and ``optimizer`` at a level: MS-AMP's call. Both are changed in place.
+    """Sets ``model`` and ``optimizer`` to a level in place; equivalent to MS-AMP's function.
 
     The weights of linear layers and convolutions that the optimizer trains become ScaledTensors,
-    and so do their gradients; the optimizer keeps its states, and where the level has one the
-    master of each weight, in the level's formats. Names, ties, dtypes, devices, requires_grad,
-    hooks, tags, gradients, parameter groups, schedulers and states that are there already stay. All
-    other parameters stay as they are. Weights are new objects in the place of the old: what else
-    holds the old ones (a list of parameters, an average of weights) takes them anew.
+    and so do their gradients. The optimizer stores its states, and masters if the level has them,
+    in the formats of the level. Names, ties, dtypes, devices, requires_grad, hooks, tags,
+    gradients, parameter groups, schedulers and existing states stay the same, as do all other
+    parameters. The weights are new objects: whatever else refers to the old ones (a list of
+    parameters, averaged weights) must be updated.
 
-    optimizer: `torch.optim.Adam`, `AdamW` or `SGD`, those of `unit_scaling.optim` or of
-    `fp8.optim`; None: an `fp8.optim.AdamW` with its defaults. It becomes the class of
-    `fp8.optim` with its arithmetic, which steps in float32, and skips and counts
-    (``skipped_steps``) a step with a gradient that is not finite.
-    opt_level: a name in `LEVELS`.
-    recipe: of the products, for `fp8.convert`: "auto" is "unit" for layers that are unit-scaled and
-    "tensor" for all others. None leaves them as they are.
+    Wrap the model in DistributedDataParallel and compile it afterwards. At O3 all processes need
+    equal weights before, because the weights that are broadcast then are in e4m3. state_dicts
+    contain plain tensors under the same names: see `export_weights`.
 
-    Wrap the model in DistributedDataParallel, and compile it, afterwards; at O3 with the same
-    weights in all processes, since those that are sent then are in e4m3. state_dicts hold plain
-    tensors under the names they had: see `export_weights`.
-    Raises ValueError for an unknown level or recipe, a model that has a level already, is wrapped
-    or on the meta device, and an optimizer of other parameters or with an option that it cannot
-    have here;
-    TypeError for another optimizer, and one of parameters in float64. Then nothing has changed.
+    Args:
+        model: changed in place.
+        optimizer: `torch.optim.Adam`, `AdamW` or `SGD`, or one of `unit_scaling.optim` or
+            `fp8.optim`. None: an `fp8.optim.AdamW` with defaults. It becomes an instance of the
+            class of `fp8.optim` with the same arithmetic, which computes in float32, and skips and
+            counts (``skipped_steps``) steps with a gradient that is not finite.
+        opt_level: a name in `LEVELS`.
+        recipe: of the products, for `fp8.convert`. "auto" is "unit" for unit-scaled layers and
+            "tensor" for all others. None leaves the products unchanged.
+
+    Returns:
+        (``model``, optimizer).
+
+    Raises:
+        ValueError: for an unknown level or recipe; for a model that has a level, is wrapped or is
+            on the meta device; for an optimizer of other parameters or with an unsupported option.
+        TypeError: for another optimizer, and for one of float64 parameters. If an error is raised,
+            nothing has changed.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
@@ -130,7 +137,7 @@ def initialize(
     weights = [p for p in _covered(model) if p in trained]
     settings_of(optimizer, level.formats)
     if recipe is not None:
-        convert(model, recipe)  # refuses what it cannot do before it changes anything
+        convert(model, recipe)  # raises before anything changes
     replaced = scale_weights(model, weights, level.weight, level.grad)
     take_over(optimizer, level.formats, replaced)
     return model, optimizer
@@ -143,7 +150,7 @@ def _level(name: str) -> Level:
 
 _FIRST = "initialize the model that it wraps, then wrap it"
 
-#: Class of a wrapper, by name, as its library need not be there -> what to do instead.
+#: Class name of a wrapper, whose library may not be installed -> what to do instead.
 _WRAPPERS = {
     "DistributedDataParallel": _FIRST,
     "DataParallel": _FIRST,
@@ -180,7 +187,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _in_ddp(model: nn.Module) -> bool:
-    """Whether a DistributedDataParallel that is in use wraps the model, or a part of it."""
+    """Whether a DistributedDataParallel in use wraps the model or a part of it."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     modules = set(model.modules())
@@ -189,7 +196,7 @@ def _in_ddp(model: nn.Module) -> bool:
         wraps = (x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel))
         return any(not modules.isdisjoint(ddp.modules()) for ddp in wraps)
 
-    return found() and gc.collect() >= 0 and found()  # one that nobody has any more may linger
+    return found() and gc.collect() >= 0 and found()  # a discarded one may not be collected yet
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
@@ -206,7 +213,7 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> set[Tensor]:
 
 
 def _covered(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that a level is about, of linear layers and convolutions, each once."""
+    """The weights that a level covers, those of linear layers and convolutions, each once."""
     return [
         parameter
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""`state`: what a model and its optimizer keep for each parameter, in bytes, measured."""
+"""`state`: the measured memory of a model and its optimizer, per parameter."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ KINDS = {
     "momentum_buffer": "first_moment",
     "master": "master",
 }
-"""How the name of a tensor of an optimizer's state begins -> what it is; the first that fits. The
-moments of Adam, SGD's momentum; scales have the name of what they scale."""
+"""Prefix of a name in an optimizer's state -> its kind; the first match counts. Adam's moments and
+SGD's momentum; scales have the name of what they scale."""
 
 NOT_COVERED = "no weight of a linear layer or convolution, or not trained when the level began"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes of a set of parameters, by what they are for. count: elements of the parameters."""
+    """Bytes of a set of parameters, by purpose. count: the number of elements."""
 
     count: int
     weight: int = 0
@@ -38,7 +38,7 @@ class Bytes:
     first_moment: int = 0
     second_moment: int = 0
     other: int = 0
-    """Of the optimizer's state: step counts and whatever else is there."""
+    """Other optimizer state: step counts and the like."""
 
     @property
     def total(self) -> int:
@@ -46,7 +46,7 @@ class Bytes:
 
     @property
     def per_parameter(self) -> float:
-        """The total, divided by count."""
+        """The total divided by count."""
         return self.total / self.count if self.count else 0.0
 
 
@@ -55,7 +55,7 @@ _KINDS = [field.name for field in fields(Bytes) if field.name != "count"]
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What `state` returns; printed, a table of bytes per parameter.
+    """The result of `state`; prints as a table of bytes per parameter.
 
     scaled: the weights that are ScaledTensors. others: all other parameters. report: one row for
     each parameter with two or more dimensions: its format, or why it was left alone.
@@ -77,10 +77,17 @@ class State:
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> State:
-    """What is kept for the parameters of ``model``, counted from the tensors that there are now.
+    """Measures the memory of the parameters of ``model``, from the tensors that exist now.
 
-    A gradient counts while it is there: look after a backward pass, before ``zero_grad``. Tied
+    Gradients count while they exist: call it after a backward pass, before ``zero_grad``. Tied
     parameters count once.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer, whose states are included.
+
+    Returns:
+        A `State`, in bytes.
     """
     check_module("state", model)
     parameters = list(model.parameters())

@@ -1,4 +1,4 @@
-"""An optimizer that becomes the one of `fp8.optim` with its arithmetic, in place."""
+"""Converts an optimizer in place to the class of `fp8.optim` with the same arithmetic."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ KINDS: dict[type[Optimizer], type[LowPrecision]] = {
     torch.optim.AdamW: AdamW,
     torch.optim.Adam: Adam,
 }
-"""Class of torch, a class before those that it is derived from -> what has its arithmetic."""
+"""A torch class, subclasses first -> the class with the same arithmetic."""
 
 NOT_HAD = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
-"""Options of torch's classes that groups do not have afterwards."""
+"""Options of torch's classes that are removed from the groups."""
 
 
 def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     """The class of `fp8.optim` with the arithmetic of ``optimizer``.
 
-    Raises TypeError where none has it, ValueError for options that are not had.
+    Raises TypeError if there is none, ValueError for unsupported options.
     """
     cls = type(optimizer)
     if issubclass(cls, LowPrecision):
@@ -37,14 +37,14 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     known = next((kind for kind in KINDS if issubclass(cls, kind)), None)
     if known is None or inspect.unwrap(cls.step) is not inspect.unwrap(known.step):
         raise TypeError(
-            f"no level has the arithmetic of {cls.__name__}: initialize takes Adam, AdamW and SGD "
+            f"{cls.__name__} is not supported: initialize takes Adam, AdamW and SGD "
             "of torch.optim, unit_scaling.optim and fp8.optim"
         )
     if own := _own_methods(cls, known):
         raise TypeError(f"{cls.__name__} has methods that would be lost: {', '.join(own)}")
     for name in ("amsgrad", "differentiable"):
         if any(group.get(name) for group in optimizer.param_groups):
-            raise ValueError(f"an optimizer with {name}=True has no level")
+            raise ValueError(f"{name}=True is not supported by fp8.initialize")
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if len(decoupled) > 1:
         raise ValueError("the groups of the optimizer differ in decoupled_weight_decay")
@@ -52,7 +52,7 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
 
 
 def _own_methods(cls: type, known: type) -> list[str]:
-    """What a subclass of one of KINDS defines, beside a constructor."""
+    """The methods that a subclass of one of KINDS defines, except the constructor and ``step``."""
     derived = [c for c in cls.__mro__ if issubclass(c, known) and c not in KINDS]
     return [
         name
@@ -63,7 +63,7 @@ def _own_methods(cls: type, known: type) -> list[str]:
 
 
 def _class_for(cls: type[Optimizer], kind: type[LowPrecision]) -> type[Optimizer]:
-    """``kind`` with what ``cls`` has mixed in (the learning-rate rules of unit_scaling.optim)."""
+    """``kind`` with the mixins of ``cls`` (the learning-rate rules of unit_scaling.optim)."""
     if issubclass(cls, kind):
         return cls
     mixed_in = tuple(
@@ -89,10 +89,10 @@ def _blank(name: str, bases: tuple[type, ...]) -> Any:
 def settings_of(
     optimizer: Optimizer, formats: Mapping[str, str | None]
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """What `take_over` makes of it: the class, the defaults, and those of ``formats`` it knows.
+    """The class, the defaults and the supported ``formats`` that `take_over` uses.
 
-    Raises TypeError for an optimizer of other arithmetic, and both TypeError and ValueError for
-    options and parameters that the class cannot have.
+    Raises TypeError for an optimizer with other arithmetic, and TypeError or ValueError for
+    unsupported options and parameters.
     """
     kind: Any = _kind_of(optimizer)
     options = {name: value for name, value in formats.items() if name in kind.options}
@@ -107,10 +107,9 @@ def settings_of(
 def take_over(
     optimizer: Optimizer, formats: Mapping[str, str | None], replaced: Mapping[Any, Any]
 ) -> None:
-    """Makes ``optimizer`` what `settings_of` says, with its own groups, hooks and states.
+    """Converts ``optimizer`` as `settings_of` specifies; it keeps its groups, hooks and states.
 
-    formats: first_moment, second_moment and master_weights. replaced: parameter -> the one in its
-    place.
+    formats: first_moment, second_moment and master_weights. replaced: old parameter -> new one.
     """
     kind, optimizer.defaults, options = settings_of(optimizer, formats)
     step = vars(optimizer).pop("step", None)
@@ -131,8 +130,8 @@ def take_over(
 
 
 def _scheduled(optimizer: Any, old: Any) -> Any:
-    """The step of an optimizer that a scheduler has put its own around: it notes that one was made,
-    and looks at the attributes of the function, to warn of schedules that run ahead."""
+    """Replaces the ``step`` that a scheduler wrapped. It records that a step was made and keeps the
+    attributes of the wrapper, which the scheduler uses to warn of calls in the wrong order."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True

@@ -1,4 +1,4 @@
-"""Layers whose weights are ScaledTensors: how these get there, and come back as plain tensors."""
+"""Replaces weights of layers with ScaledTensors, and restores plain tensors."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class _ScaledWeights(Gained):
-    """A module with parameters that are ScaledTensors, and plain tensors in its state_dict.
+    """A module with parameters that are ScaledTensors, and plain float32 tensors in its state_dict.
 
-    In float32, which holds each of their numbers exactly, under the names that they have. Those of
-    a weight in 8 bits are the ones that it was rounded from, until a master takes them.
+    float32 represents each value exactly. For a weight in 8 bits the state_dict holds the values
+    that it was rounded from, until a master takes them over.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises ValueError for a shard in the place of a weight, which would lose its level."""
+        """Raises ValueError if a weight is replaced by a shard, which would lose its level."""
         if hasattr(value, "device_mesh") and name in dict(_own(self)):
             raise ValueError(f"{name} has a level, which no shard of it has: {SHARDED}")
         super().__setattr__(name, value)
@@ -51,15 +51,15 @@ class _ScaledWeights(Gained):
             new, given = getattr(self, name), state_dict.get(prefix + name)
             if not isinstance(given, Tensor) or given.shape != old.shape:
                 continue
-            if new is not old:  # assigned: numbers and dtype are, the parameter with its ties stays
-                exact, old.exact = old.exact, False  # a checkpoint is rounded
+            if new is not old:  # assign=True: keep the parameter and its ties
+                exact, old.exact = old.exact, False  # a checkpoint may be rounded
                 old.data = new.detach()
                 old.exact = exact
                 setattr(self, name, old)
             _bring(old, given)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Torch puts another tensor in the place of each, and what was on it has to follow."""
+        """torch replaces each parameter by a new tensor; copies attributes and hooks to it."""
         attributes = {name: _attributes(parameter) for name, parameter in _own(self)}
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for name, parameter in _own(self):
@@ -70,29 +70,29 @@ class _ScaledWeights(Gained):
 
 
 def _own(module: Any) -> Iterator[tuple[str, Any]]:
-    """The parameters of a module itself that are ScaledTensors."""
+    """The parameters of the module itself that are ScaledTensors."""
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         if isinstance(parameter, ScaledTensor):
             yield name, parameter
 
 
 def _attributes(parameter: Tensor) -> dict[str, Any]:
-    """What others, tags among them, have put on a parameter."""
+    """The attributes that others, such as tags, have set on a parameter."""
     own = (*OWN, "_is_param", "__deepcopy__", "__reduce_ex__")
     return {k: v for k, v in vars(parameter).items() if k not in own}
 
 
 @torch.no_grad()
 def _bring(parameter: Any, numbers: Tensor) -> None:
-    """Has a weight that holds less than a master bring that along: it is rounded from it. A weight
-    that no level trains has no master."""
+    """Attaches the unrounded values to a weight that is coarser than a master, and rounds the
+    weight from them. Frozen weights have no master."""
     if parameter.format != "fp16" and not parameter.exact:
         parameter.loaded = scaled(numbers.to(parameter.device, torch.float32), "fp16")
         parameter.copy_(parameter.loaded)
 
 
 def _with_all_of(old: Any, new: Any) -> Any:
-    """``new``, a parameter, with the attributes and hooks of ``old``."""
+    """Copies the attributes and hooks of ``old`` to the parameter ``new``."""
     vars(new).update(_attributes(old))
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(old, hooks))
@@ -100,7 +100,7 @@ def _with_all_of(old: Any, new: Any) -> Any:
 
 
 def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
-    """A parameter with the numbers of ``old`` in ``format``, and all else that ``old`` has."""
+    """A parameter with the values of ``old`` in ``format``, and its other properties."""
     new: Any = nn.Parameter(scaled(old, format), old.requires_grad)
     new.exact = grad_format is None
     _bring(new, old)
@@ -115,10 +115,10 @@ def _replacement(old: Any, format: str, grad_format: str | None) -> Any:
 def scale_weights(
     model: nn.Module, weights: Iterable[nn.Parameter], format: str, grad_format: str | None
 ) -> dict[nn.Parameter, Any]:
-    """Puts ScaledTensors in the place of ``weights``, wherever ``model`` has them, tied or not.
+    """Replaces ``weights`` by ScaledTensors wherever ``model`` has them, tied or not.
 
     grad_format: None for frozen weights, which have no gradient and no master (``exact``).
-    Returns parameter -> the one in its place, which has its gradient, hooks and attributes.
+    Returns old parameter -> new parameter, which has its gradient, hooks and attributes.
     """
     new = {parameter: _replacement(parameter, format, grad_format) for parameter in weights}
     for module in model.modules():
@@ -130,8 +130,8 @@ def scale_weights(
 
 
 def plain_weights(model: nn.Module) -> None:
-    """Puts plain parameters in the place of the ScaledTensors of frozen weights, with the same
-    numbers: what `scale_weights` did with ``grad_format=None``, undone but for its rounding."""
+    """Replaces the ScaledTensors of frozen weights by plain parameters with the same values. Undoes
+    `scale_weights` with ``grad_format=None``, except for the rounding."""
     new: dict[Any, nn.Parameter] = {}
     for module in model.modules():
         for name, old in list(_own(module)):
@@ -151,12 +151,20 @@ def export_weights(
     *,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Tensor]:
-    """The state_dict of ``model`` as plain tensors, floating-point ones in ``dtype``.
+    """The state_dict of ``model`` as plain tensors, for the model before `initialize` or at any
+    level.
 
-    dtype: None keeps each as it is, ScaledTensors in float32, which holds them exactly.
-    optimizer: one that has masters of the weights (level O3); these are exported in their place.
-    Loads into the model as it was before `initialize`, and into any level of it.
-    Raises TypeError for a dtype that is not floating point.
+    Args:
+        model: the model.
+        dtype: the dtype of floating-point tensors. None: their own; ScaledTensors as float32, which
+            represents them exactly.
+        optimizer: an optimizer with masters (level O3), which are exported instead of the weights.
+
+    Returns:
+        Name -> tensor.
+
+    Raises:
+        TypeError: if ``model`` is not a module, or for a dtype that is not floating point.
     """
     check_module("export_weights", model)
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -169,7 +177,7 @@ def export_weights(
             kept = optimizer.state.get(parameter, {})
             if has(kept, MASTER):
                 master = decode(read(kept, MASTER)).view(parameter.shape)
-                if rounds_to(master, parameter):  # not what a checkpoint has taken the place of
+                if rounds_to(master, parameter):  # not replaced by a checkpoint
                     state[name] = master.clone()
     return {
         name: x.to(dtype) if dtype is not None and x.is_floating_point() else x

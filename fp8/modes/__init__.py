@@ -1,3 +1,2 @@
-"""`fp8.autocast`, the mode under which a model's products are cast, and its table of calls.
-Imports `fp8.products` and below.
-"""
+"""`fp8.autocast`, the mode under which products are cast, and its dispatch table.
+Imports `fp8.products` and below."""

@@ -1,7 +1,7 @@
 """`fp8.autocast`: every matrix product inside the block runs under a recipe.
 
-A torch-function mode over the calls in PRODUCTS, in whatever form they are written: positional,
-keyword, method or operator.
+It is a torch-function mode that intercepts the functions in PRODUCTS, whether they are called with
+positional or keyword arguments, as a method or as an operator.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _force_eager() -> AbstractContextManager[Any] | None:
 
 
 STANCE = Setting(_force_eager)
-"""torch.compile held at its stance "force_eager", which belongs to the process: what other threads
-call meanwhile runs in eager mode too."""
+"""Holds torch.compile at its stance "force_eager". The stance belongs to the process, so other
+threads run in eager mode meanwhile too."""
 
 
 def _forced_eager(call: Callable[[], Any]) -> Any:
@@ -75,19 +75,19 @@ def _forced_eager(call: Callable[[], Any]) -> Any:
 
 
 def outside_compiler(call: Callable[[], Any]) -> Any:
-    """``call()`` with nothing in it compiled, from the frame up or by itself.
+    """``call()`` with compilation disabled in all of it.
 
-    The code that a compiler makes of a call under a mode has the mode in it already, and meets it
-    again when it runs. So while a mode is active in eager code, all is eager.
+    Code compiled under a mode already contains the effect of the mode, and the mode would intercept
+    it again at run time. Therefore everything is eager while a mode is active in eager code.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it is slow
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet; the import is slow
         return call()
     return torch.compiler.disable(_forced_eager)(call)
 
 
 class _Mode(TorchFunctionMode):
-    """What an open `autocast` block does with each call. An object of its own for each opening: of
-    one that was made elsewhere torch's compiler calls no ``__enter__``."""
+    """The torch-function mode of an open `autocast` block. Each entry creates a new one, because
+    torch.compile does not call ``__enter__`` of a mode created outside of the graph."""
 
     def __init__(self, block: autocast) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Mode(TorchFunctionMode):
         recipe = active_recipe()
         if recipe is None:
             if function in PRODUCTS:
-                product_recipe()  # the block may be that of another task
+                product_recipe()  # raises if the block belongs to another task
             return called(function, args, kwargs)
         handler = PRODUCTS.get(function)
         if handler is not None:
@@ -129,37 +129,44 @@ class _Mode(TorchFunctionMode):
 
 
 class autocast:
-    """Within the block, every matrix product runs under ``recipe``.
+    """Runs every matrix product inside the block under ``recipe``.
 
-    recipe: a name in `fp8.RECIPES` or a `Recipe`; or "auto", which is "unit" for the products of
-    the functions of `unit_scaling`, and so of unit-scaled models, and "tensor" for all others. Of
-    nested blocks the innermost counts.
-    enabled: False computes as torch does, whatever the recipe and the blocks around.
-    opaque: what to do at a call whose products cannot be reached (OPAQUE; under a scaling by rows
-    or blocks bilinear too, and an einsum of three operands): "raise" a NotImplementedError that
-    names it, or "warn" and leave it in high precision.
-    history: what a recipe with scaling "delayed" or "static" remembers, an `fp8.AmaxHistory`; a
-    ValueError asks for it. Others do not read it.
+    The gradients of the products are computed under the recipe wherever the backward pass runs.
+    float16, bfloat16, float32 and float64 tensors are rounded in their own dtype. Products of
+    integer, complex or sparse tensors are left unchanged, and so are products that sum over a
+    single term (outer products, where a cast would round the result and save no work).
 
-    backend: "simulate" computes from rounded operands in the dtype of the tensors. "native" uses
-    torch's kernels for products of two matrices whose sizes they take (`fp8.native.product.fits`;
-    the others are simulated), and keeps one byte or half a byte for each element of their operands;
-    a ValueError says why a recipe has no kernels, a RuntimeWarning why this device has none for it,
-    or none that passes its proof (`fp8.native.selftest`), and simulates. "auto" is "native" on CUDA
-    devices.
+    The block belongs to the thread that opens it, and the innermost of nested blocks applies. It
+    can be nested inside or outside of `torch.autocast`. Like that, it can decorate a function.
 
-    The gradients of the products are computed under the recipe wherever the backward pass is run.
-    float16, bfloat16, float32 and float64 tensors are rounded in their own dtype; integer, complex
-    and sparse products, and those that sum over a single term (outer products, which would round
-    their result and save no work), are left as they are.
-    The block belongs to the thread that opens it. It may be inside `torch.autocast` or around it,
-    and, as that, decorate a function, whose calls it is then around.
-    To compile, compile the function that contains the block: while a block is open in eager code,
-    what was compiled before runs in eager mode, so that no product is cast twice.
-    Activation checkpointing recomputes outside of the block, wherever backward is called. Give it
-    ``context_fn=fp8.checkpoint_contexts``, which opens the block again; compiled code and layers
-    of `fp8.convert` need nothing. Without, torch raises a CheckpointError, and the reentrant kind,
-    which would compute gradients from operands that were not cast, is refused with a RuntimeError.
+    To compile, compile the function that contains the block. While a block is open in eager code,
+    functions compiled before run in eager mode, so that no product is cast twice.
+
+    Activation checkpointing recomputes outside of the block, wherever backward is called. Pass
+    ``context_fn=fp8.checkpoint_contexts``, which opens the block again; compiled code and layers of
+    `fp8.convert` do not need it. Without it, torch raises a CheckpointError. Reentrant
+    checkpointing, which would compute gradients from operands that were not cast, raises a
+    RuntimeError.
+
+    Args:
+        recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto": "unit" for the products of the
+            functions of `unit_scaling`, and so of unit-scaled models, and "tensor" for all others.
+        opaque: the action at a call whose products cannot be intercepted (OPAQUE; under scaling by
+            rows or blocks also bilinear, and an einsum of three operands). "raise" raises a
+            NotImplementedError that names the call; "warn" leaves it in high precision.
+        history: the `fp8.AmaxHistory` that stores the state of a recipe with scaling "delayed" or
+            "static". Other recipes do not use it.
+        backend: "simulate" computes from rounded operands in the dtype of the tensors. "native"
+            uses torch's kernels for products of two matrices of supported sizes
+            (`fp8.native.product.fits`) and simulates the others; operands are saved in one byte or
+            half a byte per element. It warns with a RuntimeWarning, and simulates, if this device
+            has no kernels for the recipe or none that passes the self-test (`fp8.native.selftest`).
+            "auto" is "native" on CUDA devices.
+        enabled: False computes as torch does, whatever the recipe and the surrounding blocks.
+
+    Raises:
+        ValueError: if the recipe needs a history and has none, or if ``backend`` is "native" and
+            the recipe has no kernels.
 
     >>> import torch, fp8
     >>> x, w = torch.tensor([[1.06, 2.0]]), torch.tensor([[1.0, 1.0]])
@@ -187,15 +194,15 @@ class autocast:
                 f"them, history=fp8.AmaxHistory(), not {history!r}"
             )
         self.recipe = chosen if enabled else None
-        #: That of the products of unit-scaled functions.
+        #: The recipe of products of unit-scaled functions.
         self.unit_recipe = (given or UNIT) if enabled else None
         self.opaque = opaque
         self.backend = checked_backend(backend, chosen) if enabled else "simulate"
         self.history = history
-        #: Whether what is recomputed in the backward pass opens the block again by itself.
+        #: Whether a recomputation in the backward pass opens the block again by itself.
         self.reenters = False
-        #: How many products of this history come before it in the pass; None: as many as those of
-        #: the blocks around it.
+        #: The number of products of this history that precede the block in the pass; None:
+        #: continue the count of the enclosing blocks.
         self.before: int | None = None
 
     def __enter__(self) -> autocast:
@@ -206,12 +213,12 @@ class autocast:
         if eager and not self.reenters:
             OPEN.look = look_here(self.recipe)
         modes = (_Mode(self), *FIRST_LOOK.items)
-        # A block within one of the same history goes on counting its products.
+        # A block nested in one with the same history continues its count of products.
         outer = ACTIVE.blocks[-1] if ACTIVE.blocks else None
         counter = [self.before or 0]
         if self.before is None and outer is not None and outer.history is self.history:
             counter = outer.counter
-        again = self.reenters or in_reentrant()  # opened inside of what is recomputed
+        again = self.reenters or in_reentrant()  # opened inside of a recomputed segment
         ACTIVE.blocks.append(
             Block(
                 recipe=self.recipe,
@@ -245,8 +252,11 @@ class autocast:
             raise RuntimeError(_NOT_NESTED)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """``function``, each call of it in the block. Raises TypeError for one that goes on after
-        its call (a generator, a coroutine): open the block inside of it."""
+        """Wraps ``function`` so that each call runs in the block.
+
+        Raises TypeError for a generator or coroutine function, whose body runs after the call
+        returns: open the block inside of it.
+        """
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(f"{function.__name__} goes on after its call: open the block inside")
 
@@ -267,22 +277,29 @@ _NOT_NESTED = (
 def _check_recomputes(recipe: Recipe) -> None:
     if recipe.changes_scales:
         raise NotImplementedError(
-            f"recipe {recipe.name!r} cannot be checkpointed: what is recomputed would have other "
-            'scales, as scaling "delayed" has moved on'
+            f"recipe {recipe.name!r} cannot be checkpointed: the recomputation would use other "
+            'scales, because scaling "delayed" has updated them'
         )
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The ``context_fn`` of `torch.utils.checkpoint.checkpoint` inside of `fp8.autocast`.
+    """The ``context_fn`` for `torch.utils.checkpoint.checkpoint` inside of `fp8.autocast`.
 
-    What is recomputed in the backward pass runs under the recipe that the forward pass ran under:
+    The recomputation in the backward pass runs under the recipe of the forward pass:
 
         checkpoint(block, x, use_reentrant=False, context_fn=fp8.checkpoint_contexts)
 
-    and in models of the library transformers
+    With models of the library transformers, use
     ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ...})``. Outside of
-    a block it does nothing. Raises NotImplementedError under a recipe with scaling "delayed", whose
-    scales would be others by then. torch.compile takes no context_fn of this kind, and needs none.
+    a block it does nothing. torch.compile does not support a ``context_fn`` of this kind and needs
+    none.
+
+    Returns:
+        The context managers of the forward pass and of the recomputation.
+
+    Raises:
+        NotImplementedError: under a recipe with scaling "delayed", whose scales would have changed
+            by the time of the recomputation.
     """
     if not ACTIVE.blocks:
         return nullcontext(), nullcontext()
@@ -295,7 +312,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 
 def _again(block: Any) -> autocast:
-    """One like ``block``, a `Block` or an autocast."""
+    """A new autocast with the settings of ``block``, a `Block` or an autocast."""
     if block.recipe is None:
         return autocast(enabled=False)
     auto = block.recipe is not block.unit_recipe
@@ -304,7 +321,7 @@ def _again(block: Any) -> autocast:
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:
-    """Says that a call is not cast, as the innermost block wants it."""
+    """Raises or warns that a call is not cast, as the innermost block specifies."""
     message = f"{function.__name__} cannot run under fp8.autocast: {why}"
     if ACTIVE.blocks[-1].opaque == "raise":
         raise NotImplementedError(message)

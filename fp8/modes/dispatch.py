@@ -1,7 +1,7 @@
-"""The calls that compute matrix products, and what computes them under a recipe.
+"""Dispatch tables: the torch functions that compute matrix products, and their handlers.
 
-PRODUCTS, EXPANDED and OPAQUE are read by `fp8.autocast`. Every handler ends in the functions of
-`fp8.products.matmul`, `fp8.products.convolution`, `fp8.products.einsum` and
+`fp8.autocast` reads PRODUCTS, EXPANDED and OPAQUE. Every handler calls functions of
+`fp8.products.matmul`, `fp8.products.convolution`, `fp8.products.einsum` or
 `fp8.products.attention`.
 """
 
@@ -30,8 +30,8 @@ from ..recipes.recipe import Recipe
 __all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler"]
 
 Handler = Callable[..., Any]
-"""(recipe, *args, **kwargs) -> the result; NotImplemented for a call that is left to torch; where
-the recipe cannot reach its products, a string that says why."""
+"""(recipe, *args, **kwargs) -> the result; NotImplemented, if torch should compute the call; or, if
+the recipe cannot be applied to its products, a string with the reason."""
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def _refuse_out(out: object) -> None:
 
 
 def _floating(*values: object) -> bool:
-    """Whether these are all tensors that a recipe applies to: not integer, complex or sparse."""
+    """Whether all values are tensors that a recipe applies to: not integer, complex or sparse."""
     for value in values:
         if isinstance(value, Tensor):
             refuse_nested(value)
@@ -56,7 +56,7 @@ def _floating(*values: object) -> bool:
 
 
 def _layer(function: Callable[..., Any]) -> Handler:
-    """For functions with torch's own signature that find the open block themselves."""
+    """Handler of a function with torch's own signature that finds the open block itself."""
 
     def handler(recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
@@ -68,7 +68,8 @@ def _layer(function: Callable[..., Any]) -> Handler:
 
 
 def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> bool:
-    """Whether torch takes these operands (if not, it says so) and sums over more than one term."""
+    """Whether torch accepts these operands (if not, torch raises) and they sum over more than
+    one term."""
     if not (isinstance(left, Tensor) and isinstance(right, Tensor) and _floating(left, right)):
         return False
     if ranks is not None:
@@ -79,7 +80,8 @@ def _is_product(left: object, right: object, ranks: tuple[int, int] | None) -> b
 
 
 def _two(ranks: tuple[int, int] | None = None) -> Handler:
-    """``left @ right``, where torch asks for operands of these ranks; None: any that broadcast."""
+    """Handler of ``left @ right`` for operands of the given ranks; None: any ranks that
+    broadcast."""
 
     def handler(
         recipe: Recipe,
@@ -136,7 +138,8 @@ def _added(
     ranks: tuple[int, int],
     prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Handler:
-    """``beta * input + alpha * first @ second``; input is not read where beta is 0, as in torch."""
+    """Handler of ``beta * input + alpha * first @ second``. As in torch, input is not read if
+    beta is 0."""
 
     def handler(
         recipe: Recipe,
@@ -183,7 +186,7 @@ def _in_place(handler: Handler) -> Handler:
 def _tensordot(
     recipe: Recipe, a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None
 ) -> Any:
-    """One product of two matrices: the dimensions that are summed, flattened, are the inner one."""
+    """One product of two matrices; the summed dimensions are flattened into the inner one."""
     _refuse_out(out)
     dims = dims.tolist() if isinstance(dims, Tensor) else dims
     if not _floating(a, b) or (isinstance(dims, int) and not 0 < dims <= min(a.dim(), b.dim())):
@@ -214,7 +217,7 @@ def _einsum(recipe: Recipe, *args: Any) -> Any:
 def _bilinear(
     recipe: Recipe, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Any:
-    """Operands cast, and the gradient of the result; what is computed on the way is not."""
+    """Casts the operands and the gradient of the result. The intermediate product is not cast."""
     if not _floating(input1, input2, weight):
         return NotImplemented
     if not is_whole(recipe):
@@ -289,7 +292,7 @@ PRODUCTS: dict[Callable[..., Any], Handler] = {
 EXPANDED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
 }
-"""Torch function -> the same computation in calls that the mode sees."""
+"""Torch function -> an equivalent function whose calls the mode can intercept."""
 
 _RECURRENT = "one kernel computes all its products; write it out step by step"
 _SPARSE = "sparse operands have no cast"
@@ -312,6 +315,6 @@ OPAQUE: dict[Callable[..., Any], str] = {
     torch.smm: _SPARSE,
     torch.hspmm: _SPARSE,
     torch.sspaddmm: _SPARSE,
-    torch._grouped_mm: _GROUPED,  # what a mode sees of torch.nn.functional.grouped_mm
+    torch._grouped_mm: _GROUPED,  # what a mode receives for torch.nn.functional.grouped_mm
 }
-"""Torch function whose products cannot run under a recipe -> why, and what to write instead."""
+"""Torch function whose products cannot run under a recipe -> the reason and an alternative."""

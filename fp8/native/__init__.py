@@ -1,3 +1,2 @@
-"""Products by FP8 kernels of the hardware, and the test that they compute what simulation does.
-Imports `fp8.casts` and below.
-"""
+"""Products computed by hardware FP8 kernels, and the self-test that compares them with simulation.
+Imports `fp8.casts` and below."""

@@ -1,8 +1,8 @@
-"""What torch's scaled matrix products take: a table of kernels, and operands laid out for them.
+"""torch's scaled matrix products: a table of the kernels, and operands in the layout they need.
 
-All of them are `torch.nn.functional.scaled_mm` and compute ``a b^T`` for an a of rows and a b of
-rows, both multiplied along their last dimension. They differ in what shares a scale, and in how
-the scales lie in memory; both are in torch's checks of its arguments (ScaledBlas.cpp).
+All kernels are called through `torch.nn.functional.scaled_mm` and compute ``a b^T``; a and b are
+both multiplied along their last dimension. They differ in which elements share a scale and in the
+memory layout of the scales. Both follow from torch's argument checks (ScaledBlas.cpp).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 ALIGNMENT = 16
-"""The sizes of a weight must be multiples of this: the kernels of CUDA read 16 bytes at a time.
-Asked for on every device, so that what runs natively on one does on all."""
+"""The sizes of a weight must be multiples of this, because CUDA kernels read 16 bytes at a time.
+The rule holds on every device, so that what runs natively on one runs natively on all."""
 
 Capability = tuple[int, int]
 
@@ -51,18 +51,18 @@ class Kernel(NamedTuple):
     """A row of KERNELS."""
 
     formats: tuple[tuple[str, str], ...]
-    """What it multiplies by what."""
+    """Supported pairs of operand formats."""
     least: Capability
-    """The compute capability of CUDA devices from which on they have it."""
+    """The lowest CUDA compute capability that has the kernel."""
     below: Capability | None
-    """The one from which on they do not, None for those of today."""
+    """The lowest capability that no longer has it; None if there is none yet."""
     cpu: bool
     multiple: int = ALIGNMENT
-    """The sizes of a weight must be multiples of this; tokens are filled up to it."""
+    """The sizes of a weight must be multiples of this; tokens are padded to it."""
 
     @property
     def devices(self) -> str:
-        """Those that have it, in words."""
+        """A description of the devices that have the kernel."""
         if self.cpu:
             return "CUDA devices with FP8"
         first = f"CUDA devices of compute capability {'.'.join(map(str, self.least))}"
@@ -74,26 +74,26 @@ _EIGHT_BITS = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"))
 KERNELS: dict[str, Kernel] = {
     "tensor": Kernel(_EIGHT_BITS, (8, 9), None, cpu=True),
     "row": Kernel(_EIGHT_BITS, (8, 9), None, cpu=True),
-    # torch refuses it beyond Hopper.
+    # torch rejects it on capabilities above Hopper.
     "block": Kernel((("e4m3", "e4m3"),), (9, 0), (10, 0), cpu=False, multiple=128),
-    # Not e2m1: of its packed numbers torch 2.13 expects half the scales when it compiles.
+    # Not e2m1: when compiling, torch 2.13 expects half the number of scales for packed values.
     "mx": Kernel((("e4m3", "e4m3"),), (10, 0), None, cpu=False, multiple=32),
-    # 16 bytes hold 32 numbers.
+    # 16 bytes hold 32 values.
     "nv": Kernel((("e2m1", "e2m1"),), (10, 0), None, cpu=False, multiple=32),
 }
-"""What shares a scale -> what is known of its kernel. What a device has, `fp8.native.selftest`
-asks."""
+"""Which elements share a scale -> its kernel. `fp8.native.selftest` tests what a device has."""
 
 _ALONG = {16: "nv", 32: "mx", 128: "block"}
 """Elements of a row that share a scale -> the kernel."""
 
 _BLOCK_ROWS = 16
-"""What the rows of an operand with scales by blocks are filled up to: its columns of scales begin
-at multiples of 16 bytes, which are 4 scales."""
+"""The rows of an operand with scales by blocks are padded to a multiple of this: its columns of
+scales start at multiples of 16 bytes, which are 4 scales."""
 
 
 def kernel_of(a: Spec | None, b: Spec | None) -> tuple[str, str]:
-    """The kernel that multiplies operands under these specs, or "", and why there is none."""
+    """The kernel that multiplies operands under these specs, or "", and the reason why there is
+    none."""
     if a is None or b is None:
         return "", "an operand stays in high precision"
     known = {name for row in KERNELS.values() for pair in row.formats for name in pair}
@@ -117,7 +117,7 @@ def kernel_of(a: Spec | None, b: Spec | None) -> tuple[str, str]:
 
 
 def _kind(spec: Spec) -> str:
-    """The row of KERNELS for operands like this, "" for none."""
+    """The row of KERNELS for operands under this spec; "" for none."""
     rule, (across, along) = spec.rule, spec.tile
     if not along:
         return "row" if across else "tensor"
@@ -127,7 +127,7 @@ def _kind(spec: Spec) -> str:
 
 
 def why_not_device(device: torch.device) -> str:
-    """Why ``device`` has no FP8 product at all; "" if it has."""
+    """Why ``device`` has no FP8 product at all; "" if it has one."""
     if device.type == "cpu" and torch.__version__ < "2.12":
         return f"torch {torch.__version__} has no FP8 product for CPUs, 2.12 has"
     if device.type not in ("cpu", "cuda"):
@@ -149,13 +149,13 @@ def why_not_kernel(kind: str, device: torch.device) -> str:
 
 
 class Stored(NamedTuple):
-    """An operand of a product, its rows (outer, inner) to be multiplied.
+    """An operand of a product, with rows (outer, inner).
 
-    data: in an FP8 dtype; e2m1 as uint8 (outer, inner / 2), the first number of two in the lower
-    half. scale: the value of one unit, float32: 0-dim, or (outer, 1) for rows; else as the kernel
-    reads it: "block" (inner / 128, outer) or, of square tiles, (outer / 128, inner / 128 filled up
-    to a multiple of 4); "mx" and "nv" `swizzled`, e8m0 and e4m3. unit: what "nv" multiplies scales
-    by, 0-dim.
+    data: in an FP8 dtype; e2m1 as uint8 (outer, inner / 2), the first value of a pair in the lower
+    four bits. scale: float32, 0-dim, or (outer, 1) for rows; otherwise in the layout of the kernel:
+    "block" (inner / 128, outer), or for square tiles (outer / 128, inner / 128 padded to a multiple
+    of 4); "mx" and "nv" `swizzled`, in e8m0 and e4m3. unit: the tensor-level scale factor of "nv",
+    0-dim.
     """
 
     data: Tensor
@@ -164,18 +164,19 @@ class Stored(NamedTuple):
 
 
 def turned(x: Stored) -> Stored:
-    """The transpose of an operand with one scale."""
+    """The transpose of an operand that has one scale."""
     return Stored(x.data.t(), x.scale)
 
 
 def store(
     x: Tensor, spec: Spec, axis: int = -1, history: Tensor | None = None, record: bool = False
 ) -> Stored:
-    """The matrix ``x``, or with axis -2 its transpose, under a spec that `kernel_of` knows.
+    """Casts the matrix ``x``, or with axis -2 its transpose, under a spec that `kernel_of`
+    supports.
 
-    axis: the one that the product sums over. history, record: as in
-    `fp8.casts.casting.round_straight`. Scales by tiles are filled up with zeros to what the kernel
-    takes.
+    axis: the axis that the product sums over. history, record: as in
+    `fp8.casts.casting.round_straight`. Operands with scales by tiles are padded with zeros to the
+    sizes that the kernel needs.
     """
     format = format_of(spec)
     rule, tile, margin = spec.rule, spec.tile, spec.margin
@@ -209,7 +210,8 @@ def store(
 
 
 def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Stored:
-    """Numbers (outer, inner) of a format and the scales of their tiles, as kernels read them."""
+    """Values (outer, inner) of a format and the scales of their tiles, in the layout of the
+    kernels."""
     across, along = spec.tile
     kind = _kind(spec)
     multiple = KERNELS[kind].multiple
@@ -226,15 +228,17 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Stored:
     scale = F.pad(scale, (0, y.shape[1] // along - scale.shape[1]), value=1.0)
     if unit is None:
         return Stored(y.to(format_of(spec).dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
-    # The e4m3 numbers that the rule found; more than they reach only where all of a tile is 0.
+    # Restores the e4m3 values of the rule; a value above their range occurs only for all-zero
+    # tiles.
     scale = (scale / unit).clamp(max=448.0).to(torch.float8_e4m3fn)
     return Stored(_in_pairs(y), swizzled(scale), unit)
 
 
 def _in_pairs(y: Tensor) -> Tensor:
-    """Numbers of e2m1 as uint8, two of a row in one: the bits of the first are the lower ones.
+    """Packs e2m1 values as uint8, two of a row in one; the first is in the lower four bits.
 
-    Its magnitudes, 0 to 2 in steps of 0.5, 3, 4 and 6, are the codes 0 to 7. NaN becomes any.
+    The magnitudes 0 to 2 in steps of 0.5, 3, 4 and 6 have the codes 0 to 7. NaN becomes an
+    arbitrary code.
     """
     m = y.abs()
     bits = torch.minimum(torch.minimum(2 * m, m + 2), m / 2 + 4) + 8 * y.signbit()
@@ -242,10 +246,10 @@ def _in_pairs(y: Tensor) -> Tensor:
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """Scales (rows, columns) of one byte each as the kernels read them, in one dimension.
+    """One-byte scales (rows, columns) in the layout of the kernels, flattened to one dimension.
 
-    Filled up with zeros to tiles of 128 x 4, row by row of these; within one, row i and column j
-    are at 16 * (i % 32) + 4 * (i // 32) + j (cuBLAS, "1D Block Scaling Factors Layout").
+    They are padded with zeros to tiles of 128 x 4, stored row by row. Within a tile, row i and
+    column j are at 16 * (i % 32) + 4 * (i // 32) + j (cuBLAS, "1D Block Scaling Factors Layout").
     """
     rows, columns = scale.shape
     x = F.pad(scale.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
@@ -254,8 +258,8 @@ def swizzled(scale: Tensor) -> Tensor:
 
 
 def multiply(kind: str, a: Stored, b: Stored, factor: float, dtype: torch.dtype) -> Tensor:
-    """``factor * a b^T`` in ``dtype``, by a kernel of KERNELS. The factor rides in a's scale, and
-    is a multiplication after the product where that is e8m0."""
+    """``factor * a b^T`` in ``dtype``, by a kernel of KERNELS. The factor is folded into a's scale;
+    with e8m0 scales it multiplies the result."""
     x, y = _filled(a.data), _filled(b.data)
     types = F.ScalingType
     swizzle: Any = None
@@ -280,7 +284,7 @@ def multiply(kind: str, a: Stored, b: Stored, factor: float, dtype: torch.dtype)
         left, right = [left, a.unit * factor], [right, b.unit]
     if x.dtype == torch.uint8:
         x, y = x.view(torch.float4_e2m1fn_x2), y.view(torch.float4_e2m1fn_x2)
-    # Rows of the first and columns of the second in one piece: the only layout of CUDA.
+    # Row-major first and column-major second operand: the only layout that CUDA supports.
     result = F.scaled_mm(
         x, y.t(), left, how[0], right, how[1], swizzle, swizzle, output_dtype=dtype
     )
@@ -288,7 +292,7 @@ def multiply(kind: str, a: Stored, b: Stored, factor: float, dtype: torch.dtype)
 
 
 def _filled(data: Tensor) -> Tensor:
-    """Its rows in one piece, filled up with zeros to a multiple of 16 bytes: they add nothing."""
+    """The data with contiguous rows, padded with zeros to a multiple of 16 bytes."""
     if missing := -data.shape[1] % ALIGNMENT:
         bytes = data.view(torch.uint8)  # float8 tensors cannot be padded
         return F.pad(bytes, (0, missing)).view(data.dtype)
@@ -296,6 +300,6 @@ def _filled(data: Tensor) -> Tensor:
 
 
 def _block_type(x: Tensor, scale: Tensor) -> Any:
-    """Which tiles scales by blocks belong to: a row of them to each 128 columns, or rows."""
+    """The scaling type of an operand with scales by blocks: 1 x 128 or 128 x 128 tiles."""
     rows = scale.shape == (x.shape[1] // 128, x.shape[0])
     return F.ScalingType.BlockWise1x128 if rows else F.ScalingType.BlockWise128x128

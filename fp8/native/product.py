@@ -1,7 +1,8 @@
-"""Products by torch's kernels: operands of a byte or half a byte an element, scales applied there.
+"""Products computed by torch's scaled_mm kernels, with operands of one byte or half a byte per
+element.
 
-The same casts as in simulation, and the same three products; what is kept for the backward pass are
-the bytes.
+The casts and the three products are those of simulation. The quantized bytes are saved for the
+backward pass.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 Pairs = tuple[tuple[Spec | None, Spec | None], ...]
-"""Of each of the three products the specs of its operands."""
+"""The specs of both operands of each of the three products."""
 
 
 def _pairs(recipe: Recipe) -> Pairs:
@@ -43,26 +44,28 @@ def _pairs(recipe: Recipe) -> Pairs:
 
 
 def why_not_recipe(recipe: Recipe) -> str:
-    """Why no kernel computes the products of ``recipe``, on whatever device; "" if some do."""
+    """Why no kernel computes the products of ``recipe`` on any device; "" if there are kernels."""
     return next(filter(None, (kernel_of(*pair)[1] for pair in _pairs(recipe))), "")
 
 
 def why_not_here(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> str:
     """Why the products of layers on ``device``, with results of ``dtype``, are simulated under
-    ``recipe``; "" if kernels compute them. Proves it where that was not done
+    ``recipe``; "" if kernels compute them. Runs the self-test if it has not run yet
     (`fp8.native.selftest`)."""
     why = why_not_device(device) or why_not_recipe(recipe)
     return why or proof.why_not(_pairs(recipe), str(device), dtype_name(dtype))
 
 
 def alignment(recipe: Recipe) -> int:
-    """What the sizes of a weight must be multiples of; tokens are filled up to a multiple of it."""
+    """The sizes of a weight must be multiples of this number; tokens are padded to a multiple of
+    it."""
     kinds = [kernel_of(*pair)[0] for pair in _pairs(recipe)]
     return max((KERNELS[kind].multiple for kind in kinds if kind), default=ALIGNMENT)
 
 
 def devices(recipe: Recipe) -> str:
-    """The devices whose kernels compute all products of a recipe that has some, in words."""
+    """A description of the devices whose kernels compute all products of ``recipe``, which has
+    kernels."""
     rows = {KERNELS[kernel_of(*pair)[0]] for pair in _pairs(recipe)}
     return max(rows, key=lambda row: row.least).devices
 
@@ -70,13 +73,13 @@ def devices(recipe: Recipe) -> str:
 def kernels(
     backend: str, a: Tensor, b: Tensor, casts: tuple[Spec | None, ...], dtype: torch.dtype
 ) -> tuple[str, ...]:
-    """The kernels (rows of KERNELS) for a product of a (m, k) and b (n, k) that `takes`, with a
-    result of ``dtype``, and for its gradients; () where they are to be simulated.
+    """The kernels (rows of KERNELS) of a product of a (m, k) and b (n, k) with a result of
+    ``dtype``, and of its gradients; () if they are to be simulated.
 
-    casts: as in `product`. Where a device has FP8 products and not these, or one fails its proof,
-    a warning says so.
+    For a and b that `takes` accepts. casts: as in `product`. Warns if a device has FP8 products but
+    not these, or if one fails its self-test.
     """
-    # One proof is for all static scales.
+    # The self-test does not depend on static scales.
     a_y, b_y, a_da, b_da, a_db, b_db = (spec and shifted(spec, -spec.margin) for spec in casts)
     pairs = ((a_y, b_y), (a_da, b_da), (a_db, b_db))
     kinds = proof.kernels(backend, pairs, str(a.device), dtype_name(dtype))
@@ -84,9 +87,9 @@ def kernels(
 
 
 def takes(backend: str, a: Tensor, b: Tensor) -> bool:
-    """Whether `kernels` are to be asked for a product of a (m, k) and b (n, k).
+    """Whether to look for `kernels` for a product of a (m, k) and b (n, k).
 
-    Raises RuntimeError where "native" is asked for on a device without FP8 products.
+    Raises RuntimeError for "native" on a device without FP8 products.
     """
     if backend == "simulate" or not fits(a, b):
         return False
@@ -97,8 +100,11 @@ def takes(backend: str, a: Tensor, b: Tensor) -> bool:
 
 
 def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
-    """Whether kernels take an a (m, k) and b (n, k), and their gradients: two matrices that are not
-    empty, in float32, bfloat16 or float16, n and k multiples of a number."""
+    """Whether kernels accept a (m, k) and b (n, k), and the operands of their gradients.
+
+    Both must be nonempty matrices in float32, bfloat16 or float16, with n and k multiples of
+    ``multiple``.
+    """
     return (
         a.dim() == b.dim() == 2
         and a.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -109,8 +115,8 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
 
 
 def _handed_on(x: Tensor, spec: Spec) -> Stored | None:
-    """The bytes and scale of a ScaledTensor in the format of a cast without scales; None of all
-    else."""
+    """The bytes and scale of a ScaledTensor that is already in the format of a cast without a rule;
+    None for others."""
     if not isinstance(x, ScaledTensor) or spec.rule is not None:
         return None
     same = x.stored.dtype == format_of(spec).dtype
@@ -118,12 +124,13 @@ def _handed_on(x: Tensor, spec: Spec) -> Stored | None:
 
 
 class _Native(Function):
-    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), which only carry the gradients.
+    """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), which are passed only to receive
+    gradients.
 
     Arguments: a, b and bias; the history of the gradient or None; the kernels of the three
-    products; three scales; the specs of the gradient; the name of the result's dtype; what is held
-    of a; and four operands of three tensors each (`Stored`): a and b for this product, then for the
-    backward ones, of None where the same serve, `turned`.
+    products; three scales; the specs of the gradient; the name of the result's dtype; what is
+    shared of the saved a; and four operands of three tensors each (`Stored`): a and b for this
+    product, then for the backward ones, None if the `turned` forward operands serve.
     """
 
     @staticmethod
@@ -185,18 +192,20 @@ def _flat(operands: Iterable[Stored | None]) -> list[Tensor | None]:
 
 
 def _first(y: Tensor, rows: int) -> Tensor:
-    """``y`` without the rows that its first operand was filled up with."""
+    """``y`` without the padding rows of its first operand."""
     return y if y.shape[0] == rows else y[:rows]
 
 
 def _again(x: Tensor, stored: Stored, spec: Spec, other: Spec) -> Stored | None:
-    """``x`` for a product along its other axis; None where ``stored``, of one scale, serves."""
+    """``x`` for a product along its other axis; None if ``stored``, which has one scale, can be
+    reused."""
     one = spec.settings == other.settings and not stored.scale.dim()
     return None if one else store(x, other, -2)
 
 
 def _left(a: Tensor, spec: Spec, history: Tensor | None, record: bool, held: Held | None) -> Stored:
-    """`store` of a first operand, once for all products of it. A history sees each."""
+    """`store` of a first operand, shared by all its products. With a history, each product
+    records it."""
     if history is None:
         return one_of(held, ("native", spec.settings), lambda: store(a, spec))
     stored = store(a, spec, -1, history, record)
@@ -215,12 +224,13 @@ def product(
     dtype: torch.dtype,
     held: Held | None = None,
 ) -> Tensor:
-    """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k) that `kernels` has kinds for.
+    """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k), computed by the kernels
+    ``kinds``.
 
-    casts: as in `fp8.casts.operands.Casts`. histories: of a, b and the output's gradient, None
-    where the scaling is not "delayed". The gradient of the bias is s_b times the sum of the
-    output's. An a that was handed on in the format of its cast (`fp8.norms.norm`) is not cast
-    again: its bytes are the operand.
+    casts: as in `fp8.casts.operands.Casts`. histories: of a, b and the output's gradient; None if
+    the recipe has none. The gradient of the bias is s_b times the sum of the output's gradient. If
+    a is a ScaledTensor in the format of its cast (`fp8.norms.norm`), it is not cast again: its
+    bytes are the operand.
     """
     for_a, for_b, grad_for_a, b_again, grad_for_b, a_again = [c for c in casts if c is not None]
     of_a, of_b, of_grad = histories

@@ -1,9 +1,9 @@
-"""Whether a kernel computes on a device what simulation does: shown by a small product, once.
+"""Self-test: does a kernel compute on a device what simulation computes?
 
-Layouts are written by the book and devices are many. So the first product of a kind on a device
-waits for a proof: `fp8.native.kernels.multiply` of two matrices with scales that differ from tile
-to tile and with sizes that must be filled up. Where the kernel raises or is wrong, products of that
-kind are simulated there, and `fp8.report` and ``fp8 doctor`` say why.
+The first product of a kind on a device triggers the test: `fp8.native.kernels.multiply` of two
+small matrices with scales that differ between tiles, and sizes that need padding. If the kernel
+raises or is wrong, products of that kind are simulated on the device, and `fp8.report` and
+``fp8 doctor`` give the reason.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ _PRODUCTS = {
     "gradient of the input": (-1, -2),
     "gradient of the weight": (-2, -2),
 }
-"""Name -> the axes that both operands are multiplied along."""
+"""Name -> the axes along which the two operands are multiplied."""
 
 _ROWS, _INNER, _OUTER = 130, 600, 256
 _SHARE = 1 / 8
-"""Of a sample, what is not zero: so few terms are summed that their sum is all but exact."""
+"""The share of nonzero elements in a sample: sums have so few terms that they are nearly exact."""
 _BITS = 2.0**-13
-"""What a term of a sum may lose, relative to the largest: the FP8 products of Hopper align terms to
-that one and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+"""The error of a term of a sum relative to the largest term: the FP8 products of Hopper align terms
+to the largest and keep 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
 
 @taken_as_constant
 def kernels(backend: str, pairs: tuple[Pair, ...], device: str, dtype: str) -> tuple[str, ...]:
-    """The kernels that compute the products, () where these are to be simulated. As `why_not`."""
+    """The kernels that compute the products; () if they are to be simulated. Arguments as in
+    `why_not`."""
     return _kernels(backend, pairs, device, dtype)
 
 
 @cache
 def _kernels(backend: str, pairs: tuple[Pair, ...], device: str, dtype: str) -> tuple[str, ...]:
-    """Warns, once, of a proof that failed, and of no kernel where ``backend`` asks for one."""
+    """Warns, once, of a failed self-test, and of a missing kernel if ``backend`` is "native"."""
     if why := why_not(pairs, device, dtype):
         if backend == "native" or not _why_not_expected(pairs, device):
             message = f"products are simulated on {device}: {why}"
@@ -57,11 +58,11 @@ def _kernels(backend: str, pairs: tuple[Pair, ...], device: str, dtype: str) -> 
 
 @cache
 def why_not(pairs: tuple[Pair, ...], device: str, dtype: str) -> str:
-    """Why the products of these operands, with results of a dtype, are not computed by kernels on a
-    device with FP8 products; "" if they are. Proves it, where that was not done yet.
+    """Why kernels do not compute these products on a device that has FP8 products; "" if they do.
+    Runs the self-test if it has not run yet.
 
-    pairs: of specs, the first operand's and the second's, for the output and both gradients.
-    device, dtype: their names, as "cuda:0" and "bfloat16".
+    pairs: the specs of both operands of the output and of the two gradients. device, dtype: names
+    of the device and of the results' dtype, like "cuda:0" and "bfloat16".
     """
     if why := _why_not_expected(pairs, device):
         return why
@@ -80,15 +81,16 @@ def _why_not_expected(pairs: tuple[Pair, ...], device: str) -> str:
 
 
 def _at_rest(spec: Spec) -> Spec:
-    """Without what happens before the kernel: a rotation, random bits, a label."""
+    """The spec without what precedes the kernel: rotation, random bits and label."""
     return spec._replace(rounding="nearest", hadamard=0, label="")
 
 
 @cache
 def _disproof(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: str) -> str:
-    """How the kernel for these operands fails; "" if it does not.
+    """How the kernel for these operands fails; "" if it passes.
 
-    A thread of its own has none of the caller's modes: no autocast, no fake tensors, no gradients.
+    Runs in a new thread, which has none of the caller's modes: no autocast, fake tensors or
+    gradients.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_tried, a, b, axes, device, getattr(torch, dtype)).result()
@@ -108,13 +110,13 @@ def _tried(a: Spec, b: Spec, axes: tuple[int, int], device: str, dtype: torch.dt
         if got.dtype != dtype:
             return f"the kernel gives {got.dtype}, asked for {dtype}"
         excess = _excess(got.double(), round_straight(x, a).double(), round_straight(y, b).double())
-    except Exception as error:  # whatever it is, it is why there is no such product
+    except Exception as error:  # any error means that the product is not available
         return f"the kernel raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return "" if excess <= 1 else f"the kernel is off by {excess:.2g} times what rounding explains"
 
 
 def _sample(rows: int, columns: int, spec: Spec, seed: int) -> Tensor:
-    """Of 0, 1 and -1, times a power of two for each tile: the cast leaves it as it is."""
+    """Values 0, 1 and -1 times a power of two per tile, which the cast does not change."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [by or size for size, by in zip((rows, columns), spec.tile, strict=True)]
     tiles = [-(-size // by) for size, by in zip((rows, columns), sizes, strict=True)]
@@ -126,10 +128,11 @@ def _sample(rows: int, columns: int, spec: Spec, seed: int) -> Tensor:
 
 
 def _excess(got: Tensor, a: Tensor, b: Tensor) -> float:
-    """The largest error of ``got``, 0.5 * a b^T, in units of the largest that rounding explains.
+    """The largest error of ``got``, 0.5 * a b^T, relative to the largest error that rounding
+    explains.
 
-    n terms lose at most n * 2**-13 of the largest, scales and the result are rounded: three times
-    to float32, once to a dtype of at least 8 bits, which is 2**-8 of the sum at most.
+    n terms lose at most n * 2**-13 of the largest term. Scales and the result are rounded: three
+    times to float32 and once to a dtype of at least 8 bits, which is at most 2**-8 of the sum.
     """
     terms = (a != 0).double() @ (b != 0).double().T
     allowed = 0.5 * (a.abs() @ b.abs().T) * (terms * _BITS + 2.0**-8 + 2.0**-22)

@@ -1,3 +1,2 @@
 """Norms in low precision.
-Imports `fp8.products` and below.
-"""
+Imports `fp8.products` and below."""

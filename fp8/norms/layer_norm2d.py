@@ -2,9 +2,9 @@
 
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean, var: over the channels
 
-Compiled code is made from the formulas below. Eager code on a CPU is a permutation,
-`torch.nn.functional.layer_norm` and the inverse permutation; on a CUDA device with Triton it is the
-kernels in `fp8.norms.layer_norm2d_kernels`: one pass forward and one backward.
+Compiled code is generated from the formulas below. Eager code on a CPU permutes, calls
+`torch.nn.functional.layer_norm` and permutes back. On a CUDA device with Triton it uses the kernels
+of `fp8.norms.layer_norm2d_kernels`, with one forward and one backward pass over memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import layer_norm2d_kernels as kernels
 __all__ = ["layer_norm2d"]
 
 BLOCK = 16
-"""Channels of which compiled code sums at once, each on a line of its own in memory."""
+"""The number of channels that compiled code sums at once, each contiguous in memory."""
 
 
 def layer_norm2d(
@@ -31,18 +31,18 @@ def layer_norm2d(
     """`torch.nn.functional.layer_norm` over dimension 1, as in ConvNeXt.
 
     input: (batch, channels, ...), floating point, any strides. weight, bias: (channels,) or None,
-    of any floating-point dtype. eps: added to the variance.
-    In eager mode on a CPU this is permute, layer_norm, permute, as in timm, with torch's autograd:
-    the channels of the output and of the gradient of input lie together, and 16-bit statistics of
-    the backward pass are torch's. Compiled and on CUDA devices the strides are those of input where
-    it is dense, and the statistics are in float32 (float64 for float64; compiled on CPUs, of
-    channels-last bfloat16, from the differences to the first channel). Each result is rounded once
-    to the dtype of its tensor. `torch.autocast` changes nothing. NaN and Inf make their pixel NaN.
-    Raises ValueError for an input of fewer than two dimensions and for a weight or bias of another
-    shape, TypeError for an input that is not floating point.
+    any floating-point dtype. eps: added to the variance. In eager mode on a CPU it is permute,
+    layer_norm, permute, as in timm, with torch's autograd: the output and the gradient of the input
+    are channels-last, and 16-bit statistics of the backward pass are those of torch. Compiled and
+    on CUDA devices the strides are those of a dense input, and the statistics are in float32
+    (float64 for float64; compiled for CPUs with channels-last bfloat16, they are computed from
+    differences to the first channel). Each result is rounded once to the dtype of its tensor.
+    `torch.autocast` has no effect. NaN or Inf makes its pixel NaN. Raises ValueError for an input
+    of fewer than two dimensions and for a weight or bias of another shape, TypeError for an input
+    that is not floating point.
     """
     tensors = (input, weight, bias)
-    if has_torch_function(tensors):  # a mode sees the call, as it does those of torch.nn.functional
+    if has_torch_function(tensors):  # lets modes intercept it, like torch.nn.functional
         return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
     compiling = torch.compiler.is_compiling()
     if input.is_cpu and not compiling:
@@ -51,14 +51,14 @@ def layer_norm2d(
         except (IndexError, RuntimeError):
             _check(input, weight, bias)
             raise
-    if compiling and FIRST_LOOK.items:  # the compiler shows modes the calls of torch alone
+    if compiling and FIRST_LOOK.items:  # compiling, modes only see calls of torch
         mode = FIRST_LOOK.items.pop()
         try:
             return mode.__torch_function__(layer_norm2d, (), (input, weight, bias, eps))
         finally:
             FIRST_LOOK.items.append(mode)
     _check(input, weight, bias)
-    # True in every graph of torch 2.11 too: its compiler loses the gradients of what comes after.
+    # Also true in every graph of torch 2.11, whose compiler loses the gradients of what follows.
     if torch.compiler.is_exporting():
         return _normalized(input, weight, bias, eps)[0]
     output: Tensor = apply(_LayerNorm2d, input, weight, bias, eps)[0]
@@ -78,10 +78,10 @@ def _check(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
 
 
 def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm2d` by torch's kernel, in TorchScript too.
+    """`layer_norm2d` by torch's kernel; also works in TorchScript.
 
-    It takes parameters of the dtype of x, and for 16 bits of float32. permute costs less than
-    movedim.
+    The kernel takes parameters in the dtype of x, or in float32 for 16-bit x. permute is cheaper
+    than movedim.
     """
     other = (weight is not None and weight.dtype != x.dtype) or (
         bias is not None and bias.dtype != x.dtype
@@ -97,7 +97,7 @@ def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
 
 
 class _LayerNorm2d(Function):
-    """(output, mean, 1/sqrt(var + eps)); only the first is to be used, and has a gradient. The
+    """(output, mean, 1/sqrt(var + eps)). Only the first is to be used and is differentiable; the
     others are in the dtype of computation, with one channel."""
 
     generate_vmap_rule = True
@@ -115,7 +115,7 @@ class _LayerNorm2d(Function):
         x, weight, bias, ctx.eps = inputs
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
-        # Tensors alone: compiled, saved_tensors leaves out None.
+        # Tensors only: in compiled code saved_tensors omits None.
         ctx.save_for_backward(x, mean, rstd, *(t for t in (weight, bias) if t is not None))
         ctx.present = [t is not None for t in (weight, bias)]
 
@@ -126,7 +126,7 @@ class _LayerNorm2d(Function):
         bias = rest[-1] if ctx.present[1] else None
         if torch.compiler.is_compiling():
             result = _gradients(grad, x, mean, rstd, weight)
-        elif torch.is_grad_enabled():  # a gradient that will be differentiated again
+        elif torch.is_grad_enabled():  # with create_graph=True
             mean, rest, rstd = _statistics(wide(x, x), ctx.eps)
             result = _gradients(grad, x, mean + rest, rstd, weight)
         elif kernels.take(x):
@@ -144,18 +144,17 @@ def wide(x: Tensor, value: Any) -> Any:
 
 
 def _across(x: Tensor, value: Tensor) -> Any:
-    """``value`` (channels,), in the dtype of computation, to be broadcast to ``x``."""
+    """``value`` (channels,), in the dtype of computation, shaped to broadcast to ``x``."""
     return wide(x, value).view(-1, *[1] * (x.dim() - 2))
 
 
 def _statistics(x: Tensor, eps: float, near: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, d, 1/sqrt(var + eps)), where m + d is the mean over the channels of ``x``.
+    """(m, d, 1/sqrt(var + eps)), where m + d is the mean of ``x`` over the channels.
 
-    m is ``near``, or the mean as a sum of n numbers has it; d, the mean of x - m, is what that
-    lacks, and corrects the variance too (Chan, Golub and LeVeque 1983, the corrected two-pass
-    algorithm).
+    m is ``near``, or the mean rounded as a sum of n numbers. d, the mean of x - m, corrects both m
+    and the variance (corrected two-pass algorithm, Chan, Golub and LeVeque 1983).
     """
-    # A product with 1/n, not a division by n: compiled code does it once more for each element.
+    # Multiplies by 1/n, because compiled code repeats a division for each element.
     share = 1.0 / x.shape[1]
     mean = x.sum(1, keepdim=True) * share if near is None else near
     centred = x - mean
@@ -165,11 +164,12 @@ def _statistics(x: Tensor, eps: float, near: Tensor | None = None) -> tuple[Tens
 
 
 def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`_statistics`, channels BLOCK at a time: their mean m, the mean r of what is left, and the
-    mean square of that; then those of all blocks together (Chan, Golub and LeVeque 1983).
+    """`_statistics` in blocks of BLOCK channels: the mean m of each block, the mean r of the
+    remainder and its mean square; then these are combined over blocks (Chan, Golub and LeVeque
+    1983).
 
-    Compiled code goes through contiguous memory on BLOCK lines side by side for the first of these,
-    where sums over all channels would have it jump from each to the next.
+    Compiled code reads BLOCK contiguous streams for a block. A sum over all channels would stride
+    through memory.
     """
     blocks = torch.unflatten(x, 1, (BLOCK, -1)).unbind(1)
     share, of_all = 1.0 / BLOCK, BLOCK / x.shape[1]
@@ -187,27 +187,27 @@ def _statistics_by_blocks(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor
 
 
 def _kept(value: Tensor) -> Tensor:
-    """``value``, just computed: torch's compiler writes what a strided view is of to memory, and
-    computes it no second time."""
+    """Forces ``value`` to be materialized: inductor writes the base of a strided view to memory
+    instead of recomputing it."""
     return value.as_strided(value.shape, value.stride())
 
 
 def _once_a_pixel(value: Tensor) -> Tensor:
-    """``value``, one for each pixel, times an int16 that is 1 or, of NaN, 0: torch's compiler for
-    CPUs has no vectors of int16, and so finishes it for one pixel before it goes to the next."""
+    """Multiplies ``value``, one per pixel, by an int16 of 1 (0 for NaN). Inductor has no int16
+    vectors on CPUs, so it finishes ``value`` for one pixel before it starts the next."""
     return _kept(value * (value == value).to(torch.int16))
 
 
 def _compiled_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(m, d, m + d, 1/sqrt(var + eps)) of ``x`` in its dtype, see `_statistics`, as torch's
-    compiler for CPUs makes fast loops of them.
+    """(m, d, m + d, 1/sqrt(var + eps)) of ``x`` in its dtype, see `_statistics`, in a form from
+    which inductor generates fast CPU loops.
 
-    It would take the root again at every element. Where the channels lie together all of a pixel is
-    done at once, but for 16 bits: rounding to them is long enough to hold up the next pixel. There
-    the first channel is near enough to the mean for bfloat16, and saves a pass: with n channels the
-    variance is good to 2 n roundings of float32, however far off that channel is. Contiguous
-    bfloat16 has m + d in one number of float32, and d = 0: three lines of as many pixels and those
-    of x and y do not fit in the nearest cache.
+    Otherwise it would recompute the root for every element. Channels-last inputs are completed
+    pixel by pixel, except in 16 bits, where rounding takes long enough to stall the next pixel.
+    There, for bfloat16, the first channel is close enough to the mean and saves a pass: with n
+    channels the variance is accurate to 2 n roundings of float32, for any value of that channel.
+    Contiguous bfloat16 stores m + d in one float32 and d = 0, because three rows of as many pixels
+    plus those of x and y do not fit into the L1 cache.
     """
     wider = wide(x, x)
     if x.movedim(1, -1).is_contiguous():
@@ -244,13 +244,13 @@ def _normalized(
 def _gradients(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of input, weight and bias, in the dtype of computation.
+    """The gradients of input, weight and bias, in the dtype of computation.
 
-    With n = (x - mean) rstd and g = grad weight: rstd (g - mean(g) - n mean(g n)), means over the
+    With n = (x - mean) rstd and g = grad weight: rstd (g - mean(g) - n mean(g n)), means over
     channels; grad n and grad, summed over the pixels.
     """
     grad, normal = wide(x, grad), (wide(x, x) - mean) * rstd
-    # By images first: torch's compiler for CPUs then stays within one that is in the cache.
+    # Summed per image first, so that inductor on CPUs works on one image in the cache.
     pixels = [*range(2, x.dim())]
     dweight, dbias = ((t.sum(pixels) if pixels else t).sum(0) for t in (grad * normal, grad))
     g = grad if weight is None else grad * _across(x, weight)

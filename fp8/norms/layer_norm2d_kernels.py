@@ -1,9 +1,8 @@
-"""`fp8.norms.layer_norm2d` in Triton: one pass forward, one backward.
+"""Triton kernels of `fp8.norms.layer_norm2d`: one pass forward, one backward.
 
-A program works on tiles of all channels by some pixels. Where pixels lie together (contiguous) a
-tile is within an image; where channels do (channels-last) all pixels are one row. The backward pass
-keeps its part of the gradients of weight and bias while it goes through its tiles, so that input
-and gradient are read once.
+A program processes tiles of all channels by some pixels. For contiguous inputs a tile lies within
+an image; for channels-last inputs all pixels form one row. The backward pass accumulates its part
+of the weight and bias gradients while it iterates over tiles, so input and gradient are read once.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ from torch import Tensor
 __all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "take"]
 
 TILE = 4096
-"""Elements of a tile, where its channels are few. Not tuned: nothing here has run on a GPU."""
+"""Elements of a tile with few channels. Not tuned: nothing here has run on a GPU."""
 
 WIDTHS = (16, 64)
-"""Pixels of a tile, at least where they lie together (a 32-byte sector of 16-bit numbers) and at
-most."""
+"""Pixels of a tile: the minimum if pixels are contiguous (a 32-byte sector of 16-bit numbers), and
+the maximum."""
 
 PER_WARP = 1024
-"""Elements of a tile for each warp: 32 float32 registers a thread, for each array of the kernel."""
+"""Elements of a tile per warp: 32 float32 registers per thread for each array of the kernel."""
 
 PROGRAMS = 4
-"""Programs of the backward pass for each multiprocessor of the device."""
+"""Programs of the backward pass per multiprocessor."""
 
 MAX_CHANNELS = 2048
 
 
 def take(x: Tensor) -> bool:
-    """Whether the kernels compute for ``x``: on CUDA, with Triton, dense, and real memory."""
+    """Whether the kernels support ``x``: on CUDA, with Triton, dense, and with storage."""
     return x.is_cuda and x.dtype != torch.float64 and _fits(x) and _available()
 
 
 def _fits(x: Tensor) -> bool:
-    """Whether ``x`` is (batch, channels, ...), contiguous or channels-last, not empty, and has
-    memory: what torch.func passes has none."""
+    """Whether ``x`` is (batch, channels, ...), contiguous or channels-last, nonempty, and has
+    storage, which tensors under torch.func do not have."""
     plain = type(x) in (Tensor, torch.nn.Parameter)
     if not plain or x.dim() < 2 or not x.numel() or x.shape[1] > MAX_CHANNELS:
         return False
@@ -59,8 +58,8 @@ def _available() -> bool:
 
 
 class _Tiles(NamedTuple):
-    """How a tensor is cut: rows of ``pixels`` that lie ``row`` elements apart, of which an element
-    is channel * ``channel`` + pixel * ``pixel`` from the start of its row."""
+    """The tiling of a tensor: rows of ``pixels``, ``row`` elements apart. The offset of an element
+    in its row is channel * ``channel`` + pixel * ``pixel``."""
 
     rows: int
     pixels: int
@@ -73,18 +72,18 @@ class _Tiles(NamedTuple):
 
     @property
     def per_row(self) -> int:
-        """_Tiles of a row."""
+        """The number of tiles in a row."""
         return -(-self.pixels // self.width)
 
     @property
     def settings(self) -> dict[str, int]:
-        """What a kernel is compiled for."""
+        """The compile-time parameters of a kernel."""
         warps = min(16, max(4, self.padded * self.width // PER_WARP))
         return {"C": self.channels, "PADDED": self.padded, "WIDTH": self.width, "num_warps": warps}
 
 
 def _tiles(x: Tensor) -> _Tiles:
-    """The tiles of a tensor that `_fits`."""
+    """The tiling of a tensor that `_fits`."""
     batch, channels = x.shape[:2]
     pixels = math.prod(x.shape[2:])
     padded = 1 << (channels - 1).bit_length()
@@ -97,7 +96,7 @@ def _tiles(x: Tensor) -> _Tiles:
 
 @functools.cache
 def forward_kernel() -> Any:
-    """(x, weight, bias, y, mean, rstd, eps, how the tensor is cut)."""
+    """Arguments: (x, weight, bias, y, mean, rstd, eps, tiling)."""
     import triton
     import triton.language as tl
 
@@ -134,7 +133,7 @@ def forward_kernel() -> Any:
 
 @functools.cache
 def backward_kernel() -> Any:
-    """(grad, x, weight, mean, rstd, dx, parts of dweight and dbias, how the tensor is cut)."""
+    """Arguments: (grad, x, weight, mean, rstd, dx, partial dweight and dbias, tiling)."""
     import triton
     import triton.language as tl
 
@@ -176,8 +175,7 @@ def backward_kernel() -> Any:
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, mean, 1/sqrt(var + eps)) of a tensor like those that it takes, on any device; the
-    last two float32."""
+    """(output, mean, 1/sqrt(var + eps)) of a tensor that `_fits`; the last two in float32."""
     cut = _tiles(x)
     y = torch.empty_like(x)
     mean, rstd = (_float32(x, len(x), 1, *x.shape[2:]) for _ in range(2))
@@ -211,12 +209,12 @@ def _float32(x: Tensor, *shape: int) -> Tensor:
 
 
 def _or(x: Tensor, parameter: Tensor | None) -> Tensor:
-    """``parameter``, or where there is none a pointer that is not read."""
+    """``parameter``, or without one a pointer that is not read."""
     return x if parameter is None else parameter.contiguous()
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; 1 of any other."""
+    """The number of multiprocessors of a CUDA device; 1 for other devices."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""The norms of a model in low precision, and back: `low_precision_norms`, `revert_norms`, and
+"""Runs the norms of a model in low precision, and back: `low_precision_norms`, `revert_norms`, and
 Composer's `apply_low_precision_layernorm`."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NORMS: dict[type[nn.Module], Callable[..., Tensor]] = {
     ),
     norm.LayerNorm2d: lambda m, x, **how: norm.layer_norm2d(x, m.weight, m.bias, m.eps, **how),
 }
-"""The norms that run in low precision, with the subclasses that keep their forward: type -> how."""
+"""The supported norms, including subclasses that keep their forward: type -> implementation."""
 
 
 def _rms_norm(
@@ -58,11 +58,11 @@ def _rms_norm(
 _CALLS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     F.layer_norm: norm.layer_norm,
     F.rms_norm: _rms_norm,
-    torch.rms_norm: _rms_norm,  # what the compiler shows of it
+    torch.rms_norm: _rms_norm,  # what torch.compile passes for F.rms_norm
     F.group_norm: norm.group_norm,
     layer_norm2d: norm.layer_norm2d,
 }
-"""What their forwards call -> the same in low precision."""
+"""The function that a norm's forward calls -> its low-precision version."""
 
 PRECISIONS: dict[str, torch.dtype | None] = {
     "amp": torch.float16,
@@ -73,17 +73,17 @@ PRECISIONS: dict[str, torch.dtype | None] = {
     "fp16": None,
     "bf16": None,
 }
-"""Composer's name of a precision -> the dtype of its norms; None: no effect, they run in the dtype
-of their input already."""
+"""Composer's name of a precision -> the dtype of norms. None: no effect, as the norms already run
+in the dtype of their input."""
 
 
 class NoEffectWarning(UserWarning):
-    """Nothing was changed, as Composer's warning of this name says."""
+    """Nothing was changed. Has the name of Composer's warning."""
 
 
 class _LowPrecision(Gained):
-    """A norm in ``norm_dtype``, or where that is None in the dtype of the enclosing autocast, that
-    hands on ``norm_output``."""
+    """A norm in ``norm_dtype`` (None: the dtype of the enclosing autocast) with output format
+    ``norm_output``."""
 
     norm_dtype: torch.dtype | None
     norm_output: str | None
@@ -111,8 +111,8 @@ class _LowPrecision(Gained):
 
 
 class _Beneath(TorchFunctionMode):
-    """The one call that a norm makes, in low precision once the modes of `FIRST_LOOK` have seen it:
-    a plan knows the call of torch, and holds in another precision or in none."""
+    """Computes the norm's one call in low precision after the modes of `FIRST_LOOK` have seen it. A
+    plan identifies the call by its torch function, so it stays valid in every precision."""
 
     def __init__(self, how: dict[str, Any], autocast: bool) -> None:
         super().__init__()
@@ -147,22 +147,30 @@ def low_precision_norms(
     output: str | None = None,
     where: Callable[[str, nn.Module], bool] | None = None,
 ) -> M:
-    """Has the norms of ``model`` (`NORMS`) compute in 16 bits; returns ``model``.
+    """Makes the norms of ``model`` compute in 16 bits, in place.
 
-    In place, and each stays what it is: the same parameters, of the same dtype, frozen or shared as
-    they were, the same type, eps, hooks and names, so that optimizers and checkpoints see the model
-    that they know. `norm_report` has one row for each norm; `revert_norms` undoes it. A model
-    changed before gets the new precision.
+    Each norm keeps its type, parameters (shared or frozen as they were) and their dtype, eps, hooks
+    and name, so optimizers and checkpoints stay valid. `norm_report` lists every norm;
+    `revert_norms` undoes the change. A model changed before gets the new precision. float64 inputs
+    stay in float64.
 
-    precision: a name in `PRECISIONS`, in any case, or Composer's enum. None: the dtype of the
-    enclosing `torch.autocast` of the input's device, and outside of one no effect. A dtype that is
-    named holds everywhere; outside of autocast, where nothing casts for the next layer, the result
-    is handed back in the dtype of the input. One without effect changes nothing.
-    output: "e4m3" or "e5m2": what the norms hand on, as in `fp8.norms.norm.layer_norm`, whatever
-    the precision; for norms of which nothing but FP8 products takes the output. None: their dtype.
-    where: (name, norm) -> whether to change it; None changes every norm. float64 inputs stay in
-    float64. Raises TypeError for what is not a module and a where that is no function, ValueError
-    for an unknown precision or output.
+    Args:
+        model: changed in place.
+        precision: a name in `PRECISIONS`, in any case, or Composer's enum. None: the dtype of the
+            enclosing `torch.autocast` of the input's device; without one no effect. A named dtype
+            always applies. Outside of autocast, where nothing casts for the next layer, the result
+            is converted back to the dtype of the input. A precision without effect changes nothing.
+        output: "e4m3" or "e5m2": the output format of the norms, as in `fp8.norms.norm.layer_norm`,
+            for any precision. For norms whose output is used by FP8 products only. None: their
+            dtype.
+        where: (name, norm) -> whether to change it; None changes every norm.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: if ``model`` is not a module or ``where`` not a function.
+        ValueError: for an unknown precision or output.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
@@ -192,7 +200,14 @@ def low_precision_norms(
 
 
 def revert_norms(model: M) -> M:
-    """Takes back what `low_precision_norms` did, in place; returns ``model``."""
+    """Undoes `low_precision_norms` in place.
+
+    Args:
+        model: a model, changed or not.
+
+    Returns:
+        ``model``.
+    """
     check_module("revert_norms", model)
     for module in model.modules():
         if isinstance(module, _LowPrecision):
@@ -202,10 +217,15 @@ def revert_norms(model: M) -> M:
 
 
 def norm_report(model: nn.Module) -> Report[Row]:
-    """One row for every norm: in which precision, or left alone and why.
+    """Lists every norm and its precision, or why it was left alone.
 
-    A norm is one of `NORMS`, or a layer without layers of its own that is called one. Of a norm
-    that several names share, the first counts.
+    A norm is a module of `NORMS`, or a module without children that has "norm" in its class name.
+
+    Args:
+        model: a model, changed or not.
+
+    Returns:
+        A report with one row per norm. A norm with several names appears under the first.
     """
     check_module("norm_report", model)
     rows = []
@@ -227,9 +247,15 @@ def apply_low_precision_layernorm(
 ) -> M:
     """Composer's function of this name: `low_precision_norms` for the layer norms of ``model``.
 
-    model, precision: as there; a `NoEffectWarning` tells where the precision or the model leaves
-    nothing to do. optimizers: those of the model, which need no change: the parameters stay.
-    Returns ``model``, in every case.
+    Args:
+        model, precision: as in `low_precision_norms`.
+        optimizers: ignored; the parameters do not change.
+
+    Returns:
+        ``model``.
+
+    Warns:
+        NoEffectWarning: if the precision has no effect or the model has no layer norm.
     """
     del optimizers
     if precision is not None and _dtype(precision) is None:
@@ -246,7 +272,7 @@ def apply_low_precision_layernorm(
 
 
 def _dtype(precision: Any) -> torch.dtype | None:
-    """The dtype of a precision by name or as an enum of names; None for None."""
+    """The dtype of a precision, given as a name or as an enum of names; None for None."""
     if precision is None:
         return None
     name = getattr(precision, "value", precision)
@@ -263,7 +289,7 @@ def _how(module: Any) -> str:
 
 
 def _kind(module: Any) -> Any:
-    """The norm of `NORMS` whose forward ``module`` has, None for none."""
+    """The type in `NORMS` whose forward ``module`` has; None if there is none."""
     forward = bare_class(module).forward
     return next((kind for kind in NORMS if kind.forward is forward), None)
 

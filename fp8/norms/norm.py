@@ -1,8 +1,8 @@
 """Norms in low precision: input, weight and output in 16 bits, the statistics in float32.
 
-`torch.autocast` runs norms in float32 on CUDA devices: 20 bytes moved for each element instead of
-4. These run in its 16-bit dtype, with autocast off inside. Their output may be in an FP8 format,
-which the next product takes as it is.
+On CUDA devices `torch.autocast` runs norms in float32, which moves 20 bytes per element instead of
+4. These norms run in its 16-bit dtype, with autocast disabled inside. Their output may be in an FP8
+format, which the next product uses without another cast.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 OUTPUTS = ("e4m3", "e5m2")
-"""The formats that a norm hands on: those that the FP8 products take."""
+"""The output formats of norms: those that FP8 products use."""
 
 
 class _Fast:
@@ -49,17 +49,20 @@ class _Fast:
 
 
 def set_fast_norm(enable: bool = True) -> None:
-    """Whether every `LayerNorm2d` made from now on computes in autocast's dtype, as in timm.
+    """Sets whether new `LayerNorm2d` modules compute in autocast's dtype, as in timm.
 
-    Those made before stay as they are; `fp8.low_precision_norms` is for the norms of a model that
-    exists. Off at first.
+    Existing modules do not change; `fp8.low_precision_norms` changes the norms of a model. Off by
+    default.
+
+    Args:
+        enable: whether to do so.
     """
     check_flag("enable", enable)
     _Fast.enabled = enable
 
 
 def is_fast_norm() -> bool:
-    """What `set_fast_norm` has set."""
+    """Returns the value set by `set_fast_norm`."""
     return _Fast.enabled
 
 
@@ -75,16 +78,29 @@ def layer_norm(
 ) -> Tensor:
     """`torch.nn.functional.layer_norm` in low precision.
 
-    input: (..., *normalized_shape), floating point. weight, bias: normalized_shape or None.
-    dtype: what input, weight and bias are rounded to, and the output has; None is the dtype of the
-    enclosing `torch.autocast` of input's device, and outside of one input's own. float64 stays
-    float64 unless a dtype is given. Mean and variance are in float32 and the output is rounded
-    once. NaN and Inf make their row NaN.
-    output: "e4m3" or "e5m2": the output, rounded once more to that format without a scale
-    (saturating, ties to even), as a `fp8.ScaledTensor` of one byte an element, which a product
-    under a recipe with that format takes as it is. Its gradient passes the rounding unchanged.
-    Compiled, it is a plain tensor of the same numbers: the compiler joins the cast to the norm.
-    Raises ValueError for another output, TypeError for a dtype that is none of torch's.
+    Mean and variance are computed in float32 and the output is rounded once. NaN or Inf makes its
+    row NaN.
+
+    Args:
+        input: (..., *normalized_shape), floating point.
+        normalized_shape: the dimensions to normalize over.
+        weight, bias: normalized_shape, or None.
+        eps: added to the variance.
+        dtype: the dtype to which input, weight and bias are rounded, and of the output. None: the
+            dtype of the enclosing `torch.autocast` of the input's device; without one, that of the
+            input. float64 stays float64 unless a dtype is given.
+        output: "e4m3" or "e5m2": the output is rounded once more to that format, without a scale
+            (saturating, ties to even), and returned as a `fp8.ScaledTensor` of one byte per
+            element. A product under a recipe with that format uses it without a cast. The gradient
+            passes the rounding unchanged. In compiled code it is a plain tensor of the same values,
+            and the compiler fuses the cast with the norm.
+
+    Returns:
+        (..., *normalized_shape), in ``dtype``.
+
+    Raises:
+        ValueError: for another output.
+        TypeError: if ``dtype`` is not a torch.dtype.
     """
     shape = list(normalized_shape)
     return _norm(
@@ -104,10 +120,18 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     output: str | Format | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.rms_norm` in low precision; arguments as in `layer_norm`.
+    """`torch.nn.functional.rms_norm` in low precision.
 
-    eps: None is the machine epsilon of float32, the dtype of the statistics, and torch's default;
-    the one here is timm's.
+    Args:
+        input, normalized_shape, weight, dtype, output: as in `layer_norm`.
+        eps: added to the mean square; the default is timm's. None, the default of torch: the
+            machine epsilon of float32, the dtype of the statistics.
+
+    Returns:
+        As `layer_norm`.
+
+    Raises:
+        ValueError, TypeError: as `layer_norm`.
     """
     eps = torch.finfo(wide(input, input[:0]).dtype).eps if eps is None else eps
     return _norm(
@@ -130,7 +154,17 @@ def group_norm(
 ) -> Tensor:
     """`torch.nn.functional.group_norm` in low precision.
 
-    input: (batch, channels, ...). weight, bias: (channels,) or None. The rest as in `layer_norm`.
+    Args:
+        input: (batch, channels, ...).
+        num_groups: the number of groups of channels.
+        weight, bias: (channels,) or None.
+        eps, dtype, output: as in `layer_norm`.
+
+    Returns:
+        (batch, channels, ...), in ``dtype``.
+
+    Raises:
+        ValueError, TypeError: as `layer_norm`.
     """
     return _norm(
         lambda x, *wb: F.group_norm(
@@ -153,8 +187,17 @@ def layer_norm2d(
 ) -> Tensor:
     """Layer norm over the channels of each pixel, in low precision.
 
-    input: (batch, channels, ...). weight, bias: (channels,) or None. The rest as in `layer_norm`.
-    Strides and errors also as of `fp8.norms.layer_norm2d.layer_norm2d`.
+    Args:
+        input: (batch, channels, ...).
+        weight, bias: (channels,) or None.
+        eps, dtype, output: as in `layer_norm`.
+
+    Returns:
+        (batch, channels, ...), in ``dtype``, with the strides that
+        `fp8.norms.layer_norm2d.layer_norm2d` returns.
+
+    Raises:
+        ValueError, TypeError: as `layer_norm` and `fp8.norms.layer_norm2d.layer_norm2d`.
     """
 
     def norm(x: Tensor, *wb: Tensor | None) -> Tensor:
@@ -169,7 +212,7 @@ def _norm(
     dtype: torch.dtype | None,
     output: str | Format | None,
 ) -> Tensor:
-    """``function(*tensors)``, of which the first is the input, in low precision."""
+    """``function(*tensors)`` in low precision; the first tensor is the input."""
     if not (dtype is None or isinstance(dtype, torch.dtype)):
         raise TypeError(f"dtype is {dtype!r}; give a torch.dtype or None")
     low = to_autocast_dtype(*tensors)[0].dtype if dtype is None else dtype
@@ -183,8 +226,9 @@ def _norm(
 def _with_wide_statistics(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The parameters for torch's kernels, which on a CPU keep mean and 1/sqrt(var) for the backward
-    pass in the dtype of the parameters. Those of CUDA keep them in float32, and take no others."""
+    """The parameters to pass to torch's kernels. On a CPU these save mean and 1/sqrt(var) for the
+    backward pass in the dtype of the parameters. CUDA kernels save them in float32 and need equal
+    dtypes."""
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
         return weight, bias
     weight = x.new_ones(shape) if weight is None else weight
@@ -193,7 +237,7 @@ def _with_wide_statistics(
 
 
 def checked_output(output: str | Format) -> Format:
-    """The format of that name. Raises ValueError for one that norms do not hand on."""
+    """Looks up an output format. Raises ValueError for a format that norms do not support."""
     format = get_format(output)
     if format.name not in OUTPUTS:
         raise ValueError(f"a norm hands on {' or '.join(OUTPUTS)}, not {format.name!r}")
@@ -226,15 +270,22 @@ class _HandedOn(Function):
 
 
 class LayerNorm2d(nn.LayerNorm):
-    """`layer_norm2d` as a module, with timm's arguments, parameters and defaults; as there an
-    `nn.LayerNorm`.
+    """`layer_norm2d` as a module, a subclass of `nn.LayerNorm` with timm's parameters and defaults.
 
-    Input and output: (batch, num_channels, ...), strides as of
-    `fp8.norms.layer_norm2d.layer_norm2d`. affine: with weight and, unless bias is False, bias
-    (num_channels,), which start at 1 and 0. device, dtype: of these. The output has the dtype of
-    the input, under `torch.autocast` too; in a module made while `is_fast_norm`, autocast's dtype,
-    but not scripted. `torch.export` takes it. Errors as of `layer_norm2d`, and ValueError for
-    another number of channels.
+    Input and output are (batch, num_channels, ...), with strides as in
+    `fp8.norms.layer_norm2d.layer_norm2d`. The output has the dtype of the input, under
+    `torch.autocast` too. In a module created while `is_fast_norm()`, it has autocast's dtype,
+    unless scripted. `torch.export` is supported.
+
+    Args:
+        num_channels: the number of channels.
+        eps: added to the variance.
+        affine: whether to have a weight, initially 1, and a bias, initially 0: (num_channels,).
+        bias: False omits the bias.
+        device, dtype: those of weight and bias.
+
+    Raises:
+        ValueError, TypeError: as `layer_norm2d`; ValueError for another number of channels.
 
     >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
     >>> LayerNorm2d(8)(x).is_contiguous(memory_format=torch.channels_last)
@@ -255,7 +306,7 @@ class LayerNorm2d(nn.LayerNorm):
         self.fast_norm = is_fast_norm()
 
     def check_channels(self, input: Tensor) -> None:
-        """Raises ValueError for another number of channels, which no weight shows."""
+        """Raises ValueError for another number of channels, which no weight would reveal."""
         channels = self.normalized_shape[0]
         if not self.elementwise_affine and input.dim() > 1 and input.size(1) != channels:
             raise ValueError(f"LayerNorm2d has {channels} channels, its input {input.size(1)}")

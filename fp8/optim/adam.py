@@ -2,21 +2,21 @@
 
     optimizer = fp8.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
-The states are plain tensors in ``optimizer.state``. One kept as it is has the name that torch gives
-it (``exp_avg``, ``exp_avg_sq``); one in units of a scale is ``exp_avg_values`` with
-``exp_avg_scale`` (0-dim, or one for each block of 128) and, where that is one for all,
-``exp_avg_amax``. A master weight is ``master`` in the same way.
+The states are plain tensors in ``optimizer.state``. A state without a scale has the name that torch
+uses (``exp_avg``, ``exp_avg_sq``). One with a scale consists of ``exp_avg_values``,
+``exp_avg_scale`` (0-dim, or one for each block of 128) and, with a single scale,
+``exp_avg_amax``. A master weight is stored as ``master`` in the same way.
 
-_How long a step can be. With |g| up to any size at any time, the moments of exact Adam give
+Bound of a step. For gradients of any size, the moments of exact Adam satisfy
 
     |m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)),
 
-by the inequality of Cauchy and Schwarz: 7.3 for the default betas. Rounded to nearest, a moment
-that is stored has a relative error of up to u = 2**-(mantissa bits + 1), and rounding of small ones
-goes the safe way (see `fp8.optim.encodings`), so that the same holds with b1 (1 + u) and b2 (1 - u)
-under the inner fraction: 10.9 with "e4m3" and "float16", 1.5 times as much. (A second moment below
-the smallest normal value is only ever too large.) Rounded stochastically, as `fp8.optim.encodings`
-says when, moments are right in the mean instead: first ones are not larger, second ones not
+by the Cauchy-Schwarz inequality: 7.3 for the default betas. A moment rounded to nearest has a
+relative error of at most u = 2**-(mantissa bits + 1), and small moments are rounded in the safe
+direction (see `fp8.optim.encodings`). The same bound then holds with b1 (1 + u) and b2 (1 - u) in
+the inner fraction: 10.9 with "e4m3" and "float16", 1.5 times as large. (A second moment below the
+smallest normal value can only be too large.) Moments rounded stochastically (`fp8.optim.encodings`
+says when) are unbiased instead: in expectation first moments are not larger and second moments not
 smaller.
 """
 
@@ -71,11 +71,11 @@ from .state import (
 __all__ = ["Adam", "AdamW", "state_bytes"]
 
 HALF = 15
-"""Random bits for each of the two moments, from one word of 32."""
+"""Random bits for each of the two moments, from one 32-bit word."""
 
 
 class _How(NamedTuple):
-    """_How the weight and the moments are kept, and which of them are rounded stochastically."""
+    """The encodings of the weight and the moments, and which of them are rounded stochastically."""
 
     weight: Encoding
     first: Encoding
@@ -89,22 +89,22 @@ class _How(NamedTuple):
 
     @property
     def by_name(self) -> tuple[tuple[str, Encoding], ...]:
-        """The encodings, with the names in a state."""
+        """The encodings with their names in a state."""
         return (MASTER, self.weight), (FIRST, self.first), (SECOND, self.second)
 
 
 Kept = tuple[Stored, Stored, Stored]
-"""The weight and the moments."""
+"""The weight and the two moments."""
 
 
 class _Room(threading.local):
-    """The memory of the copies in float32, at most `fp8.optim.adam.COMPILED` numbers. It stays with
-    the thread: memory that is new at each step costs as much as half of the step."""
+    """A buffer for float32 copies, of at most `fp8.optim.adam.COMPILED` elements. It is kept per
+    thread: allocating it on each step takes up to half of the time of the step."""
 
     numbers = torch.empty(0, device="cpu")
 
     def of(self, rows: int, columns: int) -> Tensor:
-        if torch.compiler.is_compiling():  # which is not to depend on what this thread has done
+        if torch.compiler.is_compiling():  # a graph must not depend on the state of this thread
             return torch.empty(rows, columns)
         if len(self.numbers) < rows * columns:
             self.numbers = torch.empty(rows * columns, dtype=torch.float32, device="cpu")
@@ -117,15 +117,15 @@ ROOM = _Room()
 def _adam_compiled(
     kept: Kept, old: list[Tensor], room: Tensor, numbers: Tensor, how: _How, keys: list[Key]
 ) -> Tensor:
-    """`_adam`, compiled. On a CPU it reads what has 16 bits from a copy in ``room``: loops that
-    torch compiles for AVX-512 read 16-bit numbers under masks; such loads are not prefetched, and
-    wait for what was stored under masks just before."""
+    """`_adam`, compiled. On a CPU, 16-bit tensors are read from float32 copies in ``room``: torch's
+    loops for AVX-512 use masked loads for 16-bit values, which are not prefetched and wait for
+    preceding masked stores."""
     rows = iter(room)
     for i, x in enumerate(old):
         if x.element_size() == 2 and (row := next(rows, None)) is not None:
             old[i] = row[: len(x)].copy_(x)
     device = old[0].device
-    words = [torch.as_tensor(key, device=device) for key in keys]  # ints compile anew
+    words = [torch.as_tensor(key, device=device) for key in keys]  # ints would recompile
     step = _compiled(False if device.type == "cpu" and how.in_blocks else None)
     return step(kept, old, numbers, how, words)
 
@@ -133,16 +133,16 @@ def _adam_compiled(
 def _adam(
     kept: Kept, old: Sequence[Tensor], numbers: Tensor, how: _How, keys: Sequence[Key]
 ) -> Tensor:
-    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay, of ``kept``. Its
-    values, and the gradient, are read from ``old``: the same tensors, or copies. (Not views of
-    them: what shares memory must be one tensor to a compiler.)
+    """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``kept`` in
+    place. Values and gradient are read from ``old``: the same tensors, or copies. They are not
+    views, because torch.compile needs tensors that share memory to be one tensor.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         w = decay w - size m / (root sqrt(v) + eps)
 
-    In float32, from the new moments before they are rounded. old: (n,) each. numbers: (11,), those
-    of the formulas and 1 / scale of the three. Returns the largest magnitude of a weight that has a
-    scale, else 0.
+    Computed in float32, from the new moments before they are rounded. old: (n,) each. numbers:
+    (11,), the scalars of the formulas and the three values 1 / scale. Returns the largest magnitude
+    of a weight that has a scale, else 0.
     """
     weight, first, second = (s._replace(values=x) for s, x in zip(kept, old, strict=False))
     decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
@@ -171,7 +171,7 @@ def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
 
 
 LARGEST = torch.finfo(torch.float32).max ** 0.5
-"""A gradient beyond this has no square in float32."""
+"""The square of a larger gradient overflows float32."""
 
 PLAIN = {
     torch.float32: ENCODINGS["float32"],
@@ -180,25 +180,28 @@ PLAIN = {
         name="float16", dtype=torch.float16, format=ENCODINGS["float16"].format
     ),
 }
-"""_How weights without a master are kept, by their dtype."""
+"""The encodings of weights without a master, by dtype."""
 
 COMPILED = 1 << 22
-"""Numbers that a compiled step copies to float32 at once on a CPU: 16 MiB."""
+"""Elements that a compiled step on a CPU copies to float32 at once: 16 MiB."""
 
 BLOCKS = 1 << 16
-"""Numbers that a compiled step with blocks takes at once on each thread of a CPU, always as many:
-for a number that may change torch compiles loops without vectors, which take ten times as long."""
+"""Elements that a compiled step with blocks processes at once per CPU thread. The number is
+constant, because for dynamic sizes torch compiles loops without vectors, which are ten times
+slower."""
 
 Scales = list[float | None]
-"""Of the weight and the moments, where one is for a whole tensor."""
+"""The scale factors of the weight and the moments; None where there is none for the whole
+tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Unit:
-    """What is stepped together: one parameter, or small ones of a group as one tensor.
+    """Parameters that are updated together: one parameter, or the small ones of a group
+    concatenated.
 
-    index: of the first, among all parameters of the optimizer, for random bits of its own.
-    master: whether there are master weights, which are what is stepped.
+    index: of the first, among all parameters of the optimizer; makes random bits distinct. master:
+    whether there are master weights, which are then updated.
     """
 
     parameters: list[Tensor]
@@ -210,13 +213,13 @@ class _Unit:
     how: _How
 
     def kept(self, name: str) -> Stored:
-        """A moment or the master, flat; of one parameter it shares memory with the state."""
+        """A moment or the master, flat; for a single parameter it shares memory with the state."""
         if len(self.states) == 1:
             return read(self.states[0], name)
         return Stored(torch.cat([read(state, name).values for state in self.states]))
 
     def weight(self) -> Stored:
-        """What is stepped: masters, the weight itself, or a copy of the weights."""
+        """The tensor to update: the masters, the weight itself, or a copy of the weights."""
         if self.master:
             return self.kept(MASTER)
         here = [local(parameter.detach()) for parameter in self.parameters]
@@ -225,7 +228,7 @@ class _Unit:
         return Stored(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
 
     def gradient(self) -> Tensor:
-        """What Adam sees, flat: of what is maximized the negative, with the decay that is L2."""
+        """The gradient that Adam uses, flat: negated for maximize, with the L2 decay added."""
         here = [local(parameter.grad.detach()) for parameter in self.parameters]  # type: ignore[union-attr]
         flats = [(x if is_plain(x) else x.to(torch.float32)).reshape(-1) for x in here]
         grad = flats[0] if len(flats) == 1 else torch.cat(flats)
@@ -236,7 +239,8 @@ class _Unit:
         return grad
 
     def amaxes(self) -> list[Tensor | None]:
-        """Of the weight and the moments, where one scale is for the whole tensor."""
+        """The amax of the weight and the moments; None where there is no scale for the whole
+        tensor."""
         state = self.states[0]
         return [
             state[name + PARTS[2]] if encoding.scale == "tensor" else None
@@ -244,10 +248,11 @@ class _Unit:
         ]
 
     def scales(self, largest: float, amaxes: Iterator[float]) -> Scales:
-        """New ones, for gradients of up to ``largest``; ``amaxes``: the values of `amaxes`.
+        """New scale factors for gradients of magnitude up to ``largest``. amaxes: the values of
+        `amaxes`.
 
-        A moment has no magnitude beyond the same moment of the largest magnitudes, which is kept
-        for it as ``amax``: one pass over the gradient is all that a scale costs.
+        A moment is bounded by the moment of the largest magnitudes, which is stored as its
+        ``amax``. A scale therefore costs only one pass over the gradient.
         """
         b1, b2 = self.group["betas"]
         found: Scales = []
@@ -266,7 +271,8 @@ class _Unit:
         return found
 
     def numbers(self, scales: Scales) -> Tensor:
-        """The scalars of a step, (11,), each computed in float64 and rounded once; 1 / scales."""
+        """The scalars of a step, (11,), each computed in float64 and rounded once; then 1 /
+        scales."""
         group = self.group
         step, (b1, b2), lr = float(self.states[0]["step"]), group["betas"], float(group["lr"])
         decay = 1 - lr * group["weight_decay"] if self.decoupled else 1.0
@@ -276,16 +282,16 @@ class _Unit:
 
     @property
     def compiled(self) -> bool:
-        """Whether torch compiles the step."""
+        """Whether the step is compiled."""
         return self.group["compile"] and len(self.states) == 1
 
     def keys(self) -> list[Key]:
-        """Of the random bits of this step: for the moments, and for the weight."""
+        """The keys of the random bits of this step: for the moments, and for the weight."""
         seed = (self.group["seed"], int(self.states[0]["step"]), self.index)
         return [random_key((*seed, stream)) for stream in range(2)]
 
     def finish(self, weight: Stored, first: Stored, second: Stored) -> None:
-        """Writes what was stepped to where it comes from."""
+        """Writes updated copies back to the parameters and states."""
         joined = len(self.states) > 1
         if joined:
             kept = {FIRST: first, SECOND: second, **({MASTER: weight} if self.master else {})}
@@ -302,10 +308,10 @@ def _split(flat: Tensor, targets: list[Tensor]) -> None:
 
 
 def _units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:
-    """The parameters of a group that have a gradient; those without a state get one.
+    """The units of a group's parameters that have a gradient; creates missing states.
 
-    index: of the first among all parameters of the optimizer.
-    Raises RuntimeError for a sparse gradient.
+    index: of the group's first parameter, among all parameters of the optimizer. Raises
+    RuntimeError for a sparse gradient.
     """
     found: dict[Any, _Unit] = {}
     for number, parameter in enumerate(group["params"], index):
@@ -347,16 +353,16 @@ def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
 
 
 def _step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
-    """Steps all of them; or none, and returns False, where a gradient or its square is not finite.
+    """Updates all units, or none and returns False if a gradient or its square is not finite.
 
-    parameters: all that the optimizer has; of those that are sharded, all processes agree.
-    The gradients are looked at first, all of them, which gives each moment its scale as well: that
-    of the largest that it can become.
+    parameters: all parameters of the optimizer; for sharded ones, all processes agree on the
+    result. All gradients are inspected first, which also yields the scale factor of each moment:
+    that of the largest value it can reach.
     """
     looks = [x for unit in units for x in _extremes(unit.gradient())]
     looks += [amax for unit in units for amax in unit.amaxes() if amax is not None]
     numbers = iter(_on_cpu(looks))
-    largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN where there is one
+    largest = [max(-next(numbers), next(numbers)) for _ in units]  # NaN propagates
     if not everywhere(all(x < LARGEST for x in largest), parameters):
         return False
     for unit, x in zip(units, largest, strict=True):
@@ -367,7 +373,7 @@ def _step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
 
 
 def _on_cpu(numbers: list[Tensor]) -> list[float]:
-    """0-dim tensors as numbers: the one time that the host waits for a GPU."""
+    """0-dim tensors as numbers: the only synchronization with a GPU."""
     devices = {x.device for x in numbers}
     if len(devices) == 1 and not numbers[0].is_cpu:
         return torch.stack([x.to(torch.float32) for x in numbers]).tolist()
@@ -375,14 +381,14 @@ def _on_cpu(numbers: list[Tensor]) -> list[float]:
 
 
 def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest number, 0-dim; NaN where there is one, 0 of an empty shard."""
+    """The smallest and largest element, 0-dim; NaN if there is one, 0 for an empty shard."""
     low, high = torch.aminmax(x if x.numel() else x.new_zeros(1))
     return low, high
 
 
 def _step(unit: _Unit, scales: Scales) -> None:
-    """One unit, in pieces that stay in a processor's cache; the rest of a compiled one is not
-    compiled."""
+    """Updates one unit in chunks that stay in a processor's cache. The remainder of a compiled unit
+    runs in eager mode."""
     kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
     count = len(grad)
@@ -412,8 +418,8 @@ def _step(unit: _Unit, scales: Scales) -> None:
 
 
 def _sizes(read: Sequence[Tensor], unit: _Unit) -> tuple[int, int, int]:
-    """Of the pieces: how many numbers, a power of two, or all; what all but the rest are multiples
-    of; and how many tensors have 16 bits and are copied to float32."""
+    """The chunk size (a power of two, or all elements); the number that compiled chunks are
+    multiples of; and the number of 16-bit tensors to copy to float32."""
     least, threads = BLOCK if unit.compiled else 1, (torch.get_num_threads() - 1).bit_length()
     if not read[0].is_cpu:
         return max(len(read[0]), 1), least, 0
@@ -426,7 +432,7 @@ def _sizes(read: Sequence[Tensor], unit: _Unit) -> tuple[int, int, int]:
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raises ValueError and TypeError for what a group cannot have."""
+    """Raises ValueError or TypeError for invalid settings of a group."""
     choices: dict[str, tuple[str | None, ...]] = {**MOMENTS, "master_weights": (None, *MASTERS)}
     for name, allowed in choices.items():
         check_name(name, group[name], allowed)
@@ -451,8 +457,8 @@ def _check(group: dict[str, Any]) -> None:
 
 
 class _Adam(LowPrecision):
-    """What `Adam` and `AdamW` share. Neither is a subclass of the other, so that no test for one of
-    them takes the other for it."""
+    """Base class of `Adam` and `AdamW`. Neither is a subclass of the other, so isinstance tells
+    them apart."""
 
     options = (
         "first_moment",
@@ -518,39 +524,46 @@ class _Adam(LowPrecision):
 
 
 class Adam(_Adam):
-    """`torch.optim.Adam`: weight_decay is added to the gradient (L2). Arguments as in `AdamW`."""
+    """`torch.optim.Adam` with states in low precision: weight_decay is added to the gradient (L2).
+
+    Args:
+        params, ...: as in `AdamW`; weight_decay is 0 by default.
+    """
 
     decoupled = False
     default_decay = 0.0
 
 
 class AdamW(_Adam):
-    """`torch.optim.AdamW`, decay decoupled from the gradient, with states in low precision.
+    """`torch.optim.AdamW` (decoupled weight decay) with states in low precision.
 
-    Positions, names and defaults of torch's arguments are torch's. The arithmetic is float32.
+    The arguments of torch keep their positions, names and defaults. The arithmetic is float32. All
+    options may differ between parameter groups.
 
-    params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or tensors
-    of another class that stand for these (`fp8.tensors.scaled_tensor.ScaledTensor`).
-    first_moment, second_moment: names in `MOMENTS`, of `ENCODINGS`. Bytes an element: "float32" 4;
-    "bfloat16" 2; "float16" 2, in units of one scale for the tensor; "e4m3" 1, so too; "e4m3_block"
-    and "e5m3_block" 1.03, with a scale for each block of 128.
-    master_weights: "float32" or "float16" (in units of one scale): the copy that is stepped of
-    weights that are not float32 themselves; after a step they are rounded from it.
-    stochastic_weights: round weights, or masters, that are bfloat16 or float16 to one of their two
-    neighbours, so that steps too small for their precision are taken in the mean.
-    min_size: parameters of fewer elements keep float32 moments, and are stepped together.
-    seed: of the random bits, which follow from it, the step and the position of an element: the
-    same eager and compiled, and in a run continued from a state_dict.
-    compile: compile the step of large parameters with `torch.compile`. Otherwise it goes through
-    them piece by piece in a processor's cache.
+    If a gradient in any group, or its square, is not finite, no parameter is updated, no state
+    changes, and ``skipped_steps`` counts the step. This is decided by one inspection of all
+    gradients, which synchronizes with a GPU.
 
-    All may differ between groups, as the learning rate may. A gradient that is not finite, or
-    whose square is not, in any of the groups: no parameter is stepped and no state changes, and
-    ``skipped_steps`` counts it. One look at all gradients finds out; on a GPU the host waits for
-    it.
+    Args:
+        params: parameters, named parameters or groups of them; float32, bfloat16 or float16, or
+            tensor subclasses of these dtypes (`fp8.ScaledTensor`).
+        first_moment, second_moment: names in `MOMENTS`, of `ENCODINGS`. Bytes per element:
+            "float32" 4; "bfloat16" 2; "float16" 2 and "e4m3" 1, both with one scale per tensor;
+            "e4m3_block" and "e5m3_block" 1.03, with a scale for each block of 128.
+        master_weights: "float32" or "float16" (with one scale per tensor): the copy that is updated
+            for weights that are not float32. After a step the weights are rounded from it.
+        stochastic_weights: rounds bfloat16 or float16 weights, or masters, stochastically, so that
+            updates below their precision take effect in expectation.
+        min_size: parameters of fewer elements have float32 moments and are updated together.
+        seed: of the random bits, which depend on it, the step and the position of the element: the
+            same in eager and compiled code, and after resuming from a state_dict.
+        compile: compiles the update of large parameters with `torch.compile`. Otherwise they are
+            updated in chunks that stay in a processor's cache.
 
-    Raises ValueError for values out of range and where amsgrad, foreach, fused, capturable or
-    differentiable is True, TypeError for another dtype.
+    Raises:
+        ValueError: for values out of range, and if amsgrad, foreach, fused, capturable or
+            differentiable is True.
+        TypeError: for another dtype.
 
     >>> weight = torch.nn.Parameter(torch.ones(128, 128))
     >>> optimizer = AdamW([weight], lr=0.1, first_moment="e4m3_block", second_moment="e5m3_block")
@@ -567,7 +580,14 @@ class AdamW(_Adam):
 
 
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:
-    """Bytes of the tensors that an optimizer of this module keeps, by what they are for."""
+    """Bytes of the state tensors of an optimizer, by purpose.
+
+    Args:
+        optimizer: an optimizer of `fp8.optim`.
+
+    Returns:
+        "first_moment", "second_moment", "master" and "step" -> bytes on this process.
+    """
     kinds = {SECOND: "second_moment", FIRST: "first_moment", MASTER: "master", "step": "step"}
     kinds[MOMENTUM] = "first_moment"
     found = dict.fromkeys(("first_moment", "second_moment", "master", "step"), 0)

@@ -1,5 +1,5 @@
-"""What the optimizers of `fp8.optim` share: steps that are taken whole or not at all, states that
-are loaded in any encoding, masters that follow their weights."""
+"""Base class of the optimizers: all-or-nothing steps, loading of states in any encoding, and
+masters that follow external changes of their weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["LowPrecision", "refuse"]
 
 
 def refuse(**options: bool | None) -> None:
-    """Raises ValueError for options of torch's optimizers that are on and not supported here."""
+    """Raises ValueError for enabled options of torch's optimizers that are not supported."""
     for name, value in options.items():
         if value not in (None, False):
             raise ValueError(
@@ -42,27 +42,29 @@ def refuse(**options: bool | None) -> None:
 
 
 class LowPrecision(Optimizer):
-    """The base of the optimizers: they say how to check a group, step, and read another's state."""
+    """Base class. Subclasses check a group, update the parameters, and convert states."""
 
-    #: What load_state_dict leaves as the optimizer has it.
+    #: The options that load_state_dict does not change.
     options: ClassVar[tuple[str, ...]]
 
     @staticmethod
     def check(group: Group) -> None:
-        """Raises ValueError and TypeError for what a group cannot have."""
+        """Raises ValueError or TypeError for invalid settings of a group."""
         raise NotImplementedError
 
     def step_all(self) -> bool:
-        """Steps all parameters that have a gradient; or none, where one is not finite: False."""
+        """Updates all parameters that have a gradient; or none, and returns False, if one is not
+        finite."""
         raise NotImplementedError
 
     @staticmethod
     def converted(parameter: Tensor, saved: State, group: Group) -> State:
-        """``saved``, the state of such an optimizer, as ``group`` keeps it."""
+        """Converts ``saved``, the state of an optimizer of this kind, to the encodings of
+        ``group``."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. Raises ValueError and TypeError for what a group cannot have."""
+        """As in torch. Raises ValueError or TypeError for invalid settings."""
         super().add_param_group(param_group)
         try:
             self.check(self.param_groups[-1])
@@ -71,24 +73,24 @@ class LowPrecision(Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickle, which cannot read torch's tensors of 8-bit formats."""
+        """The state for copies and pickle, which cannot read torch's tensors of 8-bit formats."""
         state = super().__getstate__()
         kept = {p: {k: _readable(v) for k, v in own.items()} for p, own in state["state"].items()}
         return {**state, "state": defaultdict(dict, kept)}
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out, because a gradient or its square was not finite."""
+        """The number of steps skipped because a gradient or its square was not finite."""
         return int(self.param_groups[0]["skipped_steps"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters that have a gradient, or of none; returns the closure's loss.
+        """Updates all parameters that have a gradient, or none; returns the closure's loss.
 
-        A parameter may be any tensor that ``p.detach().to(torch.float32)`` reads and
-        ``p.copy_(float32)`` writes, and its gradient one that ``.to(torch.float32)`` reads.
-        What others have written to a parameter with a master since the last step is its master
-        from now on. Raises RuntimeError for a sparse gradient.
+        A parameter may be any tensor that supports ``p.detach().to(torch.float32)`` and
+        ``p.copy_(float32)``, and its gradient any that supports ``.to(torch.float32)``. If a
+        parameter with a master was written since the last step, its master is set from it. Raises
+        RuntimeError for a sparse gradient.
         """
         loss = None
         if closure is not None:
@@ -107,7 +109,7 @@ class LowPrecision(Optimizer):
         return [p for p in parameters_of(self) if p in self.state and has(self.state[p], MASTER)]
 
     def _refresh_masters(self) -> None:
-        """Begins masters anew whose weights are not what they round to."""
+        """Resets masters whose weights differ from the rounded master."""
         known = getattr(self, "_versions", {})
         for p in self._with_master():
             if known.get(p) == _version(p):
@@ -120,13 +122,13 @@ class LowPrecision(Optimizer):
                 keep(self.state[p], MASTER, p, encoding, numbers_of(p))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, with the state of such an optimizer of torch or of this module.
+        """As in torch, for a state of this kind of optimizer from torch or from this package.
 
-        It is converted to the encodings that this one has: exactly where they are the same, else
-        rounded to nearest. A master that is not kept here is written to its parameter.
-        Raises ValueError, and changes nothing, for amsgrad's state, that of another kind of
-        optimizer, shapes that are not those of the parameters, settings out of range, what is
-        missing, moments that are not finite, negative second ones and a step that is no count.
+        The state is converted to the encodings of this optimizer: exactly if they are the same,
+        else rounded to nearest. A saved master without a counterpart here is written to its
+        parameter. Raises ValueError, without changing anything, for amsgrad states, states of
+        another kind of optimizer, shapes that do not match, settings out of range, missing entries,
+        moments that are not finite, negative second moments and an invalid step count.
         """
         groups, state = self.param_groups, self.state
         hold = self.register_load_state_dict_pre_hook(_hold)
@@ -144,7 +146,7 @@ class LowPrecision(Optimizer):
 
 @dataclass(frozen=True)
 class _Bits:
-    """A tensor on its way through pickle, as plain bytes."""
+    """A tensor pickled as plain bytes."""
 
     tensor: Tensor
 
@@ -162,12 +164,12 @@ def _readable(value: Any) -> Any:
 
 
 def _version(parameter: Any) -> tuple[int, ...]:
-    """What changes when the parameter is written to."""
+    """A value that changes when the parameter is written."""
     return (parameter._version, *getattr(parameter, "writes", ()))
 
 
 def _hold(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Wraps each state so that torch does not cast what is in it to the dtype of the parameter."""
+    """Wraps each state so that torch does not cast its tensors to the dtype of the parameter."""
     return {**state_dict, "state": {k: _Held(v) for k, v in state_dict["state"].items()}}
 
 
@@ -177,10 +179,10 @@ class _Held:
 
 
 def _place(before: list[dict[str, Any]], optimizer: Any) -> None:
-    """After torch has mapped states to parameters: converts them, and completes the groups."""
+    """Converts states and completes groups, after torch has mapped states to parameters."""
     for group, old in zip(optimizer.param_groups, before, strict=True):
         if group.get("amsgrad"):
-            raise ValueError("this is the state of amsgrad=True, which is not had here")
+            raise ValueError("the state is of amsgrad=True, which is not supported")
         optional = {"skipped_steps", "seed", "maximize", "differentiable", *optimizer.options}
         missing = sorted(optimizer.defaults.keys() - group.keys() - optional)
         group.update({**old, **group, **{name: old[name] for name in optimizer.options}})

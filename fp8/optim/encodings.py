@@ -1,14 +1,14 @@
-"""How an optimizer keeps a tensor: `ENCODINGS`, and the two ways between float32 and those.
+"""How an optimizer stores a tensor: `ENCODINGS`, and the conversions between them and float32.
 
-A scale is a power of two, the value of one unit of what is stored. Nothing is stored that could
-make a later step too long:
+A scale factor is a power of two, the value of one unit of the stored numbers. The rounding never
+makes a later step too long:
 
-- Below the smallest normal value of its format a first moment is rounded toward zero and a second
-  moment away from it: so the one decays to zero, and the other, which is divided by, is never zero
-  unless it was.
-- Elsewhere rounding is to nearest where a step's own decay is more than half a unit in the last
-  place (1 - beta > 2**-(mantissa bits + 1)). Where it is less a moment would stand still, and so
-  rounding is stochastic: right in the mean.
+- Below the smallest normal value of the format a first moment is rounded toward zero and a second
+  moment away from zero. So the former decays to zero, and the latter, a divisor, is zero only if it
+  was zero before.
+- Otherwise rounding is to nearest if the decay of one step exceeds half a unit in the last place
+  (1 - beta > 2**-(mantissa bits + 1)). If it does not, a moment would not change, so rounding is
+  stochastic, which is unbiased.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from ..recipes.scaling import scale_of, scale_of_number, scaled_tiles
 __all__ = ["BLOCK", "ENCODINGS", "MASTERS", "MOMENTS", "Encoding", "Stored"]
 
 BLOCK = 128
-"""Elements in a row that share the scale of a block, as in DeepSeek-V3 (arXiv:2412.19437)."""
+"""Consecutive elements that share the scale of a block, as in DeepSeek-V3 (arXiv:2412.19437)."""
 
 HEADROOM = 2.0**7
-"""How far a master weight may grow in one step: its scale is found before the step."""
+"""The factor by which a master weight may grow in one step, as its scale is computed before the
+step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """A row of ENCODINGS: values of ``format`` in ``dtype``, and what shares a scale.
+    """A row of ENCODINGS: values of ``format`` in ``dtype``, and which elements share a scale.
 
-    scale: "none", "tensor" or "block" (`BLOCK` elements in row-major order; the last is shorter).
+    scale: "none", "tensor" or "block" (`BLOCK` elements in row-major order; the last may be
+    shorter).
     """
 
     name: str
@@ -45,22 +47,23 @@ class Encoding:
     scale: str = "none"
 
     def rounds_stochastically(self, beta: float) -> bool:
-        """Whether a moment that decays by ``beta`` a step would stand still, rounded to nearest."""
+        """Whether a moment that decays by ``beta`` per step would not change if rounded to
+        nearest."""
         coarse = self.dtype != torch.float32
         return coarse and 1 - beta <= 2.0 ** -(self.format.mantissa_bits + 1)
 
 
-_FLOAT32 = Format(  # not in FORMATS: nothing is ever cast to it
+_FLOAT32 = Format(  # not in FORMATS: nothing is cast to it
     name="float32", exponent_bits=8, mantissa_bits=23, bias=127, max=torch.finfo(torch.float32).max
 )
 _E5M3 = Format(name="e5m3", exponent_bits=5, mantissa_bits=3, bias=16, max=61440.0)
 _SHIFT = 23 - _E5M3.mantissa_bits
 _CODE = (127 - _E5M3.bias) << _E5M3.mantissa_bits
-"""What the code of an e5m3 number is less than the upper bits of the float32 that it is."""
+"""The difference between the upper bits of a float32 and the code of the equal e5m3 number."""
 
 _TO_E4M3 = 23 - FORMATS["e4m3"].mantissa_bits
 _E4M3_CODE = (127 - FORMATS["e4m3"].bias) << FORMATS["e4m3"].mantissa_bits
-"""As _SHIFT and _CODE, for the normal numbers of e4m3 without their sign."""
+"""As _SHIFT and _CODE, for normal numbers of e4m3 without sign."""
 
 _bits = LAYOUTS[torch.float32].encode
 
@@ -69,32 +72,33 @@ ENCODINGS: dict[str, Encoding] = {
     for row in (
         Encoding(name="float32", dtype=torch.float32, format=_FLOAT32),
         Encoding(name="bfloat16", dtype=torch.bfloat16, format=FORMATS["bf16"]),
-        # FP8-LM's (arXiv:2310.18313, section 2.2): first moments in e4m3, second ones in fp16.
+        # As in FP8-LM (arXiv:2310.18313, section 2.2): first moments in e4m3, second ones in fp16.
         Encoding(name="float16", dtype=torch.float16, format=FORMATS["fp16"], scale="tensor"),
         Encoding(name="e4m3", dtype=torch.float8_e4m3fn, format=FORMATS["e4m3"], scale="tensor"),
         Encoding(
             name="e4m3_block", dtype=torch.float8_e4m3fn, format=FORMATS["e4m3"], scale="block"
         ),
-        # Not negative, so all eight bits are the number's; zero and the normal ones.
+        # Nonnegative: all eight bits are exponent and mantissa; zero and normal numbers only.
         Encoding(name="e5m3_block", dtype=torch.uint8, format=_E5M3, scale="block"),
     )
 }
-"""Name -> how a tensor is kept."""
+"""Name -> encoding."""
 
 MOMENTS = {
     "first_moment": ("float32", "bfloat16", "float16", "e4m3", "e4m3_block"),
     "second_moment": ("float32", "bfloat16", "float16", "e5m3_block"),
 }
-"""Argument of the optimizers -> the names in ENCODINGS that it may have."""
+"""Argument of the optimizers -> its allowed names in ENCODINGS."""
 
 MASTERS = ("float32", "float16")
-"""The names in ENCODINGS that ``master_weights`` may have."""
+"""The names in ENCODINGS allowed for ``master_weights``."""
 
 
 class Stored(NamedTuple):
-    """A tensor as it is kept. values: (n,). scale: None, 0-dim or (blocks,) float32.
+    """An encoded tensor. values: (n,). scale: None, or float32 0-dim or (blocks,).
 
-    amax: 0-dim float32, which no magnitude exceeds, where one scale is for the whole tensor.
+    amax: 0-dim float32, an upper bound of all magnitudes, if there is one scale for the whole
+    tensor.
     """
 
     values: Tensor
@@ -102,7 +106,7 @@ class Stored(NamedTuple):
     amax: Tensor | None = None
 
     def part(self, start: int, stop: int) -> Stored:
-        """Elements from ``start``, a multiple of `BLOCK`, to ``stop``, as views."""
+        """Views of the elements from ``start``, a multiple of `BLOCK`, to ``stop``."""
         scale = self.scale
         if scale is not None and scale.dim():
             scale = scale[start // BLOCK : -(-stop // BLOCK)]
@@ -110,7 +114,7 @@ class Stored(NamedTuple):
 
 
 def zeros(count: int, encoding: Encoding, device: torch.device) -> Stored:
-    """``count`` zeros."""
+    """An encoded tensor of ``count`` zeros."""
     values = torch.zeros(count, dtype=encoding.dtype, device=device)
     if encoding.scale == "none":
         return Stored(values)
@@ -120,7 +124,7 @@ def zeros(count: int, encoding: Encoding, device: torch.device) -> Stored:
 
 
 def decode(stored: Stored) -> Tensor:
-    """float32 (n,)."""
+    """The values as float32, (n,)."""
     values, scale, _ = stored
     if values.dtype == torch.uint8:
         code = values.to(torch.int32)
@@ -137,8 +141,8 @@ def decode(stored: Stored) -> Tensor:
 
 
 def scale_for(amax: float, encoding: Encoding) -> float | None:
-    """The scale of a tensor whose magnitudes are at most ``amax``; None where the encoding has none
-    for a whole tensor."""
+    """The scale factor of a tensor with magnitudes of at most ``amax``; None if the encoding has
+    none for the whole tensor."""
     return scale_of_number(amax, encoding.format) if encoding.scale == "tensor" else None
 
 
@@ -151,12 +155,12 @@ def write(
     away: bool = False,
     bits: Tensor | None = None,
 ) -> None:
-    """Stores ``x``, float32 (n,), in place of ``to``. What is beyond the largest value saturates.
+    """Encodes ``x``, float32 (n,), into ``to`` in place. Values beyond the largest value saturate.
 
-    unit: 1 / scale of the whole tensor, whose scale the caller writes; not used where there is
-    none, or blocks have their own, which are written here.
-    away: round away from zero below the smallest normal value, else toward zero.
-    bits: int32 (n,) random bits, None to round to nearest.
+    unit: 1 / scale of the whole tensor, which the caller stores. Unused if there is no scale, or
+    one for each block, which is computed and stored here. away: below the smallest normal value,
+    round away from zero instead of toward zero. bits: int32 (n,) random bits; None rounds to
+    nearest.
     """
     y = x
     if encoding.scale == "block":
@@ -176,13 +180,13 @@ def write(
 
 
 def _by_bits(values: Tensor) -> bool:
-    """Whether e4m3 is taken apart here: with torch's own casts, compiled for a CPU, a step takes
-    1.1 to 1.25 times as long."""
+    """Whether to convert e4m3 by bit operations: with torch's own casts, a step compiled for a CPU
+    takes 1.1 to 1.25 times as long."""
     return torch.compiler.is_compiling() and values.is_cpu and values.dtype == torch.float8_e4m3fn
 
 
 def _from_e4m3(code: Tensor) -> Tensor:
-    """float32, of finite numbers in uint8."""
+    """float32 values of finite e4m3 codes in uint8."""
     code = code.to(torch.int32)
     size = code & 0x7F
     small = (size.to(torch.float32) * FORMATS["e4m3"].min_subnormal).view(torch.int32)
@@ -191,7 +195,7 @@ def _from_e4m3(code: Tensor) -> Tensor:
 
 
 def _to_e4m3(y: Tensor) -> Tensor:
-    """uint8, of finite ``y``: what `_rounded` and a cast to e4m3 make of it."""
+    """e4m3 codes of finite ``y`` in uint8, equal to `_rounded` followed by a cast."""
     word = y.view(torch.int32)
     size = (word & 0x7FFFFFFF).clamp(max=_bits(FORMATS["e4m3"].max))
     half = (1 << (_TO_E4M3 - 1)) - 1 + ((size >> _TO_E4M3) & 1)
@@ -202,8 +206,8 @@ def _to_e4m3(y: Tensor) -> Tensor:
 
 
 def _to_e5m3(y: Tensor, bits: Tensor | None) -> Tensor:
-    """int32, of finite ``y`` that are not negative: zero stays zero, and what is below the smallest
-    normal number becomes that."""
+    """e5m3 codes, int32, of finite nonnegative ``y``. Zero stays zero; values below the smallest
+    normal number become that number."""
     word = y.view(torch.int32)
     half = (1 << (_SHIFT - 1)) - 1 + ((word >> _SHIFT) & 1)
     add = half if bits is None else (bits & 0x7FFFFFFF) >> (31 - _SHIFT)
@@ -212,13 +216,14 @@ def _to_e5m3(y: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """(blocks, BLOCK), the last one filled up with zeros."""
+    """(blocks, BLOCK), the last block padded with zeros."""
     tiles, _ = scaled_tiles(x[None], (1, BLOCK), -1)
     return tiles.flatten(0, 1)
 
 
 def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> Tensor:
-    """``y``, in units of its scale, as far as torch's cast, to nearest even, does not see to it."""
+    """``y``, already divided by its scale, rounded wherever torch's cast, to nearest even, does
+    not suffice."""
     format = encoding.format
     if encoding.dtype == torch.float32:
         return y
@@ -230,7 +235,7 @@ def _rounded(y: Tensor, encoding: Encoding, away: bool, bits: Tensor | None) -> 
         return rounded
     step = format.min_subnormal
     steps = y * (1 / step)
-    if away:  # not negative: in the order of its bits, which are compared in less time
+    if away:  # nonnegative: comparing the bits is faster
         rounded = rounded.view(torch.int32).clamp(max=_bits(format.max)).view(torch.float32)
         return torch.where(y < format.min_normal, steps.ceil() * step, rounded)
     rounded = rounded.clamp(-format.max, format.max)

@@ -35,7 +35,7 @@ MOMENTUM = "momentum_buffer"
 
 
 def _check(group: Group) -> None:
-    """Raises ValueError and TypeError for what a group cannot have."""
+    """Raises ValueError or TypeError for invalid settings of a group."""
     check_name("master_weights", group["master_weights"], (None, *MASTERS))
     for field in ("lr", "momentum", "dampening", "weight_decay"):
         check_number(field, group[field])
@@ -50,7 +50,8 @@ def _check(group: Group) -> None:
 
 
 def _converted(parameter: Tensor, saved: State, group: Group) -> State:
-    """``saved``, the state of an SGD of torch or of this module, as ``group`` keeps it."""
+    """Converts ``saved``, the state of an SGD of torch or of this module, to the encodings of
+    ``group``."""
     state: State = {}
     buffer = saved.get(MOMENTUM)
     if unknown := sorted(key for key in saved if not key.startswith((MOMENTUM, MASTER))):
@@ -80,12 +81,19 @@ def _master(parameter: Tensor, group: Group) -> bool:
 
 
 class SGD(LowPrecision):
-    """`torch.optim.SGD` that steps in float32 and keeps its momentum there.
+    """`torch.optim.SGD` with updates and momentum in float32, for parameters in low precision.
 
-    Positions, names and defaults of torch's arguments are torch's. Parameters, master_weights and
-    gradients that are not finite: as in `fp8.optim.AdamW`.
-    Raises ValueError for values out of range and where foreach, fused or differentiable is True,
-    TypeError for a dtype other than float32, bfloat16 and float16.
+    The arguments of torch keep their positions, names and defaults. Gradients that are not finite
+    are handled as in `fp8.optim.AdamW`.
+
+    Args:
+        params, master_weights: as in `fp8.optim.AdamW`.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in `torch.optim.SGD`.
+        foreach, differentiable, fused: not supported; None or False.
+
+    Raises:
+        ValueError: for values out of range, and if foreach, fused or differentiable is True.
+        TypeError: for a dtype other than float32, bfloat16 and float16.
     """
 
     options = ("master_weights",)
@@ -139,7 +147,7 @@ class SGD(LowPrecision):
 def _step(parameter: Any, state: State, group: Group) -> None:
     master = _master(parameter, group)
     if not master:
-        weight = plain(local(parameter).detach(), torch.float32)  # of float32, itself
+        weight = plain(local(parameter).detach(), torch.float32)  # an alias of a float32 weight
     elif has(state, MASTER):
         weight = decode(read(state, MASTER)).view(parameter.shape)
     else:

@@ -1,4 +1,4 @@
-"""What `fp8.optim` keeps for a parameter: how it starts, is read, and is made from another."""
+"""The optimizer state of a parameter: initialization, reading, and conversion between encodings."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ __all__ = [
 ]
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
-"""What a state holds. The first two are torch's names."""
+"""Names of the tensors in a state. The first two are those of torch."""
 
 PARTS = ("_values", "_scale", "_amax")
-"""What is added to these names where a tensor is kept in units of a scale."""
+"""Suffixes of these names for a tensor that is stored with a scale."""
 
 Group = dict[str, Any]
 State = dict[str, Any]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that is here; any other tensor as it is."""
+    """The local part of a sharded tensor; any other tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
 def parameters_of(optimizer: Optimizer) -> list[Any]:
-    """Those of all groups, in order."""
+    """The parameters of all groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def everywhere(true: bool, parameters: Iterable[Tensor]) -> bool:
-    """Whether it is true on all processes that hold a shard of one of the parameters."""
+    """Whether ``true`` holds on all processes that have a shard of one of the parameters."""
     meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in parameters)
-    for mesh in filter(None, meshes):  # in the same order on all of them
+    for mesh in filter(None, meshes):  # in the same order on all processes
         flag = torch.tensor(float(true), device=mesh.device_type)
         for group in mesh.get_all_groups():
             dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
@@ -68,15 +68,14 @@ def everywhere(true: bool, parameters: Iterable[Tensor]) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its memory is its numbers, in row-major order."""
+    """Whether its storage holds its values in row-major order."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_contiguous()
 
 
 def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
-    """What is kept for a parameter, and how. Small ones keep float32, weights of float32 no master.
-
-    A tensor of another class that stands for float32 numbers, a ScaledTensor, may be coarser.
-    """
+    """The tensors to store for a parameter, and their encodings. Small parameters use float32;
+    float32 weights have no master, unless they are of a tensor subclass (ScaledTensor), which may
+    be coarser."""
     small = parameter.numel() < group["min_size"]
     moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
     coarse = parameter.dtype != torch.float32 or _stands_for(parameter)
@@ -90,8 +89,10 @@ def _stands_for(parameter: Tensor) -> bool:
 
 
 def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding]:
-    """Has the state be what a step needs: begun, and with a master if, and only if, the weight is
-    to have one, whose dtype may have changed since. Returns what `names` does."""
+    """Prepares the state for a step and returns `names`.
+
+    Initializes it if empty. Adds or removes the master as the current dtype of the weight requires.
+    """
     kept = names(parameter, group)
     if not state:
         state["step"] = torch.zeros(())
@@ -107,15 +108,15 @@ def prepare(state: State, parameter: Tensor, group: Group) -> dict[str, Encoding
 
 
 def numbers_of(parameter: Tensor) -> Tensor:
-    """What a master of a weight begins with, flat float32."""
+    """The initial values of a weight's master, flat, float32."""
     brought = carried(parameter)
     weight = local(parameter.detach()) if brought is None else brought
     return plain(weight, torch.float32).reshape(-1)
 
 
 def carried(parameter: Tensor) -> Tensor | None:
-    """What a weight was rounded from, where it has brought that along (``loaded``): from before
-    `initialize`, or from a checkpoint. None once something else has been written to it."""
+    """The values that a weight was rounded from, if they are attached to it (``loaded``): by
+    `initialize` or by loading a checkpoint. None if the weight was written since."""
     loaded: Tensor | None = vars(parameter).get("loaded")
     if loaded is None or rounds_to(loaded, parameter):
         return loaded
@@ -125,17 +126,18 @@ def carried(parameter: Tensor) -> Tensor | None:
 
 
 def rounds_to(numbers: Tensor, parameter: Tensor) -> bool:
-    """Whether the weight is ``numbers``, of its shape, as they are written to it."""
+    """Whether writing ``numbers``, of the weight's shape, to the weight would leave it
+    unchanged."""
     rounded = parameter.detach().clone()
     return torch.equal(rounded.copy_(numbers), parameter)
 
 
 def warn_of_broadcasts() -> None:
-    """To be called where a weight is not what its master, or what it was to begin with, rounds to.
-    Warns where there are other processes."""
+    """Warns in a distributed run. Called if a weight differs from the rounded values of its master,
+    or of what it was initialized from."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
-            "a weight was written to, and its master begins anew from it: if that was "
+            "a weight was written to, and its master was reset from it: if that was "
             "DistributedDataParallel, which sends weights and no masters, the processes differ "
             "from now on. Begin with the same weights in all of them (one seed, or a checkpoint)",
             stacklevel=5,
@@ -145,7 +147,7 @@ def warn_of_broadcasts() -> None:
 def keep(
     state: State, name: str, parameter: Tensor, encoding: Encoding, numbers: Tensor | None
 ) -> None:
-    """Puts float32 ``numbers``, None for zeros, into ``state`` in an encoding."""
+    """Encodes float32 ``numbers`` (None: zeros) into ``state``."""
     here = local(parameter)
     stored = zeros(here.numel(), encoding, here.device)
     if numbers is not None and len(numbers):
@@ -169,7 +171,7 @@ def _put(state: State, name: str, stored: Stored, shape: torch.Size) -> None:
 
 
 def read(state: State, name: str) -> Stored:
-    """What is kept under a name, flat, sharing memory with the state."""
+    """The tensor stored under a name, flat; shares memory with the state."""
     if name in state:
         return Stored(local(state[name]).reshape(-1))
     values = local(state[name + PARTS[0]]).reshape(-1)
@@ -177,15 +179,16 @@ def read(state: State, name: str) -> Stored:
 
 
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
-    """``saved``, the state of an Adam of torch or of `fp8.optim`, as ``group`` keeps it.
+    """Converts ``saved``, the state of an Adam of torch or of `fp8.optim`, to the encodings of
+    ``group``.
 
-    A master that is not kept is written to the parameter. Raises ValueError for anything else, for
-    parts that are missing, a step that is no count and moments that no optimizer can have made.
+    A master without a counterpart in ``group`` is written to the parameter. Raises ValueError for
+    other states, missing parts, an invalid step count, and moments that no optimizer can produce.
     """
     kept = names(parameter, group)
     known = {"step", *(n + part for n in (FIRST, SECOND, MASTER) for part in ("", *PARTS))}
     if unknown := sorted(saved.keys() - known):
-        advice = "; amsgrad is not had here" if "max_exp_avg_sq" in unknown else ""
+        advice = "; amsgrad is not supported" if "max_exp_avg_sq" in unknown else ""
         raise ValueError(f"{', '.join(unknown)} is not part of the state of Adam{advice}")
     state: State = {"step": _step_of(saved)}
     for name in (FIRST, SECOND):
@@ -202,7 +205,7 @@ def convert(parameter: Tensor, saved: State, group: Group) -> State:
 
 
 def _step_of(saved: State) -> Tensor:
-    """The number of steps that a saved state has taken: float32, 0-dim. Raises ValueError."""
+    """The step count of a saved state: float32, 0-dim. Raises ValueError if missing or invalid."""
     if "step" not in saved:
         raise ValueError("the state of a parameter has no step: it is not that of Adam")
     step = torch.as_tensor(saved["step"], dtype=torch.float32).cpu().clone()
@@ -212,7 +215,7 @@ def _step_of(saved: State) -> Tensor:
 
 
 def check_numbers(name: str, numbers: Tensor, *, low: float = -math.inf) -> None:
-    """Raises ValueError where ``numbers`` of a saved state are not finite or below ``low``."""
+    """Raises ValueError if ``numbers`` of a saved state are not finite or below ``low``."""
     bad = numbers[~((numbers >= low) & (numbers.abs() < math.inf))]
     if bad.numel():
         allowed = "finite" if low < 0 else "finite and not negative"
@@ -223,12 +226,12 @@ def check_numbers(name: str, numbers: Tensor, *, low: float = -math.inf) -> None
 
 
 def has(saved: State, name: str) -> bool:
-    """Whether something is kept under a name, in any encoding."""
+    """Whether a tensor is stored under a name, in any encoding."""
     return name in saved or name + PARTS[0] in saved
 
 
 def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, saved: State) -> None:
-    """One tensor of ``saved``: a copy where it is kept alike, else its numbers, encoded anew."""
+    """Converts one tensor of ``saved``: a copy if the encoding is the same, else encoded again."""
     _check_parts(saved, name)
     here = local(parameter)
     shape = local(saved[name] if name in saved else saved[name + PARTS[0]]).shape
@@ -249,7 +252,7 @@ def _convert(state: State, name: str, parameter: Tensor, encoding: Encoding, sav
 
 
 def _check_parts(saved: State, name: str) -> None:
-    """Raises ValueError where a tensor, or a part that its encoding has, is not in ``saved``."""
+    """Raises ValueError if a tensor, or a part that its encoding needs, is not in ``saved``."""
     missing = [] if has(saved, name) else [name]
     if not missing and name not in saved:
         scale = saved.get(name + PARTS[1])
@@ -268,6 +271,6 @@ def _copy(stored: Stored, device: torch.device) -> Stored:
 
 
 def _alike(a: Stored, b: Stored) -> bool:
-    """Whether both are kept in the same way."""
+    """Whether both have the same encoding."""
     dims = [None if x.scale is None else x.scale.dim() for x in (a, b)]
     return a.values.dtype == b.values.dtype and dims[0] == dims[1]

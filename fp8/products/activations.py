@@ -1,9 +1,9 @@
-"""Activations that keep for the backward pass what a recipe's `saved_activations` says.
+"""Activations that save less for the backward pass, as a recipe's `saved_activations` specifies.
 
-Torch keeps the input of GELU and SiLU in full, and that input is four times as wide as the model.
-Here it is kept as it would be for a product: in the bytes of a format. The output is torch's to the
-bit; the gradient is the derivative at the rounded input. ReLU needs one bit, and its gradient is
-torch's.
+PyTorch saves the full-precision input of GELU and SiLU, which is four times as wide as the model.
+Here it is saved in the bytes of a format, like an operand of a product. The output equals that of
+PyTorch bit for bit; the gradient is the derivative at the rounded input. ReLU needs one bit per
+element, and its gradient equals that of PyTorch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ aten = torch.ops.aten
 
 
 class Kernel(NamedTuple):
-    """A row of KERNELS: a function of a tensor and its settings; its gradient, a function of the
-    output's gradient, the tensor and the settings; that in a form that has a gradient itself."""
+    """A row of KERNELS: a function of a tensor and settings; its gradient, a function of the
+    output's gradient, the tensor and the settings; and a differentiable form of that gradient."""
 
     function: Callable[..., Tensor]
     gradient: Callable[..., Tensor]
@@ -41,7 +41,7 @@ def _gelu_gradient(grad: Tensor, x: Tensor, approximate: str) -> Tensor:
 
 
 def _silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Torch's own kernel has no derivative."""
+    """Written out, because torch's own kernel is not differentiable."""
     gate = torch.sigmoid(x)
     return grad * gate * (1 + x * (1 - gate))
 
@@ -63,12 +63,12 @@ KERNELS: dict[str, Kernel] = {
     "relu": Kernel(aten.relu.default, _relu_gradient, _relu_gradient),
     "glu": Kernel(aten.glu.default, aten.glu_backward.default, aten.glu_backward.default),
 }
-"""Name -> how it is computed."""
+"""Name -> kernels."""
 
 
 class _Activation(Function):
-    """A function of KERNELS. Arguments: x; what is kept of it, and the scale of that; the name; the
-    settings; the spec under which it is kept."""
+    """A function of KERNELS. Arguments: x; the tensor saved for it and its scale factor; the name;
+    the settings; the spec of the saved tensor."""
 
     generate_vmap_rule = True
 
@@ -97,7 +97,8 @@ class _Activation(Function):
 
 
 class _Gate(Function):
-    """``a * b``. Arguments: both; what is kept of them, and the scales of that; the spec."""
+    """``a * b``. Arguments: both factors; the tensors saved for them and their scale factors;
+    the spec."""
 
     generate_vmap_rule = True
 
@@ -125,7 +126,8 @@ class _Gate(Function):
 
 
 class _Relu(Function):
-    """ReLU that keeps a bit for each element: whether its gradient passes (NaN's does)."""
+    """ReLU that saves one bit per element: whether the gradient passes (it does where the input
+    is NaN)."""
 
     generate_vmap_rule = True
 
@@ -148,19 +150,20 @@ def _eight(like: Tensor) -> Tensor:
 
 
 def _bits(mask: Tensor) -> Tensor:
-    """A mask, eight elements to a byte: uint8 (ceil(elements / 8),), bit i from the i-th eighth."""
+    """Packs a mask, eight elements per byte: uint8 (ceil(elements / 8),), bit i from the i-th
+    eighth."""
     flat = aten.constant_pad_nd.default(mask.flatten(), [0, -mask.numel() % 8])
     return (flat.view(8, -1).to(torch.uint8) << _eight(mask)).sum(0, dtype=torch.uint8)
 
 
 def _mask(bits: Tensor, like: Tensor) -> Tensor:
-    """What `_bits` packed, in the shape of ``like``."""
+    """Unpacks the result of `_bits` to the shape of ``like``."""
     flat = ((bits >> _eight(bits)) & 1).flatten()
     return flat[: like.numel()].view(like.shape).bool()
 
 
 def _applies(*tensors: object) -> bool:
-    """Whether anything is kept of these."""
+    """Whether autograd saves these tensors."""
     return torch.is_grad_enabled() and all(
         isinstance(t, Tensor) and t.requires_grad and t.is_floating_point() for t in tensors
     )
@@ -200,8 +203,8 @@ def _relu_(cast: Cast, input: Tensor) -> Any:
 
 
 def _gate(cast: Cast, input: Tensor, other: Any, *, out: Tensor | None = None) -> Any:
-    """Two tensors of one shape that both need a gradient: the gate of SwiGLU and its kin. A factor
-    that is broadcast (of a norm, of a rotary embedding) is not, nor is a square."""
+    """The product of two tensors of equal shape that both need a gradient, as in the gate of
+    SwiGLU. Not for a broadcast factor (of a norm, of a rotary embedding), nor for a square."""
     if out is not None or input is other or not _applies(input, other):
         return NotImplemented
     if input.shape != other.shape or input.dtype != other.dtype:
@@ -229,5 +232,5 @@ ACTIVATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.__rmul__: _gate,
     operator.mul: _gate,
 }
-"""Torch function -> what computes it under `saved_activations`: (cast, *args, **kwargs) -> the
-result, or NotImplemented for a call that is left to torch."""
+"""Torch function -> its implementation under `saved_activations`: (cast, *args, **kwargs) -> the
+result, or NotImplemented if torch should compute the call."""

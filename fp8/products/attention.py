@@ -27,17 +27,17 @@ def attention(
     enable_gqa: bool = False,
     unit: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` with operands cast under the recipe of
-    the enclosing `fp8.autocast`.
+    """`torch.nn.functional.scaled_dot_product_attention` with operands cast under the recipe of the
+    enclosing `fp8.autocast`.
 
-    query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V), and the other arguments,
-    errors and treatment of NaN and of rows without an allowed key are torch's. unit: as in
+    query (..., L, E), key (..., S, E), value (..., S, V) -> (..., L, V). The other arguments, the
+    errors and the treatment of NaN and of fully masked rows are those of PyTorch. unit: as in
     `fp8.products.matmul.linear`.
-    Query, key and value are cast as the recipe's input and the gradient of the output as its
-    grad. The kernel is fused: its probabilities and the gradients inside it stay in high
-    precision, as they do wherever FP8 is applied around such a kernel instead of within it. Its
-    backward pass uses the operands as they were cast for the forward one: query and key along E,
-    value along S, the gradient along V.
+
+    Query, key and value are cast as the recipe's input, and the gradient of the output as its grad.
+    The kernel is fused: its probabilities and inner gradients stay in high precision. Its backward
+    pass reuses the operands cast in the forward pass: query and key along E, value along S; the
+    gradient is cast along V.
     """
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -53,10 +53,11 @@ def attention(
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    """What `torch.nn.attention.flex_attention` ends in, with operands cast as `attention` does.
+    """The operator behind `torch.nn.attention.flex_attention`, with operands cast as in
+    `attention`.
 
-    query (B, H, L, E), key (B, K, S, E), value (B, K, S, V); the other arguments are torch's.
-    Returns the output (B, H, L, V) and statistics of its rows.
+    query (B, H, L, E), key (B, K, S, E), value (B, K, S, V); the other arguments are those of
+    PyTorch. Returns the output (B, H, L, V) and statistics of its rows.
     """
     kernel = torch.ops.higher_order.flex_attention
     return _cast_around(lambda *operands: kernel(*operands, *args, **kwargs), query, key, value)
@@ -69,7 +70,7 @@ def _cast_around(
     value: Tensor,
     unit: bool = False,
 ) -> tuple[Tensor, ...]:
-    """A kernel of cast operands, and the cast of the gradient of the first of its results."""
+    """Runs ``kernel`` on cast operands, and casts the gradient of its first result."""
     recipe = product_recipe(unit)
     if recipe is None:
         return kernel(query, key, value)

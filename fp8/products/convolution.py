@@ -1,11 +1,11 @@
 """Convolutions as products: the same three GEMMs, scales and casts as in `fp8.products.matmul`.
 
-For a cast by rows or blocks an operand is the matrix that it is in a channels-last layout: feature
-maps (positions, channels), a weight (outputs, kernel positions * inputs), that of a transposed
-convolution (inputs, kernel positions * outputs). Channels are summed over forward and in the
-gradient of the input, positions in that of the weight; what padding="same" adds on one side only
-counts as positions. A recipe's rotation has no place here, as
-the three products do not sum over the same positions; operands are cast without it.
+For casts by rows or blocks an operand is viewed as a matrix in channels-last layout: feature maps
+(positions, channels), a weight (outputs, kernel positions * inputs), and the weight of a transposed
+convolution (inputs, kernel positions * outputs). The forward pass and the input gradient sum over
+channels, the weight gradient over positions; one-sided padding from padding="same" counts as
+positions. A recipe's rotation is not applied, because the three products do not sum over the same
+positions.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _cast_maps(
     history: Tensor | None = None,
     record: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Feature maps (batch, channels, *size) under a spec, and the scale as `rounded` has it; axis:
-    -1 sums over channels, -2 over positions."""
+    """Feature maps (batch, channels, *size) under a spec, and the scale factor as in `rounded`.
+    axis: -1 sums over channels, -2 over positions."""
     if spec is None or spec.tile == (0, 0):
         return rounded(x, spec, axis, history, record)
     last = x.movedim(1, -1)
@@ -60,7 +60,7 @@ def _cast_maps(
 def _cast_weight(
     x: Tensor, spec: Spec | None, axis: int, history: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """A weight (first, second, *kernel) under a spec; axis: -1 sums over second, -2 over first."""
+    """A weight (first, second, *kernel) under a spec. axis: -1 sums over second, -2 over first."""
     if spec is None or spec.tile == (0, 0):
         return rounded(x, spec, axis, history)
     last = x.movedim(1, -1)
@@ -69,13 +69,14 @@ def _cast_weight(
 
 
 class _Convolution(Function):
-    """A convolution, or its transpose, whose output and two gradients each have a scale.
+    """A convolution, or its transpose, with a scale for the output and for each of the two
+    gradients.
 
-    A scale multiplies the smaller tensor (the weight, or the weight's gradient) rather than the
-    feature maps; `aten.convolution_backward` is itself differentiable. Arguments: input and
-    weight, cast, and the scales of all of them; what backward casts instead of them, or None; bias
-    or None; the history of the gradient or None; the three scales; (stride, padding, dilation,
-    transposed, output_padding, groups); `Casts`; what is held of the input.
+    A scale multiplies the smaller tensor (the weight, or the weight's gradient) instead of the
+    feature maps. `aten.convolution_backward` is itself differentiable. Arguments: the cast input
+    and weight, and their scale factors; the operands that backward casts instead, or None; bias or
+    None; the history of the gradient or None; the three scales; (stride, padding, dilation,
+    transposed, output_padding, groups); `Casts`; what is shared of the saved input.
     """
 
     generate_vmap_rule = True
@@ -120,7 +121,7 @@ class _Convolution(Function):
             g, _ = _cast_maps(grad, for_x, -1, ctx.history, record=True)
             w_again, _ = _cast_weight(w, again_w, -1 if ctx.geometry[3] else -2)
             scaled = _times(w_again.to(grad.dtype), ctx.s_dx)
-            wanted = [True, one_call, False]  # the gradient of the weight does not depend on it
+            wanted = [True, one_call, False]  # the weight's gradient does not need the weight
             dx, dw, _ = gradient(g, x.to(grad.dtype), scaled, None, *ctx.geometry, wanted)
         if needs_w and not one_call:
             if g is None or not one_copy(for_x, for_w):
@@ -129,7 +130,7 @@ class _Convolution(Function):
             _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *ctx.geometry, [False, True, False])
         if dw is not None:
             dw = _times(dw, ctx.s_dw)
-        if needs_bias:  # of the gradient that no cast has touched, as in fp8.products.matmul.linear
+        if needs_bias:  # of the uncast gradient, as in fp8.products.matmul.linear
             db = _times(grad.sum([d for d in range(grad.dim()) if d != 1]), ctx.s_dw)
         return (dx, dw, *[None] * 4, db, *[None] * 7)
 
@@ -142,7 +143,7 @@ def _convolve(
     geometry: tuple[Any, ...],
     unit: bool,
 ) -> Tensor:
-    """`_Convolution` of operands that are still to be cast."""
+    """Casts the operands and calls `_Convolution`."""
     recipe = product_recipe(unit)
     if recipe is None and torch.compiler.is_compiling():
         from ..common.traced import apply as apply_in_graph
@@ -162,8 +163,8 @@ def _convolve(
     x, scale_x = _cast_maps(x, casts.a, -1, of_x)
     weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
     x, weight, bias = to_autocast_dtype(x, weight, bias)
-    if bias is not None and bias.dtype != x.dtype:  # torch takes a complex one, and its real part
-        raise ValueError(f"a bias has the dtype of the input, {x.dtype}: got {bias.dtype}")
+    if bias is not None and bias.dtype != x.dtype:  # torch drops the imaginary part
+        raise ValueError(f"bias must have the dtype of the input, {x.dtype}, got {bias.dtype}")
     operands = (x, weight, scale_x, scale_w, first, second)
     settings = (*scales, geometry, casts, held)
     return apply(_Convolution, *operands, bias, of_grad, *settings, written=of_grad)
@@ -173,7 +174,7 @@ def _convolve(
 def _uncast_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: tuple[Any, ...]
 ) -> Tensor:
-    """`_Convolution` of operands that nothing casts, as the graph of a compiler has it."""
+    """`_Convolution` without casts, as a single call of a compiled graph."""
     x, weight, bias = to_autocast_dtype(x, weight, bias)
     settings = (*scales, geometry, Casts(), None)
     return _Convolution.apply(x, weight, *[None] * 4, bias, None, *settings)
@@ -194,7 +195,7 @@ def _per_dim(value: Ints, dims: int, what: str) -> list[int]:
 def _padded(
     input: Tensor, weight: Tensor, padding: str | Ints, dilation: list[int]
 ) -> tuple[Tensor, list[int]]:
-    """The input and the symmetric padding left to do, with "same" resolved as torch does."""
+    """The input and the symmetric padding still to apply. "same" is resolved as in torch."""
     dims = weight.dim() - 2
     if not isinstance(padding, str):
         return input, _per_dim(padding, dims, "padding")
@@ -204,13 +205,13 @@ def _padded(
         raise ValueError(f"padding must be 'same', 'valid' or numbers, got {padding!r}")
     total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     odd = [t % 2 for t in total]
-    if any(odd):  # the extra element goes on the right, as in torch
+    if any(odd):  # the extra element is on the right, as in torch
         input = F.pad(input, [side for extra in reversed(odd) for side in (0, extra)])
     return input, [t // 2 for t in total]
 
 
 def _dims(input: Tensor, weight: Tensor) -> int:
-    """In how many dimensions to convolve, which the weight says."""
+    """The number of convolved dimensions, determined by the weight."""
     dims = weight.dim() - 2
     if dims not in (1, 2, 3):
         raise ValueError(f"conv needs a weight of 3 to 5 dimensions, got {tuple(weight.shape)}")
@@ -236,12 +237,12 @@ def conv(
 ) -> Tensor:
     """``s_y * conv(input, weight) + bias`` in one, two or three dimensions.
 
-    input: (batch, in, *size) or (in, *size). weight: (out, in / groups, *kernel). The number of
-    dimensions of the weight says which convolution it is; the other arguments are those of
+    input: (batch, in, *size) or (in, *size). weight: (out, in / groups, *kernel); its number of
+    dimensions selects the convolution. The other arguments are those of
     `torch.nn.functional.conv1d`, conv2d and conv3d.
-    scales, unit: as in `fp8.products.matmul.linear`, dtypes and errors too. The weight carries the
-    scale, so a scale that is not a power of two rounds it once more, in its own dtype. The recipe
-    is that of the enclosing `fp8.autocast`.
+    scales, unit, dtypes and errors: as in `fp8.products.matmul.linear`. The scale is applied to the
+    weight, so a scale that is not a power of two rounds the weight once more, in its own dtype. The
+    recipe is that of the enclosing `fp8.autocast`.
     """
     scales = check_scales(scales)
     dims = _dims(input, weight)

@@ -1,4 +1,4 @@
-"""`torch.einsum` under a recipe: two operands are one product of (batches of) matrices."""
+"""`torch.einsum` under a recipe. Two operands become one product of (batches of) matrices."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ aten = torch.ops.aten
 
 
 def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | str:
-    """The value of an equation, as `fp8.products.matmul.matmul` computes it.
+    """Computes an equation with `fp8.products.matmul.matmul` where possible.
 
-    Three or more operands, an index twice in one of them and a sum over a broadcast size are
-    computed by torch from operands cast once, with the gradient of the result cast; what is
-    computed on the way stays in high precision. Where a scale belongs to a row or block that is not
-    defined: returns a string that says so.
+    With three or more operands, a repeated index in one operand or a sum over a broadcast size,
+    torch computes it from operands cast once, and the gradient of the result is cast; intermediates
+    stay in high precision. With scales by rows or blocks this is not defined, and a string that
+    says so is returned.
     """
     static = static_exponents(recipe, *operands)
     y = as_matmul(equation, operands, static=static)
@@ -55,7 +55,7 @@ def as_matmul(
     static: Exponents | None = None,
     unit: bool = False,
 ) -> Tensor | None:
-    """The value of an equation that is one product of matrices, else None.
+    """The value of an equation that is one product of matrices; None for others.
 
     scales, static, unit: as in `fp8.products.matmul.matmul`.
     """
@@ -92,7 +92,7 @@ def as_matmul(
 
 
 def letters(equation: str, operands: list[Tensor]) -> tuple[list[str], str]:
-    """The indices of each operand and of the result, every dimension by a letter."""
+    """The indices of each operand and of the result, one letter per dimension."""
     inputs, arrow, output = equation.partition("->")
     terms = inputs.split(",")
     if not arrow:
@@ -121,7 +121,7 @@ def as_equation(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
 
 
 def sums_products(equation: str, operands: list[Tensor]) -> bool:
-    """Whether an index of more than one value, shared by operands, is summed over."""
+    """Whether operands share a summed index of size greater than one."""
     inputs, arrow, output = equation.partition("->")
     terms = inputs.split(",")
     for letter in set(inputs) & set(string.ascii_letters):

@@ -1,15 +1,15 @@
-"""The one place where a matrix product is computed: three GEMMs, their scales, their casts.
+"""Every matrix product is computed here: three GEMMs with their scales and casts.
 
     forward    y  = s_y  * Q(x) Q(w)^T
     backward   dx = s_dx * Q(g) Q(w)
                dw = s_dw * Q(g)^T Q(x)
 
-A scale rides in the GEMM (the ``alpha`` of addmm and baddbmm) instead of passing over the output
-again. ``Q`` comes from the recipe, each of the six its own, and is the identity when there is none.
-Where a cast goes by rows or blocks, x, w and g are cast once more for the second product that they
-are in, from high precision along the axis which that one sums over. The kernels are called
-as ``torch.ops.aten``, which no torch-function mode rewrites: a product is never cast twice, also
-when the backward pass, or the graph that a compiler made of it, runs under a mode.
+A scale is an argument of the GEMM (``alpha`` of addmm and baddbmm), which saves a pass over the
+output. ``Q`` is the cast of the recipe, separate for each of the six operands, and the identity
+without a recipe. With casts by rows or blocks, x, w and g are cast from high precision a second
+time for their second product, along the axis that it sums over. Kernels are called as
+``torch.ops.aten``, which torch-function modes do not intercept, so a product is never cast twice,
+even if the backward pass or a compiled graph runs under a mode.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ aten = torch.ops.aten
 Scales = tuple[float, float, float]
 """Factors of the output and of the gradients of the first and second operand."""
 
-ONES: Scales = (1, 1, 1)  # no floats: those a compiler would take for dynamic
+ONES: Scales = (1, 1, 1)  # ints: torch.compile would treat floats as dynamic
 
 
 def gradients(
     grad: Tensor, casts: Casts, history: Tensor | None, needs_a: bool, needs_b: bool
 ) -> list[Any]:
-    """The output's gradient (rows, columns) as the products for a and b use it; differentiable."""
+    """The output's gradient (rows, columns), cast for the products for a and for b;
+    differentiable."""
     for_a = round_straight(grad, casts.grad_for_a, -1, history, record=True) if needs_a else None
     if for_a is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
         return [for_a, for_a]
@@ -54,31 +55,33 @@ def gradients(
 
 
 def _gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
-    """``alpha * a @ b (+ bias)`` for two matrices or two batches of matrices. fuses: `_fuses`."""
+    """``alpha * a @ b (+ bias)`` for two matrices or two batches of matrices. fuses: as
+    `_fuses`."""
     if bias is not None:
         return aten.addmm.default(bias, a, b, alpha=alpha)
     batches = a.dim() == 3
     if alpha == 1.0 or fuses:
         y = aten.bmm.default(a, b) if batches else aten.mm.default(a, b)
         return y if alpha == 1.0 else y * alpha
-    ignored = a.new_zeros((1,))  # beta is 0; not empty, because vmap multiplies by beta
+    ignored = a.new_zeros((1,))  # ignored, as beta is 0; not empty, because vmap multiplies by beta
     product = aten.baddbmm.default if batches else aten.addmm.default
     return product(ignored, a, b, beta=0, alpha=alpha)
 
 
 def _fuses(a: Tensor) -> bool:
-    """Whether a graph has the scale of this product as a multiplication, which fuses with what is
-    around it: what baddbmm is to ignore it writes in full. In float16 that could overflow first."""
+    """Whether a compiled graph applies the scale as a separate multiplication, which fuses with its
+    neighbours. baddbmm would materialize its ignored input. Not in float16, where the unscaled
+    product could overflow."""
     return a.dim() == 3 and a.dtype != torch.float16
 
 
 class _Product(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k).
 
-    Every product has this one form: it is the layout of the FP8 GEMM, and the gradient of a
-    weight (n, k) comes out in the weight's own layout. Arguments: a and b, cast, and the scales of
-    all of them; what backward casts instead of them, or None; bias (n,) of two matrices or None;
-    the history of the gradient or None; the three scales; `Casts`; what is held of a; `_fuses`.
+    All products have this form: it is the layout of FP8 GEMMs, and the gradient of a weight (n, k)
+    has the layout of the weight. Arguments: cast a and b, and their scale factors; the operands
+    that backward casts instead, or None; bias (n,) for two matrices, or None; the history of the
+    gradient or None; the three scales; `Casts`; what is shared of the saved a; `_fuses`.
     """
 
     generate_vmap_rule = True
@@ -104,9 +107,9 @@ class _Product(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        # The history is not saved: it changes, and is meant to, before it is used.
+        # The history is not saved with save_for_backward: it is updated before it is used.
         a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
-        ctx.turned = b.mT.is_contiguous()  # the second operand of a matmul: so is its gradient
+        ctx.turned = b.mT.is_contiguous()  # the right operand of a matmul
         ctx.s_a, ctx.s_b, ctx.casts, held, ctx.fuses = rest
         keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, held)
 
@@ -123,7 +126,7 @@ class _Product(Function):
 
 
 class _Plain(Function):
-    """`_Product` of operands that nothing casts. scales: of the output, and of both gradients."""
+    """`_Product` without casts. scales: of the output and of both gradients."""
 
     generate_vmap_rule = True
 
@@ -158,8 +161,8 @@ def _both(
     s_a: float,
     s_b: float,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of two operands, from the output's as each product uses it. a: None where b
-    needs no gradient; b: likewise."""
+    """The gradients of two operands, from the output's gradient as cast for each. a is None if b
+    needs no gradient, and vice versa."""
     da = db = None
     if ctx.fuses and for_a is for_b and s_a == s_b:  # one multiplication for both
         for_a = for_b = for_a * s_a
@@ -179,13 +182,13 @@ def _of_bias(grad: Tensor, scale: float) -> Tensor:
 
 @in_graph
 def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, *scales: float) -> Tensor:
-    """`_Plain`, as the graph of a compiler has it."""
+    """`_Plain`, as a single call of a compiled graph."""
     a, b, bias = to_autocast_dtype(a, b, bias)
     return _Plain.apply(a, b, bias, scales, _fuses(a))
 
 
 def _as_it_is(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor:
-    """The product of operands that nothing casts."""
+    """The product without casts."""
     if not torch.compiler.is_compiling():
         return apply_eagerly(_Plain, *to_autocast_dtype(a, b, bias), scales, False)
     from ..common.traced import apply as apply_in_graph
@@ -194,7 +197,8 @@ def _as_it_is(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tens
 
 
 def keep_operands(ctx: Any, a: Any, b: Any, casts: Any, held: Held | None) -> None:
-    """`keep` of two operands, each (cast, its scale, what backward casts instead or None)."""
+    """`keep` for two operands, each given as (cast, its scale factor, what backward casts
+    instead or None)."""
     operands = []
     for (x, scale, other), spec in zip((a, b), casts, strict=False):
         operands.append((x, spec, scale) if other is None else (other, None, None))
@@ -211,11 +215,11 @@ def _multiply(
     static: Exponents,
     layer: bool = True,
 ) -> Tensor:
-    """`_Product` of operands that are still to be cast: to the recipe's formats, then to
-    autocast's dtype.
+    """Casts the operands to the recipe's formats, then to autocast's dtype, and multiplies them.
 
-    In that order each is rounded to its format once, from its full precision; torch.autocast's
-    16-bit types hold every value of an 8-bit format (with a scale: where their exponents reach).
+    In this order each operand is rounded to its format once, from full precision. The 16-bit dtypes
+    of torch.autocast represent every value of an 8-bit format (with a scale factor: within their
+    exponent range).
     """
     if a.is_complex() and b.is_complex():
         recipe = None
@@ -232,7 +236,7 @@ def _multiply(
     casts = casts_of(recipe, layer, name, static)
     of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
     held = shared(a, of_a, casts.a, casts.a_again)
-    sampled = is_sampled(name)  # what is sampled is simulated
+    sampled = is_sampled(name)  # sampled products are simulated
     if not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe, layer, static=static) if name else casts
@@ -248,7 +252,7 @@ def _multiply(
 
 
 def measured(pass_: Measurement, histories: list[Any], a: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """``y``, a product of a and b that nothing casts, whose operands are measured."""
+    """``y``, the uncast product of a and b; measures its operands and its gradient."""
     of_a, of_b, of_grad = histories
     pass_.operand(of_a, a)
     pass_.operand(of_b, b)
@@ -256,10 +260,10 @@ def measured(pass_: Measurement, histories: list[Any], a: Tensor, b: Tensor, y: 
 
 
 def to_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in the dtype of the enclosing `torch.autocast`; as they are outside of one.
+    """Converts tensors to the dtype of the enclosing `torch.autocast`; does nothing outside of one.
 
-    None, float64 and what is not floating point stay as they are, as in torch. The first must be a
-    tensor.
+    As in torch, float64 and tensors that are not floating point stay unchanged; None stays None.
+    The first argument must be a tensor.
     """
     device = tensors[0].device.type  # type: ignore[union-attr]
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -288,21 +292,20 @@ def linear(
     static: Exponents | None = None,
     unit: bool = False,
 ) -> Tensor:
-    """``s_y * input @ weight.T + bias``, with a scale of its own for each gradient.
+    """``s_y * input @ weight.T + bias``, with a separate scale for each gradient.
 
-    input: (..., in). weight: (out, in), or (in,) for an output without its last dimension.
-    bias: (out,) or None. Returns (..., out). All of one floating-point dtype, which is the
-    result's (torch's own errors otherwise); accumulation is the kernel's, NaN and Inf spread.
-    scales: (s_y, s_dx, s_dw); the bias gradient is s_dw times the sum of the output's gradient,
-    which no cast has touched. Integers are not scaled, complex numbers not cast.
-    recipe: the casts of the operands; None takes the recipe, and the backend, of the enclosing
-    `fp8.autocast`. backend: as there. unit: whether the tensors are unit-scaled: what the recipe
-    "auto" of that block asks.
-    static: (e_x, e_w): a cast without a rule for scales (recipe "unit") has the scale 2**e_x for
-    the input, 2**e_w for the weight, in all products that the operand is in; None takes those of
-    the enclosing `fp8.context.active.with_static`, and 0. A cast that finds its scale does not read
-    it. Under `torch.autocast` the operands are cast to the recipe's format first (so that they are
-    rounded to it once) and then to autocast's dtype. Raises ValueError for shapes that do not fit.
+    input: (..., in). weight: (out, in), or (in,) for an output without the last dimension. bias:
+    (out,) or None. Returns (..., out). All have one floating-point dtype, which is that of the
+    result (torch raises otherwise). Accumulation is that of the kernel; NaN and Inf propagate.
+    scales: (s_y, s_dx, s_dw). The bias gradient is s_dw times the sum of the output's uncast
+    gradient. Integers are not scaled, complex numbers not cast. recipe: the casts of the operands;
+    None uses recipe and backend of the enclosing `fp8.autocast`. backend: as in `fp8.autocast`.
+    unit: whether the tensors are unit-scaled, which decides the recipe under "auto". static: (e_x,
+    e_w). A cast without a rule for scales (recipe "unit") uses the scale factor 2**e_x for the
+    input and 2**e_w for the weight, in all their products. None uses those of the enclosing
+    `fp8.context.active.with_static`, else 0. Casts that compute their scale ignore it. Under
+    `torch.autocast` operands are cast to the recipe's format first, so that they are rounded to it
+    once, and then to autocast's dtype. Raises ValueError for shapes that do not fit.
     """
     recipe, backend = chosen(recipe, backend, unit)
     scales = check_scales(scales)
@@ -341,7 +344,8 @@ def matmul(
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
     scales: (s_y, s_dleft, s_dright). unit: as in `linear`. Both operands are cast as the recipe's
-    input, in the gradient of the right one as its grad_weight says; otherwise as `linear`.
+    input; in the gradient of the right one, the casts are those of grad_weight. Otherwise as
+    `linear`.
     """
     recipe, backend = chosen(recipe, backend, unit)
     scales = check_scales(scales)

@@ -1,4 +1,4 @@
-"""`torch.nn.functional.multi_head_attention_forward`, spelled out in calls that a mode can see.
+"""`torch.nn.functional.multi_head_attention_forward`, composed of calls that a mode can intercept.
 
 torch computes it in one opaque function whose inner products no torch-function mode sees.
 """
@@ -49,7 +49,7 @@ def merge_masks(
 def check_masks(
     attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, sizes: tuple[int, int]
 ) -> None:
-    """Raises ValueError for masks that do not fit attention of ``sizes``, (L, S)."""
+    """Raises ValueError for masks that do not fit attention of ``sizes`` (L, S)."""
     allowed = {
         "attn_mask": (sizes, (batch * heads, *sizes)),
         "key_padding_mask": ((batch, sizes[1]),),
@@ -63,7 +63,7 @@ def check_masks(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention with its probabilities, by separate products."""
+    """Attention computed by separate products; returns the probabilities too."""
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
     if mask is not None:
         scores = scores + mask
@@ -98,16 +98,15 @@ def multi_head_attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The function of the same name in torch, argument for argument.
+    """The torch function of the same name, with the same arguments.
 
     query (L, N, E), key and value (S, N, E), or without the batch dimension N. Returns the output
-    (L, N, E) and, with need_weights, the probabilities (N, L, S), else None.
-    With need_weights the product with the probabilities is a call of its own, so a recipe rounds
-    the probabilities; without, the kernel of `scaled_dot_product_attention` keeps them precise.
-    is_causal is a hint that attn_mask is causal, believed (as in torch) where there is neither
-    key_padding_mask nor need_weights.
-    Raises NotImplementedError for bias_k, bias_v, add_zero_attn, static_k and static_v, and
-    ValueError for masks of another shape and for is_causal without a mask.
+    (L, N, E) and, with need_weights, the probabilities (N, L, S), else None. With need_weights the
+    product with the probabilities is a separate call, so a recipe rounds the probabilities.
+    Without, the kernel of `scaled_dot_product_attention` keeps them in high precision. is_causal
+    states that attn_mask is causal. As in torch, it is relied on only without key_padding_mask and
+    need_weights. Raises NotImplementedError for bias_k, bias_v, add_zero_attn, static_k and
+    static_v, and ValueError for masks of another shape and for is_causal without a mask.
     """
     extras = {"bias_k": bias_k, "bias_v": bias_v, "static_k": static_k, "static_v": static_v}
     used = [name for name, value in extras.items() if value is not None]

@@ -1,3 +1,2 @@
-"""Which cast each operand of a layer's three products gets, and where its scale comes from.
-Imports `fp8.formats` and below.
-"""
+"""Recipes: the cast of each operand of a layer's three products, and how its scale is computed.
+Imports `fp8.formats` and below."""

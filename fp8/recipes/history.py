@@ -1,5 +1,5 @@
-"""What recipes keep of each operand between passes: of scaling "delayed" its largest magnitudes in
-the last ones, of "static" its scale."""
+"""State that recipes keep between passes: the amax history of each operand (scaling "delayed"), or
+its scale (scaling "static")."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ Group = torch.distributed.ProcessGroup | None
 
 
 class AmaxHistory:
-    """The state of a recipe with scaling "delayed" or "static": for each operand of each product
-    its last largest magnitudes, newest first, or its one scale.
+    """The state of a recipe with scaling "delayed" or "static".
+
+    For each operand of each product it stores the largest magnitudes of recent passes, newest
+    first, or one static scale.
 
         history = fp8.AmaxHistory()
         for batch in batches:
@@ -36,33 +38,35 @@ class AmaxHistory:
                 loss = model(batch)
             loss.backward()
 
-    One object belongs to one block that is opened once for each pass: the products are numbered in
-    the order in which they are called, which must be the same in every pass, as far as it goes. A
-    pass in which gradients are recorded adds one entry for each operand (a backward pass for the
-    gradient), so under gradient accumulation every micro-batch counts as a pass; other passes only
-    read. Until there is an entry an operand is scaled by its own largest magnitude; zero, Inf and
-    NaN are not remembered. The first pass creates the entries and cannot be compiled; afterwards a
-    function that contains the block can be.
-    With scaling "static" the first pass in which an operand is neither zero nor Inf or NaN sets its
-    scale for good: the power of two nearest to its RMS. `fp8.calibrate`, called inside of the
-    block, sets it anew.
-    Each process of a data-parallel run has its own: `reduce` makes them equal.
+    One object belongs to one block that is opened once per pass. Products are numbered in call
+    order, which must be the same in every pass. A pass that records gradients adds one entry per
+    operand (for the gradient, a backward pass does), so under gradient accumulation every
+    micro-batch is a pass. Other passes only read. An operand without entries is scaled by its own
+    largest magnitude. Zero, Inf and NaN are not recorded. The first pass creates the entries and
+    cannot be compiled; afterwards a function that contains the block can be compiled.
 
-    tensors: name of the operand, as "001.linear.0", -> float32 (history,), or () for "static", 0
-    where the scale is not known.
+    With scaling "static", the first pass in which an operand is finite and not all zeros sets its
+    scale permanently, to the power of two nearest to its RMS. `fp8.calibrate`, called inside of the
+    block, sets it again.
+
+    Each process of a data-parallel run has its own history; `reduce` makes them equal.
+
+    Attributes:
+        tensors: name of the operand, like "001.linear.0" -> float32, (history,), or () for
+            "static", 0 if not set.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        #: The operands whose static scale is known.
+        #: The operands whose static scale is set.
         self.known: set[str] = set()
 
     def tensor(self, name: str, length: int, device: torch.device) -> Tensor:
-        """The history of that operand, made of zeros where it is new. length: 0 for a static scale,
-        as `_static` gives it.
+        """The history of an operand, created with zeros if new. length: 0 for a static scale, which
+        is returned as by `_static`.
 
-        Raises ValueError where it is of another length, RuntimeError where a compiler asks for a
-        new one.
+        Raises ValueError if it has another length, RuntimeError if it would be created while
+        compiling.
         """
         if name not in self.tensors:
             if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
@@ -78,10 +82,10 @@ class AmaxHistory:
         return known if length else self._static(name, known)
 
     def _static(self, name: str, scale: Tensor) -> Tensor:
-        """``scale``, or a view of shape (1,) where it is not known and is to be measured.
+        """``scale``, or a view of shape (1,) if it is not set and is to be measured.
 
-        Eager code looks whether a pass has set it; where a compiler asks, known is what was so at
-        the last look, so that its graph measures nothing or does not cease to.
+        Eager code checks whether a pass has set it. While compiling, the result of the last check
+        is used, so that the graph does not switch between measuring and not.
         """
         if name not in self.known:
             if torch.compiler.is_compiling() or not _is_set(scale):
@@ -90,7 +94,7 @@ class AmaxHistory:
         return scale
 
     def settle(self) -> None:
-        """Looks anew which static scales are known."""
+        """Checks again which static scales are set."""
         self.known = {name for name, t in self.tensors.items() if _is_positive(t)}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -98,8 +102,8 @@ class AmaxHistory:
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the place of what is remembered; in place where shapes agree, so that compiled code
-        goes on. Raises TypeError for what is not a dict of float32 tensors."""
+        """Replaces the state; in place if shapes agree, so that compiled code stays valid. Raises
+        TypeError unless ``state`` is a dict of float32 tensors."""
         for name, tensor in state.items():
             if not (isinstance(tensor, Tensor) and tensor.dtype == torch.float32):
                 raise TypeError(f"the history of {name} is no float32 tensor: {tensor!r}")
@@ -114,9 +118,12 @@ class AmaxHistory:
         self.settle()
 
     def reduce(self, group: Group = None) -> None:
-        """The largest entry over the processes of ``group`` (all) for every entry: one all-reduce,
-        to be called after the backward pass, by all with the same products. Nothing where there is
-        one process, without torch.distributed."""
+        """Replaces every entry by its maximum over the processes of ``group`` (None: all), in one
+        all-reduce.
+
+        Call it after the backward pass, on all processes, with the same products. Does nothing if
+        torch.distributed is not initialized.
+        """
         _reduce([self.tensors[name] for name in sorted(self.tensors)], group)
 
 
@@ -139,26 +146,26 @@ def _is_positive(scale: Tensor) -> bool:
 
 
 def _is_set(scale: Tensor) -> bool:
-    """Whether a scale was set since it was made. The host looks at it, and so waits for its device,
-    only where something was written."""
+    """Whether a scale was set since it was created. Reads the value, which synchronizes with its
+    device, only if the tensor was written."""
     return not scale.is_inference() and scale._version > 0 and _is_positive(scale)
 
 
 _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
 _ROLES = {"0": "input", "1": "weight", "grad": "grad"}
 _KNOWN = "fp8_known"
-"""The attribute of a layer with the roles whose static scale is known."""
+"""The attribute of a layer that lists the roles whose static scale is set."""
 
 
 class LayerHistory(AmaxHistory):
-    """What a converted layer remembers: its buffers ``fp8_amax_input``, ``fp8_amax_weight`` and
-    ``fp8_amax_grad``, or ``fp8_scale_input`` and so on, which `remember` has made."""
+    """The history of a converted layer: the buffers ``fp8_amax_input``, ``fp8_amax_weight`` and
+    ``fp8_amax_grad``, or ``fp8_scale_input`` and so on, which `remember` creates."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
 
     def tensor(self, name: str, length: int, device: torch.device) -> Tensor:
-        """The buffer of that operand of the layer's one product."""
+        """The buffer of an operand of the layer's product."""
         role = _ROLES[name.rpartition(".")[2]]
         buffer: Tensor = getattr(self._layer, (_AMAX if length else _SCALE) + role)
         if length or role in self._layer.fp8_known:
@@ -169,12 +176,12 @@ class LayerHistory(AmaxHistory):
         return buffer
 
     def settle(self) -> None:
-        """Looks anew which static scales are known."""
+        """Checks again which static scales are set."""
         settle(self._layer)
 
 
 def remember(layer: Any, recipe: Any) -> None:
-    """Gives ``layer``, with an input and a weight, the buffers that ``recipe`` asks for: zeros,
+    """Adds the buffers that ``recipe`` needs to ``layer``, which has an input and a weight: zeros,
     float32, on the device of the weight."""
     for role in _ROLES.values():
         cast = getattr(recipe, role)
@@ -185,19 +192,19 @@ def remember(layer: Any, recipe: Any) -> None:
 
 
 def forget(layer: nn.Module) -> None:
-    """Takes them away again."""
+    """Removes the buffers that `remember` adds."""
     for name in [name for name, _ in layer.named_buffers(recurse=False) if _is_history(name)]:
         delattr(layer, name)
     vars(layer).pop(_KNOWN, None)
 
 
 def has_scales(layer: nn.Module) -> bool:
-    """Whether `remember` has made buffers of static scales."""
+    """Whether `remember` has added buffers of static scales."""
     return any(name.startswith(_SCALE) for name, _ in layer.named_buffers(recurse=False))
 
 
 def settle(layer: nn.Module) -> None:
-    """Looks anew which static scales of a layer are known, after something has written them."""
+    """Checks again which static scales of a layer are set, after they were written."""
     if _KNOWN in vars(layer):
         kept = ((role, getattr(layer, _SCALE + role, None)) for role in _ROLES.values())
         known = tuple(role for role, scale in kept if scale is not None and _is_positive(scale))
@@ -205,9 +212,9 @@ def settle(layer: nn.Module) -> None:
 
 
 def begin_anew(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Puts the histories of ``layer`` as they are at first into a state_dict that has none of them,
-    so that a checkpoint of the plain model loads. One with nothing of the layer under this name, as
-    safetensors writes the second name of a module, says nothing of them."""
+    """Adds initial histories of ``layer`` to a state_dict that has none, so that a checkpoint of
+    the unconverted model loads. A state_dict without any parameter of the layer under this name,
+    like safetensors files for a module's second name, is left unchanged."""
     own = {prefix + name: b for name, b in layer.named_buffers(recurse=False) if _is_history(name)}
     known = any(prefix + name in state for name, _ in layer.named_parameters())
     if known and own.keys().isdisjoint(state):
@@ -222,19 +229,28 @@ def _is_history(name: str) -> bool:
 
 
 def histories(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `remember` has made in a model, by name."""
+    """The buffers that `remember` added to a model, by name."""
     return {name: b for name, b in model.named_buffers() if _is_history(name)}
 
 
 def reduce_amax(model: nn.Module, group: Group = None) -> None:
-    """Makes the histories of a model that `fp8.convert` gave a recipe with scaling "delayed" or
-    "static" equal over the processes of ``group`` (None: all): for each entry the largest.
+    """Synchronizes the histories of a converted model across processes.
 
-    To be called by all after the backward pass, before the optimizer's step: one all-reduce; none
-    where torch.distributed was not initialized, in a process of its own. Then each process scales
-    as one with the whole batch would. DistributedDataParallel gives every process the buffers of
-    the first before each pass; for gradient accumulation, make it not to
-    (``forward_sync_buffers=False``, before torch 2.13 ``broadcast_buffers=False``).
+    For a model that `fp8.convert` gave a recipe with scaling "delayed" or "static": every entry
+    becomes its maximum over the processes, in one all-reduce. Each process then scales as one
+    process with the whole batch would. Call it on all processes after the backward pass, before the
+    optimizer step. Does nothing if torch.distributed is not initialized.
+
+    DistributedDataParallel broadcasts the buffers of the first process before each pass. Disable
+    that for gradient accumulation (``forward_sync_buffers=False``; before torch 2.13,
+    ``broadcast_buffers=False``).
+
+    Args:
+        model: the converted model.
+        group: the processes; None: all.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
     """
     check_module("reduce_amax", model)
     _reduce([history for _, history in sorted(histories(model).items())], group)

@@ -1,4 +1,5 @@
-"""What happens to each operand of the products of a layer: frozen, named, checked at birth."""
+"""Recipes: how each operand of a layer's products is cast. Immutable and validated on
+construction."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 AUTO = "auto"
-"""In place of a recipe: "unit" for what is unit-scaled, "tensor" for all else."""
+"""Instead of a recipe: "unit" for unit-scaled tensors, "tensor" for all others."""
 
 
 def _check(what: str, got: object, allowed: Iterable[str]) -> None:
@@ -60,23 +61,29 @@ def _check_keys(
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """How one operand gets into its format.
+    """How an operand is cast to its format.
 
-    format: a name in `fp8.FORMATS`, or a `fp8.Format`.
-    scaling: a name in `fp8.recipes.scaling.SCALINGS`: what shares a scale.
-    rule: a name in `fp8.recipes.scaling.RULES`: how the scale follows from the largest magnitude.
-    None becomes the scaling's usual one. tile: how many elements share a scale (across, along) the
-    axis that the product sums over, for the scalings that leave it open. None becomes the scaling's
-    usual one. margin: the scale is multiplied by 2**margin, which leaves room for that many
-    doublings. history: for scaling "delayed" how many passes count, 1 is the last alone; None
-    becomes 16. For the others it is 0; of "static" one scale is kept. rounding, overflow,
-    random_bits: as in `fp8.quantize`, but Inf does not saturate: it stays Inf where the format has
-    it and becomes NaN elsewhere. Stochastic rounding draws a new seed at each use. hadamard: 2 to
-    128, a power of two: the operand is first rotated by a random Hadamard matrix of that size along
-    the axis that the product sums over; 0: it is not. Both operands of a product need the same;
-    only those of the gradients may have it. Raises ValueError for an unknown name, for a format
-    without a sign, for a rule or tile that the scaling does not take and for overflow="nonfinite"
-    with a format that has neither Inf nor NaN, TypeError for what is not a name.
+    Attributes:
+        format: a name in `fp8.FORMATS`, or a `fp8.Format`.
+        scaling: a name in `fp8.recipes.scaling.SCALINGS`: which elements share a scale.
+        rule: a name in `fp8.recipes.scaling.RULES`: how the scale is computed from the largest
+            magnitude. None: the default of the scaling.
+        tile: the number of elements that share a scale (across, along) the axis that the product
+            sums over, for scalings with a free tile. None: the default of the scaling.
+        margin: the scale is multiplied by 2**margin, which leaves headroom for that many doublings.
+        history: for scaling "delayed", the number of passes considered; 1 is the last one only,
+            None is 16. For other scalings 0; "static" stores one scale.
+        rounding, overflow, random_bits: as in `fp8.quantize`, except that Inf does not saturate: it
+            stays Inf if the format has Inf, and becomes NaN otherwise. Stochastic rounding uses a
+            new seed each time.
+        hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
+            of this size along the axis that the product sums over. 0: no rotation. Both operands of
+            a product need the same value; only the products of the gradients may be rotated.
+
+    Raises:
+        ValueError: for an unknown name, an unsigned format, a rule or tile that the scaling does
+            not support, and overflow="nonfinite" with a format that has neither Inf nor NaN.
+        TypeError: for a name that is not a string.
     """
 
     format: str | Format
@@ -91,7 +98,7 @@ class Cast:
     hadamard: int = 0
 
     text: ClassVar[str]
-    """Of an instance: its fields in one string, for the reason that `Format.text` has."""
+    """Set per instance: its fields in one string, for the reason given at `Format.text`."""
 
     def __post_init__(self) -> None:
         format = get_format(self.format)
@@ -115,7 +122,7 @@ class Cast:
         object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
 
     def _complete(self) -> None:
-        """Puts in what the scaling usually has for a rule or tile that is None."""
+        """Fills in the defaults of the scaling for a rule or tile that is None."""
         row = SCALINGS[self.scaling]
         if self.rule is None:
             object.__setattr__(self, "rule", row.rules[0] if row.rules else None)
@@ -149,12 +156,12 @@ class Cast:
 
     @property
     def keeps_history(self) -> bool:
-        """Whether something is kept of the operand between passes: largest magnitudes, or its
-        scale."""
+        """Whether state of the operand is kept between passes: largest magnitudes, or its scale."""
         return self.scaling in ("delayed", "static")
 
     def __str__(self) -> str:
-        """Format and scaling, and whatever is not usual: "e2m1, nv 16x16, stochastic"."""
+        """Format, scaling and all values that differ from defaults: "e2m1, nv 16x16,
+        stochastic"."""
         row = SCALINGS[self.scaling]
         scaling = self.scaling
         if self.tile != row.tile:
@@ -181,9 +188,9 @@ class Cast:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Cast:
-        """The Cast that `to_dict` wrote; keys other than "format" and "scaling" may be left out.
+        """The Cast that `to_dict` wrote; keys other than "format" and "scaling" are optional.
 
-        Raises as Cast, and ValueError for an unknown or a missing key.
+        Raises as Cast, and ValueError for an unknown or missing key.
         """
         names = (field.name for field in fields(Cast))
         _check_keys("Cast", values, names, ("format", "scaling"))
@@ -198,7 +205,7 @@ class Cast:
 
 
 SAME = "same"
-"""In a Recipe: cast for this product too as for the first."""
+"""In a Recipe: the same cast as in the operand's first product."""
 
 _OPERANDS = ("input", "weight", "grad")
 _OVERRIDES = ("grad_input_weight", "grad_weight_grad", "grad_weight_input")
@@ -208,26 +215,32 @@ Pair = tuple[Cast | None, Cast | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The casts of the three products of a layer: forward, gradient of the input, of the weight.
+    """The casts of the three products of a layer: output, input gradient, weight gradient.
 
         y = input weight^T       sums over the inner size
         dinput = grad weight     sums over the outputs
         dweight = grad^T input   sums over the tokens
 
-    input: activations, and both operands of a product of two activations.
-    weight: the second operand of a linear layer or convolution.
-    grad: the gradient of the output.
-    None leaves an operand as it is.
-    saved_activations: how activations (GELU, SiLU, GLU, and the two factors of a gate) keep their
-    input for the backward pass, which then computes the derivative there; ReLU keeps a bit for each
-    element. It takes no scaling by tiles and no history. None keeps what torch keeps.
-    grad_input_weight, grad_weight_grad, grad_weight_input: another Cast (or None) of the weight,
-    the gradient and the input for the product named first; "same" casts as above. Where a scale
-    belongs to a row or block, each product casts anew, along the axis that it sums over, from the
-    operand in high precision.
-    Raises TypeError for what is not a Cast, ValueError for a second cast with scaling "delayed" or
-    "static", where only one operand of a product is rotated, or one of the forward product, and for
-    saved activations with a scale for each tile, a history or a rotation.
+    A cast of None leaves the operand unchanged. With scales by rows or blocks each product casts
+    its operands from high precision, along the axis that it sums over.
+
+    Attributes:
+        name: the name shown in reports.
+        input: activations, and both operands of a product of two activations.
+        weight: the second operand of a linear layer or convolution.
+        grad: the gradient of the output.
+        saved_activations: how activations (GELU, SiLU, GLU, and the two factors of a gate) save
+            their input for the backward pass, which computes the derivative at the saved value.
+            ReLU saves one bit per element. Scaling by tiles and histories are not supported. None:
+            as torch does.
+        grad_input_weight, grad_weight_grad, grad_weight_input: a different Cast (or None) of the
+            weight, the gradient and the input in the product named first; "same": the cast above.
+
+    Raises:
+        TypeError: for a cast that is not a Cast.
+        ValueError: for a second cast with scaling "delayed" or "static"; if only one operand of a
+            product, or one of the forward product, is rotated; for saved activations with a scale
+            per tile, a history or a rotation.
     """
 
     name: str
@@ -240,7 +253,7 @@ class Recipe:
     grad_weight_input: Cast | str | None = SAME
 
     unscaled: ClassVar[bool] = False
-    """Of an instance: whether it casts an operand as it is, without a scale."""
+    """Set per instance: whether it casts an operand without a scale."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -277,17 +290,17 @@ class Recipe:
 
     @property
     def keeps_history(self) -> bool:
-        """Whether it needs an `fp8.AmaxHistory`."""
+        """Whether the recipe needs an `fp8.AmaxHistory`."""
         return any(cast is not None and cast.keeps_history for cast in (*self.forward, self.grad))
 
     @property
     def changes_scales(self) -> bool:
-        """Whether a pass leaves other scales behind than it had: scaling "delayed"."""
+        """Whether a pass changes the scales of later passes: scaling "delayed"."""
         return any(cast is not None and cast.history for cast in (*self.forward, self.grad))
 
     @property
     def casts(self) -> tuple[Cast | None, ...]:
-        """Those of all operands of the three products."""
+        """The casts of all operands of the three products."""
         return (*self.forward, *self.grad_input, *self.grad_weight)
 
     @property
@@ -309,16 +322,16 @@ class Recipe:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as a dict of plain values: ``json.dumps`` takes it."""
+        """The recipe as a dict of plain values, for ``json.dumps``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {k: v.to_dict() if isinstance(v, Cast) else v for k, v in values.items()}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
-        """The recipe that `to_dict` wrote. Keys other than "name", "input", "weight" and "grad" may
-        be left out; an operand that is not cast is None (null in JSON).
+        """The recipe that `to_dict` wrote. Keys other than "name", "input", "weight" and "grad" are
+        optional; None (null in JSON) is an operand that is not cast.
 
-        Raises as Recipe, and ValueError for an unknown or a missing key.
+        Raises as Recipe, and ValueError for an unknown or missing key.
         """
         names = (field.name for field in fields(Recipe))
         _check_keys("Recipe", values, names, ("name", *_OPERANDS))
@@ -333,13 +346,13 @@ def _or_same(cast: Cast | str | None, same: Cast | None) -> Cast | None:
 
 
 def _all(name: str, format: str, scaling: str = "unit", **options: Any) -> Recipe:
-    """One cast for every operand."""
+    """A recipe with the same cast for every operand."""
     cast = Cast(format=format, scaling=scaling, **options)
     return Recipe(name=name, input=cast, weight=cast, grad=cast)
 
 
 def _e4m3_e5m2(name: str, scaling: str) -> Recipe:
-    """e4m3 where precision counts, e5m2 where range does (Micikevicius et al. 2022, section 3)."""
+    """e4m3 for precision, e5m2 for range (Micikevicius et al. 2022, section 3)."""
     forward = Cast(format="e4m3", scaling=scaling)
     return Recipe(
         name=name, input=forward, weight=forward, grad=Cast(format="e5m2", scaling=scaling)
@@ -347,8 +360,9 @@ def _e4m3_e5m2(name: str, scaling: str) -> Recipe:
 
 
 def _row_gw_hp() -> Recipe:
-    """By rows, but the gradient of the weight in high precision; so the weight needs no second
-    copy along the other axis: that product has one scale for it (torchao's rowwise_with_gw_hp)."""
+    """By rows, with the gradient of the weight in high precision. The weight needs no second copy
+    along the other axis, because the input gradient uses one scale for it (torchao's
+    rowwise_with_gw_hp)."""
     row = Cast(format="e4m3", scaling="row")
     return Recipe(
         name="row_gw_hp",
@@ -362,15 +376,15 @@ def _row_gw_hp() -> Recipe:
 
 
 def _block() -> Recipe:
-    """DeepSeek-V3 (arXiv:2412.19437), section 3.3: e4m3 throughout, 1 x 128 for activations and
-    gradients, 128 x 128 for weights."""
+    """DeepSeek-V3 (arXiv:2412.19437), section 3.3: e4m3 throughout, tiles of 1 x 128 for
+    activations and gradients, 128 x 128 for weights."""
     vector = Cast(format="e4m3", scaling="block")
     square = Cast(format="e4m3", scaling="block", tile=(128, 128))
     return Recipe(name="block", input=vector, weight=square, grad=vector)
 
 
 def _mxfp6() -> Recipe:
-    """e2m3, the more precise, forward, and e3m2, the wider, for gradients."""
+    """e2m3, the more precise format, in the forward pass; e3m2, the wider one, for gradients."""
     forward = Cast(format="e2m3", scaling="mx")
     return Recipe(
         name="mxfp6", input=forward, weight=forward, grad=Cast(format="e3m2", scaling="mx")
@@ -380,7 +394,7 @@ def _mxfp6() -> Recipe:
 def _nvfp4() -> Recipe:
     """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149), section 4: weights
     in 16 x 16 blocks, the same in both products; gradients rounded stochastically; both operands of
-    the weight's gradient rotated, 16 at a time."""
+    the weight gradient rotated in blocks of 16."""
     vector = Cast(format="e2m1", scaling="nv")
     square = Cast(format="e2m1", scaling="nv", tile=(16, 16))
     return Recipe(
@@ -396,17 +410,17 @@ def _nvfp4() -> Recipe:
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        # Scale one: for unit-scaled models.
+        # Without scales: for unit-scaled models.
         _e4m3_e5m2("unit", "unit"),
         _all("unit_e4m3", "e4m3"),
         # One scale per tensor.
         _e4m3_e5m2("tensor", "tensor"),
         # Micikevicius et al. 2022 (arXiv:2209.05433), section 3.1, with 16 passes as in FP8-LM.
         _e4m3_e5m2("delayed", "delayed"),
-        # Powers of two measured once: half precision's loss scale (Micikevicius et al. 2018,
-        # arXiv:1710.03740, section 3.2), one for each operand.
+        # Powers of two, measured once: the loss scale of half precision (Micikevicius et al. 2018,
+        # arXiv:1710.03740, section 3.2), separately for each operand.
         _e4m3_e5m2("static", "static"),
-        # One per row or block of what is summed over.
+        # One scale per row or block along the summed axis.
         _all("row", "e4m3", "row"),
         _row_gw_hp(),
         _block(),
@@ -414,7 +428,7 @@ RECIPES: dict[str, Recipe] = {
         # three, scales rounded up.
         _all("mxfp8", "e4m3", "mx"),
         _mxfp6(),
-        # OCP MX specification 1.0, section 6.3, to the letter: e2m1, scales by the floor rule.
+        # Exactly OCP MX specification 1.0, section 6.3: e2m1, scales by the floor rule.
         _all("mxfp4", "e2m1", "mx", rule="floor"),
         _nvfp4(),
         # 16-bit operands.
@@ -425,14 +439,23 @@ RECIPES: dict[str, Recipe] = {
 """Name -> recipe."""
 
 PLAIN, UNIT, STATIC = RECIPES["tensor"], RECIPES["unit"], RECIPES["static"]
-"""What "auto" is for what is not unit-scaled, for what is, and for layers that are calibrated."""
+"""The recipes that "auto" selects: for tensors that are not unit-scaled, for those that are, and
+for calibrated layers."""
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe of that name; a Recipe is returned as it is.
+    """Looks up a recipe by name.
 
-    Raises ValueError, with the names there are, for another, and TypeError for what is neither.
-    "auto" is no recipe but a choice between two, which needs a model: ValueError.
+    Args:
+        recipe: a name in `fp8.RECIPES`, or a Recipe, which is returned unchanged.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ValueError: for an unknown name; the message lists the names. Also for "auto", which is a
+            choice between two recipes that needs a model.
+        TypeError: for an argument that is neither a name nor a Recipe.
     """
     if recipe == AUTO:
         raise ValueError(
@@ -443,7 +466,7 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
 
 
 def given_recipe(recipe: str | Recipe) -> Recipe | None:
-    """`get_recipe`; None for "auto", whose choice is made where the product is known."""
+    """`get_recipe`; None for "auto", which is resolved where the product is known."""
     return None if recipe == AUTO else _known(recipe, (AUTO, *RECIPES))
 
 
@@ -457,6 +480,6 @@ def _known(recipe: str | Recipe, names: Iterable[str]) -> Recipe:
 
 
 def needs_unit_scale(recipe: Recipe) -> bool:
-    """Whether it casts an operand to 8 bits or fewer as it is, without a scale."""
+    """Whether a cast to 8 bits or fewer has no scale."""
     casts = (cast for cast in recipe.casts if cast is not None)
     return any(cast.scaling == "unit" and get_format(cast.format).bits <= 8 for cast in casts)

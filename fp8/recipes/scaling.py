@@ -1,7 +1,7 @@
-"""Where the scale of an operand comes from: what shares one (its tile), and the rule that finds it.
+"""Scale factors of operands: which elements share one (the tile), and the rule that computes it.
 
-A scale is the value of one unit of the format: the operand stored is ``x / scale``. Powers of two
-make that division exact.
+The stored operand is ``x / scale``; the scale factor is the value of one unit of the format. With
+powers of two this division is exact.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ __all__ = [
 aten = torch.ops.aten
 
 Tile = tuple[int, int]
-"""Elements that share a scale: (across, along) the axis that a product sums over; 0 is all."""
+"""The elements that share a scale: (across, along) the axis that a product sums over; 0 is all."""
 
 SMALLEST, LARGEST = -126, 127
-"""The limits of a scale as exponents of two: float32's normal powers. E8M0 begins at 2**-127, and
-static scales end at 2**126, so that their inverse is normal too."""
+"""The range of scale factors as exponents of two: the normal powers of float32. E8M0 starts at
+2**-127. Static scales end at 2**126, so that their inverse is normal too."""
 
 E8M0 = " e8m0"
-"""What follows the name of a rule in a spec where scales are stored in E8M0: see `scale_of`."""
+"""Suffix of a rule name in a spec whose scales are stored in E8M0: see `scale_of`."""
 
 
 def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
     """2**(e - E), for ``amax`` = m * 2**e and the format's largest value M * 2**E (m, M in [1, 2)).
 
-    carry: what is added to the bits of ``amax``; from where that reaches the exponent on, e is one
-    more. A subnormal amax counts as zero exponent bits, below every scale.
+    carry: added to the bits of ``amax``; e is one larger if the addition carries into the exponent.
+    A subnormal amax counts as exponent field zero, below every scale.
     """
     layout = LAYOUTS[amax.dtype]
     exponent = ((amax.view(layout.integer) + carry) >> layout.mantissa_bits) - format.max_exponent
@@ -63,43 +63,44 @@ def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
 
 
 def _one(amax: Tensor) -> int:
-    """The step of the exponent in the bits of ``amax``."""
+    """The step of the exponent field in the bits of ``amax``."""
     return 1 << LAYOUTS[amax.dtype].mantissa_bits
 
 
 def _up(amax: Tensor, format: Format) -> Tensor:
-    """The smallest power of two under which nothing overflows (the "round up" of Mishra et al.,
-    arXiv:2506.08027, torchao's RCEIL)."""
+    """The smallest power of two that avoids overflow ("round up" of Mishra et al.,
+    arXiv:2506.08027; torchao's RCEIL)."""
     layout = LAYOUTS[amax.dtype]
     top = layout.encode(format.max) & (_one(amax) - 1)
     return _power(amax, format, _one(amax) - 1 - top)
 
 
 def _floor(amax: Tensor, format: Format) -> Tensor:
-    """2**(e - E), e and E the exponents of amax and of the format's largest value: what is between
-    that value and the next power of two saturates (OCP MX specification 1.0, section 6.3)."""
+    """2**(e - E), with e and E the exponents of amax and of the format's largest value. Values
+    between that value and the next power of two saturate (OCP MX specification 1.0, section 6.3).
+    """
     return _power(amax, format, 0)
 
 
 def _ceil(amax: Tensor, format: Format) -> Tensor:
-    """As floor, of amax rounded up to a power of two (torchao's CEIL)."""
+    """As floor, with amax rounded up to a power of two (torchao's CEIL)."""
     return _power(amax, format, _one(amax) - 1)
 
 
 def _even(amax: Tensor, format: Format) -> Tensor:
-    """As floor, of amax rounded to the format's mantissa bits (torchao's EVEN)."""
+    """As floor, with amax rounded to the format's mantissa bits (torchao's EVEN)."""
     return _power(amax, format, _one(amax) >> (format.mantissa_bits + 1))
 
 
 def _exact(amax: Tensor, format: Format) -> Tensor:
-    """amax divided by the format's largest value, in float32: no power of two."""
+    """amax divided by the format's largest value, in float32; not a power of two."""
     return amax / format.max
 
 
 def _e4m3(amax: Tensor, format: Format) -> Tensor:
     """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
-    (NVFP4, arXiv:2509.25149, section 2). The e4m3 number is at least its smallest subnormal, 2**-9:
-    TransformerEngine keeps subnormals, torchao goes down to 2**-6."""
+    (NVFP4, arXiv:2509.25149, section 2). The e4m3 value is at least its smallest subnormal, 2**-9:
+    TransformerEngine keeps subnormals, torchao stops at 2**-6."""
     scale_format = get_format("e4m3")
     unit = _unit(amax, format)
     scale = quantize(amax / format.max / unit, scale_format)
@@ -107,14 +108,14 @@ def _e4m3(amax: Tensor, format: Format) -> Tensor:
 
 
 def _unit(amax: Tensor, format: Format) -> Tensor:
-    """What the scales of tiles with these largest magnitudes, all finite, are multiples of."""
+    """The tensor-level unit of the e4m3 scales of tiles with these amax, all finite."""
     whole = amax.amax()
     return _defined(whole / (get_format("e4m3").max * format.max), whole)
 
 
 def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format) -> Tensor:
-    """What the scales of `scale_of` are multiples of by the rule "e4m3": 0-dim, in float32 (float64
-    for float64). x must not be empty."""
+    """The tensor-level unit of the scales that `scale_of` returns for rule "e4m3": 0-dim, float32
+    (float64 for float64). x must not be empty."""
     amax = _largest(x.detach(), dims).to(torch.promote_types(x.dtype, torch.float32))
     return _unit(torch.where(amax < torch.inf, amax, 0.0), format)
 
@@ -127,7 +128,7 @@ RULES: dict[str, Callable[[Tensor, Format], Tensor]] = {
     "exact": _exact,
     "e4m3": _e4m3,
 }
-"""Name -> function of (largest magnitude of a tile, format) giving its scale."""
+"""Name -> function of (largest magnitude of a tile, format) that returns the tile's scale."""
 
 
 class Scaling(NamedTuple):
@@ -135,11 +136,12 @@ class Scaling(NamedTuple):
 
     about: str
     tile: Tile
-    """What shares a scale, where the cast does not say."""
+    """The default tile."""
     rules: tuple[str, ...]
-    """The names in RULES that it may go by, the usual one first; none: scale one."""
+    """Supported names in RULES, the default first; if empty, the scale is not computed by a
+    rule."""
     free: bool = False
-    """Whether a cast may have another tile."""
+    """Whether a cast may choose another tile."""
 
 
 _POWERS = ("up", "floor", "ceil", "even")
@@ -174,11 +176,11 @@ SCALINGS: dict[str, Scaling] = {
         free=True,
     ),
 }
-"""Name -> what shares a scale and how it may be found."""
+"""Name -> which elements share a scale, and the rules that may compute it."""
 
 
 def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
-    """The largest magnitude over ``dims`` (kept), NaN where there is one."""
+    """The largest magnitude over ``dims`` (kept); NaN if there is a NaN."""
     if dims is not None:
         return x.abs().amax(dims, keepdim=True)
     low, high = aten.aminmax.default(x)  # one pass, no copy
@@ -186,17 +188,17 @@ def _largest(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 
 
 def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
-    """The largest magnitude over ``dims`` (kept) of what is finite; 0 where nothing is.
+    """The largest magnitude of the finite values over ``dims`` (kept); 0 if there are none.
 
-    Where that can be seen without waiting for a device, the pass that leaves Inf and NaN out is
-    made only if there are any.
+    If it can be checked without a device synchronization, the extra pass that excludes Inf and NaN
+    runs only if there are any.
     """
     if not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) is Tensor:
         amax = _largest(x, dims)
         try:
             if bool(amax.amax() < torch.inf):
                 return amax
-        except RuntimeError:  # under vmap, or while a graph is traced
+        except RuntimeError:  # under vmap, or while tracing
             pass
     size = x.abs()
     size = torch.where(size < torch.inf, size, 0.0)
@@ -204,24 +206,24 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
 
 
 def _defined(scale: Tensor, amax: Tensor) -> Tensor:
-    """``scale`` within its limits, and 1 where amax is zero, Inf or NaN."""
+    """``scale`` clamped to its range; 1 where amax is zero, Inf or NaN."""
     usable = (amax > 0) & (amax < torch.inf)
     return torch.where(usable, scale.clamp(2.0**SMALLEST, 2.0**LARGEST), 1.0)
 
 
 def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
-    """The scales of ``x``, one for all that lies along ``dims`` (None: all of it).
+    """The scale factors of ``x``: one for all elements along ``dims`` (None: all of x).
 
-    Returns float32 (float64 for float64), with ``dims`` kept as 1, or 0-dim. It is that of the
-    finite values: Inf and NaN go into the cast beside them and stay what they are. It is 1 where
-    the largest of these is zero, not less than 2**-126, the smallest normal float32 (a tile below
-    that times half the format's smallest value becomes zero), and not more than 2**127, past which
-    only float64 reaches. x must not be empty.
+    Returns float32 (float64 for float64), with ``dims`` kept as 1, or 0-dim. It is computed from
+    the finite values; Inf and NaN pass through the cast unchanged. It is 1 if the largest finite
+    magnitude is zero. It is at least 2**-126, the smallest normal float32 (tiles below that times
+    half the format's smallest value become zero), and at most 2**127, which only float64 exceeds. x
+    must not be empty.
 
-    A scale that is itself stored in eight bits, by the rule "e4m3" or one followed by `E8M0`, is
-    NaN where its tile has Inf or NaN, and with it all of the tile, as formats of four and six bits
-    have neither. So it is in microxcaling; torchao and the OCP specification agree for NaN (MX
-    1.0, section 5.1), and torchao takes Inf for a large number. E8M0 goes down to 2**-127.
+    A scale stored in eight bits (rule "e4m3", or a rule with suffix `E8M0`) is NaN if its tile has
+    Inf or NaN, and so becomes the whole tile, because formats of four and six bits have neither.
+    microxcaling does the same. torchao and the OCP specification agree for NaN (MX 1.0, section
+    5.1); torchao treats Inf as a large number. E8M0 goes down to 2**-127.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     name, stored, _ = rule.partition(E8M0)
@@ -231,7 +233,7 @@ def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str)
     amax = _largest(x.detach(), dims).to(dtype)
     finite = amax < torch.inf
     amax = torch.where(finite, amax, 0.0)
-    small = amax < 1.0 if stored else torch.zeros_like(finite)  # twice as large, the limit is half
+    small = amax < 1.0 if stored else torch.zeros_like(finite)  # the lower limit is halved
     amax = torch.where(small, 2 * amax, amax)
     scale = _defined(RULES[name](amax, format), amax)
     scale = torch.where(small & (amax > 0), scale / 2, scale)
@@ -239,18 +241,18 @@ def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str)
 
 
 def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
-    """``scale * 2**margin``, within the limits of the scales of a rule; NaN stays NaN."""
+    """``scale * 2**margin``, clamped to the range of the rule's scales; NaN stays NaN."""
     low = SMALLEST - rule.endswith(E8M0)
     return (scale * 2.0**margin).clamp(2.0**low, 2.0**LARGEST) if margin else scale
 
 
 def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
-    """What to multiply by instead of dividing by ``scale``, which `scale_of` found; None: divide.
+    """The factor that replaces the division by ``scale``, a result of `scale_of`; None: divide.
 
-    A static scale, without a rule, is a normal power of two, as its inverse is: in compiled code,
-    which takes the inverse once for many elements, a product is less than a quotient.
-    2**-127 is a subnormal float32, which some devices and modes take for zero. The largest scale of
-    a float32 is 2**126, as the formats reach beyond 2: the inverse is a normal number.
+    A static scale (no rule) is a normal power of two and so is its inverse. Compiled code computes
+    the inverse once for many elements, and a multiplication is cheaper than a division. 2**-127 is
+    a subnormal float32, which some devices and modes flush to zero. The largest scale of a float32
+    is 2**126, as the formats reach beyond 2, so its inverse is normal.
     """
     if rule is None:
         return 1 / scale if torch.compiler.is_compiling() else None
@@ -260,7 +262,7 @@ def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
 
 
 def scale_of_number(amax: float, format: Format) -> float:
-    """`scale_of` by the rule "up" for a largest magnitude that the host knows, in float64."""
+    """`scale_of` by the rule "up", in float64, for a largest magnitude known on the host."""
     if not 0 < amax < math.inf:
         return 1.0
     fraction, exponent = math.frexp(amax)
@@ -269,26 +271,25 @@ def scale_of_number(amax: float, format: Format) -> float:
 
 
 def in_format(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """``x`` in units of its scale, in the format's torch dtype; and the scale, by the rule "up".
+    """``x / scale`` in the format's torch dtype, and the scale factor by the rule "up".
 
-    x: float32, any shape; rounded once, to the nearest, ties to even. Inf becomes NaN where the
-    format has none.
+    x: float32, any shape. Rounded once, to nearest, ties to even. Inf becomes NaN if the format has
+    no Inf.
     """
     assert format.dtype is not None
     scale = scale_of(x, None, format, "up") if x.numel() else x.new_ones(())
     units = x / scale
-    if not format.infinity:  # torch's own casts do not agree on what Inf becomes
+    if not format.infinity:  # torch's own casts disagree on Inf
         units = torch.where(units.isinf(), torch.nan, units)
     return units.to(format.dtype), scale
 
 
 def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record: bool) -> Tensor:
-    """The scale of the largest entry of ``history``; of ``x`` itself while there is none.
+    """The scale factor from the largest entry of ``history``; from ``x`` itself if that is zero.
 
-    record: put the largest finite magnitude of x in front, for the passes to come, and let the
-    oldest entry go. Limits as in `scale_of`; what is beyond the scale's range
-    overflows as the cast says. history: (length,), float32 or, if a model was cast, rounded to
-    what it was cast to; changed in place.
+    record: add the largest finite magnitude of x in front and drop the oldest entry. Range as in
+    `scale_of`; values beyond it overflow as the cast specifies. history: (length,), float32, or the
+    dtype that the model was cast to; updated in place.
     """
     now = largest_finite(x.detach(), None).float() if x.numel() else history.new_zeros(()).float()
     known = history.amax().float()
@@ -301,8 +302,8 @@ def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record:
 
 
 def second_moment(x: Tensor) -> Tensor:
-    """The sum of the squares of ``x``, 0-dim, in float64 (float32 on devices without it), where the
-    squares of float32 neither overflow nor vanish."""
+    """The sum of squares of ``x``, 0-dim. In float64, where squares of float32 neither overflow nor
+    underflow; in float32 on devices without float64."""
     dtype = torch.float32 if x.device.type == "mps" else torch.float64
     return aten.linalg_vector_norm.default(x.detach(), dtype=dtype).square()
 
@@ -310,18 +311,19 @@ def second_moment(x: Tensor) -> Tensor:
 def nearest_power(moment: Tensor) -> Tensor:
     """The power of two nearest, in octaves, to the root of a mean square: 2**round(log2(RMS)).
 
-    An operand divided by it has RMS 2**-0.5 to 2**0.5. Returns float32, within the limits of a
-    scale, and 0 where ``moment`` is zero, Inf or NaN.
+    An operand divided by it has an RMS between 2**-0.5 and 2**0.5. Returns float32, clamped to the
+    range of scales, and 0 where ``moment`` is zero, Inf or NaN.
     """
     exponent = (moment.log2() / 2).round().clamp(SMALLEST, LARGEST - 1)
     return torch.where((moment > 0) & (moment < torch.inf), exponent.exp2(), 0.0).float()
 
 
 def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
-    """The scale that ``state`` holds, 1 where that is 0.
+    """The scale factor that ``state`` holds; 1 if that is 0.
 
-    Shape (): it is known. Shape (1,): while it is 0, the scale is that of the finite values of
-    ``x``, which is kept if ``record`` says so and all of x is finite."""
+    state: shape () if it is set. Shape (1,) otherwise: while it is 0, the scale is computed from
+    the finite values of ``x``, and stored if ``record`` is set and all of x is finite.
+    """
     scale = state.float()
     if state.dim() and x.numel():
         x = x.detach()
@@ -338,27 +340,28 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
 def history_scale(
     x: Tensor, history: Tensor, format: Format, rule: str | None, margin: int, record: bool
 ) -> Tensor:
-    """The scale of ``x`` by what was kept of it in the passes before, 0-dim, in float32.
+    """The scale factor of ``x`` from the state of earlier passes, 0-dim, float32.
 
-    With a rule that is the amax history of scaling "delayed", without one the scale of "static"."""
+    history: with a rule, the amax history of scaling "delayed"; without, the scale of "static".
+    """
     if rule is None:
         return _static_scale(x, history, record)
     return with_margin(delayed_scale(x, history, format, rule, record), margin, rule)
 
 
 def scaled_tiles(x: Tensor, tile: Tile, axis: int) -> tuple[Tensor, tuple[int, ...] | None]:
-    """``x`` with its tiles as dimensions, and these dimensions; None where all of x is one tile.
+    """``x`` with tiles as separate dimensions, and those dimensions; None if all of x is one tile.
 
-    x: (..., rows, columns), not empty. axis: -1 or -2, the one that the product sums over.
-    A size that the tile does not divide is filled up with zeros, so that the last tile is shorter;
-    not so a smaller one, which is one tile.
+    x: (..., rows, columns), not empty. axis: -1 or -2, the axis that the product sums over. A size
+    that the tile does not divide is padded with zeros. A size smaller than the tile is one tile,
+    without padding.
     """
     if tile == (0, 0):
         return x, None
     turned = tile if axis == -1 else tile[::-1]
-    # At least 2 where a tile is more than an element: which dimensions there are follows from it.
+    # At least 2 if a tile has more than one element, because the set of dimensions depends on it.
     rows, columns = [min(by, max(size, 2)) for size, by in zip(x.shape[-2:], turned, strict=True)]
-    # Written as counts times sizes, which a compiler sees to be divisible where sizes are dynamic.
+    # As counts times sizes: a compiler can then prove divisibility under dynamic shapes.
     down, across = [
         -(-size // by) if by else 0 for size, by in zip(x.shape[-2:], (rows, columns), strict=True)
     ]

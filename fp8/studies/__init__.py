@@ -1,3 +1,2 @@
-"""What low precision does to a model on a machine, answered by measuring.
-Imports all but the adapters of trainers.
-"""
+"""Measurements of low precision: of a model's casts, and of what a machine can run.
+Imports all but the adapters of trainers."""

@@ -1,4 +1,4 @@
-"""What this machine can run: torch, devices, recipes and the libraries that adapters use."""
+"""Reports what this machine can run: torch, devices, recipes and the libraries used by adapters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Section = list[dict[str, str]]
 
 
 def examine() -> dict[str, Section]:
-    """Rows on "system", "devices", "recipes" and "libraries".
+    """Rows for "system", "devices", "recipes" and "libraries".
 
-    recipes: for each device "native", by torch's kernels, which have passed their proof
-    (`fp8.native.selftest`, for results in bfloat16), or "simulated", and why. Native needs
-    backend="native" on a CPU, where simulation is what "auto" takes.
-    libraries: "found", "missing", or "broken" where the import fails, and what installs it. All of
-    `fp8.common.libraries.LIBRARIES` are imported to know.
+    recipes: for each device "native", if torch's kernels pass the self-test (`fp8.native.selftest`,
+    with results in bfloat16), or "simulated", and the reason. On a CPU, native products need
+    backend="native", because "auto" simulates there. libraries: "found", "missing", or "broken" if
+    the import fails, with the installation command. All of `fp8.common.libraries.LIBRARIES` are
+    imported.
     """
     devices = _devices()
     return {
@@ -71,12 +71,12 @@ def _library(name: str) -> dict[str, str]:
 
 
 def is_well(findings: dict[str, Section]) -> bool:
-    """Whether nothing that is installed is broken."""
+    """Whether no installed library is broken."""
     return all(row["status"] != "broken" for row in findings["libraries"])
 
 
 def as_text(findings: dict[str, Section]) -> str:
-    """A table for each section."""
+    """Formats the findings as one table per section."""
     tables = (
         as_table([list(rows[0]), *(list(row.values()) for row in rows)])
         for rows in findings.values()

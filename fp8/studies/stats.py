@@ -1,4 +1,4 @@
-"""`fp8.stats`: what the casts do to the operands of a model, sampled while it trains."""
+"""`fp8.stats`: samples what the casts do to the operands of a model during training."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ __all__ = ["Stats", "StatsRow", "stats"]
 
 @dataclass(frozen=True)
 class StatsRow:
-    """What the casts of one operand did, in all sampled passes.
+    """Statistics of the casts of one operand over all sampled passes.
 
-    layer: the module whose weight is in the product, or the kind and number of a product of
-    activations. operand: input, weight or grad; with "again" where it is cast once more for the
-    second product that it is in. elements: how many were cast.
-    zero: share that became zero and was not. subnormal: share that became a subnormal of the
-    format. saturated: share whose magnitude exceeds the largest value of the format.
-    nonfinite: how many were Inf or NaN; all elements of the pass were looked at.
-    sqnr: signal to quantization noise in dB, Inf and NaN left out; inf where nothing was rounded,
-    nan where all is zero.
+    Attributes:
+        layer: the module whose weight is in the product, or the kind and number of a product of
+            activations.
+        operand: input, weight or grad; with "again" for its second cast, for its second product.
+        format: the format.
+        elements: the number of elements cast.
+        zero: the share of nonzero elements that became zero.
+        subnormal: the share that became a subnormal value of the format.
+        saturated: the share with a magnitude beyond the largest value of the format.
+        nonfinite: the number of Inf and NaN, counted over all elements of the sampled passes.
+        sqnr: signal-to-quantization-noise ratio in dB, without Inf and NaN; inf if nothing was
+            rounded, nan if all elements are zero.
     """
 
     layer: str
@@ -44,13 +48,14 @@ class StatsRow:
 
 
 class Stats:
-    """Made by `stats`. ``with`` it around a pass; ``rows()`` and ``print`` at any time."""
+    """Returned by `stats`. Use it as a context manager around a pass; call ``rows()`` or ``print``
+    at any time."""
 
     def __init__(self, model: nn.Module, every: int, sample: int) -> None:
         self.every = every
         self.passes = 0
         self._recorder = Recorder(model, sample)
-        self._open = Stack()  # whether each pass of this thread is sampled
+        self._open = Stack()  # for each open pass of this thread, whether it is sampled
 
     def __enter__(self) -> Stats:
         with self._recorder.lock:
@@ -69,12 +74,12 @@ class Stats:
             STANCE.release()
 
     def reset(self) -> None:
-        """Forgets what was counted; the next pass is sampled."""
+        """Clears the counts; the next pass is sampled."""
         self._recorder.sums.clear()
         self.passes = 0
 
     def rows(self) -> list[StatsRow]:
-        """One row for each operand, in the order of their first cast."""
+        """One row per operand, in the order of their first casts."""
         return [
             _row(*key, dict(zip(COUNTS, sums.tolist(), strict=True)))
             for key, sums in list(self._recorder.sums.items())
@@ -88,16 +93,25 @@ class Stats:
 
 
 def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
-    """Counts what the casts of ``model`` lose, in one of ``every`` passes.
+    """Counts what the casts of ``model`` lose, in one of every ``every`` passes.
 
-    model: names the layers; it is left as it is, and may be under `fp8.autocast`, converted or
-    compiled. every: passes of which the first is sampled. sample: of how many elements of an
-    operand, evenly spaced, the shares are taken; Inf and NaN are looked for in all.
+    A sampled pass runs in eager mode, even if the model is compiled; other passes are not affected.
+    Enter the context outside of compiled code, because torch.compile rejects it inside. The
+    backward pass may run inside or after the context. torch.func transforms are not supported.
 
-    A sampled pass runs eagerly, also where it is compiled, and the others as ever: there is nothing
-    in them. The block is around the call of compiled code: the compiler refuses it inside. The
-    backward pass may be run inside or after it. Not for torch.func transforms.
-    Raises TypeError for what is not a module, ValueError for numbers below 1.
+    Args:
+        model: provides the names of layers; not changed. It may be under `fp8.autocast`, converted
+            or compiled.
+        every: the sampling period in passes; the first pass is sampled.
+        sample: the number of evenly spaced elements of an operand used for shares. Inf and NaN are
+            counted over all elements.
+
+    Returns:
+        A `Stats`, to be used as a context manager around a pass.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: for numbers below 1.
 
     >>> import torch, fp8
     >>> layer = torch.nn.Linear(4, 4, bias=False)

@@ -1,3 +1,2 @@
-"""What replaces or converts the layers of a model, and sets their scales.
-Imports `fp8.modes` and below.
-"""
+"""Converts or replaces the layers of a model, and calibrates their scales.
+Imports `fp8.modes` and below."""

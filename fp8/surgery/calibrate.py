@@ -1,4 +1,4 @@
-"""`calibrate`: the static scales of a model, measured in one forward and backward pass."""
+"""`calibrate`: measures the static scales of a model in one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -34,30 +34,39 @@ def calibrate(
 ) -> dict[str, int | None]:
     """Sets the scales of recipe "static" from one forward and backward pass; returns `calibration`.
 
-    model: one that `fp8.convert` gave a recipe with scaling "static", or any other inside of
-    `fp8.autocast` with such a recipe and a history. Layers converted under "auto" that are not
-    unit-scaled have "static" from then on. The pass runs in the precision of the model
-    itself: no product is cast. The scale of every operand of every product (input, weight, gradient
-    of the output) becomes ``2**round(log2(RMS))``, the power of two nearest to its RMS, so that an
-    operand is cast with RMS 2**-0.5 to 2**0.5. An operand of zeros, or one with Inf or NaN, keeps
-    the scale that it has. That is 1 at first, and is set by the first training step in which the
-    operand is neither.
+    The scale factor of every operand of every product (input, weight, gradient of the output)
+    becomes ``2**round(log2(RMS))``, the power of two nearest to the operand's RMS. The operand is
+    then cast with an RMS between 2**-0.5 and 2**0.5. An operand that is all zeros or contains Inf
+    or NaN keeps its scale factor: 1 at first, until a training step in which the operand is neither
+    sets it.
 
-    batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments of
-    the model. loss: a function of the model's output that returns a scalar; include the loss scale
-    that training uses. None: the output's ``loss`` or its first tensor without dimensions; where
-    there is none, the gradient of the output is unit normal, of seed 0.
-    scales: sets these, as `calibration` returned them, instead of measuring.
-    group: the processes over which second moments are summed (None: all), where torch.distributed
-    is initialized; all of them call this. Then their scales are equal.
+    The pass runs in the precision of the model; no product is cast. Layers converted under "auto"
+    that are not unit-scaled use "static" afterwards. The gradients, buffers and mode of the model
+    and the state of the random number generators do not change, and no gradient accumulation hook
+    runs. Wrappers of torch.compile and DistributedDataParallel are supported. With FSDP, calibrate
+    before sharding, or let the first training step set the scales. ``torch.utils.checkpoint`` needs
+    ``use_reentrant=False``.
 
-    The gradients, buffers and mode of the model and the random number generators are left as they
-    are, and no hook that accumulates gradients runs. A wrapper of torch.compile or
-    DistributedDataParallel is looked through; with FSDP calibrate before sharding, or let the first
-    training step do it. ``torch.utils.checkpoint`` needs ``use_reentrant=False``.
-    Raises TypeError for what is not a module, ValueError where nothing has static scales, without
-    either batch or scales or with both, for a loss that is no scalar, and for scales of other
-    operands or that are not whole numbers from -126 to 126.
+    Args:
+        model: a model converted with a recipe with scaling "static"; any model inside of
+            `fp8.autocast` with such a recipe and a history; with ``scales`` also a history.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments
+            of the model.
+        loss: a function of the model's output that returns a scalar. Include the loss scale used
+            in training. None: the output's ``loss`` or its first 0-dim tensor that requires a
+            gradient; without one, the gradient of the output is standard normal, with seed 0.
+        scales: values to set instead of measuring, as returned by `calibration`.
+        group: the processes over which second moments are summed (None: all), if
+            torch.distributed is initialized. All of them call this and get equal scales.
+
+    Returns:
+        Operand -> exponent of its scale factor, as `calibration` returns.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: if nothing has static scales, if not exactly one of ``batch`` and ``scales`` is
+            given, if the loss is not a scalar, or if ``scales`` names other operands or has values
+            other than whole numbers from -126 to 126.
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Linear(64, 64), "static")
@@ -98,12 +107,17 @@ _NOTHING = (
 
 
 def calibration(model: nn.Module | AmaxHistory) -> dict[str, int | None]:
-    """The static scales of a model that was converted, or of a history, as numbers for JSON.
+    """The static scales of a converted model or of a history, in a form that JSON can store.
 
-    Operand -> the exponent e of its scale ``2**e``, which it is divided by before its cast, or
-    None where it is not known. ``fp8.calibrate(model, scales=...)`` sets them.
+    ``fp8.calibrate(model, scales=...)`` restores them.
 
-    The operands of a layer are its name and "input", "weight" or "grad", as "0.input".
+    Args:
+        model: a converted model, or a history.
+
+    Returns:
+        Operand -> the exponent e of its scale factor ``2**e``, by which the operand is divided
+        before its cast; None if the scale is not set yet. The operands of a layer are named after
+        it, as in "0.input", "0.weight" and "0.grad".
     """
     scales = {name: float(state) for name, state in _states(model).items()}
     return {name: round(math.log2(scale)) if scale else None for name, scale in scales.items()}
@@ -149,7 +163,7 @@ def _set(model: nn.Module | AmaxHistory, scales: Mapping[str, int | None]) -> No
 
 @torch.no_grad()
 def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None:
-    """Sets the scales from the moments of all processes."""
+    """Sets the scales from the second moments of all processes."""
     zero = [None, 0.0, 0]
     entries = [measurement.moments.get(state.data_ptr(), zero) for state in states]
     sums = [[float(total), float(count)] for _, total, count in entries]
@@ -170,7 +184,7 @@ def _measure(
     loss: Loss | None,
     measurement: Measurement,
 ) -> None:
-    """One pass of ``model``, forward and backward, that leaves nothing behind."""
+    """One forward and backward pass of ``model`` without side effects."""
     with _untouched(model), torch.inference_mode(False), torch.enable_grad():
         MEASURING.items.append(measurement)
         try:
@@ -184,7 +198,7 @@ def _measure(
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Puts buffers and the states of random number generators back."""
+    """Restores buffers and the states of the random number generators on exit."""
     tensors = [*model.parameters(), *model.buffers()]
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
     buffers = [

@@ -1,4 +1,4 @@
-"""`convert` and `revert`: the layers of a model run under a recipe, and stop doing so."""
+"""`convert` and `revert`: run the layers of a model under a recipe, and undo it."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ LAYERS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose3d,
     nn.MultiheadAttention,
 )
-"""What is converted, with its subclasses: layers whose work is a product with a weight."""
+"""The layers that are converted, including subclasses: their work is a product with a weight."""
 
 ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.GLU, nn.ReLU)
-"""What is converted besides, with its subclasses, where the recipe has `saved_activations`."""
+"""Also converted, including subclasses, if the recipe has `saved_activations`."""
 
 _NOT_A_PRODUCT = "a lookup, not a product"
 _KERNEL = "one kernel computes all its products"
@@ -76,7 +76,7 @@ EXCEPTIONS: dict[type[nn.Module], str] = {
     nn.RNNBase: _KERNEL,
     nn.RNNCellBase: _KERNEL,
 }
-"""Layers with a weight that are never converted -> why."""
+"""Layers with a weight that are never converted -> the reason."""
 
 _TWO_AXES = "it sums over two axes, and the recipe has scales along one"
 _NO_BUFFERS = "more than one product, and the recipe keeps a history of each"
@@ -87,19 +87,19 @@ _SET = tuple(
     f"fp8_{name}"
     for name in ("recipe", "given", "asked", "backend", "why", "transposed", "multiple", "ragged")
 )
-"""What `convert` sets on a layer, besides its class and buffers."""
+"""The attributes that `convert` sets on a layer, besides its class and buffers."""
 
-# In evaluation these compute their whole forward in one kernel that reads the weights of their
-# layers, which then do not run. Under a mode they do not; a block that is not enabled is one.
+# In evaluation mode these run one fused kernel that reads the weights of their layers, and do not
+# call the layers. They do call them under a torch-function mode; a disabled block is one.
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 ADAPTERS = ("transformer_engine", "torchao")
-"""Backends that are other libraries, which put layers of their own into the model."""
+"""Backends that are other libraries. Their layers replace those of the model."""
 
 
 def adapter(name: str) -> Any:
-    """The module of `fp8.adapters` for a backend of ADAPTERS, imported when it is asked for."""
+    """The `fp8.adapters` module of a backend of ADAPTERS, imported on first use."""
     return importlib.import_module(f"fp8.adapters.{name}")
 
 
@@ -107,25 +107,25 @@ class _Converted(Gained):
     """A layer whose products run under its ``fp8_recipe``."""
 
     fp8_recipe: Recipe
-    #: What `convert` was given: that recipe, or None for "auto".
+    #: The recipe passed to `convert`; None for "auto".
     fp8_given: Recipe | None
     fp8_asked: str
-    #: "simulate" where another was asked for, and the recipe has no kernels.
+    #: "simulate" if the recipe has no kernels for the requested backend.
     fp8_backend: str
-    #: Why it does not have the recipe of the chosen layers.
+    #: Why the layer does not have the recipe of the chosen layers.
     fp8_why: str
     fp8_transposed: bool
-    #: What its kernels want sizes to be multiples of.
+    #: The kernels need sizes that are multiples of this.
     fp8_multiple: int
-    #: The last number of tokens seen in eager mode that the kernels do not take.
+    #: The last number of tokens seen in eager mode that is not such a multiple.
     fp8_ragged: int
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         history = LayerHistory(self) if self.fp8_recipe.keeps_history else None
         if self.fp8_recipe.changes_scales and in_recomputation():
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
-        # A linear layer needs no mode, unless another wants to see its call: that is quicker, and
-        # it may be compiled inside of a checkpoint.
+        # A linear layer runs without a mode unless another mode must see its call. That is faster,
+        # and it can be compiled inside of a checkpoint.
         alone = history is None and self._active == (_Converted,) and not FIRST_LOOK.items
         if alone and _is_a_tensor(*args, **kwargs):
             if self._original is nn.Linear:
@@ -133,7 +133,7 @@ class _Converted(Gained):
             if self.fp8_transposed:
                 return _linear(self, self.weight.mT, *args)
         mode = autocast(self.fp8_recipe, backend=self.fp8_backend, history=history)
-        mode.reenters = True  # with each call of the layer
+        mode.reenters = True  # each call of the layer enters it anew
         with mode:
             return forward(*args, **kwargs)
 
@@ -150,13 +150,14 @@ class _Converted(Gained):
 
 
 _RECOMPUTED = (
-    "recipe {!r} cannot be checkpointed with use_reentrant=False: what is recomputed would have "
-    'other scales, as scaling "delayed" has moved on'
+    "recipe {!r} cannot be checkpointed with use_reentrant=False: the recomputation would use "
+    'other scales, because scaling "delayed" has updated them'
 )
 
 
 def _is_a_tensor(*args: Any, **kwargs: Any) -> bool:
-    """Whether it is one tensor, by position, that is not sparse. Torch has all else."""
+    """Whether the arguments are one dense tensor, passed by position. Other calls take torch's
+    path."""
     one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
     return one and args[0].layout == torch.strided
 
@@ -171,7 +172,7 @@ def _linear(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
 
 
 class _Expanded(Gained):
-    """A container that calls its layers, in evaluation too."""
+    """A container that calls its layers in evaluation mode too."""
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         with nullcontext() if ACTIVE.blocks else autocast(enabled=False):
@@ -186,52 +187,66 @@ def convert(
     where: str | Where | None = None,
     rest: str | Recipe | None = None,
 ) -> M:
-    """Has the layers of ``model`` compute their products under ``recipe``; returns ``model``.
+    """Converts the layers of ``model`` to compute their products under ``recipe``.
 
-    The layers (`LAYERS`) are converted in place and stay what they are: the same parameters, tied
-    or shared or frozen as they were, the same names, dtype, device, hooks and type, so that
-    optimizers, checkpoints and `isinstance` see the model that they know. A model converted
-    before gets the new recipe. `report` has one row for each layer, converted or not, and why;
-    `revert` undoes it.
+    Layers (`LAYERS`) are converted in place. Their type, names, parameters (including ties and
+    frozen ones), dtype, device and hooks stay the same, so optimizers, checkpoints and `isinstance`
+    keep working. A model that is already converted gets the new recipe. `report` lists every layer
+    and, for those not converted, the reason; `revert` undoes the conversion. Products outside of
+    layers (attention, `@`) stay in high precision; run the model under `fp8.autocast` for those.
 
-    recipe: a name in `fp8.RECIPES` or a `Recipe`; or "auto": "unit" for each layer that is
-    unit-scaled (of `unit_scaling.modules`, or in a model of `unit_scale`, before or after this, but
-    with init="preserve"), "tensor" for each that is not, or "static" once `fp8.calibrate` has set
-    its scales. Layers of other libraries have "tensor".
-    backend: as in `fp8.autocast`. Convolutions, recipes and weights of sizes that the kernels do
-    not take are simulated; a number of tokens that is no multiple of 16 (of 32 under MX and NVFP4,
-    128 under "block") is filled up with zeros. The report says both, the latter once it was seen
-    in eager mode, on whatever device the model is, and why kernels of this device are not used.
-    Or "transformer_engine" or "torchao", whose layers take the place of those of the model
-    (`fp8.adapters`); a model that is itself a layer is replaced by what is returned.
-    where: (name, layer) -> whether to convert it, a bool; or by name one of
-    `fp8.surgery.where.WHERE`: "hidden", the layers of the blocks that the model repeats, and
-    "umup", those but the ones that join the residual stream. None converts every layer. A function
-    of (module, name), as torchao's filters are, is understood by its annotations or by the names of
-    its arguments. rest: the recipe of the layers that ``where`` leaves alone, simulated where it
-    has no kernels; None leaves them as they are. ``convert(model, "unit", where="umup",
-    rest="bf16")`` is the scheme of u-muP.
+    A recipe with scaling "delayed" stores its history in buffers of the layer, ``fp8_amax_input``,
+    ``fp8_amax_weight`` and ``fp8_amax_grad``, newest entry first. They are part of the state_dict.
+    The description of passes in `AmaxHistory` applies to each call of the layer. Convert a model
+    before loading them; after loading a state_dict without them the histories start empty.
+    `fp8.reduce_amax` synchronizes them across data-parallel processes.
 
-    A recipe with scaling "delayed" keeps its history in buffers of the layer, ``fp8_amax_input``,
-    ``fp8_amax_weight`` and ``fp8_amax_grad``, which are in the model's state_dict, newest entry
-    first: what `AmaxHistory` says of passes holds for each call of the layer. A model that is to
-    load them is converted first; a state_dict without them loads, and they begin anew.
-    Data-parallel processes agree by `fp8.reduce_amax`. Checkpointing such a layer with
-    ``use_reentrant=False`` raises NotImplementedError.
+    A recipe with scaling "static" stores three scale factors in the same way, ``fp8_scale_input``
+    and so on, 0 if not set yet. `fp8.calibrate` sets them, otherwise the first training step does.
+    Such layers can be checkpointed.
 
-    One with scaling "static" keeps three scales so, ``fp8_scale_input`` and so on, 0 where it has
-    none yet. `fp8.calibrate` sets them; else the first training step does. Checkpointing such a
-    layer is supported.
+    A recipe with `saved_activations` also converts activation modules (`ACTIVATIONS`). A gate that
+    is not a module saves its factors as torch does.
 
-    With a recipe that has `saved_activations` the modules of activations (`ACTIVATIONS`) are
-    converted as well; a gate that is no module keeps its factors as torch does.
-    Products that are no layer's (attention, `@`) stay in high precision: `fp8.autocast` around
-    the call of the model is for those.
-    Warns with `RecipeWarning` where a recipe without scales ("unit") is given by name to layers
-    that are not unit-scaled, with `ConvertWarning` where no layer is chosen and converted.
-    Raises TypeError for what is not a module or is TorchScript, and where ``where`` gives no bool;
-    ValueError for an unknown recipe, backend or where, for a lazy layer that has no weight yet, for
-    "native" with a recipe that has no kernels, and for ``rest`` with the layers of another library.
+    Args:
+        model: converted in place.
+        recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto". "auto" is "unit" for each layer that
+            is unit-scaled (of `unit_scaling.modules`, or in a model of `unit_scale`, before or
+            after this call, except with init="preserve"). For other layers it is "tensor", or
+            "static" once `fp8.calibrate` has set their scales. Layers of other libraries use
+            "tensor".
+        backend: as in `fp8.autocast`. Convolutions, and recipes and weight sizes that the kernels
+            do not support, are simulated. A number of tokens that is not a multiple of 16 (32 under
+            MX and NVFP4, 128 under "block") is padded with zeros. The report shows both, the latter
+            after the first such call in eager mode on any device, and why the kernels of this
+            device are not used. "transformer_engine" or "torchao" replaces the layers with those of
+            that library (`fp8.adapters`); if the model is itself such a layer, use the return
+            value.
+        where: selects the layers: a function (name, layer) -> bool, or a name of
+            `fp8.surgery.where.WHERE`. "hidden": the layers of the repeated blocks. "umup": the same
+            without the layers whose output is added to the residual stream. None: all layers. A
+            function of (module, name), like torchao's filters, is recognized by its annotations or
+            argument names.
+        rest: the recipe of the layers that ``where`` does not select, simulated if it has no
+            kernels. None leaves them unconverted. ``convert(model, "unit", where="umup",
+            rest="bf16")`` is the u-muP scheme.
+
+    Returns:
+        ``model``, or the layer that replaces it.
+
+    Warns:
+        RecipeWarning: if a recipe without scales ("unit") is given by name to layers that are not
+            unit-scaled.
+        ConvertWarning: if no layer is chosen and converted.
+
+    Raises:
+        TypeError: if ``model`` is not a module or contains TorchScript, or if ``where`` does not
+            return a bool.
+        ValueError: for an unknown recipe, backend or where; for a lazy layer that has no weight
+            yet; for "native" with a recipe that has no kernels; for ``rest`` with the layers of
+            another library.
+        NotImplementedError: in the forward pass, if a layer with scaling "delayed" is checkpointed
+            with ``use_reentrant=False``.
 
     >>> import torch, fp8
     >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
@@ -267,7 +282,8 @@ def convert(
 
 
 def check_ready(model: nn.Module) -> None:
-    """Raises TypeError for TorchScript in ``model``, ValueError for a layer without its weight."""
+    """Raises TypeError for TorchScript in ``model``, ValueError for a lazy layer without a
+    weight."""
     for name, module in model.named_modules():
         check_not_scripted(name, module)
         if any(map(is_lazy, module.parameters(recurse=False))):
@@ -279,7 +295,7 @@ def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, re
     """`convert` with the layers of another library."""
     if rest is not None:
         raise ValueError(f"rest={rest!r} needs a backend of this library; choose another backend")
-    adapter.its_recipe(recipe)  # raises, before anything is changed
+    adapter.its_recipe(recipe)  # raises before anything changes
     model = revert(model)
     if isinstance(where, str):
         left = choose(where, model, _candidates(model))
@@ -297,19 +313,19 @@ def _begin(module: nn.Module, given: Recipe | None, backends: tuple[str, str], w
 
 
 def _is_unit_scaled(module: nn.Module) -> bool:
-    """As the module itself says: `unit_scaling.parameter.TaggedModule`."""
+    """Whether the module declares it: `unit_scaling.parameter.TaggedModule`."""
     return bool(getattr(module, "fp8_unit_scaled", False))
 
 
 def auto_recipe(module: nn.Module) -> Recipe:
-    """What "auto" is for a layer."""
+    """The recipe that "auto" selects for a layer."""
     if _is_unit_scaled(module):
         return UNIT
     return STATIC if has_scales(module) else PLAIN
 
 
 def choose_recipes(model: nn.Module) -> None:
-    """Chooses anew for the layers that were converted under "auto": called by what makes a model
+    """Selects the recipe again for layers converted under "auto". Called when a model becomes
     unit-scaled."""
     for module in model.modules():
         if isinstance(module, _Converted) and module.fp8_given is None:
@@ -320,8 +336,8 @@ def choose_recipes(model: nn.Module) -> None:
 
 
 def choose_static(model: nn.Module) -> None:
-    """Chooses "static" for the layers that were converted under "auto" and are not unit-scaled:
-    called by what calibrates a model."""
+    """Selects "static" for layers converted under "auto" that are not unit-scaled. Called by
+    calibration."""
     for module in model.modules():
         if isinstance(module, _Converted):
             _choose_static(module)
@@ -334,8 +350,8 @@ def _choose_static(module: Any) -> None:
 
 
 def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
-    """Of layers whose recipe needs unit scaling, and of a conversion without layers. chosen: the
-    names that ``where`` has left to the recipe."""
+    """Warns about layers whose recipe needs unit scaling, and if no layer was converted. chosen:
+    the names that ``where`` selected."""
     found: list[tuple[str, Any]] = [
         (name, layer) for name, layer in model.named_modules() if isinstance(layer, _Converted)
     ]
@@ -359,7 +375,7 @@ _NOT_UNIT = (
 
 
 def expand(model: M) -> M:
-    """Has the containers with a fast path call those of their layers that were converted."""
+    """Makes containers with a fast path call their layers, if any of those was converted."""
     for module in model.modules():
         inner = module.modules()
         if isinstance(module, _FAST_PATHS) and any(map(_runs_in_fp8, inner)):
@@ -372,9 +388,13 @@ def _runs_in_fp8(module: nn.Module) -> bool:
 
 
 def revert(model: M) -> M:
-    """Takes back what `convert` did, in place; returns ``model``. Weights and state stay.
+    """Undoes `convert` in place. Weights and other state stay as they are.
 
-    Of a single layer that an adapter replaced, the layer in its place is returned.
+    Args:
+        model: a model, converted or not.
+
+    Returns:
+        ``model``; for a single layer that an adapter replaced, the layer that takes its place.
     """
     check_module("revert", model)
     notes = [note for module in model.modules() if (note := adapted(module))]
@@ -391,9 +411,13 @@ def revert(model: M) -> M:
 
 
 def report(model: nn.Module) -> Report[Row]:
-    """One row for every layer with a weight: converted, and to which recipe, or left alone and why.
+    """Lists every layer with a weight: converted, and to which recipe, or left alone, and why.
 
-    Of a layer that several names share, the first counts.
+    Args:
+        model: a model, converted or not.
+
+    Returns:
+        A report with one row per layer. A layer with several names appears under the first.
     """
     check_module("report", model)
     note = adapted(model)
@@ -411,7 +435,7 @@ def report(model: nn.Module) -> Report[Row]:
 
 
 def _how(module: Any) -> str:
-    """The recipe and, unless all is simulated, what computes the products of a converted layer."""
+    """The recipe of a converted layer and, unless all is simulated, the backend of its products."""
     recipe, backend = module.fp8_recipe, module.fp8_backend
     state = "unit-scaled" if _is_unit_scaled(module) else "not unit-scaled"
     state = "calibrated" if recipe == STATIC else state
@@ -441,19 +465,19 @@ def _how(module: Any) -> str:
 
 
 def _candidates(model: nn.Module, activations: bool = False) -> dict[str, nn.Module]:
-    """Name -> layer, of all that can be converted."""
+    """Name -> layer, of all layers that can be converted."""
     return {name: module for name, module, why in _layers(model, activations) if why is None}
 
 
 def _layers(
     model: nn.Module, activations: bool = False
 ) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """(name, module, why it cannot be converted, or None) for all that have a weight, for what is
-    converted and, if asked for, for activations."""
+    """(name, module, reason why it cannot be converted or None) for all modules that have a weight
+    or are converted and, if requested, for activations."""
     inside = inside_attention(model)
     for name, module in model.named_modules():
         if isinstance(module, parametrize.ParametrizationList):
-            continue  # of the layer that it computes a weight for
+            continue  # part of the layer whose weight it computes
         weights = parametrize.is_parametrized(module) or any(
             is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)
         )
@@ -475,7 +499,8 @@ def _unfit(module: nn.Module, recipe: Recipe) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is GPT-2's linear layer, `transformers.pytorch_utils.Conv1D`: weight (in, out)."""
+    """Whether it is the linear layer of GPT-2, `transformers.pytorch_utils.Conv1D`: weight (in,
+    out)."""
     known = sys.modules.get("transformers.pytorch_utils")
     return known is not None and isinstance(module, known.Conv1D)
 

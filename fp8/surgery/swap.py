@@ -1,4 +1,4 @@
-"""`swap`: the one walk over a model that replaces layers by those of another library."""
+"""`swap`: replaces layers of a model with those of another library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 Where = Callable[[str, nn.Module], bool]
 
 Make = Callable[[str, nn.Module], "nn.Module | str | None"]
-"""(name, module) -> its replacement; or why it stays; or None, for what is no concern of it."""
+"""(name, module) -> its replacement; the reason why it stays; or None, if it is not concerned."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CARRIED = "fp8_carried"
@@ -39,39 +39,39 @@ _ADAPTED = "fp8_adapted"
 
 
 class Adapted(NamedTuple):
-    """What a model whose layers were replaced remembers: by which adapter, and the report."""
+    """The record of a model whose layers were replaced: the adapter, and the report."""
 
     adapter: str
     report: Report[Row]
 
 
 def adapted(model: nn.Module) -> Adapted | None:
-    """What `swap` noted on ``model``, or None."""
+    """The record that `swap` stored on ``model``, or None."""
     return vars(model).get(_ADAPTED)
 
 
 def is_replacement(module: nn.Module) -> bool:
-    """Whether `swap` put ``module`` where it is, for an adapter."""
+    """Whether `swap` inserted ``module`` for an adapter."""
     return _CARRIED in vars(module)
 
 
 def forget(model: nn.Module) -> None:
-    """Drops that note from ``model`` and everything in it."""
+    """Removes the record of `swap` from ``model`` and its submodules."""
     for module in model.modules():
         vars(module).pop(_ADAPTED, None)
 
 
 def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> nn.Module:
-    """Replaces every module that ``make`` has a replacement for, under all names that it has.
+    """Replaces every module for which ``make`` returns a replacement, under all its names.
 
-    The replacement gets the parameters of the old module themselves, not copies: ties, dtype,
-    device, requires_grad and what an optimizer holds stay as they are, and no memory is used. It
-    gets its hooks (their handles keep working), its train flag, and the attributes that it has none
-    of. Returns the model; where the model itself is replaced, its replacement.
+    The replacement gets the parameters of the old module, not copies: ties, dtype, device,
+    requires_grad and optimizer state stay valid, and no memory is allocated. It also gets the hooks
+    (their handles keep working), the training flag, and the attributes that it lacks. Returns the
+    model, or its replacement if the model itself is replaced.
 
-    adapter: whose layers they are: the model is marked as `adapted`, with a row for each module
-    that ``make`` had an answer for. "" is for the way back: attributes are given back, and no more.
-    how: what the rows of the replaced say.
+    adapter: the library of the new layers. The model is marked as `adapted`, with a row for each
+    module for which ``make`` returns an answer. "" reverts: only the attributes are given back.
+    how: the reason shown in the rows of replaced modules.
     """
     replacements: dict[int, nn.Module] = {}
     rows = []
@@ -99,7 +99,7 @@ def swap(model: nn.Module, make: Make, *, adapter: str = "", how: str = "") -> n
 
 
 def warn_nothing(model: nn.Module, rows: Iterable[Row]) -> None:
-    """Warns that no layer of ``model`` was chosen and converted. rows: of its report."""
+    """Warns that no layer of ``model`` was chosen and converted. rows: the rows of its report."""
     whys = Counter(row.why for row in rows if row.left_alone or row.why)
     found = "; ".join(f"{why} ({count})" for why, count in whys.most_common())
     warn_once(
@@ -124,7 +124,7 @@ def _take_over(new: nn.Module, old: nn.Module, *, carry: bool) -> None:
 
 
 def inside_attention(model: nn.Module) -> dict[int, str]:
-    """id of each module that an nn.MultiheadAttention holds and never calls -> the name of that."""
+    """id -> owner's name, for each module that an nn.MultiheadAttention holds but never calls."""
     return {
         id(part): name or type(module).__name__
         for name, module in model.named_modules()
@@ -140,8 +140,8 @@ def shared(model: nn.Module) -> set[int]:
 
 
 def why_not_exact(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> str:
-    """Why a module that is one of the ``kinds`` that are replaced, or a subclass of one, stays; ""
-    for one that may be replaced."""
+    """Why a module of one of the replaceable ``kinds``, or of a subclass, stays; "" if it may be
+    replaced."""
     if type(module) in kinds:
         return why_quantized(module)
     if isinstance(module, Gained):
@@ -150,11 +150,12 @@ def why_not_exact(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> str:
 
 
 _QUANTIZERS = ("bitsandbytes", "torchao")
-"""Libraries whose classes of parameters hold codes, whatever dtype they show."""
+"""Libraries whose parameter classes hold quantized codes, whatever dtype they report."""
 
 
 def why_quantized(module: nn.Module) -> str:
-    """Why the weights of a layer are codes, which nothing here can scale or cast; "" if none is."""
+    """Why the weights of a layer are quantized codes, which cannot be scaled or cast; "" if they
+    are not."""
     for parameter in module.parameters(recurse=False):
         kind = type(parameter)
         library = kind.__module__.partition(".")[0]

@@ -1,10 +1,10 @@
-"""Published choices of the layers that run in FP8, as rules over the structure of a model.
+"""Published selections of the layers that run in FP8, as rules on the structure of a model.
 
-The *blocks* of a model are what it repeats: the items of an `nn.ModuleList` or `nn.Sequential` that
-are all of one class and have layers inside. A block's *width* is the input size of its first layer,
-that of the residual stream. Its *parts* are its children, those of a list in it one by one
-(attention, MLP); of layers that are its children themselves, one that keeps the width begins a
-part, and one that widens it ends that.
+The *blocks* of a model are its repeated modules: the items of an `nn.ModuleList` or
+`nn.Sequential` that all have the same class and contain layers. The *width* of a block is the
+input size of its first layer, which is that of the residual stream. The *parts* of a block are its
+children (attention, MLP); a list among them counts item by item. Among direct children that are
+layers, a width-preserving layer starts a part, and a widening layer closes the part before it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _WHOLE = "one module with the output projection of the attention"
 
 
 def _hidden(model: nn.Module, layers: Layers) -> dict[str, str]:
-    """Every layer of a block; not the readout, nor what is before the blocks or after them
-    (arXiv:2502.05967: "all hidden linear layer computations"). Where nothing is repeated, all but
-    the last layer."""
+    """Leaves alone the layers outside of all blocks: the readout, and what precedes or follows the
+    blocks (arXiv:2502.05967: "all hidden linear layer computations"). In a model without repeated
+    modules, the last layer only."""
     blocks = _blocks(model, layers)
     if not blocks:
         return dict.fromkeys(list(layers)[-1:], _LAST)
@@ -42,9 +42,11 @@ def _hidden(model: nn.Module, layers: Layers) -> dict[str, str]:
 
 
 def _umup(model: nn.Module, layers: Layers) -> dict[str, str]:
-    """As "hidden", without the layers that join the residual stream: attention outputs and down
-    projections stay in 16 bits (u-muP, arXiv:2407.17465, section 4). These are the last layer of a
-    part, where its output has the width of the block. An `nn.MultiheadAttention` is one layer."""
+    """As "hidden", and also leaves alone the layers whose output is added to the residual stream:
+    attention outputs and down projections stay in 16 bits (u-muP, arXiv:2407.17465, section 4).
+    Such a layer is the last one of a part and its output has the width of the block. An
+    `nn.MultiheadAttention` is one layer.
+    """
     left = _hidden(model, layers)
     for name, layer in layers.items():
         if isinstance(layer, nn.MultiheadAttention):
@@ -62,17 +64,16 @@ WHERE: dict[str, Callable[[nn.Module, Layers], dict[str, str]]] = {
     "hidden": _hidden,
     "umup": _umup,
 }
-"""Name -> (model, its layers by name) -> those to leave alone, name -> reason."""
+"""Name -> (model, its layers by name) -> the layers to leave alone: name -> reason."""
 
 
 def checked_where(where: Any) -> str | Where | None:
-    """``where``, a function as one of (name, layer) that gives a bool.
+    """``where``; a function is wrapped as one of (name, layer) that returns a bool.
 
-    A function of (layer, name) is told by the annotations of its arguments or by their names, one
-    whose arguments say neither by being called: with (layer, name) where (name, layer) raises an
-    AttributeError or TypeError, or chooses nothing.
-    Raises ValueError for a name that is not in `WHERE`, TypeError for what is neither a name nor a
-    function of two arguments nor None.
+    A function of (layer, name) is recognized by the annotations or the names of its arguments. If
+    those do not tell, it is called with (layer, name) if (name, layer) raises an AttributeError or
+    TypeError or selects nothing. Raises ValueError for a name that is not in `WHERE`, TypeError
+    unless ``where`` is a name, a function of two arguments or None.
     """
     if isinstance(where, str):
         check_name("where", where, WHERE)
@@ -93,8 +94,8 @@ def checked_function(where: Any) -> Where | None:
 
 
 class _Checked:
-    """A function of name and layer, called in the order that it takes. turned: whether that is
-    (layer, name); None where that is still to be seen."""
+    """A function of name and layer, called with its arguments in the order it takes them. turned:
+    whether that order is (layer, name); None if not known yet."""
 
     def __init__(self, function: Callable[..., Any], turned: bool | None) -> None:
         self.function = function
@@ -125,10 +126,10 @@ _LAYER = frozenset("module layer mod m child submodule linear".split())
 
 
 def _turns(where: Callable[..., Any]) -> bool | None:
-    """Whether a function takes (layer, name), as its arguments say; None where they do not."""
+    """Whether a function takes (layer, name), judged by its arguments; None if they do not tell."""
     try:
         found = inspect.signature(where)
-    except (TypeError, ValueError):  # of C
+    except (TypeError, ValueError):  # implemented in C
         return None
     try:
         found.bind("", None)
@@ -144,7 +145,7 @@ def _turns(where: Callable[..., Any]) -> bool | None:
 
 
 def _about(parameter: inspect.Parameter) -> str:
-    """Whether an argument is said to be a "name" or a "layer"; "" where it is not."""
+    """Whether an argument is a "name" or a "layer", judged by annotation or name; "" if neither."""
     hint = parameter.annotation
     text = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
     if text == "str":
@@ -158,9 +159,9 @@ def _about(parameter: inspect.Parameter) -> str:
 
 
 def choose(where: str | Where | None, model: nn.Module, layers: Layers) -> dict[str, str]:
-    """The names of the layers that ``where`` leaves alone, each with the reason.
+    """The layers that ``where`` leaves alone: name -> reason.
 
-    where: a name in `WHERE`, or (name, layer) -> whether to convert it, or None: all.
+    where: a name in `WHERE`; (name, layer) -> whether to convert it; or None, which selects all.
     """
     if where is None:
         return {}
@@ -180,13 +181,13 @@ def _within(name: str, block: str) -> bool:
 
 
 def _blocks(model: nn.Module, layers: Layers) -> list[str]:
-    """The names of the blocks, outer ones before what is repeated in them (experts)."""
+    """The names of the blocks, outer ones before blocks nested in them (experts)."""
     found = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         names = [f"{path}.{key}" if path else key for key, _ in module.named_children()]
-        if not path and len(names) == 1:  # wraps a model
+        if not path and len(names) == 1:  # a wrapper around a model
             continue
         inside = all(any(_within(layer, name) for layer in layers) for name in names)
         if inside and len({bare_class(child) for child in module.children()}) == 1:
@@ -215,7 +216,7 @@ def _parts(path: str, block: nn.Module, layers: Layers) -> list[list[str]]:
 
 
 def _sizes(layer: Any) -> tuple[int, int]:
-    """(inputs, outputs) of a layer, (0, -1) of one of another kind."""
+    """(inputs, outputs) of a layer; (0, -1) for other kinds of layers."""
     for inputs, outputs in (("in_features", "out_features"), ("in_channels", "out_channels")):
         if hasattr(layer, inputs):
             return getattr(layer, inputs), getattr(layer, outputs)

@@ -1,3 +1,2 @@
-"""Tensors of FP8 values with a scale.
-Imports `fp8.recipes` and below.
-"""
+"""Tensors stored as FP8 values with a scale.
+Imports `fp8.recipes` and below."""

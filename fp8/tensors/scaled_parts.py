@@ -1,4 +1,4 @@
-"""What is asked of a tensor that is two tensors, and has no memory of its own."""
+"""Base class of tensor subclasses that consist of two tensors and have no storage of their own."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ aten = torch.ops.aten
 _STEPS = (aten.addcdiv_, aten._foreach_addcdiv_, aten._fused_adam_, aten._fused_adamw_)
 _AVERAGES = (aten.lerp_, aten._foreach_lerp_)
 _SUMS = (aten.add_, aten._foreach_add_)
-"""Operations in place by which torch's optimizers step a weight and averages of weights follow it;
-so do sums with a factor."""
+"""The in-place operations that torch's optimizers use to update a weight, and weight averages to
+follow it; sums with a factor count too."""
 
 
 class Parts(Tensor):
-    """A tensor whose numbers are those of ``stored``, times ``scale``."""
+    """A tensor with the values ``stored * scale``."""
 
     stored: Tensor
     scale: Tensor
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers as a plain tensor of ``dtype``, by default its own. No gradient flows."""
+        """The values as a plain tensor of ``dtype`` (default: its own). Not differentiable."""
         numbers = self.stored.detach().to(torch.float32) * self.scale
         return numbers.to(self.dtype if dtype is None else dtype)
 
@@ -35,8 +35,8 @@ class Parts(Tensor):
 
     @property
     def data(self) -> Any:
-        """As of any tensor: an alias without gradient. Set, the numbers are stored anew, and shape
-        and dtype are those of what was given."""
+        """As for any tensor, an alias without gradient. Assigning it stores the new values; shape
+        and dtype are then those of the assigned tensor."""
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -63,7 +63,7 @@ class Parts(Tensor):
         return self.stored.is_shared()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The numbers, as an array of their own."""
+        """A copy of the values as an array."""
         return self.dequantize().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -71,8 +71,8 @@ class Parts(Tensor):
 
 
 def warn_of_small_steps(func: Any, kwargs: dict[str, Any]) -> None:
-    """A UserWarning where ``func`` is about to change ScaledTensors by what their formats may round
-    away, each time: the numbers would stand still."""
+    """Warns with a UserWarning, on each call, if the in-place operation ``func`` on ScaledTensors
+    is one whose changes may be rounded away, so that the values would not change."""
     kind = func.overloadpacket
     step = kind in (*_STEPS, *_AVERAGES) or func.namespace == "bitsandbytes"
     if step or (kind in _SUMS and kwargs.get("alpha", 1) != 1):
@@ -85,8 +85,8 @@ def warn_of_small_steps(func: Any, kwargs: dict[str, Any]) -> None:
 
 
 def refuse_rounding(name: str, rounded: Tensor, numbers: Tensor) -> None:
-    """Raises NotImplementedError where ``rounded``, in a format, is not ``numbers``, the result of
-    the operation ``name``. NaN counts as equal to NaN."""
+    """Raises NotImplementedError unless ``rounded``, in a format, equals ``numbers``, the result of
+    the operation ``name``. NaN is equal to NaN."""
     if not torch.allclose(rounded, numbers, rtol=0, atol=0, equal_nan=True):
         raise NotImplementedError(
             f"{name} would round a weight that fp8.store_frozen keeps in few bits (merging an "

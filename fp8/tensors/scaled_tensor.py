@@ -1,10 +1,10 @@
-"""`ScaledTensor`: a tensor kept as 8- or 16-bit values of a format and one scale.
+"""`ScaledTensor`: a tensor stored as 8- or 16-bit values of a format and one scale factor.
 
     x = stored * scale
 
-For weights and gradients that take one or two bytes an element and are otherwise tensors like any
-other: they accumulate, are clipped, unscaled, copied and compiled. What a ScaledTensor has no
-shortcut for is computed from its numbers in its dtype, and what changes in place is stored again.
+For weights and gradients that take one or two bytes per element and otherwise behave like any
+tensor: they accumulate and can be clipped, unscaled, copied and compiled. Operations without a
+shortcut are computed from the values in the tensor's dtype; in-place results are stored again.
 """
 
 from __future__ import annotations
@@ -31,49 +31,51 @@ __all__ = ["DTYPES", "STORED", "ScaledTensor", "keep_gradients_in", "plain", "sc
 aten = torch.ops.aten
 
 STORED = ("e4m3", "e5m2", "fp16")
-"""What the values of a ScaledTensor may be in: formats that torch has a dtype for, with a NaN."""
+"""The formats of the stored values: those with a NaN and a torch dtype."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What a ScaledTensor may stand for."""
+"""The dtypes that a ScaledTensor can have."""
 
 
 OWN = ("stored", "scale", "whole", "writes")
-"""The attributes that a ScaledTensor has of itself."""
+"""The attributes of a ScaledTensor itself."""
 
 
 class ScaledTensor(Parts):
-    """A tensor of ``dtype`` and the shape of ``stored``, whose numbers are ``stored * scale``.
+    """A tensor of ``dtype`` and the shape of ``stored``, with the values ``stored * scale``.
 
-    stored: values of a format of `STORED`, in its torch dtype, any shape. scale: 0-dim float32, a
-    power of two when just stored, so that every number is exact in float32 (those of an 8-bit
-    format in bfloat16 too). dtype: what it is to others, one of `DTYPES`. Made by `scaled`.
+    Created by `scaled`. These operations return a ScaledTensor without rounding again: moving,
+    transposing, reshaping, conversion to another supported dtype, copying from one of the same
+    format, and multiplication or division by one number, which only changes the scale. The sum of
+    two of the same format is rounded to a ScaledTensor. Any other result is a plain tensor.
+    In-place operations are computed in the dtype and stored with a new scale. A view of a part has
+    the scale of the whole and is read-only: changing it raises a NotImplementedError.
 
-    Moved, transposed, reshaped, converted to another of `DTYPES`, copied from one of its format,
-    and multiplied or divided by one number, which changes the scale alone, it stays a ScaledTensor
-    without a new rounding. The sum of two of one format is one again. Any other result is a plain
-    tensor. Whatever is done in place is computed in the dtype and stored with a new scale.
-    A view of a part of it, which has the scale of the whole, is only to be read: what would
-    change it raises a NotImplementedError.
-
-    NaN stays NaN. Inf stays Inf in e5m2 and fp16, and is NaN in e4m3, which has none: what looks
-    for gradients that are not finite (GradScaler, ``clip_grad_norm_(error_if_nonfinite=True)``)
-    finds it.
+    NaN stays NaN. Inf stays Inf in e5m2 and fp16, and becomes NaN in e4m3, which has no Inf. Checks
+    for nonfinite gradients (GradScaler, ``clip_grad_norm_(error_if_nonfinite=True)``) detect it.
     `copy.deepcopy` copies it; `pickle` and `torch.save` write its two plain tensors.
+
+    Args:
+        stored: values of format "e4m3", "e5m2" or "fp16", in its torch dtype, any shape.
+        scale: 0-dim float32. A power of two when first stored, so that every value is exact in
+            float32 (in bfloat16 too for 8-bit formats).
+        dtype: the dtype of the tensor: float32, bfloat16 or float16.
+        whole: False for a view of a part.
     """
 
     stored: Tensor
     scale: Tensor
-    #: Whether the scale is for these values alone; False for a view of a part.
+    #: Whether the scale belongs to these values alone; False for a view of a part.
     whole: bool
-    #: [How often it was written to], shared by its views; ``.data`` has no version of its own.
+    #: [number of writes], shared with views; ``.data`` has no version counter of its own.
     writes: list[int]
-    #: The format that gradients are kept in, None for those of a plain tensor.
+    #: The format in which gradients are stored; None for plain gradients.
     grad_format: str | None = None
-    #: Whether an operation in place is refused where the format would round its result: of weights
-    #: that `fp8.store_frozen` keeps. Views and clones have it too.
+    #: Whether an in-place operation raises if the format would round its result; for weights stored
+    #: by `fp8.store_frozen`. Views and clones inherit it.
     exact: bool = False
 
-    # torch.compile, torch.func and the C++ code see this class below autograd alone.
+    # torch.compile, torch.func and C++ code see this class only below autograd.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -96,7 +98,7 @@ class ScaledTensor(Parts):
 
     @property
     def format(self) -> str:
-        """The name of the format of the stored values, one of `STORED`."""
+        """The name of the format of the stored values: "e4m3", "e5m2" or "fp16"."""
         return next(name for name in STORED if FORMATS[name].dtype == self.stored.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -115,7 +117,8 @@ class ScaledTensor(Parts):
         return f"ScaledTensor {self.dtype} {self.whole}"
 
     def requires_grad_(self, requires_grad: bool = True) -> ScaledTensor:
-        """As of any tensor; a weight that was frozen keeps its gradients as it is told to."""
+        """As for any tensor. A weight that was frozen then stores its gradients in
+        ``grad_format``."""
         frozen = not self.requires_grad
         super().requires_grad_(requires_grad)
         if frozen and self.grad_format is not None:
@@ -130,23 +133,23 @@ class ScaledTensor(Parts):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As plain bytes: pickle cannot read torch's tensors of 8-bit formats.
+        # As plain bytes, because pickle cannot read torch's tensors of 8-bit formats.
         bits = self.stored.view(torch.uint8) if self.stored.itemsize == 1 else self.stored
         return _rebuild, (bits, self.scale, *self._rest())
 
     def _rest(self) -> tuple[Any, ...]:
-        """What there is to know beside the two tensors."""
+        """The state besides the two tensors."""
         own = {k: v for k, v in vars(self).items() if k not in OWN}
         return self.dtype, self.whole, self.requires_grad, own, self.stored.dtype
 
     def _write(self, numbers: Tensor) -> ScaledTensor:
-        """Stores other numbers."""
+        """Stores new values."""
         new = scaled(numbers, self.format)
         return self._take(new.stored, new.scale)
 
     def _check(self, name: str, numbers: Tensor) -> None:
-        """Raises NotImplementedError where the format would round what ``exact`` says it must not.
-        name: of the operation that has led to the numbers."""
+        """Raises NotImplementedError if ``exact`` is set and the format would round the values.
+        name: of the operation that computed them."""
         if self.exact and not torch.compiler.is_compiling():
             refuse_rounding(name, scaled(numbers, self.format).dequantize(numbers.dtype), numbers)
 
@@ -176,13 +179,23 @@ class ScaledTensor(Parts):
 
 
 def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) -> ScaledTensor:
-    """``x`` in ``format``, with the smallest power of two as its scale under which nothing
-    overflows (that of its largest finite magnitude now; 1 where that is zero).
+    """Stores ``x`` as a `ScaledTensor` in ``format``.
 
-    x: float32, bfloat16 or float16, any shape; rounded once, to the nearest, ties to even. Inf and
-    NaN: see `ScaledTensor`. format: one of `STORED`. dtype: what the result stands for, by default
-    the dtype of x.
-    Raises ValueError for another format, TypeError for another dtype. No gradient flows.
+    The scale factor is the smallest power of two that avoids overflow of the largest finite
+    magnitude; 1 if that is zero. Not differentiable.
+
+    Args:
+        x: float32, bfloat16 or float16, any shape. Rounded once, to nearest, ties to even. For Inf
+            and NaN see `ScaledTensor`.
+        format: "e4m3", "e5m2" or "fp16".
+        dtype: the dtype of the result; by default that of ``x``.
+
+    Returns:
+        A `ScaledTensor` of the shape of ``x``.
+
+    Raises:
+        ValueError: for another format.
+        TypeError: for another dtype, or if ``x`` is not a tensor.
 
     >>> scaled(torch.tensor([1.0, 250.0, 251.0]), "e4m3")
     ScaledTensor(tensor([  1., 256., 256.]), format='e4m3')
@@ -201,7 +214,7 @@ def scaled(x: Tensor, format: str | Format, dtype: torch.dtype | None = None) ->
 
 
 def plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``x`` as a plain tensor of ``dtype``, by default its own. The gradient passes unchanged."""
+    """``x`` as a plain tensor of ``dtype`` (default: its own). The gradient passes unchanged."""
     if isinstance(x, ScaledTensor):
         return apply(_Plain, x, x.dtype if dtype is None else dtype)
     return x if dtype is None else x.to(dtype)
@@ -224,8 +237,8 @@ class _Plain(Function):
 
 
 def keep_gradients_in(parameter: Any, grad_format: str | None) -> None:
-    """Has the gradient of ``parameter``, a leaf, stored in ``grad_format`` (None: as it comes) once
-    all that a backward pass has for it is summed. One to be differentiated stays plain."""
+    """Stores the gradient of the leaf ``parameter`` in ``grad_format`` (None: unchanged), after a
+    backward pass has summed all contributions. A gradient that requires a gradient stays plain."""
     parameter.grad_format = grad_format
     if grad_format is not None and parameter.requires_grad:
         parameter.register_hook(partial(_kept, grad_format))
@@ -244,18 +257,18 @@ def _rebuild(
     attributes: dict[str, Any],
     kept_in: torch.dtype,
 ) -> ScaledTensor:
-    """The ScaledTensor that was copied or pickled. Hooks are not pickled, as in torch."""
+    """Restores a copied or pickled ScaledTensor. Hooks are not pickled, as in torch."""
     x = ScaledTensor(stored.view(kept_in), scale, dtype, whole)
     vars(x).update(attributes)
     return x.requires_grad_(requires_grad)
 
 
-# Lets torch.load(weights_only=True) read what torch.save wrote.
+# Allows torch.load(weights_only=True) to read what torch.save wrote.
 torch.serialization.add_safe_globals([_rebuild])
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any operation, on the numbers; what it changed in place is stored again."""
+    """Computes any operation on the values, and stores the results of in-place operations again."""
     numbers: dict[int, Tensor] = {}
 
     def opened(x: Any) -> Any:
@@ -293,11 +306,11 @@ _WHOLE_VIEWS = (
     aten.unsqueeze.default,
     aten.view.default,
 )
-"""Views that have all elements once, so that a new scale for them is one for the whole."""
+"""Views that contain every element once, so that a new scale for them applies to the whole."""
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of the stored values, under the same scale."""
+    """A view of the stored values with the same scale."""
     x = args[0]
     whole = x.whole and func in _WHOLE_VIEWS
 
@@ -329,12 +342,12 @@ def _copy_(func: Any, x: Tensor, source: Any, non_blocking: bool = False) -> Ten
         return func(x, plain(source, torch.float32), non_blocking)
     if isinstance(source, ScaledTensor) and (source.shape, source.format) == (x.shape, x.format):
         return x._take(source.stored, source.scale)
-    # From float32, whatever the dtype: no rounding but that of the format.
+    # From float32, whatever the dtype: the only rounding is that of the format.
     return x._write(plain(source, torch.float32).to(x.device).expand_as(x))
 
 
 def _new_empty_strided(func: Any, x: ScaledTensor, *args: Any, **kwargs: Any) -> Any:
-    """How autograd begins a copy of a gradient in the layout of its parameter."""
+    """Called by autograd to copy a gradient in the layout of its parameter."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         return NotImplemented
     return ScaledTensor(func(x.stored, *args, **kwargs), torch.ones_like(x.scale), x.dtype)
@@ -345,7 +358,7 @@ def _zero_(func: Any, x: ScaledTensor) -> ScaledTensor:
 
 
 def _by_one_number(x: Any, y: Any) -> bool:
-    """Whether x is a ScaledTensor and y a real number that cannot change its dtype."""
+    """Whether x is a ScaledTensor and y a real number that does not change its dtype."""
     if not isinstance(x, ScaledTensor) or x.dim() == 0 or isinstance(y, ScaledTensor):
         return False
     if isinstance(y, Tensor):
@@ -354,20 +367,21 @@ def _by_one_number(x: Any, y: Any) -> bool:
 
 
 def _overflows(scale: Tensor) -> bool:
-    """Whether a scale is not finite, where that can be seen without waiting for a device."""
+    """Whether a scale is not finite; False where checking would synchronize with a device."""
     if torch.compiler.is_compiling() or scale.device.type != "cpu":
         return False
     try:
         return not math.isfinite(scale)
-    except RuntimeError:  # under vmap, or while a graph is traced
+    except RuntimeError:  # under vmap, or while tracing
         return False
 
 
 def _anew(func: Any, x: ScaledTensor, y: Any) -> Tensor:
-    """``func(x, y)`` number by number: where the scale leaves float32, zero and small ones do not.
+    """``func(x, y)`` on the values, for a scale that overflows float32 although zeros and small
+    values do not.
 
-    (Below float32 it needs nothing: of a scale rounded to a multiple of 2**-149 the numbers are off
-    by less than by a new rounding to the format.)
+    Underflow needs no such handling: rounding a scale to a multiple of 2**-149 changes the values
+    by less than rounding to the format does.
     """
     y = y.double() if isinstance(y, Tensor) else y
     return func(x.stored.to(torch.float64) * x.scale.double(), y).to(torch.float32)
@@ -405,7 +419,7 @@ def _add(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
 
 
 def _unscale(func: Any, tensors: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
-    """GradScaler's check and unscaling: of a ScaledTensor, only the scale changes."""
+    """GradScaler's check and unscaling; for a ScaledTensor only the scale changes."""
     others = [x for x in tensors if not isinstance(x, ScaledTensor)]
     if others:
         func(others, found, inverse_scale)
@@ -434,5 +448,5 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: _add,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
-"""Operation -> what it does to a ScaledTensor, where that is not `_computed`. NotImplemented: not
-with these arguments."""
+"""Operation -> its implementation for a ScaledTensor, instead of `_computed`. It returns
+NotImplemented for unsupported arguments."""
