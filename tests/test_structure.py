@@ -52,13 +52,13 @@ PRIVATE = {
         "torch.utils._python_dispatch": "return_and_correct_aliasing: compiled views share memory",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
-    "unit_scaling/transforms/capture/hidden.py": {
+    "unit_scaling/transforms/capture/compiler_hooks.py": {
         "torch._dynamo": "has read torch's list of overridable functions, if it is loaded",
     },
     "unit_scaling/transforms/measure/ranks.py": {
         "torch.distributed.distributed_c10d._get_default_store": "the store of the job",
     },
-    "unit_scaling/transforms/capture/observe.py": {
+    "unit_scaling/transforms/capture/probe.py": {
         "torch._C": "DisableTorchFunction: calls that no mode sees; there is no other way",
     },
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from unit_scaling.transforms.plan.steps import Step
+from unit_scaling.transforms.plan.actions import Step
 from unit_scaling.transforms.run.install import find_scope
 from unit_scaling.transforms.run.scope import UnitScale
 

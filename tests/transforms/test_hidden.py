@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.transforms.models import Net
 from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.capture.hidden import HIDDEN
+from unit_scaling.transforms.capture.compiler_hooks import HIDDEN
 
 LATE = """
 import torch

@@ -15,7 +15,7 @@ from fp8.common.threads import Stack
 
 from ..checks.optimizers import remember_copy
 from .capture.copies import deep_copy
-from .capture.observe import unseen
+from .capture.probe import unseen
 from .run.install import Call, Places, find_scope, install
 
 __all__ = ["Backend", "Compile", "compile", "copied", "with_scope"]

@@ -9,7 +9,7 @@ from fp8.common.report import Report
 from fp8.common.step import unwrapped
 
 from .plan.model_plan import ModelPlan
-from .plan.steps import Row
+from .plan.actions import Row
 from .run.install import find_scope
 from .run.scope import UnitScale
 from .simulate import Simulate

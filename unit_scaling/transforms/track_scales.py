@@ -20,7 +20,7 @@ from fp8.common.threads import Stack
 from fp8.formats.format import Format, get_format
 from fp8.modes.autocast import outside_compiler
 
-from .capture.observe import Observer, mapped, unseen
+from .capture.probe import Observer, mapped, unseen
 from .capture.record import Slot, tensors_in
 from .compile import copied
 from .inspect.history import History, Pass
@@ -271,7 +271,7 @@ class Track:
             return outside_compiler(lambda: self._measured(number, call, args, kwargs))
 
         if torch.compiler.is_dynamo_compiling():
-            from .run.first_call import partly_compiled
+            from .run.graph_break import partly_compiled
 
             return partly_compiled(self._turn, measured, call)
         number = self._turn()

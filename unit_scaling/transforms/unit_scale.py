@@ -14,7 +14,7 @@ from fp8.common.step import unwrapped
 from fp8.common.validation import check_flag, check_name
 from fp8.surgery.convert import choose_recipes
 
-from .capture.calls import KINDS
+from .capture.kinds import KINDS
 from .compile import copied
 from .plan.model_plan import ModelPlan, check_fits, retag
 from .plan.residuals import RESIDUALS

@@ -25,7 +25,7 @@ from fp8.common.compiler import FirstLook
 from fp8.modes.autocast import EXPANDED
 
 from ..run import install
-from .calls import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
+from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
 
 __all__ = [
     "DISTRIBUTION",
@@ -117,7 +117,7 @@ class Node:
 
     @property
     def kind(self) -> str:
-        """As in `capture.calls`; "" for unlisted functions."""
+        """As in `capture.kinds`; "" for unlisted functions."""
         return self.key[1] if self.key is not None else ""
 
     def continues(self, before: Node) -> bool:
@@ -165,7 +165,7 @@ def replaced(value: Any, tensors: dict[Slot, Any], slot: Slot = ()) -> Any:
 class Recorder(FirstLook):
     """Fills a `Graph` while a model runs.
 
-    kinds: the table of `capture.calls`. parameters: names by id. factors: the divisors of
+    kinds: the table of `capture.kinds`. parameters: names by id. factors: the divisors of
     parameters, by name; tensors computed from parameters alone use the original values. inputs: id
     of an input tensor -> whether it requires a gradient. path: returns the path of the running
     module. parametrizations: the paths of modules that compute a weight. Outputs of matrix products

@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from ...rules.table import OPS, find_op
-from ..capture.calls import AVERAGES, CASTS, LOSSES, PARTS, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.kinds import AVERAGES, CASTS, LOSSES, PARTS, PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.record import MASKING, Graph, Input, Node, tensors_in
-from ..plan.steps import Plan, Step, Tie
+from ..plan.actions import Plan, Step, Tie
 
 __all__ = ["find_ties"]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plan.steps import Tie
+from ..plan.actions import Tie
 
 __all__ = ["Folded", "folded"]
 

@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 from fp8.common.report import as_table
 
-from .rows import as_csv, as_json
+from .serialize import as_csv, as_json
 
 __all__ = ["History"]
 

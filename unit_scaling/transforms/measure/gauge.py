@@ -23,10 +23,10 @@ from dataclasses import replace
 import torch
 
 from ...rules.table import OPS
-from ..capture.calls import PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.record import Input, Node, Slot, tensors_in
 from ..plan.planner import Planned
-from ..plan.steps import MEASURED, Row, Settled, Step, with_slots
+from ..plan.actions import MEASURED, Row, Settled, Step, with_slots
 from ..run.replay import factor_after
 from .measuring import REACH, Measured
 

@@ -24,7 +24,7 @@ from fp8.common.step import Loss, starts
 from ..capture.record import Key, Place, rms_of, tensors_in
 from ..plan.model_plan import pairs, tupled
 from ..plan.planner import Planned
-from ..plan.steps import Plan, Step
+from ..plan.actions import Plan, Step
 from ..plan.weights import pruned
 from ..run.border import records
 from ..run.replay import Replay

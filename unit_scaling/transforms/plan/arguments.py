@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from ..capture.calls import ATTENTION, PRODUCTS
-from ..capture.flow import Flow
+from ..capture.kinds import ATTENTION, PRODUCTS
+from ..capture.dataflow import Flow
 from ..capture.record import Node, Slot, rms_of, tensors_in
-from .selecting import one_hot
-from .steps import Scaling, Settings, Step, with_slots
+from .lookups import one_hot
+from .actions import Scaling, Settings, Step, with_slots
 
 __all__ = ["Arguments"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ...rules.table import OPS
-from ..capture.flow import Flow
+from ..capture.dataflow import Flow
 from ..capture.record import Node, sees_the_past
-from .steps import Decision, Settings, Step
+from .actions import Decision, Settings, Step
 
 __all__ = ["Attention"]
 

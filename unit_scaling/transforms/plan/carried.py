@@ -19,11 +19,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from ..capture.calls import AVERAGES, CASTS, ELEMENTWISE, LINEAR, MOVES
-from ..capture.flow import Flow, reached
+from ..capture.kinds import AVERAGES, CASTS, ELEMENTWISE, LINEAR, MOVES
+from ..capture.dataflow import Flow, reached
 from ..capture.record import Place
-from .steps import Decision, Step
-from .units import Unit
+from .actions import Decision, Step
+from .patterns import Unit
 
 __all__ = ["Carried"]
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..capture.calls import (
+from ..capture.kinds import (
     ALGEBRA,
     ATTENTION,
     CASTS,
@@ -34,10 +34,10 @@ from ..capture.calls import (
     RECURRENT,
     SELECTIONS,
 )
-from ..capture.flow import Flow, reached
+from ..capture.dataflow import Flow, reached
 from ..capture.record import Input, Key, rms_of, tensors_in
-from .steps import Decision, Step
-from .units import Unit, run_calls
+from .actions import Decision, Step
+from .patterns import Unit, run_calls
 
 __all__ = ["Matrices"]
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
-from .steps import Plan, Row, Settled, Step, Tie
+from .actions import Plan, Row, Settled, Step, Tie
 
 __all__ = ["ModelPlan", "check_fits", "pairs", "retag", "tags_in", "tupled"]
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from fp8.common.report import LEFT_ALONE
 
 from ...rules.table import find_op
-from ..capture.calls import CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
-from ..capture.flow import Flow
+from ..capture.kinds import CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.dataflow import Flow
 from ..capture.record import DISTRIBUTION, Graph, Node, is_sparse, tensors_in
 from .arguments import Arguments
 from .attention import Attention
@@ -34,9 +34,9 @@ from .cosines import cosine_calls
 from .interior import Interior
 from .matrices import Matrices
 from .residuals import Residuals, find_residuals
-from .selecting import DISTANCE, consumers, distances, one_hot
-from .steps import Decision, Plan, Row, Settings, Step, with_slots
-from .units import Unit, find_units
+from .lookups import DISTANCE, consumers, distances, one_hot
+from .actions import Decision, Plan, Row, Settings, Step, with_slots
+from .patterns import Unit, find_units
 
 __all__ = ["Planned", "make_plan"]
 

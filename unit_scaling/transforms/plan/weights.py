@@ -16,7 +16,7 @@ from fp8.common.report import LEFT_ALONE
 from fp8.surgery.swap import why_quantized
 
 from ...parameter import has_parameter_data, remember_tags, tag, tags_of
-from .steps import Row, Weights
+from .actions import Row, Weights
 
 __all__ = [
     "parametrizations",

@@ -20,10 +20,10 @@ from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.step import plain
 
 from ...scale import scale_edge
-from ..capture.observe import mapped
+from ..capture.probe import mapped
 from ..capture.record import Slot, rms_of, tensors_in
 from ..measure.ranks import agreed
-from ..plan.steps import Plan
+from ..plan.actions import Plan
 
 __all__ = ["ending", "entering", "leaving", "records"]
 

@@ -175,7 +175,7 @@ def _take_scopes(module: Any) -> None:
     if not parts or any(scope.path.items for scope, _ in parts[0]):
         return
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-        from .first_call import outside_graph
+        from .graph_break import outside_graph
 
         outside_graph(lambda: _take_scopes(module))
         return

@@ -17,10 +17,10 @@ from fp8.modes.autocast import EXPANDED
 
 from ...rules.table import OPS
 from ...scale import scale_edge
-from ..capture.calls import KINDS, RECURRENT, canonical
-from ..capture.hidden import reveal
+from ..capture.kinds import KINDS, RECURRENT, canonical
+from ..capture.compiler_hooks import reveal
 from ..capture.record import Key, Slot, tensors_in
-from ..plan.steps import Plan, Step
+from ..plan.actions import Plan, Step
 from .border import ending
 from .install import HOOKS
 
@@ -73,7 +73,7 @@ The compiler of torch 2.13 compares them by identity but does not find them in a
 class Replay(FirstLook):
     """Executes ``plan``. ``path`` is the stack of running modules.
 
-    kinds: the table of `capture.calls`. replacements: torch function -> replacement, from
+    kinds: the table of `capture.kinds`. replacements: torch function -> replacement, from
     `unit_scale`.
     """
 

@@ -16,7 +16,7 @@ from fp8.common.threads import Stack
 from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
-from ..capture.calls import KINDS
+from ..capture.kinds import KINDS
 from ..capture.copies import Example, example_of, remade
 from ..capture.forms import described, form_of, without_shapes
 from ..capture.record import tensors_in
@@ -25,7 +25,7 @@ from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, look
 from ..measure.measuring import Actual, Watching
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
-from ..plan.steps import MEASURED, Plan, Row, Settled
+from ..plan.actions import MEASURED, Plan, Row, Settled
 from .border import entering, leaving, records
 from .install import (
     Call,
@@ -144,7 +144,7 @@ class UnitScale:
                 return self._replay(plan, call, path, (args, kwargs))
             if is_exported():
                 raise RuntimeError(f"{UNSEEN}: call the model once before torch.export")
-            from .first_call import outside_graph
+            from .graph_break import outside_graph
 
             return outside_graph(lambda: self.run(call, module, path, args, kwargs))
         return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))

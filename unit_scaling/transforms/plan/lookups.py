@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..capture.calls import RECURRENT
-from ..capture.flow import Flow
+from ..capture.kinds import RECURRENT
+from ..capture.dataflow import Flow
 from ..capture.record import Graph, Node, tensors_in
-from .steps import Scaling
+from .actions import Scaling
 
 __all__ = ["DISTANCE", "consumers", "distances", "one_hot"]
 

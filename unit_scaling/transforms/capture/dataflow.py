@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
-from .calls import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
+from .kinds import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
 from .record import Graph, Node
 
 __all__ = ["Flow", "reached"]

@@ -19,8 +19,8 @@ from fp8.common.compiler import FIRST_LOOK
 from fp8.modes.autocast import OPAQUE
 from fp8.modes.autocast import PRODUCTS as FP8_PRODUCTS
 
-from ..capture.calls import EMBEDDINGS, KINDS, PRODUCTS, RECURRENT, TRANSPARENT
-from ..capture.observe import Observer, mapped, unseen
+from ..capture.kinds import EMBEDDINGS, KINDS, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.probe import Observer, mapped, unseen
 from ..capture.record import Slot, tensors_in
 from ..run.replay import Replay, factor_after
 
