@@ -8,8 +8,8 @@ from fp8.common.mixin import check_module
 from fp8.common.report import Report
 from fp8.common.step import unwrapped
 
-from .plan.model_plan import ModelPlan
 from .plan.actions import Row
+from .plan.model_plan import ModelPlan
 from .run.install import find_scope
 from .run.scope import UnitScale
 from .simulate import Simulate

@@ -25,8 +25,8 @@ from ..checks.first_call import skip_checks
 from .capture.copies import deep_copy
 from .capture.record import rms_of
 from .inspect.diagnosis import diagnosis
-from .inspect.serialize import as_csv, as_json
 from .inspect.product_probe import Watch
+from .inspect.serialize import as_csv, as_json
 from .plan.weights import parametrizations
 from .run.install import find_scope, install, is_sharded
 from .run.scope import UnitScale

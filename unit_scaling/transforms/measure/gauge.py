@@ -25,8 +25,8 @@ import torch
 from ...rules.table import OPS
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.record import Input, Node, Slot, tensors_in
-from ..plan.planner import Planned
 from ..plan.actions import MEASURED, Row, Settled, Step, with_slots
+from ..plan.planner import Planned
 from ..run.replay import factor_after
 from .measuring import REACH, Measured
 

@@ -23,8 +23,8 @@ from fp8.common.threads import Setting, Stack
 from ..capture.copies import detached, fresh, twin_of
 from ..capture.record import Key, Place, Recorder, Slot, tensors_in
 from ..folding.ratios import find_ties
-from ..plan.planner import Planned, make_plan
 from ..plan.actions import Plan, Row, Settings, Settled, Step, Weights
+from ..plan.planner import Planned, make_plan
 from ..plan.weights import parametrizations, pruned, tagged_weights
 from ..run.border import records
 from ..run.install import Call, Places, Scope, find_scope, is_sharded

@@ -22,9 +22,9 @@ from fp8.casts.measuring import uncast
 from fp8.common.step import Loss, starts
 
 from ..capture.record import Key, Place, rms_of, tensors_in
+from ..plan.actions import Plan, Step
 from ..plan.model_plan import pairs, tupled
 from ..plan.planner import Planned
-from ..plan.actions import Plan, Step
 from ..plan.weights import pruned
 from ..run.border import records
 from ..run.replay import Replay

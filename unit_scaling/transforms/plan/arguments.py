@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from ..capture.kinds import ATTENTION, PRODUCTS
 from ..capture.dataflow import Flow
+from ..capture.kinds import ATTENTION, PRODUCTS
 from ..capture.record import Node, Slot, rms_of, tensors_in
-from .lookups import one_hot
 from .actions import Scaling, Settings, Step, with_slots
+from .lookups import one_hot
 
 __all__ = ["Arguments"]
 

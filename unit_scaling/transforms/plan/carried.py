@@ -19,8 +19,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from ..capture.kinds import AVERAGES, CASTS, ELEMENTWISE, LINEAR, MOVES
 from ..capture.dataflow import Flow, reached
+from ..capture.kinds import AVERAGES, CASTS, ELEMENTWISE, LINEAR, MOVES
 from ..capture.record import Place
 from .actions import Decision, Step
 from .patterns import Unit

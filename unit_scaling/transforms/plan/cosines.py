@@ -9,8 +9,8 @@ because its calls are left alone.
 
 from __future__ import annotations
 
-from ..capture.kinds import CASTS, MOVES
 from ..capture.dataflow import Flow
+from ..capture.kinds import CASTS, MOVES
 from ..capture.record import DISTRIBUTION, Node
 from .interior import Interior
 

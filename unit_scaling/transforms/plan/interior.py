@@ -8,8 +8,8 @@ layers, is assumed to have layers around it: all of it is interior.
 
 from __future__ import annotations
 
-from ..capture.kinds import EMBEDDINGS
 from ..capture.dataflow import Flow
+from ..capture.kinds import EMBEDDINGS
 
 __all__ = ["Interior"]
 

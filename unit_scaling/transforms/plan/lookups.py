@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..capture.kinds import RECURRENT
 from ..capture.dataflow import Flow
+from ..capture.kinds import RECURRENT
 from ..capture.record import Graph, Node, tensors_in
 from .actions import Scaling
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..capture.dataflow import Flow, reached
 from ..capture.kinds import (
     ALGEBRA,
     ATTENTION,
@@ -34,7 +35,6 @@ from ..capture.kinds import (
     RECURRENT,
     SELECTIONS,
 )
-from ..capture.dataflow import Flow, reached
 from ..capture.record import Input, Key, rms_of, tensors_in
 from .actions import Decision, Step
 from .patterns import Unit, run_calls

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...rules.elementwise import elementwise_rms
-from ..capture.kinds import CASTS, ELEMENTWISE, LINEAR, MOVES
 from ..capture.dataflow import Flow, reached
+from ..capture.kinds import CASTS, ELEMENTWISE, LINEAR, MOVES
 from ..capture.record import Key, Node, Slot, replaced, tensors_in
 
 __all__ = ["UNITS", "Pattern", "Unit", "find_units", "run_calls", "run_unit"]

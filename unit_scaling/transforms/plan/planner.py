@@ -24,19 +24,19 @@ from dataclasses import dataclass, field
 from fp8.common.report import LEFT_ALONE
 
 from ...rules.table import find_op
-from ..capture.kinds import CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.dataflow import Flow
+from ..capture.kinds import CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.record import DISTRIBUTION, Graph, Node, is_sparse, tensors_in
+from .actions import Decision, Plan, Row, Settings, Step, with_slots
 from .arguments import Arguments
 from .attention import Attention
 from .carried import Carried
 from .cosines import cosine_calls
 from .interior import Interior
-from .matrices import Matrices
-from .residuals import Residuals, find_residuals
 from .lookups import DISTANCE, consumers, distances, one_hot
-from .actions import Decision, Plan, Row, Settings, Step, with_slots
+from .matrices import Matrices
 from .patterns import Unit, find_units
+from .residuals import Residuals, find_residuals
 
 __all__ = ["Planned", "make_plan"]
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ..capture.kinds import TRANSPARENT
 from ..capture.dataflow import Flow
+from ..capture.kinds import TRANSPARENT
 from ..capture.record import Slot
 
 __all__ = ["RESIDUALS", "Residuals", "find_residuals"]

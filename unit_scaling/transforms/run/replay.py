@@ -17,8 +17,8 @@ from fp8.modes.autocast import EXPANDED
 
 from ...rules.table import OPS
 from ...scale import scale_edge
-from ..capture.kinds import KINDS, RECURRENT, canonical
 from ..capture.compiler_hooks import reveal
+from ..capture.kinds import KINDS, RECURRENT, canonical
 from ..capture.record import Key, Slot, tensors_in
 from ..plan.actions import Plan, Step
 from .border import ending

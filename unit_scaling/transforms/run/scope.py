@@ -16,16 +16,16 @@ from fp8.common.threads import Stack
 from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
-from ..capture.kinds import KINDS
 from ..capture.copies import Example, example_of, remade
 from ..capture.forms import described, form_of, without_shapes
+from ..capture.kinds import KINDS
 from ..capture.record import tensors_in
 from ..capture.structure import Structure, has_changed, part, structure_of, warn_of_new_weights
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, look
 from ..measure.measuring import Actual, Watching
-from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
 from ..plan.actions import MEASURED, Plan, Row, Settled
+from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
 from .border import entering, leaving, records
 from .install import (
     Call,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, symbolic_trace
 from torch.nn import functional as F
 
-from tests.transforms.test_track_scales import meta
+from tests.transforms.inspect.test_track_scales import meta
 from unit_scaling.transforms import (
     prune_non_float_tensors,
     prune_same_scale_tensors,

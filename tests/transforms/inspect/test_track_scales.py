@@ -19,8 +19,8 @@ from torch.nn import functional as F
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.formats.format import FORMATS
+from tests.transforms.inspect.test_metrics import check
 from tests.transforms.models import Checkpointed, batch, gpt, same, step, tiny
-from tests.transforms.test_metrics import check
 from unit_scaling.transforms import (
     compile,
     simulate_fp8,
