@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 __all__ = [
     "COUNTS",
     "OPEN",
+    "CastRecorder",
     "Look",
     "Observed",
-    "Recorder",
     "forget_looks",
     "is_sampled",
     "look_here",
@@ -51,14 +51,14 @@ class _Open(threading.local):
     products by kind; and the `Look` at products without a weight."""
 
     def __init__(self) -> None:
-        self.recorders: list[tuple[Recorder, Counter[str]]] = []
+        self.recorders: list[tuple[CastRecorder, Counter[str]]] = []
         self.look: Look | None = None
 
 
 OPEN = _Open()
 
 _TOKENS = itertools.count()
-_RECORDERS: weakref.WeakValueDictionary[str, Recorder | Look] = weakref.WeakValueDictionary()
+_RECORDERS: weakref.WeakValueDictionary[str, CastRecorder | Look] = weakref.WeakValueDictionary()
 """Token -> recorder. The backward pass may run after the recorded pass is closed."""
 
 
@@ -72,7 +72,7 @@ class Observed(NamedTuple):
     static: bool
 
 
-class Recorder:
+class CastRecorder:
     """Sums of COUNTS for each operand: (layer, operand, format) -> (8,), float64."""
 
     def __init__(self, model: nn.Module, sample: int) -> None:
@@ -163,7 +163,7 @@ class Look:
         _LATEST.append(self)
 
     def count(self, layer: str, operand: str, seen: Observed) -> None:
-        """As `Recorder.count`. Does nothing under `torch.vmap`, where values cannot be read."""
+        """As `CastRecorder.count`. Does nothing under `torch.vmap`, where values cannot be read."""
         x, y, scale, format, _ = seen
         if self.warned or scale is not None or x.is_meta:
             return

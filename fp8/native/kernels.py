@@ -29,8 +29,8 @@ from ..tensors.scaled_tensor import plain
 __all__ = [
     "ALIGNMENT",
     "KERNELS",
-    "Kernel",
-    "Stored",
+    "GemmKernel",
+    "KernelOperand",
     "kernel_of",
     "multiply",
     "store",
@@ -47,7 +47,7 @@ The rule holds on every device, so that what runs natively on one runs natively 
 Capability = tuple[int, int]
 
 
-class Kernel(NamedTuple):
+class GemmKernel(NamedTuple):
     """A row of KERNELS."""
 
     formats: tuple[tuple[str, str], ...]
@@ -71,15 +71,15 @@ class Kernel(NamedTuple):
 
 _EIGHT_BITS = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"))
 
-KERNELS: dict[str, Kernel] = {
-    "tensor": Kernel(_EIGHT_BITS, (8, 9), None, cpu=True),
-    "row": Kernel(_EIGHT_BITS, (8, 9), None, cpu=True),
+KERNELS: dict[str, GemmKernel] = {
+    "tensor": GemmKernel(_EIGHT_BITS, (8, 9), None, cpu=True),
+    "row": GemmKernel(_EIGHT_BITS, (8, 9), None, cpu=True),
     # torch rejects it on capabilities above Hopper.
-    "block": Kernel((("e4m3", "e4m3"),), (9, 0), (10, 0), cpu=False, multiple=128),
+    "block": GemmKernel((("e4m3", "e4m3"),), (9, 0), (10, 0), cpu=False, multiple=128),
     # Not e2m1: when compiling, torch 2.13 expects half the number of scales for packed values.
-    "mx": Kernel((("e4m3", "e4m3"),), (10, 0), None, cpu=False, multiple=32),
+    "mx": GemmKernel((("e4m3", "e4m3"),), (10, 0), None, cpu=False, multiple=32),
     # 16 bytes hold 32 values.
-    "nv": Kernel((("e2m1", "e2m1"),), (10, 0), None, cpu=False, multiple=32),
+    "nv": GemmKernel((("e2m1", "e2m1"),), (10, 0), None, cpu=False, multiple=32),
 }
 """Which elements share a scale -> its kernel. `fp8.native.selftest` tests what a device has."""
 
@@ -148,7 +148,7 @@ def why_not_kernel(kind: str, device: torch.device) -> str:
     return "scales by {} need {}, not {}.{}".format(kind, row.devices, *found)
 
 
-class Stored(NamedTuple):
+class KernelOperand(NamedTuple):
     """An operand of a product, with rows (outer, inner).
 
     data: in an FP8 dtype; e2m1 as uint8 (outer, inner / 2), the first value of a pair in the lower
@@ -163,14 +163,14 @@ class Stored(NamedTuple):
     unit: Tensor | None = None
 
 
-def turned(x: Stored) -> Stored:
+def turned(x: KernelOperand) -> KernelOperand:
     """The transpose of an operand that has one scale."""
-    return Stored(x.data.t(), x.scale)
+    return KernelOperand(x.data.t(), x.scale)
 
 
 def store(
     x: Tensor, spec: Spec, axis: int = -1, history: Tensor | None = None, record: bool = False
-) -> Stored:
+) -> KernelOperand:
     """Casts the matrix ``x``, or with axis -2 its transpose, under a spec that `kernel_of`
     supports.
 
@@ -206,10 +206,14 @@ def store(
     if spec.label and rule is None and history is None:
         observe(spec.label, x, numbers, None, format)
     y = numbers.to(format.dtype)
-    return Stored(y, scale) if axis == -1 else Stored(y.mT, scale.mT if scale.dim() else scale)
+    return (
+        KernelOperand(y, scale)
+        if axis == -1
+        else KernelOperand(y.mT, scale.mT if scale.dim() else scale)
+    )
 
 
-def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Stored:
+def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> KernelOperand:
     """Values (outer, inner) of a format and the scales of their tiles, in the layout of the
     kernels."""
     across, along = spec.tile
@@ -221,17 +225,17 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> Stored:
         data = y.to(format_of(spec).dtype)
         if across == 1:
             columns = F.pad(scale.mT, (0, y.shape[0] - scale.shape[0]), value=1.0)
-            return Stored(data, columns.contiguous())
-        return Stored(data, F.pad(scale, (0, -scale.shape[1] % 4), value=1.0))
+            return KernelOperand(data, columns.contiguous())
+        return KernelOperand(data, F.pad(scale, (0, -scale.shape[1] % 4), value=1.0))
     if across > 1:
         scale = scale.repeat_interleave(across, 0)[: y.shape[0]]
     scale = F.pad(scale, (0, y.shape[1] // along - scale.shape[1]), value=1.0)
     if unit is None:
-        return Stored(y.to(format_of(spec).dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
+        return KernelOperand(y.to(format_of(spec).dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
     # Restores the e4m3 values of the rule; a value above their range occurs only for all-zero
     # tiles.
     scale = (scale / unit).clamp(max=448.0).to(torch.float8_e4m3fn)
-    return Stored(_in_pairs(y), swizzled(scale), unit)
+    return KernelOperand(_in_pairs(y), swizzled(scale), unit)
 
 
 def _in_pairs(y: Tensor) -> Tensor:
@@ -257,7 +261,9 @@ def swizzled(scale: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
 
 
-def multiply(kind: str, a: Stored, b: Stored, factor: float, dtype: torch.dtype) -> Tensor:
+def multiply(
+    kind: str, a: KernelOperand, b: KernelOperand, factor: float, dtype: torch.dtype
+) -> Tensor:
     """``factor * a b^T`` in ``dtype``, by a kernel of KERNELS. The factor is folded into a's scale;
     with e8m0 scales it multiplies the result."""
     x, y = _filled(a.data), _filled(b.data)

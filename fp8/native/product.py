@@ -21,7 +21,16 @@ from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
 from ..tensors.scaled_tensor import ScaledTensor
 from . import selftest as proof
-from .kernels import ALIGNMENT, KERNELS, Stored, kernel_of, multiply, store, turned, why_not_device
+from .kernels import (
+    ALIGNMENT,
+    KERNELS,
+    KernelOperand,
+    kernel_of,
+    multiply,
+    store,
+    turned,
+    why_not_device,
+)
 
 __all__ = [
     "alignment",
@@ -114,13 +123,13 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
     )
 
 
-def _handed_on(x: Tensor, spec: Spec) -> Stored | None:
+def _handed_on(x: Tensor, spec: Spec) -> KernelOperand | None:
     """The bytes and scale of a ScaledTensor that is already in the format of a cast without a rule;
     None for others."""
     if not isinstance(x, ScaledTensor) or spec.rule is not None:
         return None
     same = x.stored.dtype == format_of(spec).dtype
-    return Stored(x.stored, x.scale) if same else None
+    return KernelOperand(x.stored, x.scale) if same else None
 
 
 class _Native(Function):
@@ -129,8 +138,8 @@ class _Native(Function):
 
     Arguments: a, b and bias; the history of the gradient or None; the kernels of the three
     products; three scales; the specs of the gradient; the name of the result's dtype; what is
-    shared of the saved a; and four operands of three tensors each (`Stored`): a and b for this
-    product, then for the backward ones, None if the `turned` forward operands serve.
+    shared of the saved a; and four operands of three tensors each (`KernelOperand`): a and b for
+    this product, then for the backward ones, None if the `turned` forward operands serve.
     """
 
     @staticmethod
@@ -183,11 +192,11 @@ class _Native(Function):
         return da, db, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
-def _stored(tensors: Sequence[Any]) -> list[Stored]:
-    return [Stored(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+def _stored(tensors: Sequence[Any]) -> list[KernelOperand]:
+    return [KernelOperand(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
 
 
-def _flat(operands: Iterable[Stored | None]) -> list[Tensor | None]:
+def _flat(operands: Iterable[KernelOperand | None]) -> list[Tensor | None]:
     return [tensor for operand in operands for tensor in operand or (None, None, None)]
 
 
@@ -196,14 +205,16 @@ def _first(y: Tensor, rows: int) -> Tensor:
     return y if y.shape[0] == rows else y[:rows]
 
 
-def _again(x: Tensor, stored: Stored, spec: Spec, other: Spec) -> Stored | None:
+def _again(x: Tensor, stored: KernelOperand, spec: Spec, other: Spec) -> KernelOperand | None:
     """``x`` for a product along its other axis; None if ``stored``, which has one scale, can be
     reused."""
     one = spec.settings == other.settings and not stored.scale.dim()
     return None if one else store(x, other, -2)
 
 
-def _left(a: Tensor, spec: Spec, history: Tensor | None, record: bool, held: Held | None) -> Stored:
+def _left(
+    a: Tensor, spec: Spec, history: Tensor | None, record: bool, held: Held | None
+) -> KernelOperand:
     """`store` of a first operand, shared by all its products. With a history, each product
     records it."""
     if history is None:
@@ -238,7 +249,7 @@ def product(
     with torch.no_grad():
         left = _handed_on(a, for_a) or _left(a, for_a, of_a, record, held)
         right = store(b, for_b, -1, of_b, record)
-        again: list[Stored | None] = [None, None]
+        again: list[KernelOperand | None] = [None, None]
         if record:
             key = ("native", for_a.settings, a_again.settings)
             other = one_of(held, key, lambda: _again(a, left, for_a, a_again))

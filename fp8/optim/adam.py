@@ -45,8 +45,8 @@ from .encodings import (
     HEADROOM,
     MASTERS,
     MOMENTS,
+    Encoded,
     Encoding,
-    Stored,
     decode,
     scale_for,
     write,
@@ -93,7 +93,7 @@ class _How(NamedTuple):
         return (MASTER, self.weight), (FIRST, self.first), (SECOND, self.second)
 
 
-Kept = tuple[Stored, Stored, Stored]
+Kept = tuple[Encoded, Encoded, Encoded]
 """The weight and the two moments."""
 
 
@@ -212,20 +212,20 @@ class _Unit:
     master: bool
     how: _How
 
-    def kept(self, name: str) -> Stored:
+    def kept(self, name: str) -> Encoded:
         """A moment or the master, flat; for a single parameter it shares memory with the state."""
         if len(self.states) == 1:
             return read(self.states[0], name)
-        return Stored(torch.cat([read(state, name).values for state in self.states]))
+        return Encoded(torch.cat([read(state, name).values for state in self.states]))
 
-    def weight(self) -> Stored:
+    def weight(self) -> Encoded:
         """The tensor to update: the masters, the weight itself, or a copy of the weights."""
         if self.master:
             return self.kept(MASTER)
         here = [local(parameter.detach()) for parameter in self.parameters]
         if len(here) == 1 and is_plain(here[0]):
-            return Stored(here[0].view(-1))
-        return Stored(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
+            return Encoded(here[0].view(-1))
+        return Encoded(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
 
     def gradient(self) -> Tensor:
         """The gradient that Adam uses, flat: negated for maximize, with the L2 decay added."""
@@ -290,7 +290,7 @@ class _Unit:
         seed = (self.group["seed"], int(self.states[0]["step"]), self.index)
         return [random_key((*seed, stream)) for stream in range(2)]
 
-    def finish(self, weight: Stored, first: Stored, second: Stored) -> None:
+    def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
         """Writes updated copies back to the parameters and states."""
         joined = len(self.states) > 1
         if joined:

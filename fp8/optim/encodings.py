@@ -23,7 +23,7 @@ from ..formats.format import FORMATS, Format
 from ..formats.rounding import LAYOUTS, Grid, round_to_grid
 from ..recipes.scaling import scale_of, scale_of_number, scaled_tiles
 
-__all__ = ["BLOCK", "ENCODINGS", "MASTERS", "MOMENTS", "Encoding", "Stored"]
+__all__ = ["BLOCK", "ENCODINGS", "MASTERS", "MOMENTS", "Encoded", "Encoding"]
 
 BLOCK = 128
 """Consecutive elements that share the scale of a block, as in DeepSeek-V3 (arXiv:2412.19437)."""
@@ -94,7 +94,7 @@ MASTERS = ("float32", "float16")
 """The names in ENCODINGS allowed for ``master_weights``."""
 
 
-class Stored(NamedTuple):
+class Encoded(NamedTuple):
     """An encoded tensor. values: (n,). scale: None, or float32 0-dim or (blocks,).
 
     amax: 0-dim float32, an upper bound of all magnitudes, if there is one scale for the whole
@@ -105,25 +105,25 @@ class Stored(NamedTuple):
     scale: Tensor | None = None
     amax: Tensor | None = None
 
-    def part(self, start: int, stop: int) -> Stored:
+    def part(self, start: int, stop: int) -> Encoded:
         """Views of the elements from ``start``, a multiple of `BLOCK`, to ``stop``."""
         scale = self.scale
         if scale is not None and scale.dim():
             scale = scale[start // BLOCK : -(-stop // BLOCK)]
-        return Stored(self.values[start:stop], scale, self.amax)
+        return Encoded(self.values[start:stop], scale, self.amax)
 
 
-def zeros(count: int, encoding: Encoding, device: torch.device) -> Stored:
+def zeros(count: int, encoding: Encoding, device: torch.device) -> Encoded:
     """An encoded tensor of ``count`` zeros."""
     values = torch.zeros(count, dtype=encoding.dtype, device=device)
     if encoding.scale == "none":
-        return Stored(values)
+        return Encoded(values)
     if encoding.scale == "block":
-        return Stored(values, torch.ones(-(-count // BLOCK), device=device))
-    return Stored(values, torch.ones((), device=device), torch.zeros((), device=device))
+        return Encoded(values, torch.ones(-(-count // BLOCK), device=device))
+    return Encoded(values, torch.ones((), device=device), torch.zeros((), device=device))
 
 
-def decode(stored: Stored) -> Tensor:
+def decode(stored: Encoded) -> Tensor:
     """The values as float32, (n,)."""
     values, scale, _ = stored
     if values.dtype == torch.uint8:
@@ -148,7 +148,7 @@ def scale_for(amax: float, encoding: Encoding) -> float | None:
 
 def write(
     x: Tensor,
-    to: Stored,
+    to: Encoded,
     encoding: Encoding,
     unit: Tensor | float | None,
     *,

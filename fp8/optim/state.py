@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..tensors.scaled_tensor import plain
-from .encodings import ENCODINGS, Encoding, Stored, decode, scale_for, write, zeros
+from .encodings import ENCODINGS, Encoded, Encoding, decode, scale_for, write, zeros
 
 __all__ = [
     "FIRST",
@@ -161,7 +161,7 @@ def keep(
     _put(state, name, stored, here.shape)
 
 
-def _put(state: State, name: str, stored: Stored, shape: torch.Size) -> None:
+def _put(state: State, name: str, stored: Encoded, shape: torch.Size) -> None:
     values = stored.values.view(shape)
     if stored.scale is None:
         state[name] = values
@@ -170,12 +170,12 @@ def _put(state: State, name: str, stored: Stored, shape: torch.Size) -> None:
     state.update({name + part: x for part, x in zip(PARTS, parts, strict=True) if x is not None})
 
 
-def read(state: State, name: str) -> Stored:
+def read(state: State, name: str) -> Encoded:
     """The tensor stored under a name, flat; shares memory with the state."""
     if name in state:
-        return Stored(local(state[name]).reshape(-1))
+        return Encoded(local(state[name]).reshape(-1))
     values = local(state[name + PARTS[0]]).reshape(-1)
-    return Stored(values, state[name + PARTS[1]], state.get(name + PARTS[2]))
+    return Encoded(values, state[name + PARTS[1]], state.get(name + PARTS[2]))
 
 
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
@@ -264,13 +264,13 @@ def _check_parts(saved: State, name: str) -> None:
         )
 
 
-def _copy(stored: Stored, device: torch.device) -> Stored:
+def _copy(stored: Encoded, device: torch.device) -> Encoded:
     values, *rest = stored
     scale, amax = (None if x is None else x.to(device, copy=True) for x in rest)
-    return Stored(values.to(device, copy=True), scale, amax)
+    return Encoded(values.to(device, copy=True), scale, amax)
 
 
-def _alike(a: Stored, b: Stored) -> bool:
+def _alike(a: Encoded, b: Encoded) -> bool:
     """Whether both have the same encoding."""
     dims = [None if x.scale is None else x.scale.dim() for x in (a, b)]
     return a.values.dtype == b.values.dtype and dims[0] == dims[1]

@@ -22,12 +22,12 @@ from ..casts.saved_operands import keep, kept
 from ..common.compiler import apply
 from ..recipes.recipe import Cast
 
-__all__ = ["ACTIVATIONS", "KERNELS", "Kernel"]
+__all__ = ["ACTIVATIONS", "KERNELS", "ActivationKernel"]
 
 aten = torch.ops.aten
 
 
-class Kernel(NamedTuple):
+class ActivationKernel(NamedTuple):
     """A row of KERNELS: a function of a tensor and settings; its gradient, a function of the
     output's gradient, the tensor and the settings; and a differentiable form of that gradient."""
 
@@ -50,18 +50,18 @@ def _relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return aten.threshold_backward.default(grad, x, 0)
 
 
-KERNELS: dict[str, Kernel] = {
-    "gelu": Kernel(
+KERNELS: dict[str, ActivationKernel] = {
+    "gelu": ActivationKernel(
         lambda x, approximate: aten.gelu.default(x, approximate=approximate),
         _gelu_gradient,
         _gelu_gradient,
     ),
-    "silu": Kernel(aten.silu.default, aten.silu_backward.default, _silu_gradient),
-    "hardshrink": Kernel(
+    "silu": ActivationKernel(aten.silu.default, aten.silu_backward.default, _silu_gradient),
+    "hardshrink": ActivationKernel(
         aten.hardshrink.default, aten.hardshrink_backward.default, aten.hardshrink_backward.default
     ),
-    "relu": Kernel(aten.relu.default, _relu_gradient, _relu_gradient),
-    "glu": Kernel(aten.glu.default, aten.glu_backward.default, aten.glu_backward.default),
+    "relu": ActivationKernel(aten.relu.default, _relu_gradient, _relu_gradient),
+    "glu": ActivationKernel(aten.glu.default, aten.glu_backward.default, aten.glu_backward.default),
 }
 """Name -> kernels."""
 

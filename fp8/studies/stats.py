@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..casts.counts import COUNTS, OPEN, Recorder
+from ..casts.counts import COUNTS, OPEN, CastRecorder
 from ..common.mixin import check_module
 from ..common.report import as_table
 from ..common.threads import Stack
@@ -54,7 +54,7 @@ class Stats:
     def __init__(self, model: nn.Module, every: int, sample: int) -> None:
         self.every = every
         self.passes = 0
-        self._recorder = Recorder(model, sample)
+        self._recorder = CastRecorder(model, sample)
         self._open = Stack()  # for each open pass of this thread, whether it is sampled
 
     def __enter__(self) -> Stats:

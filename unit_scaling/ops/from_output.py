@@ -19,7 +19,7 @@ from fp8.common.compiler import in_graph
 
 from ..scale import scale_both, scale_output
 
-__all__ = ["KERNELS", "Kernel", "activation"]
+__all__ = ["KERNELS", "OutputKernel", "activation"]
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ def _softmax_gradient(grad: Tensor, y: Tensor, fwd: float, bwd: float, dim: int)
     return scale_both((grad - mean) * y, bwd / fwd)
 
 
-class Kernel(NamedTuple):
+class OutputKernel(NamedTuple):
     """A row of KERNELS: a function of a tensor and its settings, and ``bwd`` times its gradient as
     a function of the output's gradient, the output times ``fwd``, fwd, bwd and the settings."""
 
@@ -58,11 +58,11 @@ class Kernel(NamedTuple):
     gradient: Callable[..., Tensor]
 
 
-KERNELS: dict[str, Kernel] = {
-    "exp": Kernel(aten.exp.default, _exp_gradient),
-    "sigmoid": Kernel(aten.sigmoid.default, _sigmoid_gradient),
-    "softmax": Kernel(aten.softmax.int, _softmax_gradient),
-    "tanh": Kernel(aten.tanh.default, _tanh_gradient),
+KERNELS: dict[str, OutputKernel] = {
+    "exp": OutputKernel(aten.exp.default, _exp_gradient),
+    "sigmoid": OutputKernel(aten.sigmoid.default, _sigmoid_gradient),
+    "softmax": OutputKernel(aten.softmax.int, _softmax_gradient),
+    "tanh": OutputKernel(aten.tanh.default, _tanh_gradient),
 }
 """Name -> how it is computed."""
 

@@ -8,7 +8,7 @@ from fp8.common.mixin import check_module
 from fp8.common.report import Report
 from fp8.common.step import unwrapped
 
-from .plan.actions import Row
+from .plan.actions import CallRow
 from .plan.model_plan import ModelPlan
 from .run.install import find_scope
 from .run.scope import UnitScale
@@ -17,7 +17,7 @@ from .simulate import Simulate
 __all__ = ["Report", "plan", "report"]
 
 
-def report(model: nn.Module) -> Report[Row]:
+def report(model: nn.Module) -> Report[CallRow]:
     """Reports what a transform did to each weight and each call of a model, and why.
 
     The calls are known after the first call of the model. Each signature of a call (training,

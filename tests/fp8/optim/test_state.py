@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fp8
 from fp8.formats.random_bits import random_bits
 from fp8.optim import Adam, AdamW
-from fp8.optim.encodings import ENCODINGS, MOMENTS, Stored, decode, scale_for, write, zeros
+from fp8.optim.encodings import ENCODINGS, MOMENTS, Encoded, decode, scale_for, write, zeros
 from fp8.recipes.scaling import scale_of
 
 SHAPES = ((64, 96), (4097,), (5,))
@@ -118,7 +118,7 @@ def numbers(state, name: str) -> Tensor:
     if name in state:
         return state[name].flatten().float()
     values, scale = state[name + "_values"].flatten(), state[name + "_scale"]
-    return decode(Stored(values, scale))
+    return decode(Encoded(values, scale))
 
 
 def test_states_keep_their_dtype():
@@ -317,7 +317,7 @@ def test_scales_are_those_of_the_rule_up(name: str):
 def test_every_code_of_e5m3_is_its_own_number():
     """Those below the smallest normal number are not used."""
     codes = torch.tensor([0, *range(8, 256)], dtype=torch.uint8)
-    values = decode(Stored(codes))
+    values = decode(Encoded(codes))
     exponents, mantissas = codes.int() // 8, codes.int() % 8
     exact = (1 + mantissas / 8) * 2.0 ** (exponents - 16)
     assert torch.equal(values, torch.where(codes == 0, 0, exact))
@@ -350,7 +350,7 @@ def test_e4m3_compiled_is_e4m3():
     """Every finite code is read, and every finite bfloat16 written, as torch's casts do; what is
     below the smallest normal number, toward zero; what is beyond the largest is the largest."""
     codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
-    stored = Stored(codes.view(torch.float8_e4m3fn))
+    stored = Encoded(codes.view(torch.float8_e4m3fn))
     read = torch.compile(decode, fullgraph=True)(stored)
     assert torch.equal(read.view(torch.int32), decode(stored).view(torch.int32))  # -0 too
 

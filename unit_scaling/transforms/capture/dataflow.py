@@ -1,4 +1,4 @@
-"""Queries on a recorded `Graph`: dependencies and paths.
+"""Queries on a recorded `CallGraph`: dependencies and paths.
 
 Values flow along *live* edges: those along which gradients propagate between calls. A tensor
 computed from parameters alone (a tied, masked or normalised weight) is a weight, not a value.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 from .kinds import ATTENTION, PRODUCTS, RECURRENT, TRANSPARENT
-from .record import Graph, Node
+from .record import CallGraph, CallNode
 
 __all__ = ["Flow", "reached"]
 
@@ -31,7 +31,7 @@ def reached(starts: Iterable[T], next: Callable[[T], Iterable[T]]) -> set[T]:
 class Flow:
     """The value graph of a recorded run. Nodes are indices, in topological order."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: CallGraph) -> None:
         self.nodes = graph.nodes
         self.sources = [self._sources(node) for node in self.nodes]
         self.readers: list[list[int]] = [[] for _ in self.nodes]
@@ -42,7 +42,7 @@ class Flow:
         self.data = self._data()
         self.parents = self._dominators()
 
-    def _sources(self, node: Node) -> list[int]:
+    def _sources(self, node: CallNode) -> list[int]:
         if not node.live or node.computed:
             return []
         inputs = dict.fromkeys(i.node for i in node.inputs)
@@ -157,7 +157,7 @@ class Flow:
         return parents
 
 
-def _parameter_origins(nodes: list[Node]) -> list[str | None]:
+def _parameter_origins(nodes: list[CallNode]) -> list[str | None]:
     """For each node, the parameter that it is, or is a view or copy of."""
     origins: list[str | None] = []
     for node in nodes:

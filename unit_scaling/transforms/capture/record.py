@@ -29,9 +29,9 @@ from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
 
 __all__ = [
     "DISTRIBUTION",
-    "Graph",
+    "CallGraph",
+    "CallNode",
     "Input",
-    "Node",
     "Place",
     "Recorder",
     "Slot",
@@ -78,7 +78,7 @@ class Input:
 
 
 @dataclass
-class Node:
+class CallNode:
     """One call, or an external tensor (key None): a parameter, an input, a buffer.
 
     path: of the running module. live: whether it depends on a parameter or a floating-point input.
@@ -120,7 +120,7 @@ class Node:
         """As in `capture.kinds`; "" for unlisted functions."""
         return self.key[1] if self.key is not None else ""
 
-    def continues(self, before: Node) -> bool:
+    def continues(self, before: CallNode) -> bool:
         """Whether the previous call is made from the same line, inside the same function."""
         same = (before.inside, before.path, before.where)
         return same == (self.inside, self.path, self.where)
@@ -132,10 +132,10 @@ class Node:
 
 
 @dataclass
-class Graph:
+class CallGraph:
     """The calls of a model in order; each refers to earlier ones only."""
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[CallNode] = field(default_factory=list)
 
 
 def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
@@ -163,7 +163,7 @@ def replaced(value: Any, tensors: dict[Slot, Any], slot: Slot = ()) -> Any:
 
 
 class Recorder(FirstLook):
-    """Fills a `Graph` while a model runs.
+    """Fills a `CallGraph` while a model runs.
 
     kinds: the table of `capture.kinds`. parameters: names by id. factors: the divisors of
     parameters, by name; tensors computed from parameters alone use the original values. inputs: id
@@ -183,7 +183,7 @@ class Recorder(FirstLook):
         parametrizations: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
-        self.graph = Graph()
+        self.graph = CallGraph()
         self._kinds = kinds
         self._parameters = parameters
         self._factors = factors
@@ -229,7 +229,7 @@ class Recorder(FirstLook):
             key = (path, kind, self._counts[path, kind])
             self._counts[path, kind] += 1
         name = _name(function)
-        node = Node(key, name, path, function, inputs, args, kwargs)
+        node = CallNode(key, name, path, function, inputs, args, kwargs)
         node.where, node.inside, node.site = _site()
         sources = [self.graph.nodes[i.node] for i in inputs]
         node.computed = _computed(node.kind, sources)
@@ -269,7 +269,7 @@ class Recorder(FirstLook):
         """
         if id(tensor) not in self._node_of:
             name = self._parameters.get(id(tensor))
-            node = Node(None, name or "input", shape=tuple(tensor.shape), parameter=name)
+            node = CallNode(None, name or "input", shape=tuple(tensor.shape), parameter=name)
             node.floating = tensor.is_floating_point() or tensor.is_complex()
             node.masking = name is None and _any_masking([tensor])
             node.computed = name is not None
@@ -308,13 +308,13 @@ class Recorder(FirstLook):
         scaled = {slot: values[slot] * f for slot, f in factors.items() if f != 1.0}
         return replaced(args, scaled), replaced(kwargs, scaled)
 
-    def _parameter(self, node: Node) -> str | None:
+    def _parameter(self, node: CallNode) -> str | None:
         """The parameter that a node is, or is a view or copy of."""
         while node.kind in TRANSPARENT and node.inputs:
             node = self.graph.nodes[node.inputs[0].node]
         return node.parameter
 
-    def _add(self, node: Node, sources: list[Node], written: list[Tensor]) -> None:
+    def _add(self, node: CallNode, sources: list[CallNode], written: list[Tensor]) -> None:
         largest = max(written, key=Tensor.numel, default=None)
         node.shape = tuple(largest.shape) if largest is not None else ()
         node.floating = any(t.is_floating_point() or t.is_complex() for t in written)
@@ -336,7 +336,7 @@ def _name(function: Callable[..., Any]) -> str:
     return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 
-def _computed(kind: str, sources: list[Node]) -> bool:
+def _computed(kind: str, sources: list[CallNode]) -> bool:
     """Whether the result depends on parameters and not on the model's inputs.
 
     Integer tensors count as inputs. Products of parameters are values.
@@ -372,7 +372,7 @@ def _all_zero(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not bool(tensor.any())
 
 
-def is_sparse(node: Node) -> bool:
+def is_sparse(node: CallNode) -> bool:
     """Whether a call has a sparse tensor among its arguments."""
     tensors = (*tensors_in(node.args), *tensors_in(node.kwargs))
     return any(t.layout is not torch.strided for _, t in tensors)
@@ -406,7 +406,7 @@ def _position(code: CodeType, last: int) -> tuple[int, ...]:
 
 
 def _site() -> tuple[str, str, tuple[tuple[str | int, ...], ...]]:
-    """(file and line of the running call, `Node.inside`, the site of `Place`).
+    """(file and line of the running call, `CallNode.inside`, the site of `Place`).
 
     Raises ValueError where `torch.utils.checkpoint` runs a function that is not a module: it would
     be recomputed in the backward pass without a plan.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...rules.table import OPS, find_op
 from ..capture.kinds import AVERAGES, CASTS, LOSSES, PARTS, PRODUCTS, RECURRENT, TRANSPARENT
-from ..capture.record import MASKING, Graph, Input, Node, tensors_in
+from ..capture.record import MASKING, CallGraph, CallNode, Input, tensors_in
 from ..plan.actions import Plan, Step, Tie
 
 __all__ = ["find_ties"]
@@ -86,7 +86,7 @@ _ONES = frozenset(
 
 
 def find_ties(
-    graph: Graph, plan: Plan, buffers: Mapping[int, str], outputs: Sequence[int]
+    graph: CallGraph, plan: Plan, buffers: Mapping[int, str], outputs: Sequence[int]
 ) -> tuple[Tie, ...]:
     """Returns the equations for the factors of the plain model's parameters.
 
@@ -115,7 +115,7 @@ def _log(factor: float) -> Ratio:
 class _Call:
     """A call with the ratios of its tensors; None for tensors that fit any ratio, such as zeros."""
 
-    node: Node
+    node: CallNode
     step: Step
     inputs: list[Input]
     tensors: list[Tensor]
@@ -157,7 +157,7 @@ class _Call:
 
 
 class _Ratios:
-    def __init__(self, graph: Graph, plan: Plan, buffers: Mapping[int, str]) -> None:
+    def __init__(self, graph: CallGraph, plan: Plan, buffers: Mapping[int, str]) -> None:
         self.ties: list[Tie] = []
         self.ratios: list[Ratio | None] = []
         self._nodes = graph.nodes
@@ -177,7 +177,7 @@ class _Ratios:
         if difference or abs(constant) > 1e-9:
             self.ties.append(Tie(tuple(difference.items()), constant, path, call, why, soft))
 
-    def _of(self, node: Node) -> Ratio | None:
+    def _of(self, node: CallNode) -> Ratio | None:
         if node.function is None:
             if node.parameter is not None:
                 return {node.parameter: -1.0}
@@ -190,7 +190,7 @@ class _Ratios:
             self.ties.append(Tie((), 1.0, node.path, node.name, str(error), ""))
             return {}
 
-    def _call(self, node: Node) -> _Call:
+    def _call(self, node: CallNode) -> _Call:
         step = self._plan.steps.get(node.key) if node.key is not None else None
         step = step or Step()
         given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
@@ -206,7 +206,7 @@ class _Ratios:
         output = _plus(_factor(step, node), _log(step.output))
         return _Call(node, step, used, tensors, ratios, output)
 
-    def _argument(self, node: Node, i: Input, tensor: Tensor, factor: float) -> Ratio | None:
+    def _argument(self, node: CallNode, i: Input, tensor: Tensor, factor: float) -> Ratio | None:
         name = self._buffers.get(id(tensor)) if node.kind in _NORMS else None  # running stats
         own = {name: -1.0} if name is not None else self.ratios[i.node]
         return None if own is None else _plus(own, _log(factor))
@@ -406,7 +406,7 @@ def _of_added(call: _Call, bias: Ratio | None) -> Ratio | None:
     return _plus(bias, _log(own), _plus(_factor(call.step, node), times=-1))
 
 
-def _factor(step: Step, node: Node) -> Ratio:
+def _factor(step: Step, node: CallNode) -> Ratio:
     """The factor between the results of the step's op and of the plain call.
 
     Raises ValueError for a function in ``replace``.
@@ -426,7 +426,7 @@ def _factor(step: Step, node: Node) -> Ratio:
     return _log(abs(scales["output"]))
 
 
-def _number(node: Node) -> float:
+def _number(node: CallNode) -> float:
     """The number that a call multiplies a value by."""
     values = [*node.args, *node.kwargs.values()]
     numbers = [float(v) for v in values if isinstance(v, int | float)]

@@ -24,8 +24,8 @@ import torch
 
 from ...rules.table import OPS
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT
-from ..capture.record import Input, Node, Slot, tensors_in
-from ..plan.actions import MEASURED, Row, Settled, Step, with_slots
+from ..capture.record import CallNode, Input, Slot, tensors_in
+from ..plan.actions import MEASURED, CallRow, Settled, Step, with_slots
 from ..plan.planner import Planned
 from ..run.replay import factor_after
 from .measuring import REACH, Measured
@@ -111,7 +111,7 @@ class _Regions:
         edges = [(r, i.node) for r, i in self.edges if (r, i.slot) not in self._free]
         return Counter(n for edge in edges if not self._is_leaf(edge[1]) for n in edge)
 
-    def _is_written(self, node: Node, i: Input) -> bool:
+    def _is_written(self, node: CallNode, i: Input) -> bool:
         return i.slot in node.written
 
     def _join_base(self, index: int) -> set[int]:
@@ -239,7 +239,7 @@ class _Regions:
         return next((c for c in near if abs(c + found) <= REACH), round(-found))
 
 
-def operands(node: Node, step: Step | None) -> dict[str, Slot]:
+def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
     """The tensor operands of a product, by the names of their scales in its op."""
     if step is None or step.op not in OPS or node.kind not in PRODUCTS | {"linear_readout"}:
         return {}
@@ -310,7 +310,7 @@ def place(planned: Planned, measured: Measured, settled: Settled, true_gradients
         plan.rows[number] = _told(row, node, regions.exponents[index], correction)
 
 
-def _gauged(node: Node, step: Step | None, ratios: dict[Slot, int]) -> Step:
+def _gauged(node: CallNode, step: Step | None, ratios: dict[Slot, int]) -> Step:
     """The step with a power of two for the gradient of each argument."""
     names = operands(node, step)
     if not names:
@@ -327,14 +327,14 @@ def _gauged(node: Node, step: Step | None, ratios: dict[Slot, int]) -> Step:
     return with_slots(step, [(slot, 1.0, 2.0**e) for slot, e in ratios.items()]) or step
 
 
-def _rule(node: Node, step: Step) -> float:
+def _rule(node: CallNode, step: Step) -> float:
     """The output factor of a product's op."""
     assert step.op is not None
     op, constraint = OPS[step.op], step.constraint
     return op.scales(node.args, node.kwargs, func=node.function, constraint=constraint)["output"]
 
 
-def _told(row: Row, node: Node, exponent: int, correction: int) -> Row:
+def _told(row: CallRow, node: CallNode, exponent: int, correction: int) -> CallRow:
     """The report row of a call, with the correction of its factor and, for a product, its gauge."""
     said = [row.why] if row.why else []
     if correction:

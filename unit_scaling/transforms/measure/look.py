@@ -23,7 +23,7 @@ from fp8.common.threads import Setting, Stack
 from ..capture.copies import detached, fresh, twin_of
 from ..capture.record import Key, Place, Recorder, Slot, tensors_in
 from ..folding.ratios import find_ties
-from ..plan.actions import Plan, Row, Settings, Settled, Step, Weights
+from ..plan.actions import CallRow, Plan, Settings, Settled, Step, Weights
 from ..plan.planner import Planned, make_plan
 from ..plan.weights import parametrizations, pruned, tagged_weights
 from ..run.border import records
@@ -165,7 +165,7 @@ def _measure(
     found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
     place(planned, found, settled, preserve)
     if failed:
-        plan.rows.append(Row(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
+        plan.rows.append(CallRow(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
     if not path:
         scope.forget_loose(plan)
     return found.gradients

@@ -12,9 +12,9 @@ from ..capture.record import Key, Place, Slot
 
 __all__ = [
     "MEASURED",
+    "CallRow",
     "Decision",
     "Plan",
-    "Row",
     "Scaling",
     "Settings",
     "Settled",
@@ -60,7 +60,7 @@ Decision = tuple[Step | None, str, str]
 
 
 @dataclass(frozen=True)
-class Row:
+class CallRow:
     """A row of the report. number: how many calls of the same kind precede it in the module."""
 
     path: str
@@ -107,7 +107,7 @@ class Plan:
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CallRow] = field(default_factory=list)
     inner: frozenset[str] = frozenset()
     depths: dict[str, int] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()

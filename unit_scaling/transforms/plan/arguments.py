@@ -6,7 +6,7 @@ import math
 
 from ..capture.dataflow import Flow
 from ..capture.kinds import ATTENTION, PRODUCTS
-from ..capture.record import Node, Slot, rms_of, tensors_in
+from ..capture.record import CallNode, Slot, rms_of, tensors_in
 from .actions import Scaling, Settings, Step, with_slots
 from .lookups import one_hot
 
@@ -31,7 +31,7 @@ class Arguments:
         self._split = settings.weights.split
         self._exponents = settings.weights.exponents
 
-    def restored(self, node: Node) -> Step | None:
+    def restored(self, node: CallNode) -> Step | None:
         """The step that multiplies the weights of a call back to their original scale."""
         found = [
             (i.slot, self._factors.get(self.flow.parameters[i.node] or "", 1.0))
@@ -39,7 +39,7 @@ class Arguments:
         ]
         return with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
 
-    def static(self, node: Node) -> tuple[tuple[Slot, int], ...]:
+    def static(self, node: CallNode) -> tuple[tuple[Slot, int], ...]:
         """The static scale exponents of a product's weights: those of their tags, or log2 of the
         RMS, rounded, for a weight without a tag (computed or added later).
         """
@@ -50,11 +50,11 @@ class Arguments:
                 found.append((i.slot, self._exponents.get(name) or round(math.log2(source.rms))))
         return tuple((slot, exponent) for slot, exponent in found if exponent)
 
-    def scaled(self, node: Node) -> tuple[Scaling, ...]:
+    def scaled(self, node: CallNode) -> tuple[Scaling, ...]:
         """The factors of the arguments of a call that is scaled by its rule."""
         return (*self._computed(node), *self._constant(node))
 
-    def _computed(self, node: Node) -> list[Scaling]:
+    def _computed(self, node: CallNode) -> list[Scaling]:
         """Divides computed weights (of a parametrization, for example) by their own scale."""
         found = [
             (i.slot, 1 / self._scale(i.node))
@@ -81,7 +81,7 @@ class Arguments:
         split = weight.path.rpartition(".")[0] in self._split
         return 1.0 if split and 0.5 <= weight.rms <= 2 else weight.rms
 
-    def _constant(self, node: Node) -> list[Scaling]:
+    def _constant(self, node: CallNode) -> list[Scaling]:
         """Divides constant matrices by their RMS: a cosine transform, a blur, the edges of a graph.
 
         One-hot rows are handled in `selecting`.

@@ -11,7 +11,7 @@ import torch
 
 from ...rules.table import OPS
 from ..capture.dataflow import Flow
-from ..capture.record import Node, sees_the_past
+from ..capture.record import CallNode, sees_the_past
 from .actions import Decision, Settings, Step
 
 __all__ = ["Attention"]
@@ -28,7 +28,7 @@ class Attention:
         self.of_others: set[int] = set()
         self._averages: dict[int, int] = {}  # product of attention weights and values -> keys
 
-    def decide(self, index: int, node: Node) -> Decision | None:
+    def decide(self, index: int, node: CallNode) -> Decision | None:
         """The decision for a call; None if it is not part of attention."""
         if index in self._averages:
             keys = self._averages[index]
@@ -39,7 +39,7 @@ class Attention:
             return self._softmax(index, node)
         return self._fused(index, node) if node.kind == "scaled_dot_product_attention" else None
 
-    def _softmax(self, index: int, node: Node) -> Decision | None:
+    def _softmax(self, index: int, node: CallNode) -> Decision | None:
         """The softmax of decomposed attention, scaled for a fixed number of keys."""
         product = self.flow.weighs(index)
         if product is None or self.flow.nodes[product].kind != "matmul":
@@ -52,7 +52,7 @@ class Attention:
         factor = OPS["softmax"].rule(torch.empty(keys, device="meta"), 0)["output"]
         return Step(output=factor), "scaled", f"attention over {keys} keys"
 
-    def _fused(self, index: int, node: Node) -> Decision:
+    def _fused(self, index: int, node: CallNode) -> Decision:
         """Fused attention: the same factor for every sequence length."""
         op = OPS[node.kind]
         given = op.bind(node.args, node.kwargs, node.function)
@@ -71,7 +71,9 @@ class Attention:
         step = Step(op=node.kind, settings=settings, output=output)
         return step, "scaled", f"over {keys} keys" + (", of the past" if always else "")
 
-    def _keys(self, index: int, node: Node, seen: int, causal: bool = False) -> tuple[int, bool]:
+    def _keys(
+        self, index: int, node: CallNode, seen: int, causal: bool = False
+    ) -> tuple[int, bool]:
         """(the number of keys to scale for, whether attention is causal), fixed at the first
         call."""
         assert node.key is not None

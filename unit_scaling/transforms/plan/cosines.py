@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ..capture.dataflow import Flow
 from ..capture.kinds import CASTS, MOVES
-from ..capture.record import DISTRIBUTION, Node
+from ..capture.record import DISTRIBUTION, CallNode
 from .interior import Interior
 
 __all__ = ["cosine_calls"]
@@ -35,7 +35,7 @@ def cosine_calls(flow: Flow, interior: Interior) -> set[int]:
     return found
 
 
-def _directions(flow: Flow, made: list[set[int]], node: Node) -> set[int]:
+def _directions(flow: Flow, made: list[set[int]], node: CallNode) -> set[int]:
     here, found = len(made), [made[i.node] for i in node.inputs]
     if node.kind == "normalize" or _is_over_norm(flow, node):
         return {here}
@@ -46,7 +46,7 @@ def _directions(flow: Flow, made: list[set[int]], node: Node) -> set[int]:
     return set[int]().union(*found) if node.kind in _KEEPS and all(found) else set()
 
 
-def _is_over_norm(flow: Flow, node: Node) -> bool:
+def _is_over_norm(flow: Flow, node: CallNode) -> bool:
     """Whether a call divides a value by its norm."""
     if node.kind != "div" or len(node.inputs) != 2:
         return False
@@ -57,7 +57,7 @@ def _is_over_norm(flow: Flow, node: Node) -> bool:
     return norm.kind in _NORMS and bool(norm.shape) and norm.inputs[0].node == value
 
 
-def _is_cosine(flow: Flow, made: list[set[int]], node: Node) -> bool:
+def _is_cosine(flow: Flow, made: list[set[int]], node: CallNode) -> bool:
     """Whether a call multiplies two directions, or a direction by a constant."""
     if node.kind not in _PRODUCTS or len(node.inputs) != 2:
         return False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..capture.dataflow import Flow
 from ..capture.kinds import RECURRENT
-from ..capture.record import Graph, Node, tensors_in
+from ..capture.record import CallGraph, CallNode, tensors_in
 from .actions import Scaling
 
 __all__ = ["DISTANCE", "consumers", "distances", "one_hot"]
@@ -29,7 +29,7 @@ _CHANNELS = frozenset("conv1d conv2d conv3d".split())
 _ROWS = RECURRENT | frozenset("linear matmul mm".split())
 
 
-def one_hot(flow: Flow, node: Node) -> tuple[Scaling, ...]:
+def one_hot(flow: Flow, node: CallNode) -> tuple[Scaling, ...]:
     """Factors for the one-hot first argument of a product."""
     if node.kind not in _CHANNELS | _ROWS:
         return ()
@@ -62,7 +62,7 @@ def distances(readers: Sequence[Mapping[int, str]]) -> set[int]:
     return found
 
 
-def consumers(graph: Graph) -> list[dict[int, str]]:
+def consumers(graph: CallGraph) -> list[dict[int, str]]:
     """For each node, the calls that read it, as an index too, and their kinds."""
     readers: list[dict[int, str]] = [{} for _ in graph.nodes]
     for index, node in enumerate(graph.nodes):

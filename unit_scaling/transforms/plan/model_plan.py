@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
-from .actions import Plan, Row, Settled, Step, Tie
+from .actions import CallRow, Plan, Settled, Step, Tie
 
 __all__ = ["ModelPlan", "check_fits", "pairs", "retag", "tags_in", "tupled"]
 
@@ -42,7 +42,7 @@ class ModelPlan:
     residual: str
     context_length: int | None
     tags: dict[str, Tags]
-    rows: tuple[Row, ...]
+    rows: tuple[CallRow, ...]
     plans: dict[Any, Plan]
     settled: Settled
 
@@ -82,7 +82,7 @@ class ModelPlan:
             residual=given["residual"],
             context_length=given["context_length"],
             tags={name: Tags(*tags) for name, tags in given["tags"].items()},
-            rows=tuple(Row(*row) for row in given["rows"]),
+            rows=tuple(CallRow(*row) for row in given["rows"]),
             plans=dict(_read(plan) for plan in given["plans"]),
             settled=Settled(**{name: dict(tupled(value)) for name, value in settled.items()}),
         )
@@ -193,7 +193,7 @@ def _read(data: Any) -> tuple[Any, Plan]:
             (path, kind, number): None if step is None else _made(Step, step)
             for path, kind, number, step in given["steps"]
         },
-        rows=[Row(*row) for row in given["rows"]],
+        rows=[CallRow(*row) for row in given["rows"]],
         inner=frozenset(given["inner"]),
         depths=dict(given["depths"]),
         ties=tuple(_made(Tie, tie) for tie in given["ties"]),

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...rules.elementwise import elementwise_rms
 from ..capture.dataflow import Flow, reached
 from ..capture.kinds import CASTS, ELEMENTWISE, LINEAR, MOVES
-from ..capture.record import Key, Node, Slot, replaced, tensors_in
+from ..capture.record import CallNode, Key, Slot, replaced, tensors_in
 
 __all__ = ["UNITS", "Pattern", "Unit", "find_units", "run_calls", "run_unit"]
 
@@ -62,7 +62,7 @@ class Unit:
 
 
 def find_units(
-    flow: Flow, alone: Callable[[Node], bool], settled: dict[Key, float]
+    flow: Flow, alone: Callable[[CallNode], bool], settled: dict[Key, float]
 ) -> dict[int, Unit]:
     """Returns the units of a model by their last call.
 
@@ -85,7 +85,7 @@ def find_units(
     return found
 
 
-def _candidates(flow: Flow, alone: Callable[[Node], bool]) -> list[Unit]:
+def _candidates(flow: Flow, alone: Callable[[CallNode], bool]) -> list[Unit]:
     found: list[Unit] = []
     taken: set[int] = set()
     for last in reversed(range(len(flow.nodes))):

@@ -1,4 +1,4 @@
-"""The planner: turns a recorded `Graph` into a `Plan` of scale factors.
+"""The planner: turns a recorded `CallGraph` into a `Plan` of scale factors.
 
 The first decider that applies to a call decides:
 
@@ -26,8 +26,8 @@ from fp8.common.report import LEFT_ALONE
 from ...rules.table import find_op
 from ..capture.dataflow import Flow
 from ..capture.kinds import CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
-from ..capture.record import DISTRIBUTION, Graph, Node, is_sparse, tensors_in
-from .actions import Decision, Plan, Row, Settings, Step, with_slots
+from ..capture.record import DISTRIBUTION, CallGraph, CallNode, is_sparse, tensors_in
+from .actions import CallRow, Decision, Plan, Settings, Step, with_slots
 from .arguments import Arguments
 from .attention import Attention
 from .carried import Carried
@@ -62,7 +62,7 @@ class Planned:
     exponents: list[int] = field(default_factory=list)
 
 
-def make_plan(graph: Graph, settings: Settings) -> Planned:
+def make_plan(graph: CallGraph, settings: Settings) -> Planned:
     """Returns the plan for a recorded graph: the factors of values, with true gradients."""
     planner = _Planner(graph, settings)
     depths = planner.residuals.depths if settings.residual == "umup" else {}
@@ -85,7 +85,7 @@ def make_plan(graph: Graph, settings: Settings) -> Planned:
 
 
 class _Planner:
-    def __init__(self, graph: Graph, settings: Settings) -> None:
+    def __init__(self, graph: CallGraph, settings: Settings) -> None:
         self.settings = settings
         self.nodes = graph.nodes
         self.flow = flow = Flow(graph)
@@ -120,7 +120,7 @@ class _Planner:
         named = frozenset(name for name in inner if name is not None)
         return named & self.settings.weights.readouts
 
-    def is_checked(self, index: int, row: Row) -> bool:
+    def is_checked(self, index: int, row: CallRow) -> bool:
         """Whether a measurement may correct the factor of a call."""
         free = row.done in ("scaled", LEFT_ALONE) and not self.settings.preserve
         free = free and index not in self.residuals.adds and index not in self.attention.of_others
@@ -130,16 +130,16 @@ class _Planner:
             return False
         return free and (index in self.interior or self.flow.is_product(index))
 
-    def decide(self, index: int, node: Node) -> tuple[Step | None, Row | None]:
+    def decide(self, index: int, node: CallNode) -> tuple[Step | None, CallRow | None]:
         """The step for a call and its row in the report."""
         kind, number = node.key[1:] if node.key is not None else (node.name, 0)
         concerns = node.floating and any(self.nodes[i.node].live for i in node.inputs)
         step, done, why = self._choose(index, node, kind) if concerns else _NOTHING
         if done == LEFT_ALONE and node.where:
             why = f"{why} ({node.where})"
-        return step, Row(node.path, node.name, done, why, number) if done else None
+        return step, CallRow(node.path, node.name, done, why, number) if done else None
 
-    def _choose(self, index: int, node: Node, kind: str) -> Decision:
+    def _choose(self, index: int, node: CallNode, kind: str) -> Decision:
         if kind in self.settings.replaced:
             return Step(op="replace"), "replaced", "as asked"
         if node.inside:
@@ -174,7 +174,7 @@ class _Planner:
 
     # Deciders by kind of call
 
-    def _kept_by_seed(self, index: int, node: Node) -> Decision | None:
+    def _kept_by_seed(self, index: int, node: CallNode) -> Decision | None:
         if index in self.matrices:
             return self.matrices.decide(index, self.arguments.restored(node))
         if index in self.carried and (index in self.interior or index not in self.carried.sums):
@@ -183,12 +183,12 @@ class _Planner:
             return self.arguments.restored(node), "unchanged", _COSINE
         return None
 
-    def _outside(self, node: Node, kind: str) -> Decision:
+    def _outside(self, node: CallNode, kind: str) -> Decision:
         restored = self.arguments.restored(node)
         silent = kind in NEUTRAL | CASTS and restored is None
         return restored, "" if silent or find_op(node.function) is None else "unchanged", _OUTSIDE
 
-    def _weight(self, node: Node, kind: str) -> Decision:
+    def _weight(self, node: CallNode, kind: str) -> Decision:
         """A call that computes a weight from parameters."""
         if kind in TRANSPARENT:
             return _NOTHING
@@ -203,7 +203,7 @@ class _Planner:
         why = f"{unit.name} of {calls}, factor {unit.output:.3g}"
         return Step(output=unit.output), "scaled", why
 
-    def _add(self, index: int, node: Node) -> Decision | None:
+    def _add(self, index: int, node: CallNode) -> Decision | None:
         sources = [self.nodes[i.node] for i in node.inputs]
         if len(sources) < 2:
             return None, "unchanged", "adds a number"
@@ -220,7 +220,7 @@ class _Planner:
             return None, "unchanged", "adds a bias"
         return (Step(op="add"), "scaled", "") if node.kind == "add" else None
 
-    def _mul(self, index: int, node: Node) -> Decision | None:
+    def _mul(self, index: int, node: CallNode) -> Decision | None:
         if self.flow.inverts(index):
             return None
         values = self.flow.sources[index]
@@ -237,14 +237,14 @@ class _Planner:
             return None, "unchanged", "the product of two values"
         return None
 
-    def _gain(self, node: Node) -> Decision:
+    def _gain(self, node: CallNode) -> Decision:
         """A value times a tensor computed from parameters: a gain, initially of RMS 1."""
         gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self.nodes[i.node].computed]
         slots = [(slot, 1 / gain.rms, 1 / gain.rms) for slot, gain in gains if not gain.parameter]
         why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
         return with_slots(None, [s for s in slots if abs(s[1] - 1) > 0.1]), "scaled", f"a gain{why}"
 
-    def _by_rule(self, index: int, node: Node, kind: str) -> Decision:
+    def _by_rule(self, index: int, node: CallNode, kind: str) -> Decision:
         assert node.function is not None
         op = find_op(node.function)
         if kind == "grouped_mm":
@@ -269,7 +269,7 @@ class _Planner:
             return Step(op=op.name, slots=slots), "scaled", ""
         return Step(slots=slots, output=scales["output"]), "scaled", ""
 
-    def _without_rule(self, node: Node, kind: str) -> Decision:
+    def _without_rule(self, node: CallNode, kind: str) -> Decision:
         if kind in NEUTRAL:
             return _NOTHING
         restored = self.arguments.restored(node)
@@ -277,7 +277,7 @@ class _Planner:
         why += "; its weight keeps its own scale" if restored else ""
         return restored, LEFT_ALONE, f"no rule for {node.name}{why}"
 
-    def _preserve(self, node: Node, kind: str) -> Decision:
+    def _preserve(self, node: CallNode, kind: str) -> Decision:
         """Keeps the function: only sets static scales for the casts of weights."""
         static = self.arguments.static(node) if kind in PRODUCTS else ()
         if not static:
@@ -286,5 +286,5 @@ class _Planner:
         return Step(static=static), "preserved", f"static scale {scales}"
 
 
-def _has_rule(node: Node) -> bool:
+def _has_rule(node: CallNode) -> bool:
     return find_op(node.function) is not None

@@ -16,7 +16,7 @@ from fp8.common.report import LEFT_ALONE
 from fp8.surgery.swap import why_quantized
 
 from ...parameter import has_parameter_data, remember_tags, tag, tags_of
-from .actions import Row, Weights
+from .actions import CallRow, Weights
 
 __all__ = [
     "parametrizations",
@@ -45,7 +45,7 @@ def tagged_weights(model: nn.Module, path: str = "") -> Weights:
     )
 
 
-def prepare(model: nn.Module, init: str) -> list[Row]:
+def prepare(model: nn.Module, init: str) -> list[CallRow]:
     """Tags all parameters of ``model``; with init="unit" also scales its weights to RMS 1.
 
     With init="unit", a matrix (two or more dimensions) is divided in place by its RMS, stored in
@@ -55,7 +55,7 @@ def prepare(model: nn.Module, init: str) -> list[Row]:
     weights besides embeddings. The first call reverts this if it is not the last layer in the data
     flow.
     """
-    rows: list[Row] = []
+    rows: list[CallRow] = []
     readout = _readout(model)
     owners = {
         id(p): (module, path)
@@ -67,17 +67,17 @@ def prepare(model: nn.Module, init: str) -> list[Row]:
         leaf = name.rpartition(".")[2]
         if isinstance(module, ParametrizationList):
             why = "parametrized: the weight is scaled where it is used"
-            rows.append(Row(path, leaf, "unchanged", why))
+            rows.append(CallRow(path, leaf, "unchanged", why))
             tag(parameter, "weight" if parameter.dim() > 1 else "norm")
         elif init == "unit" and _is_empty_token(parameter):
             nn.init.normal_(parameter)
             why = "a token of zeros, drawn from a standard normal"
-            rows.append(Row(path, leaf, "unit scale", why))
+            rows.append(CallRow(path, leaf, "unit scale", why))
             tag(parameter, "weight")
         elif parameter.dim() > 1 and not _is_gain(parameter):
             tag(parameter, "output" if name == readout else "weight")
             mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
-            rows.append(Row(path, leaf, *_rescale(parameter, init, mask)))
+            rows.append(CallRow(path, leaf, *_rescale(parameter, init, mask)))
         elif leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0
             _zero_bias(parameter, init, path, leaf, rows)
             tag(parameter, "bias")
@@ -120,7 +120,7 @@ def refuse_weights(model: nn.Module) -> None:
                 )
 
 
-def _scripted(model: nn.Module) -> list[Row]:
+def _scripted(model: nn.Module) -> list[CallRow]:
     """Rows for the TorchScript functions that a forward names; their calls cannot be recorded."""
     rows = []
     for path, module in model.named_modules():
@@ -129,7 +129,9 @@ def _scripted(model: nn.Module) -> list[Row]:
             continue
         for name in forward.__code__.co_names:
             if isinstance(forward.__globals__.get(name), torch.jit.ScriptFunction):
-                rows.append(Row(path, name, LEFT_ALONE, "a TorchScript function: it is not seen"))
+                rows.append(
+                    CallRow(path, name, LEFT_ALONE, "a TorchScript function: it is not seen")
+                )
     return rows
 
 
@@ -209,14 +211,18 @@ def _rescale(parameter: nn.Parameter, init: str, mask: Tensor | None) -> tuple[s
 
 
 @torch.no_grad()
-def _zero_bias(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[Row]) -> None:
+def _zero_bias(
+    parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[CallRow]
+) -> None:
     if init == "unit" and not parameter.is_meta and bool(parameter.any()):
         parameter.zero_()
-        rows.append(Row(path, leaf, "set to zero", "init='unit'"))
+        rows.append(CallRow(path, leaf, "set to zero", "init='unit'"))
 
 
 @torch.no_grad()
-def _unit_gain(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[Row]) -> None:
+def _unit_gain(
+    parameter: nn.Parameter, init: str, path: str, leaf: str, rows: list[CallRow]
+) -> None:
     """Scales a gain to RMS 1 if it is initialised with a small or large constant, such as 1e-6, or
     with noise, as some libraries initialise batch norms. Its branch would otherwise have no values.
     """
@@ -226,4 +232,4 @@ def _unit_gain(parameter: nn.Parameter, init: str, path: str, leaf: str, rows: l
     same = bool(parameter.abs().min() == parameter.abs().max())
     if 0 < rms < 0.5 or (same and 2 < rms < math.inf):
         parameter.div_(rms)
-        rows.append(Row(path, leaf, "unit scale", f"a gain, divided by {rms:.4g}"))
+        rows.append(CallRow(path, leaf, "unit scale", f"a gain, divided by {rms:.4g}"))

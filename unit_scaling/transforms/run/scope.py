@@ -24,7 +24,7 @@ from ..capture.structure import Structure, has_changed, part, structure_of, warn
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, look
 from ..measure.measuring import Actual, Watching
-from ..plan.actions import MEASURED, Plan, Row, Settled
+from ..plan.actions import MEASURED, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
 from .border import entering, leaving, records
 from .install import (
@@ -54,7 +54,7 @@ class UnitScale:
 
     def __init__(
         self,
-        rows: list[Row],
+        rows: list[CallRow],
         replacements: Replacements,
         *,
         init: str,
@@ -336,7 +336,7 @@ class UnitScale:
             tag(model.get_parameter(name), "weight")
             path, _, leaf = name.rpartition(".")
             why = "not the readout: make the optimizer after the first call"
-            self.rows.append(Row(path, leaf, "tagged as weight", why))
+            self.rows.append(CallRow(path, leaf, "tagged as weight", why))
 
     def _deepen(self, model: nn.Module, depths: dict[str, int]) -> None:
         """Sets the depth tag of residual branch parameters that have none."""
@@ -348,7 +348,7 @@ class UnitScale:
                 counts[depth] += 1
         for depth, count in counts.items():
             why = f"depth {depth}, in residual branches: make the optimizer after the first call"
-            self.rows.append(Row("", f"{count} parameters", "tagged with depth", why))
+            self.rows.append(CallRow("", f"{count} parameters", "tagged with depth", why))
 
     def held(self, model: nn.Module) -> str:
         """The plan as JSON, for the state_dict of ``model``; "" if there is none."""
@@ -438,7 +438,7 @@ class UnitScale:
             given = remade(self._example, device)
         return look(self, model, "", given, evaluate=True)
 
-    def report(self) -> list[Row]:
+    def report(self) -> list[CallRow]:
         """The rows of the weights, then of the calls of each plan, without duplicates."""
         calls = [row for plan in list(self.plans.values()) for row in plan.rows]
         return list(dict.fromkeys([*self.rows, *calls]))
