@@ -1,11 +1,15 @@
 """What a compiled op compares at each of its calls: little, and whatever may change."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn import functional as F
 
+import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.common.compiler import taken_as_constant
@@ -189,3 +193,21 @@ def test_a_watcher_is_seen():
 def test_mark_is_that_of_torch():
     ours = taken_as_constant(lambda: 1.0)
     assert vars(ours) == vars(torch.compiler.assume_constant_result(lambda: 1.0))
+
+
+def test_an_eager_product_without_a_recipe_makes_few_python_calls():
+    """At most 18 calls of functions of this project, forward, for one ``addmm``."""
+    ours = [str(Path(module.__file__).parent) for module in (fp8, uu)]
+    called: list[str] = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(tuple(ours)):
+            called.append(frame.f_code.co_name)
+
+    U.linear(X, Y)
+    sys.setprofile(note)
+    try:
+        U.linear(X, Y)
+    finally:
+        sys.setprofile(None)
+    assert len(called) <= 18, called
