@@ -41,6 +41,12 @@ def report(model: nn.Module) -> Report[CallRow]:
     notes = []
     if scope is not None and not scope.plans:
         notes.append("The model has not run yet: its calls are not known.")
+    outside = {p.outside for p in scope.plans.values() if p.outside} if scope is not None else set()
+    for exponent in sorted(outside):
+        notes.append(
+            f"The gradient that arrives at the output is multiplied by {2.0**exponent:g}, which "
+            "brings it to RMS 1: measured at the first backward pass."
+        )
     if simulation is not None:
         recipe = simulation.recipe
         parts = ((what, getattr(recipe, what)) for what in ("input", "weight", "grad"))

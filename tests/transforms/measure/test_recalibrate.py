@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import unit_scaling as uu
 from tests.transforms.models import GPT
@@ -40,3 +41,16 @@ def test_attention_is_measured_as_it_is_after_training():
     model(*batch)[1].backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, before[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 512])
+def test_the_report_says_what_brings_the_arriving_gradient_to_rms_1(count: int):
+    torch.manual_seed(0)
+    model = unit_scale(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)))
+    output = model(torch.randn(64, 16))
+    assert not any("arrives" in note for note in uu.report(model).notes)
+    torch.manual_seed(1)
+    output.backward(torch.randn(64, 4) / count)
+    notes = [note for note in uu.report(model).notes if "arrives" in note]
+    assert len(notes) == (count > 1)
+    assert all(f"multiplied by {count}," in note for note in notes)
