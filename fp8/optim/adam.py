@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,15 +34,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ..common.validation import check_flag, check_name, check_number
-from ..formats.format import dtype_name
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
-from .base import LowPrecision, refuse
+from .base import LowPrecision, check_group, refuse
 from .encodings import (
     BLOCK,
     ENCODINGS,
     HEADROOM,
-    MASTERS,
     MOMENTS,
     Encoded,
     Encoding,
@@ -433,14 +430,10 @@ def _sizes(read: Sequence[Tensor], unit: _Unit) -> tuple[int, int, int]:
 
 def _check(group: dict[str, Any]) -> None:
     """Raises ValueError or TypeError for invalid settings of a group."""
-    choices: dict[str, tuple[str | None, ...]] = {**MOMENTS, "master_weights": (None, *MASTERS)}
-    for name, allowed in choices.items():
+    for name, allowed in MOMENTS.items():
         check_name(name, group[name], allowed)
     check_flag("stochastic_weights", group["stochastic_weights"])
-    for field in ("lr", "eps", "weight_decay", "min_size"):
-        check_number(field, group[field])
-        if not 0 <= group[field] < math.inf:
-            raise ValueError(f"{field} must be finite and not negative, got {group[field]}")
+    check_group(group, "lr", "eps", "weight_decay", "min_size")
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas are two numbers, got {betas!r}")
@@ -450,10 +443,6 @@ def _check(group: dict[str, Any]) -> None:
         raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
     if not isinstance(group["seed"], int):
         raise TypeError(f"seed is an int, got {group['seed']!r}")
-    for parameter in group["params"]:
-        if parameter.dtype not in PLAIN:
-            listed = ", ".join(map(dtype_name, PLAIN))
-            raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {listed}")
 
 
 class _Adam(LowPrecision):

@@ -4,6 +4,7 @@ masters that follow external changes of their weights."""
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from ..common.validation import check_name, check_number
 from ..formats.format import dtype_name
-from .encodings import ENCODINGS, decode
+from ..tensors.scaled_tensor import DTYPES
+from .encodings import ENCODINGS, MASTERS, decode
 from .state import (
     MASTER,
     Group,
@@ -28,7 +31,7 @@ from .state import (
     warn_of_broadcasts,
 )
 
-__all__ = ["LowPrecision", "refuse"]
+__all__ = ["LowPrecision", "check_group", "refuse"]
 
 
 def refuse(**options: bool | None) -> None:
@@ -39,6 +42,20 @@ def refuse(**options: bool | None) -> None:
                 f"{name}={value!r} is not supported in low precision: leave it out, or pass False; "
                 "torch.optim has it"
             )
+
+
+def check_group(group: dict[str, Any], *fields: str) -> None:
+    """Raises ValueError or TypeError unless these settings are finite, not negative numbers, the
+    masters have a known encoding, and the parameters a dtype that can be stepped."""
+    check_name("master_weights", group["master_weights"], (None, *MASTERS))
+    for field in fields:
+        check_number(field, group[field])
+        if not 0 <= group[field] < math.inf:
+            raise ValueError(f"{field} must be finite and not negative, got {group[field]}")
+    for parameter in group["params"]:
+        if parameter.dtype not in DTYPES:
+            listed = ", ".join(map(dtype_name, DTYPES))
+            raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {listed}")
 
 
 class LowPrecision(Optimizer):

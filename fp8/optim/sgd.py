@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from ..common.validation import check_name, check_number
-from ..tensors.scaled_tensor import DTYPES, plain
-from .base import LowPrecision, refuse
-from .encodings import ENCODINGS, MASTERS, decode
+from ..common.validation import check_number
+from ..tensors.scaled_tensor import plain
+from .base import LowPrecision, check_group, refuse
+from .encodings import ENCODINGS, decode
 from .state import (
     MASTER,
     Group,
@@ -36,17 +35,10 @@ MOMENTUM = "momentum_buffer"
 
 def _check(group: Group) -> None:
     """Raises ValueError or TypeError for invalid settings of a group."""
-    check_name("master_weights", group["master_weights"], (None, *MASTERS))
-    for field in ("lr", "momentum", "dampening", "weight_decay"):
-        check_number(field, group[field])
-    for field in ("lr", "momentum", "weight_decay"):
-        if not 0 <= group[field] < math.inf:
-            raise ValueError(f"{field} must be finite and not negative, got {group[field]}")
+    check_group(group, "lr", "momentum", "weight_decay")
+    check_number("dampening", group["dampening"])
     if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
         raise ValueError("nesterov needs a momentum, and no dampening")
-    for parameter in group["params"]:
-        if parameter.dtype not in DTYPES:
-            raise TypeError(f"cannot step a parameter of {parameter.dtype}")
 
 
 def _converted(parameter: Tensor, saved: State, group: Group) -> State:
