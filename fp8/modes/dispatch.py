@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..products.attention import attention, flex_attention
 from ..products.convolution import conv, conv_transpose
 from ..products.einsum import as_equation, einsum, sums_products
 from ..products.multi_head import multi_head_attention_forward
+from ..products.spellings import by_function
 from ..recipes.recipe import Recipe
 
 __all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler"]
@@ -236,45 +236,31 @@ def _bilinear(
     return y if bias is None else y + bias
 
 
-_mm, _bmm, _mv, _dot = _two((2, 2)), _two((3, 3)), _two((2, 1)), _two((1, 1))
-_addmm, _addmv = _added("mat1", "mat2", (2, 2)), _added("mat", "vec", (2, 1))
-_baddbmm = _added("batch1", "batch2", (3, 3))
-_addbmm = _added("batch1", "batch2", (3, 3), _sum_of_products)
+_ADDED = {
+    "addmm": _added("mat1", "mat2", (2, 2)),
+    "addmv": _added("mat", "vec", (2, 1)),
+    "addbmm": _added("batch1", "batch2", (3, 3), _sum_of_products),
+    "baddbmm": _added("batch1", "batch2", (3, 3)),
+}
+
+_HANDLERS: dict[str, Handler] = {
+    "matmul": _two(),
+    "rmatmul": _reversed,
+    "mm": _two((2, 2)),
+    "bmm": _two((3, 3)),
+    "mv": _two((2, 1)),
+    "dot": _two((1, 1)),
+    "vdot": _two((1, 1)),
+    **_ADDED,
+    **{f"{name}_": _in_place(handler) for name, handler in _ADDED.items()},
+}
 
 PRODUCTS: dict[Callable[..., Any], Handler] = {
+    **by_function(_HANDLERS),
     F.linear: _layer(matmul.linear),
-    torch.matmul: _two(),
-    torch.linalg.matmul: _two(),
-    torch.Tensor.matmul: _two(),
-    torch.Tensor.__matmul__: _two(),
-    torch.Tensor.__rmatmul__: _reversed,
-    operator.matmul: _two(),
-    torch.mm: _mm,
-    torch.Tensor.mm: _mm,
-    torch.bmm: _bmm,
-    torch.Tensor.bmm: _bmm,
-    torch.mv: _mv,
-    torch.Tensor.mv: _mv,
-    torch.dot: _dot,
-    torch.Tensor.dot: _dot,
-    torch.vdot: _dot,
-    torch.Tensor.vdot: _dot,
     torch.linalg.vecdot: _vecdot,
     torch.inner: _inner,
     torch.Tensor.inner: _inner,
-    torch.addmm: _addmm,
-    torch.Tensor.addmm: _addmm,
-    torch.Tensor.addmm_: _in_place(_addmm),
-    torch.addmv: _addmv,
-    torch.addmv_: _in_place(_addmv),
-    torch.Tensor.addmv: _addmv,
-    torch.Tensor.addmv_: _in_place(_addmv),
-    torch.addbmm: _addbmm,
-    torch.Tensor.addbmm: _addbmm,
-    torch.Tensor.addbmm_: _in_place(_addbmm),
-    torch.baddbmm: _baddbmm,
-    torch.Tensor.baddbmm: _baddbmm,
-    torch.Tensor.baddbmm_: _in_place(_baddbmm),
     torch.einsum: _einsum,
     torch.tensordot: _tensordot,
     F.bilinear: _bilinear,

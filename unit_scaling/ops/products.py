@@ -6,7 +6,6 @@ The products are computed by the fp8 package, so the recipe of an enclosing `fp8
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from fp8.context.active import unit_products
 from fp8.products.matmul import linear as linear_product
 from fp8.products.matmul import matmul as matrix_product
 from fp8.products.matmul import to_autocast_dtype
+from fp8.products.spellings import by_function
 
 from ..rules.batch import row_scale
 from ..rules.table import Constraint, Scales, row, tie
@@ -157,24 +157,13 @@ def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
 
 @row(
     matmul_scales,
-    adapters={
-        torch.matmul: _torch_matmul,
-        torch.linalg.matmul: _torch_matmul,
-        torch.Tensor.matmul: _torch_matmul,
-        torch.Tensor.__matmul__: _torch_matmul,
-        torch.Tensor.__rmatmul__: _torch_rmatmul,
-        operator.matmul: _torch_matmul,
-        torch.mm: _torch_matmul,
-        torch.Tensor.mm: _torch_matmul,
-        torch.bmm: _torch_matmul,
-        torch.Tensor.bmm: _torch_matmul,
-        torch.mv: _torch_matmul,
-        torch.Tensor.mv: _torch_matmul,
-        torch.dot: _torch_matmul,
-        torch.Tensor.dot: _torch_matmul,
-        torch.vdot: _torch_vdot,
-        torch.Tensor.vdot: _torch_vdot,
-    },
+    adapters=by_function(
+        {
+            **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _torch_matmul),
+            "rmatmul": _torch_rmatmul,
+            "vdot": _torch_vdot,
+        }
+    ),
 )
 def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scale") -> Tensor:
     """Computes ``s * left @ right``, with the shapes and broadcasting of `torch.matmul`."""
@@ -252,16 +241,14 @@ def _torch_addbmm(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
 @row(
     addmm_scales,
-    adapters={
-        torch.addmm: _torch_addmm("mat1", "mat2"),
-        torch.Tensor.addmm: _torch_addmm("mat1", "mat2"),
-        torch.baddbmm: _torch_addmm("batch1", "batch2"),
-        torch.Tensor.baddbmm: _torch_addmm("batch1", "batch2"),
-        torch.addmv: _torch_addmm("mat", "vec"),
-        torch.Tensor.addmv: _torch_addmm("mat", "vec"),
-        torch.addbmm: _torch_addbmm,
-        torch.Tensor.addbmm: _torch_addbmm,
-    },
+    adapters=by_function(
+        {
+            "addmm": _torch_addmm("mat1", "mat2"),
+            "addmv": _torch_addmm("mat", "vec"),
+            "addbmm": _torch_addbmm,
+            "baddbmm": _torch_addmm("batch1", "batch2"),
+        }
+    ),
 )
 def addmm(
     input: Tensor,
