@@ -22,7 +22,15 @@ from ..common.compiler import is_plain
 from ..recipes.scaling import inverse_of
 from .casting import Spec, format_of
 
-__all__ = ["Held", "keep", "kept", "number_of", "once", "one_of", "shared"]
+__all__ = [
+    "SharedCasts",
+    "as_number",
+    "cached",
+    "check_single_backward",
+    "save_operands",
+    "saved_operands",
+    "shared_casts",
+]
 
 T = TypeVar("T")
 
@@ -30,7 +38,7 @@ Operand = tuple[Tensor, Spec | None, Tensor | None]
 """A tensor, the spec it was cast under, and its scale factor if it has one for the whole tensor."""
 
 
-class Held:
+class SharedCasts:
     """What several products save of one shared input, each cast once, until a backward pass
     begins."""
 
@@ -44,13 +52,13 @@ class _Last(threading.local):
 
     owner: Callable[[], Tensor | None] = staticmethod(lambda: None)
     part: tuple[Any, ...] = ()
-    held = Held()
+    shared = SharedCasts()
 
 
 _LAST = _Last()
 
 
-def shared(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Held | None:
+def shared_casts(x: Tensor, history: Tensor | None, *specs: Spec | None) -> SharedCasts | None:
     """What the preceding product saved of ``x``, so that this one can share it.
 
     None if each product saves its own: without casts; in compiled code, where the compiler handles
@@ -66,28 +74,28 @@ def shared(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Held | Non
     owner = x if x._base is None else x._base
     part = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype)
     if _LAST.owner() is not owner or _LAST.part != part:
-        held = Held()
-        _LAST.owner = weakref.ref(owner, lambda _: held.found.clear())
-        _LAST.part, _LAST.held = part, held
-    return _LAST.held
+        shared = SharedCasts()
+        _LAST.owner = weakref.ref(owner, lambda _: shared.found.clear())
+        _LAST.part, _LAST.shared = part, shared
+    return _LAST.shared
 
 
-def one_of(held: Held | None, key: Any, make: Callable[[], T]) -> T:
+def cached(shared: SharedCasts | None, key: Any, make: Callable[[], T]) -> T:
     """``make()``, or the value already stored under ``key``."""
-    if held is None:
+    if shared is None:
         return make()
-    if key not in held.found:
-        held.found[key] = make()
-    return held.found[key]
+    if key not in shared.found:
+        shared.found[key] = make()
+    return shared.found[key]
 
 
-def number_of(scale: Tensor | None) -> float | None:
+def as_number(scale: Tensor | None) -> float | None:
     """``scale`` as a number, if reading it does not synchronize with a device; else None."""
     return scale.item() if scale is not None and scale.device.type == "cpu" else None
 
 
-def keep(ctx: Any, *operands: Operand, held: Held | None = None) -> None:
-    """Saves operands for the backward pass, as bytes where that is smaller. held: what other
+def save_operands(ctx: Any, *operands: Operand, shared: SharedCasts | None = None) -> None:
+    """Saves operands for the backward pass, as bytes where that is smaller. shared: what other
     products save of the first operand."""
     saved, notes = [], []
     in_bytes = torch.compiler.is_compiling() or is_plain(ctx)
@@ -96,18 +104,18 @@ def keep(ctx: Any, *operands: Operand, held: Held | None = None) -> None:
         if dtype is None or spec is None:
             saved.append(x)
         else:
-            found = None if i else held
-            key = () if found is None else (spec.settings, x.dtype, number_of(scale))
-            saved += one_of(found, key, partial(_bytes, x, dtype, scale, spec))
+            found = None if i else shared
+            key = () if found is None else (spec.settings, x.dtype, as_number(scale))
+            saved += cached(found, key, partial(_bytes, x, dtype, scale, spec))
         notes.append((dtype is not None, dtype is not None and scale is not None))
-    ctx.kept, ctx.held = tuple(notes), held
+    ctx.kept, ctx.shared = tuple(notes), shared
     ctx.save_for_backward(*saved)
 
 
-def kept(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
-    """The operands saved by `keep`, in ``dtype``. Raises as `once`."""
+def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
+    """The operands saved by `save_operands`, in ``dtype``. Raises as `check_single_backward`."""
     if any(in_bytes for in_bytes, _ in ctx.kept):
-        once(ctx)
+        check_single_backward(ctx)
     saved = iter(ctx.saved_tensors)
     return [
         _restored(next(saved), next(saved) if scaled else None, dtype) if in_bytes else next(saved)
@@ -115,11 +123,11 @@ def kept(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
-def once(ctx: Any) -> None:
+def check_single_backward(ctx: Any) -> None:
     """Called before a backward pass reads saved bytes; from then on nothing is added to the shared
     ones. Raises RuntimeError if that pass is itself to be differentiated."""
-    if ctx.held is not None:
-        ctx.held.found.clear()
+    if ctx.shared is not None:
+        ctx.shared.found.clear()
     if not torch.compiler.is_compiling() and is_plain(ctx) and torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True: the operands are saved as bytes, which have no "

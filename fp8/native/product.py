@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import Spec, format_of, shifted, spec_of
-from ..casts.saved_operands import Held, number_of, once, one_of
+from ..casts.saved_operands import SharedCasts, as_number, cached, check_single_backward
 from ..common.compiler import apply, own
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
@@ -154,7 +154,7 @@ class _Native(Function):
         s_b: float,
         specs: tuple[Spec, ...],
         dtype: str,
-        held: Held | None,
+        shared: SharedCasts | None,
         *operands: Tensor | None,
     ) -> Tensor:
         left, right, *_ = _stored(operands)
@@ -165,7 +165,7 @@ class _Native(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, _, _, ctx.history, ctx.kinds, _, *rest = inputs
-        ctx.s_a, ctx.s_b, ctx.specs, _, ctx.held, *operands = rest
+        ctx.s_a, ctx.s_b, ctx.specs, _, ctx.shared, *operands = rest
         used, again = _stored(operands[:6]), _stored(operands[6:])
         pairs = list(zip(used, again, strict=True))
         ctx.save_for_backward(*_flat(x if y.data is None else y for x, y in pairs))
@@ -173,7 +173,7 @@ class _Native(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        once(ctx)
+        check_single_backward(ctx)
         saved = zip(_stored(ctx.saved_tensors), ctx.turn, strict=True)
         a, b = (turned(x) if turn else x for x, turn in saved)
         for_a, for_b = ctx.specs
@@ -213,15 +213,15 @@ def _again(x: Tensor, stored: KernelOperand, spec: Spec, other: Spec) -> KernelO
 
 
 def _left(
-    a: Tensor, spec: Spec, history: Tensor | None, record: bool, held: Held | None
+    a: Tensor, spec: Spec, history: Tensor | None, record: bool, shared: SharedCasts | None
 ) -> KernelOperand:
     """`store` of a first operand, shared by all its products. With a history, each product
     records it."""
     if history is None:
-        return one_of(held, ("native", spec.settings), lambda: store(a, spec))
+        return cached(shared, ("native", spec.settings), lambda: store(a, spec))
     stored = store(a, spec, -1, history, record)
-    key = () if held is None else ("native", spec.settings, number_of(stored.scale))
-    return one_of(held, key, lambda: stored)
+    key = () if shared is None else ("native", spec.settings, as_number(stored.scale))
+    return cached(shared, key, lambda: stored)
 
 
 def product(
@@ -233,7 +233,7 @@ def product(
     histories: list[Tensor | None],
     kinds: tuple[str, ...],
     dtype: torch.dtype,
-    held: Held | None = None,
+    shared: SharedCasts | None = None,
 ) -> Tensor:
     """``s_y * a b^T + bias`` in ``dtype``, for a (m, k) and b (n, k), computed by the kernels
     ``kinds``.
@@ -247,14 +247,14 @@ def product(
     of_a, of_b, of_grad = histories
     record = torch.is_grad_enabled()
     with torch.no_grad():
-        left = _handed_on(a, for_a) or _left(a, for_a, of_a, record, held)
+        left = _handed_on(a, for_a) or _left(a, for_a, of_a, record, shared)
         right = store(b, for_b, -1, of_b, record)
         again: list[KernelOperand | None] = [None, None]
         if record:
             key = ("native", for_a.settings, a_again.settings)
-            other = one_of(held, key, lambda: _again(a, left, for_a, a_again))
+            other = cached(shared, key, lambda: _again(a, left, for_a, a_again))
             again = [other, _again(b, right, for_b, b_again)]
     operands = _flat([left, right, *again])
     specs, name = (grad_for_a, grad_for_b), dtype_name(dtype)
-    settings = (kinds, *scales, specs, name, held)
+    settings = (kinds, *scales, specs, name, shared)
     return apply(_Native, a, b, bias, of_grad, *settings, *operands, written=of_grad)

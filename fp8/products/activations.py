@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from ..casts.casting import Spec, rounded, spec_of
-from ..casts.saved_operands import keep, kept
+from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply
 from ..recipes.recipe import Cast
 
@@ -86,11 +86,11 @@ class _Activation(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, kept_x, scale, ctx.name, ctx.settings, spec = inputs
-        keep(ctx, (kept_x, spec, scale))
+        save_operands(ctx, (kept_x, spec, scale))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = kept(ctx, grad.dtype)
+        (x,) = saved_operands(ctx, grad.dtype)
         kernel = KERNELS[ctx.name]
         gradient = kernel.differentiable if torch.is_grad_enabled() else kernel.gradient
         return gradient(grad, x, *ctx.settings), *[None] * 5
@@ -117,11 +117,11 @@ class _Gate(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, _, kept_a, kept_b, scale_a, scale_b, spec = inputs
-        keep(ctx, (kept_a, spec, scale_a), (kept_b, spec, scale_b))
+        save_operands(ctx, (kept_a, spec, scale_a), (kept_b, spec, scale_b))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = kept(ctx, grad.dtype)
+        a, b = saved_operands(ctx, grad.dtype)
         return grad * b, grad * a, *[None] * 5
 
 

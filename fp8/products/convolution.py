@@ -22,15 +22,15 @@ from ..casts.casting import Spec, round_straight, rounded
 from ..casts.counts import product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of, one_copy, with_copies
-from ..casts.saved_operands import Held, kept, shared
+from ..casts.saved_operands import SharedCasts, saved_operands, shared_casts
 from ..common.compiler import apply, in_graph
 from ..context.active import layer_histories, product_recipe, static_exponents
 from .matmul import (
     ONES,
     Scales,
     check_scales,
-    keep_operands,
     measured,
+    save_both,
     to_autocast_dtype,
 )
 
@@ -96,19 +96,19 @@ class _Convolution(Function):
         s_dw: float,
         geometry: tuple[Any, ...],
         casts: Casts,
-        held: Held | None,
+        shared: SharedCasts | None,
     ) -> Tensor:
         return aten.convolution.default(input, _times(weight, s_y), bias, *geometry)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, w, scale_x, scale_w, other_x, other_w, _, ctx.history, *rest = inputs
-        _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.casts, held = rest
-        keep_operands(ctx, (x, scale_x, other_x), (w, scale_w, other_w), ctx.casts, held)
+        _, ctx.s_dx, ctx.s_dw, ctx.geometry, ctx.casts, shared = rest
+        save_both(ctx, (x, scale_x, other_x), (w, scale_w, other_w), ctx.casts, shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = kept(ctx, grad.dtype)
+        x, w = saved_operands(ctx, grad.dtype)
         needs_x, needs_w, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
         for_x, for_w = ctx.casts.grad_for_a, ctx.casts.grad_for_b
         again_x, again_w = ctx.casts.a_again, ctx.casts.b_again
@@ -158,7 +158,7 @@ def _convolve(
     casts = casts_of(recipe, name=product_name("conv", weight, recipe), static=static)
     casts = Casts(*(spec and spec._replace(hadamard=0) for spec in casts))  # no rotation
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
-    held = shared(x, of_x, casts.a, casts.a_again)
+    shared = shared_casts(x, of_x, casts.a, casts.a_again)
     first, second, casts = with_copies(x, weight, casts)
     x, scale_x = _cast_maps(x, casts.a, -1, of_x)
     weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
@@ -166,7 +166,7 @@ def _convolve(
     if bias is not None and bias.dtype != x.dtype:  # torch drops the imaginary part
         raise ValueError(f"bias must have the dtype of the input, {x.dtype}, got {bias.dtype}")
     operands = (x, weight, scale_x, scale_w, first, second)
-    settings = (*scales, geometry, casts, held)
+    settings = (*scales, geometry, casts, shared)
     return apply(_Convolution, *operands, bias, of_grad, *settings, written=of_grad)
 
 

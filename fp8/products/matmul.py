@@ -24,7 +24,7 @@ from ..casts.casting import round_straight, rounded
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
-from ..casts.saved_operands import Held, keep, kept, shared
+from ..casts.saved_operands import SharedCasts, save_operands, saved_operands, shared_casts
 from ..common.compiler import apply, apply_eagerly, in_graph
 from ..context.active import chosen, layer_histories, static_exponents
 from ..formats.quantize import refuse_nested
@@ -100,7 +100,7 @@ class _Product(Function):
         s_a: float,
         s_b: float,
         casts: Casts,
-        held: Held | None,
+        shared: SharedCasts | None,
         fuses: bool,
     ) -> Tensor:
         return _gemm(a, b.mT, s_y, fuses, bias)
@@ -110,12 +110,12 @@ class _Product(Function):
         # The history is not saved with save_for_backward: it is updated before it is used.
         a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
         ctx.turned = b.mT.is_contiguous()  # the right operand of a matmul
-        ctx.s_a, ctx.s_b, ctx.casts, held, ctx.fuses = rest
-        keep_operands(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, held)
+        ctx.s_a, ctx.s_b, ctx.casts, shared, ctx.fuses = rest
+        save_both(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = kept(ctx, grad.dtype)
+        a, b = saved_operands(ctx, grad.dtype)
         needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
         for_a, for_b = gradients(grad, ctx.casts, ctx.history, needs_a, needs_b)
         again_a = round_straight(a, ctx.casts.a_again, -2).to(grad.dtype) if needs_b else None
@@ -196,13 +196,13 @@ def _as_it_is(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tens
     return apply_in_graph("fp8.products.matmul._uncast", a, b, bias, *scales)
 
 
-def keep_operands(ctx: Any, a: Any, b: Any, casts: Any, held: Held | None) -> None:
-    """`keep` for two operands, each given as (cast, its scale factor, what backward casts
+def save_both(ctx: Any, a: Any, b: Any, casts: Any, shared: SharedCasts | None) -> None:
+    """`save_operands` for two operands, each given as (cast, its scale factor, what backward casts
     instead or None)."""
     operands = []
     for (x, scale, other), spec in zip((a, b), casts, strict=False):
         operands.append((x, spec, scale) if other is None else (other, None, None))
-    keep(ctx, *operands, held=held)
+    save_operands(ctx, *operands, shared=shared)
 
 
 def _multiply(
@@ -235,19 +235,19 @@ def _multiply(
     name = product_name(kind, b if layer else None, recipe)
     casts = casts_of(recipe, layer, name, static)
     of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
-    held = shared(a, of_a, casts.a, casts.a_again)
+    shared = shared_casts(a, of_a, casts.a, casts.a_again)
     sampled = is_sampled(name)  # sampled products are simulated
     if not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe, layer, static=static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
-            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, held)
+            return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, shared)
     first, second, casts = with_copies(a, b, casts)
     x, scale_x = rounded(a, casts.a, -1, of_a)
     w, scale_w = rounded(b, casts.b, -1, of_b)
     x, w, bias = to_autocast_dtype(x, w, bias)
     operands = (x, w, scale_x, scale_w, first, second)
-    settings = (*scales, casts, held, torch.compiler.is_compiling() and _fuses(x))
+    settings = (*scales, casts, shared, torch.compiler.is_compiling() and _fuses(x))
     return apply(_Product, *operands, bias, of_grad, *settings, written=of_grad)
 
 
