@@ -39,10 +39,10 @@ def report(model: nn.Module) -> Report[CallRow]:
     if scope is None and simulation is None:
         raise ValueError(f"{type(model).__name__} has no transform to report on")
     notes = []
-    if scope is not None and not scope.plans:
+    plans = [] if scope is None else list(scope.plans.values())  # another thread may add one
+    if scope is not None and not plans:
         notes.append("The model has not run yet: its calls are not known.")
-    outside = {p.outside for p in scope.plans.values() if p.outside} if scope is not None else set()
-    for exponent in sorted(outside):
+    for exponent in sorted({plan.outside for plan in plans if plan.outside}):
         notes.append(
             f"The gradient that arrives at the output is multiplied by {2.0**exponent:g}, which "
             "brings it to RMS 1: measured at the first backward pass."
