@@ -224,7 +224,7 @@ def test_losses_are_found() -> None:
 
 
 def test_the_collection_is_large_and_says_what_is_missing() -> None:
-    names = [(s.library, s.name) for s in collection.STRANGERS]
+    names = [(s.package, s.name) for s in collection.STRANGERS]
     assert len(set(names)) == len(names) >= 100
     assert len({library for library, _ in names}) >= 10
     assert collection.missing("no-such-library") == "no-such-library is not installed"

@@ -55,7 +55,7 @@ def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
     start = time.monotonic()
     process.start()
     sender.close()
-    row: Row = {"name": stranger.name, "library": stranger.library, "result": "not built"}
+    row: Row = {"name": stranger.name, "library": stranger.package, "result": "not built"}
     ended = "timeout"
     while receiver.poll(max(0.0, start + PATIENCE * seconds - time.monotonic())):
         try:
@@ -89,7 +89,7 @@ def _run(stranger: Stranger, options: Options, sender: Any, seconds: float) -> N
     if not os.environ.get("STRANGERS_VERBOSE"):
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
-    last: Row = {"name": stranger.name, "library": stranger.library, "result": "not built"}
+    last: Row = {"name": stranger.name, "library": stranger.package, "result": "not built"}
 
     def send(row: Row) -> None:
         last.update(row)
@@ -129,18 +129,18 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     collection.prepare()
-    found = [s for s in collection.STRANGERS if re.search(given.only, f"{s.library}/{s.name}")]
+    found = [s for s in collection.STRANGERS if re.search(given.only, f"{s.package}/{s.name}")]
     found = found[: given.limit]
     rows = []
     for i, stranger in enumerate(found):
         if given.list:
-            print(f"{stranger.library}/{stranger.name}")
+            print(f"{stranger.package}/{stranger.name}")
             continue
-        why = collection.missing(stranger.library)
+        why = collection.missing(stranger.package)
         if why:
-            print(f"{stranger.library}/{stranger.name}: skipped, {why}", flush=True)
+            print(f"{stranger.package}/{stranger.name}: skipped, {why}", flush=True)
             continue
-        collection.preload(stranger.library)
+        collection.preload(stranger.package)
         compiled = i * given.compiled // len(found) < (i + 1) * given.compiled // len(found)
         options = Options(given.train, compiled, given.backend)
         rows.append(measured(stranger, options, given.seconds * (5 if compiled else 1)))

@@ -55,11 +55,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Stranger:
-    """A model of the collection. library: the name of the distribution. build: makes it anew, with
+    """A model of the collection. package: the name of the distribution. build: makes it anew, with
     the same weights and batch after the same seed."""
 
     name: str
-    library: str
+    package: str
     build: Callable[[], Case]
 
 

@@ -50,7 +50,7 @@ PINNED = {"torchvision": "0.28.0", "torchaudio": "2.11.0"}
 
 def requirements() -> list[str]:
     """What pip installs with --no-deps."""
-    libraries = dict.fromkeys(s.library for s in STRANGERS if s.library != "transformers")
+    libraries = dict.fromkeys(s.package for s in STRANGERS if s.package != "transformers")
     names = dict.fromkeys([*libraries, *NEEDED])
     return [f"{name}=={PINNED[name]}" if name in PINNED else name for name in names]
 

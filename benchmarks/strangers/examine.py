@@ -48,7 +48,7 @@ class Options:
 
 def examine(stranger: Stranger, options: Options, send: Callable[[Row], None]) -> None:
     """Measures a stranger; sends its row after every phase, each time with more of it."""
-    row: Row = {"name": stranger.name, "library": stranger.library}
+    row: Row = {"name": stranger.name, "library": stranger.package}
     torch.manual_seed(0)
     case = stranger.build()
     case.model.train()
