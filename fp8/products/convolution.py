@@ -23,7 +23,7 @@ from ..casts.counts import product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of, one_copy, with_copies
 from ..casts.saved_operands import SharedCasts, saved_operands, shared_casts
-from ..common.compiler import apply, in_graph
+from ..common.compiler import apply, apply_eagerly, in_graph
 from ..context.active import layer_histories, product_recipe, static_exponents
 from .matmul import (
     ONES,
@@ -145,14 +145,11 @@ def _convolve(
 ) -> Tensor:
     """Casts the operands and calls `_Convolution`."""
     recipe = product_recipe(unit)
-    if recipe is None and torch.compiler.is_compiling():
-        from ..common.traced import apply as apply_in_graph
-
-        function = "fp8.products.convolution._uncast_convolution"
-        return apply_in_graph(function, x, weight, bias, scales, geometry)
-    if recipe is not None and (pass_ := measuring()) is not None:
+    if recipe is None:
+        return _as_it_is(x, weight, bias, scales, geometry)
+    if (pass_ := measuring()) is not None:
         histories = layer_histories(recipe, "conv", x)
-        y = _uncast_convolution(x, weight, bias, scales, geometry)
+        y = _as_it_is(x, weight, bias, scales, geometry)
         return measured(pass_, histories, x, weight, y)
     static = static_exponents(recipe, x, weight)
     casts = casts_of(recipe, name=product_name("conv", weight, recipe), static=static)
@@ -162,9 +159,7 @@ def _convolve(
     first, second, casts = with_copies(x, weight, casts)
     x, scale_x = _cast_maps(x, casts.a, -1, of_x)
     weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
-    x, weight, bias = to_autocast_dtype(x, weight, bias)
-    if bias is not None and bias.dtype != x.dtype:  # torch drops the imaginary part
-        raise ValueError(f"bias must have the dtype of the input, {x.dtype}, got {bias.dtype}")
+    x, weight, bias = _of_one_dtype(x, weight, bias)
     operands = (x, weight, scale_x, scale_w, first, second)
     settings = (*scales, geometry, casts, shared)
     return apply(_Convolution, *operands, bias, of_grad, *settings, written=of_grad)
@@ -178,6 +173,31 @@ def _uncast_convolution(
     x, weight, bias = to_autocast_dtype(x, weight, bias)
     settings = (*scales, geometry, Casts(), None)
     return _Convolution.apply(x, weight, *[None] * 4, bias, None, *settings)
+
+
+def _as_it_is(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: tuple[Any, ...]
+) -> Tensor:
+    """The convolution without casts."""
+    if torch.compiler.is_compiling():
+        from ..common.traced import apply as apply_in_graph
+
+        function = "fp8.products.convolution._uncast_convolution"
+        return apply_in_graph(function, x, weight, bias, scales, geometry)
+    x, weight, bias = _of_one_dtype(x, weight, bias)
+    settings = (*scales, geometry, Casts(), None)
+    return apply_eagerly(_Convolution, x, weight, *[None] * 4, bias, None, *settings)
+
+
+def _of_one_dtype(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in the dtype of `torch.autocast`. Raises ValueError for a bias of another dtype
+    than the input; torch would drop its imaginary part."""
+    x, weight, bias = to_autocast_dtype(x, weight, bias)
+    if bias is not None and bias.dtype != x.dtype:
+        raise ValueError(f"bias must have the dtype of the input, {x.dtype}, got {bias.dtype}")
+    return x, weight, bias
 
 
 def _times(x: Tensor, scale: float) -> Tensor:
