@@ -64,7 +64,8 @@ def taken_as_constant(fn: Fn) -> Fn:
     constant.
 
     The graph has no guards on the result or on what ``fn`` reads, so the result must depend on the
-    arguments alone. ``fn`` takes constants and returns a number, a string or a tuple of these.
+    arguments alone. ``fn`` takes constants, and a method also its own object, and returns a number,
+    a string or a tuple of these.
     `torch.compiler.assume_constant_result` sets the same mark, but imports the compiler.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]

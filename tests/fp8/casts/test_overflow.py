@@ -197,8 +197,11 @@ def test_pieces_and_graphs_are_as_the_whole():
         torch.testing.assert_close(graph, eager, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="torch 2.12 has no vmap of a view in another dtype"
+)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_under_vmap_and_flushed_subnormals():
+def test_under_vmap():
     x = randn(4, 64) * 1e-3
     x[1, 3], x[2, 5] = math.inf, math.nan
     for name in ("tensor", "row", "mxfp8"):
@@ -206,6 +209,9 @@ def test_under_vmap_and_flushed_subnormals():
         got = torch.func.vmap(lambda row, cast=cast: cast_forward(row[None], cast)[0])(x)
         want = torch.stack([cast_forward(row[None], cast)[0] for row in x])
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_flushed_subnormals():
     tiny = torch.full((1, 32), 2.0**-120)
     try:
         if not torch.set_flush_denormal(True):

@@ -12,13 +12,12 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fp8.common.compiler import taken_as_constant
 from fp8.common.pitfalls import ScaleWarning, warn_once
 
 from ...parameter import has_parameter_data
 from .record import rms_of
 
-__all__ = ["Structure", "has_changed", "part", "structure_of", "warn_of_new_weights"]
+__all__ = ["Structure", "part", "structure_of", "warn_of_new_weights"]
 
 Structure = dict[str, tuple[Any, ...]]
 """Path -> names of the class and its forward, name in the scope, parameters, children.
@@ -55,12 +54,6 @@ def structure_of(model: nn.Module, scope: object, path: str = "") -> Structure:
         prefix = f"{path}." if path else ""
         todo += [(prefix + name, child) for name, child in children]
     return found
-
-
-@taken_as_constant
-def has_changed(module: nn.Module, scope: Any, path: str) -> bool:
-    """Whether ``module`` has changed since ``scope`` was installed."""
-    return bool(structure_of(module, scope, path) != part(scope.structure, path))
 
 
 def part(structure: Structure, path: str) -> Structure:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fp8.common.compiler import taken_as_constant
 from fp8.common.mixin import Gained, bare_class, check_not_scripted, gain, lose
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
@@ -113,6 +114,15 @@ class _Transformed(Gained, TaggedModule):
         finally:
             for names, _ in places:
                 names.pop()
+
+    @taken_as_constant
+    def _is_edited(self, scope: int, module: int) -> bool:
+        """Whether the module's structure has changed since a scope was installed.
+
+        scope, module: the ``id`` of the scope and of the module itself. ``id`` makes torch.compile
+        guard on the identity of both; the objects themselves are no constants in torch 2.11.
+        """
+        return any(own.has_changed(self, path) for own, path in self._scopes if id(own) == scope)
 
     # What distinguishes the weights of a unit-scaled model from those of the plain one.
 

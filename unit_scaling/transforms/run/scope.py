@@ -20,7 +20,7 @@ from ..capture.copies import Example, example_of, remade
 from ..capture.forms import described, form_of, without_shapes
 from ..capture.kinds import KINDS
 from ..capture.record import tensors_in
-from ..capture.structure import Structure, has_changed, part, structure_of, warn_of_new_weights
+from ..capture.structure import Structure, part, structure_of, warn_of_new_weights
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, look
 from ..measure.measuring import Actual, Watching
@@ -120,16 +120,14 @@ class UnitScale:
         names = outer.path.items
         return ((names, path if outer is self else f"{names[-1]} > {path}"),)
 
-    def run(
-        self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def run(self, call: Call, module: Any, path: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Returns ``call()`` under the plan for this call signature, which its first call makes."""
         for _, name in self.inside(path) or ():
             return RUNNING.items[-1].within(name, call)
         # Per thread: `is_compiling` is true in all threads while one compiles (torch 2.13).
         # Repeated inline, because a helper function would be compiled itself, to True.
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-        changed = bool(self.edition) and has_changed(module, self, path)
+        changed = bool(self.edition) and module._is_edited(id(self), id(module))
         if changed and not compiling:
             with self._recording:
                 self.follow(module, path)
@@ -155,6 +153,10 @@ class UnitScale:
             self.settled.settle(known)
             if not known.final and self.arriving is None:
                 self.arriving = known.outside
+
+    def has_changed(self, module: nn.Module, path: str) -> bool:
+        """Whether ``module``, at ``path``, has changed since the scope was installed."""
+        return structure_of(module, self, path) != part(self.structure, path)
 
     def follow(self, module: nn.Module, path: str = "") -> None:
         """Adopts the structure of ``module``, at ``path``: new submodules get the scope, and all
