@@ -29,15 +29,21 @@ def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
 
 
 def _nearest(got: object, names: tuple[object, ...]) -> str | None:
-    """The name that differs only in case, has ``got`` as a prefix, or is spelled alike; else
-    None."""
+    """The name that differs only in case, has ``got`` as a prefix or as the initials of its words,
+    or is spelled alike; else None."""
     if not isinstance(got, str) or not got:
         return None
     lower = {name.lower(): name for name in names if isinstance(name, str)}
-    begun = [name for name in lower if name.startswith(got.lower())]
-    found = [got.lower()] if got.lower() in lower else begun[:1] if len(begun) == 1 else []
-    found = found or get_close_matches(got.lower(), lower, n=1)
+    short = got.lower()
+    begun = [name for name in lower if name.startswith(short) or _initials(name) == short]
+    found = [short] if short in lower else begun if len(begun) == 1 else []
+    found = found or get_close_matches(short, lower, n=1)
     return lower[found[0]] if found else None
+
+
+def _initials(name: str) -> str:
+    """The first letters of the words of a snake_case name."""
+    return "".join(word[0] for word in name.split("_") if word)
 
 
 def check_number(what: str, got: Any) -> None:

@@ -56,8 +56,8 @@ MORE = {
     (F, "huber_loss", X, Y): 91,
     (F, "kl_div", X, Y, None, None, "batchmean"): 86,
     (F, "cross_entropy", X, CLASSES): 77,
-    (torch, "matmul", BATCH, BATCH): 90,
-    (torch, "einsum", "bij,bjk->bik", BATCH, BATCH): 155,
+    (torch, "matmul", BATCH, BATCH): 94,
+    (torch, "einsum", "bij,bjk->bik", BATCH, BATCH): 162,
     (F, "linear", X, Y): 104,
     (F, "conv1d", IMAGE, KERNEL): 135,
 }
