@@ -197,9 +197,7 @@ def test_pieces_and_graphs_are_as_the_whole():
         torch.testing.assert_close(graph, eager, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="torch 2.12 has no vmap of a view in another dtype"
-)
+@pytest.mark.vmap
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_under_vmap():
     x = randn(4, 64) * 1e-3

@@ -94,6 +94,7 @@ def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 
 @pytest.mark.parametrize("shape", [(2, 24, 7, 5), (3, 24), (2, 24, 7), (2, 24, 3, 2, 2)], ids=str)
 @each_layout
 @each_dtype
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11's own
 def test_eager_it_is_permute_norm_permute(dtype: torch.dtype, layout: str, shape: tuple[int, ...]):
     """To the bit and in the same strides, backward too, with as many calls of torch's operators:
     it cannot be slower."""

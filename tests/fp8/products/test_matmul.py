@@ -295,9 +295,7 @@ def test_gradients_accumulate():
     assert torch.equal(w.grad, 2 * once)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="torch 2.12 has no vmap of a view in another dtype"
-)
+@pytest.mark.vmap
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # quantize works in place
 def test_torch_func(recipe):

@@ -198,6 +198,7 @@ def test_strict():
         step(model)
 
 
+@pytest.mark.vmap
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of vmap
 def test_transforms_of_functions_are_left_alone():
     model = net()
