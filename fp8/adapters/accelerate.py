@@ -18,8 +18,10 @@ from ..common.mixin import check_module
 from ..common.validation import check_name
 from ..context.active import BACKENDS
 from ..levels.initialize import initialize
+from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
-from ..surgery.convert import ADAPTERS, adapter, convert, expand, revert
+from ..surgery.convert import adapter, convert, expand, revert
+from ..surgery.layers import ADAPTERS
 from ..surgery.swap import Where
 from ..surgery.where import checked_function
 from . import msamp
@@ -69,9 +71,10 @@ def prepare(
         optimizer: its optimizer; None if it is prepared separately.
         others: data loaders and schedulers; these may also be prepared with
             ``accelerator.prepare``.
-        recipe: ours, as in `fp8.convert`; or one of Accelerate's, each for its own backend:
-            TERecipeKwargs ("transformer_engine"), AORecipeKwargs ("torchao"), MSAMPRecipeKwargs
-            ("msamp").
+        recipe: ours, as in `fp8.convert`, or a `fp8.Policy` (call `fp8.advance` for its switch, as
+            Accelerate does not know the length of the training); or one of Accelerate's, each for
+            its own backend: TERecipeKwargs ("transformer_engine"), AORecipeKwargs ("torchao"),
+            MSAMPRecipeKwargs ("msamp").
         backend: as in `fp8.convert`, or "msamp", which uses `fp8.adapters.msamp.initialize`.
         opt_level: a name in `fp8.levels.initialize.LEVELS`; None: no level ("O2" for "msamp"). With
             layers of TransformerEngine, "O1" and "O2" affect optimizer states only: weights and
@@ -123,7 +126,7 @@ def prepare(
 def _converted(model: nn.Module, plan: _Plan) -> nn.Module:
     if plan.backend == "msamp":
         return model
-    if isinstance(plan.recipe, str | Recipe):
+    if isinstance(plan.recipe, str | Recipe | Policy):
         return convert(model, plan.recipe, backend=plan.backend, where=plan.where)
     library = adapter(plan.backend)
     return expand(library.convert(revert(model), plan.recipe, where=plan.where, **plan.options))
@@ -146,7 +149,7 @@ def _plan(
     where: str | Where | None,
 ) -> _Plan:
     check_name("backend", backend, (*BACKENDS, *ADAPTERS, "msamp"))
-    if isinstance(recipe, str | Recipe):
+    if isinstance(recipe, str | Recipe | Policy):
         level = opt_level or ("O2" if backend == "msamp" else None)
         return _Plan(recipe=recipe, backend=backend, opt_level=level, where=where, options={})
     wanted = _backend_of(recipe)
@@ -175,7 +178,7 @@ def _backend_of(recipe: Any) -> str:
         if name in kinds:
             return backend
     raise TypeError(
-        f"recipe must be a name, a Recipe or one of {', '.join(_KINDS)}, not "
+        f"recipe must be a name, a Recipe, a Policy or one of {', '.join(_KINDS)}, not "
         f"{type(recipe).__name__}"
     )
 

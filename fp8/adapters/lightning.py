@@ -22,8 +22,10 @@ from ..common.libraries import need
 from ..common.validation import check_name
 from ..context.active import checked_backend
 from ..recipes.history import histories, settle
-from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
-from ..surgery.convert import ADAPTERS, convert
+from ..recipes.policy import Policy, as_policy, name_of, source_of
+from ..recipes.recipe import AUTO, RECIPES, Recipe
+from ..surgery.convert import advance, convert
+from ..surgery.layers import ADAPTERS
 from ..surgery.swap import Where
 
 __all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
@@ -39,7 +41,7 @@ PRECISIONS = {
 
 
 def FP8Precision(
-    recipe: str | Recipe = AUTO,
+    recipe: str | Recipe | Policy = AUTO,
     *,
     precision: str = "32-true",
     backend: str = "auto",
@@ -59,7 +61,8 @@ def FP8Precision(
     Loading a checkpoint trained under another recipe warns with a UserWarning.
 
     Args:
-        recipe, backend, where, rest: as in `fp8.convert`.
+        recipe, backend, where, rest: as in `fp8.convert`. The switch of a policy is applied before
+            the step that reaches its fraction of the Trainer's ``estimated_stepping_batches``.
         precision: a name in `PRECISIONS`, for everything outside of FP8; "mixed" is torch.autocast.
         library: "lightning" or "pytorch_lightning", the library of the Trainer; None: the imported
             one, "lightning" if both are.
@@ -79,7 +82,7 @@ def FP8Precision(
 
 
 def FP8FabricPrecision(
-    recipe: str | Recipe = AUTO,
+    recipe: str | Recipe | Policy = AUTO,
     *,
     precision: str = "32-true",
     backend: str = "auto",
@@ -90,8 +93,8 @@ def FP8FabricPrecision(
 ) -> Any:
     """As `FP8Precision`, for ``Fabric(plugins=...)``: ``setup`` converts the model.
 
-    The caller writes checkpoints. With scaling "delayed" the histories are in the model's
-    state_dict, as in `fp8.convert`.
+    The caller writes checkpoints, and calls `fp8.advance` for the switch of a policy. With scaling
+    "delayed" the histories are in the model's state_dict, as in `fp8.convert`.
 
     Args:
         recipe, precision, backend, where, rest, options: as in `FP8Precision`.
@@ -132,20 +135,27 @@ def _blank(base: Any, of_trainer: bool) -> Any:
 
 
 class _Converting:
-    """The common part of the plugins. recipe: that of the models they convert, or "auto"."""
+    """The common part of the plugins. recipe: that of the models they convert, a policy, or
+    "auto"."""
 
     _of_trainer: bool
     _base: Any
 
     def __init__(
-        self, recipe: str | Recipe, precision: str, how: tuple[Any, Any, Any], options: Any
+        self,
+        recipe: str | Recipe | Policy,
+        precision: str,
+        how: tuple[Any, Any, Any],
+        options: Any,
     ) -> None:
-        known = given_recipe(recipe)
-        self.recipe = known or AUTO
+        policy = as_policy(recipe)
+        known = source_of(policy.recipe)
+        self.recipe = recipe if isinstance(recipe, Policy) else known or AUTO
         self._how = dict(zip(("backend", "where", "rest"), how, strict=True))
         self._model: nn.Module | None = None
         if self._how["backend"] not in ADAPTERS:
-            checked_backend(self._how["backend"], known or RECIPES["tensor"], ADAPTERS)
+            known = known if isinstance(known, Recipe) else RECIPES["tensor"]
+            checked_backend(self._how["backend"], known, ADAPTERS)
         if PRECISIONS[precision] == "MixedPrecision":
             found = torch.accelerator.current_accelerator(check_available=True)
             options = {"device": "cpu" if found is None else found.type, **options}
@@ -174,6 +184,14 @@ class _Converting:
         self._remember(before)
         return self._model
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The step of Lightning's plugin. In a Trainer, first the switch of the policy."""
+        if self._of_trainer and isinstance(self.recipe, Policy) and self.recipe.switch:
+            model: Any = self._model
+            done, total = model.trainer.global_step, model.trainer.estimated_stepping_batches
+            advance(model, min(done / total, 1.0))
+        return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+
     def state_dict(self) -> dict[str, Any]:
         """The state of Lightning's plugin, the recipe and the histories."""
         ours: dict[str, Any] = {"recipe": self._in_force()}
@@ -197,7 +215,11 @@ class _Converting:
         self._remember(ours.get("histories", {}))
 
     def _in_force(self) -> dict[str, Any]:
-        """The recipe as a dict; under "auto" that of the layers, if all have the same."""
+        """The recipe or policy as a dict; under "auto" that of the layers, if all have the
+        same."""
+        if isinstance(self.recipe, Policy):
+            shown = self.recipe.name or f"a policy of {name_of(self.recipe.recipe)}"
+            return self.recipe.to_dict() | {"name": shown}
         if isinstance(self.recipe, Recipe):
             return self.recipe.to_dict()
         modules = [] if self._model is None else self._model.modules()

@@ -15,6 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from ..common.libraries import need, probe
 from ..common.report import note
 from ..levels import initialize as levels
+from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
 
 __all__ = ["clip_grad_norm_", "initialize"]
@@ -26,7 +27,7 @@ def initialize(
     opt_level: str = "O1",
     use_te: bool = False,
     *,
-    recipe: str | Recipe | None = AUTO,
+    recipe: str | Recipe | Policy | None = AUTO,
 ) -> tuple[nn.Module, Optimizer]:
     """``msamp.initialize``, or `fp8.initialize` if MS-AMP cannot be used.
 

@@ -51,6 +51,8 @@ LIBRARIES: dict[str, Library] = {
         "torchvision==0.28.0: by itself mosaicml asks for torch below 2.7.1",
     ),
     "safetensors": Library("safetensors.torch", "safetensors", _extra("export")),
+    "jinja2": Library("jinja2", "jinja2", _extra("preflight")),
+    "matplotlib": Library("matplotlib", "matplotlib", _extra("preflight")),
 }
 """Name -> module, distribution and installation command of an optional library."""
 

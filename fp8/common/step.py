@@ -5,9 +5,12 @@ Used by everything that measures a model: calibration, `verify`, the gauges of `
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +24,7 @@ __all__ = [
     "plain",
     "starts",
     "tensors",
+    "untouched",
     "unwrapped",
 ]
 
@@ -104,3 +108,29 @@ def starts(
 def _described(value: Any) -> str:
     shaped = isinstance(value, Tensor)
     return f"a tensor of shape {tuple(value.shape)}" if shaped else type(value).__name__
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restores the buffers of ``model`` and the states of the random number generators on exit."""
+    tensors = [*model.parameters(), *model.buffers()]
+    cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if not buffer.is_meta
+    ]
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(cuda):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
+                if not buffer.is_meta and not torch.equal(buffer, before):
+                    buffer.copy_(before)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_flag", "check_name", "check_number", "check_whole"]
+__all__ = ["check_flag", "check_name", "check_number", "check_whole", "nearest"]
 
 
 def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
@@ -22,13 +22,13 @@ def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
     """
     names = tuple(allowed)
     if got not in names:
-        near = _nearest(got, names)
+        near = nearest(got, names)
         hint = "" if near is None else f"; did you mean {near!r}?"
         listed = ", ".join(map(repr, names))
         raise ValueError(f"unknown {what} {got!r}; choose one of {listed}{hint}")
 
 
-def _nearest(got: object, names: tuple[object, ...]) -> str | None:
+def nearest(got: object, names: tuple[object, ...]) -> str | None:
     """The name that differs only in case, has ``got`` as a prefix or as the initials of its words,
     or is spelled alike; else None."""
     if not isinstance(got, str) or not got:

@@ -29,7 +29,7 @@ from ..optim.encodings import decode
 from ..optim.state import PARTS, parameters_of, read
 from ..recipes.recipe import AUTO, Cast, Recipe, given_recipe
 from ..recipes.scaling import largest_finite, scale_of
-from ..surgery.convert import LAYERS, auto_recipe
+from ..surgery.layers import LAYERS, auto_of
 from ..surgery.where import checked_function
 
 __all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
@@ -95,7 +95,7 @@ def gather_in_fp8(
         if not why_not and where is not None and not where(name, module):
             why_not = "not chosen"
         if not why_not:
-            cast = _checked(given or auto_recipe(module))
+            cast = _checked(given or auto_of(module))
             if id(weight) not in replaced:
                 replaced[id(weight)] = _wrapped(weight, cast)
             module.register_state_dict_post_hook(_as_plain)

@@ -9,7 +9,8 @@ from torch import nn
 from ..common.mixin import check_module
 from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.validation import check_name
-from ..surgery.convert import LAYERS, check_ready, is_transposed
+from ..surgery.convert import check_ready
+from ..surgery.layers import LAYERS, is_transposed
 from ..surgery.swap import Where, why_quantized
 from ..surgery.where import checked_where, choose
 from ..tensors.scaled_tensor import DTYPES, STORED, ScaledTensor

@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from ..common.mixin import check_module
 from ..common.validation import check_name
 from ..optim import AdamW
-from ..recipes.recipe import AUTO, Recipe, given_recipe
-from ..surgery.convert import LAYERS, check_ready, convert
+from ..recipes.policy import Policy, as_policy
+from ..recipes.recipe import AUTO, Recipe
+from ..surgery.convert import check_ready, convert
+from ..surgery.layers import LAYERS
 from ..surgery.swap import why_quantized
 from ..tensors.scaled_tensor import DTYPES, ScaledTensor
 from .optimizer import settings_of, take_over
@@ -74,17 +76,23 @@ LEVELS: dict[str, Level] = {
 
 @overload
 def initialize(
-    model: M, optimizer: None = None, opt_level: str = "O2", recipe: str | Recipe | None = AUTO
+    model: M,
+    optimizer: None = None,
+    opt_level: str = "O2",
+    recipe: str | Recipe | Policy | None = AUTO,
 ) -> tuple[M, AdamW]: ...
 @overload
 def initialize(
-    model: M, optimizer: Opt, opt_level: str = "O2", recipe: str | Recipe | None = AUTO
+    model: M,
+    optimizer: Opt,
+    opt_level: str = "O2",
+    recipe: str | Recipe | Policy | None = AUTO,
 ) -> tuple[M, Opt]: ...
 def initialize(
     model: M,
     optimizer: Optimizer | None = None,
     opt_level: str = "O2",
-    recipe: str | Recipe | None = AUTO,
+    recipe: str | Recipe | Policy | None = AUTO,
 ) -> tuple[M, Optimizer]:
     """Sets ``model`` and ``optimizer`` to a level in place; equivalent to MS-AMP's function.
 
@@ -107,7 +115,8 @@ def initialize(
             counts (``skipped_steps``) steps with a gradient that is not finite.
         opt_level: a name in `LEVELS`.
         recipe: of the products, for `fp8.convert`. "auto" is "unit" for unit-scaled layers and
-            "tensor" for all others. None leaves the products unchanged.
+            "tensor" for all others. A `fp8.Policy` is possible too. None leaves the products
+            unchanged.
 
     Returns:
         (``model``, optimizer).
@@ -127,7 +136,7 @@ def initialize(
     """
     level = _level(opt_level)
     if recipe is not None:
-        given_recipe(recipe)
+        as_policy(recipe)
     _check_model(model)
     if optimizer is None:
         optimizer = AdamW(model.parameters())

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -32,9 +33,12 @@ from ..context.active import (
     index_of,
     product_recipe,
 )
+from ..native.product import why_not_recipe
 from ..products.activations import ACTIVATIONS
 from ..recipes.history import AmaxHistory
+from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
+from .by_layer import ByLayer, layers_by_policy
 from .dispatch import EXPANDED, OPAQUE, PRODUCTS
 
 __all__ = [
@@ -151,6 +155,8 @@ class autocast:
     Args:
         recipe: a name in `fp8.RECIPES`, a `Recipe`, or "auto": "unit" for the products of the
             functions of `unit_scaling`, and so of unit-scaled models, and "tensor" for all others.
+            Or a `fp8.Policy` without a switch (`fp8.Policy.at`). Its rules and exceptions concern
+            the layers of ``model``; products outside of them run under the policy's own recipe.
         opaque: the action at a call whose products cannot be intercepted (OPAQUE; under scaling by
             rows or blocks also bilinear, and an einsum of three operands). "raise" raises a
             NotImplementedError that names the call; "warn" leaves it in high precision.
@@ -163,8 +169,11 @@ class autocast:
             has no kernels for the recipe or none that passes the self-test (`fp8.native.selftest`).
             "auto" is "native" on CUDA devices.
         enabled: False computes as torch does, whatever the recipe and the surrounding blocks.
+        model: the model whose layers a policy selects; not used otherwise. Such a block cannot be
+            compiled: use `fp8.convert`.
 
     Raises:
+        NotImplementedError: if torch.compile traces a block with a policy that selects layers.
         ValueError: if the recipe needs a history and has none, or if ``backend`` is "native" and
             the recipe has no kernels.
 
@@ -178,26 +187,38 @@ class autocast:
 
     def __init__(
         self,
-        recipe: str | Recipe = AUTO,
+        recipe: str | Recipe | Policy = AUTO,
         *,
         opaque: str = "raise",
         history: AmaxHistory | None = None,
         backend: str = "simulate",
         enabled: bool = True,
+        model: nn.Module | None = None,
     ) -> None:
         check_name("opaque", opaque, ("raise", "warn"))
-        given = given_recipe(recipe)
+        layers: dict[nn.Module, Recipe | None] = {}
+        if isinstance(recipe, Policy):
+            layers = layers_by_policy(recipe, model) if enabled else {}
+            enabled = enabled and (recipe.recipe is not None or bool(layers))
+            given, cast = source_of(recipe.recipe), recipe.recipe is not None
+        else:
+            given, cast = given_recipe(recipe), True
+        given = None if isinstance(given, str) else given
         chosen = given or PLAIN
-        if enabled and chosen.keeps_history and not isinstance(history, AmaxHistory):
-            raise ValueError(
-                f"recipe {chosen.name!r} keeps its scales between passes: give it a place for "
-                f"them, history=fp8.AmaxHistory(), not {history!r}"
-            )
-        self.recipe = chosen if enabled else None
+        if enabled:
+            for used in (chosen, *filter(None, layers.values())):
+                _check_history(used, history)
+        cast = cast and enabled
+        self.recipe = chosen if cast else None
         #: The recipe of products of unit-scaled functions.
-        self.unit_recipe = (given or UNIT) if enabled else None
+        self.unit_recipe = (given or UNIT) if cast else None
+        #: The layers that have recipes of their own.
+        self.by_layer = ByLayer(layers, self._of_layer) if layers else None
+        #: The layer whose hook opened the block, if any.
+        self.layer: nn.Module | None = None
         self.opaque = opaque
         self.backend = checked_backend(backend, chosen) if enabled else "simulate"
+        self._asked = backend
         self.history = history
         #: Whether a recomputation in the backward pass opens the block again by itself.
         self.reenters = False
@@ -205,7 +226,16 @@ class autocast:
         #: continue the count of the enclosing blocks.
         self.before: int | None = None
 
+    def _of_layer(self, recipe: Recipe | None) -> autocast:
+        """The block of a layer with a recipe of its own."""
+        if recipe is None:
+            return autocast(enabled=False)
+        backend = "simulate" if why_not_recipe(recipe) else self._asked
+        return autocast(recipe, opaque=self.opaque, history=self.history, backend=backend)
+
     def __enter__(self) -> autocast:
+        if self.by_layer is not None:
+            self.by_layer.enter(self)
         eager = not torch.compiler.is_dynamo_compiling()
         if eager:
             STANCE.hold()
@@ -238,6 +268,8 @@ class autocast:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self.by_layer is not None:
+            self.by_layer.exit()
         index = -1 if torch.compiler.is_dynamo_compiling() else index_of(self)
         block = ACTIVE.blocks.pop(index)
         for mode in reversed(block.modes):
@@ -313,11 +345,29 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 def _again(block: Any) -> autocast:
     """A new autocast with the settings of ``block``, a `Block` or an autocast."""
+    opened = block.entered.block if isinstance(block, Block) and block.entered else block
     if block.recipe is None:
-        return autocast(enabled=False)
-    auto = block.recipe is not block.unit_recipe
-    recipe, opaque, history = AUTO if auto else block.recipe, block.opaque, block.history
-    return autocast(recipe, opaque=opaque, history=history, backend=block.backend)
+        again = autocast(enabled=False, history=block.history)
+    else:
+        auto = block.recipe is not block.unit_recipe
+        recipe, opaque, history = AUTO if auto else block.recipe, block.opaque, block.history
+        again = autocast(recipe, opaque=opaque, history=history, backend=block.backend)
+    layers = getattr(opened, "by_layer", None)
+    if layers is not None:
+        again._asked = opened._asked
+        again.by_layer = ByLayer(layers.layers, again._of_layer)
+    return again
+
+
+_NEEDS_HISTORY = (
+    "recipe {!r} keeps its scales between passes: give it a place for them, "
+    "history=fp8.AmaxHistory(), not {!r}"
+)
+
+
+def _check_history(recipe: Recipe, history: Any) -> None:
+    if recipe.keeps_history and not isinstance(history, AmaxHistory):
+        raise ValueError(_NEEDS_HISTORY.format(recipe.name, history))
 
 
 def _leave(function: Callable[..., Any], why: str) -> None:

@@ -14,7 +14,7 @@ from ..common.mixin import check_module
 __all__ = [
     "AmaxHistory",
     "LayerHistory",
-    "begin_anew",
+    "add_initial_histories",
     "forget",
     "has_scales",
     "histories",
@@ -182,12 +182,14 @@ class LayerHistory(AmaxHistory):
 
 def remember(layer: Any, recipe: Any) -> None:
     """Adds the buffers that ``recipe`` needs to ``layer``, which has an input and a weight: zeros,
-    float32, on the device of the weight."""
+    float32, on the device of the weight. Buffers of that name and shape stay."""
     for role in _ROLES.values():
         cast = getattr(recipe, role)
         if cast is not None and cast.keeps_history:
             zeros = _zeros(cast.history, layer.weight.device)
-            layer.register_buffer((_AMAX if cast.history else _SCALE) + role, zeros)
+            name = (_AMAX if cast.history else _SCALE) + role
+            if getattr(layer, name, zeros[..., None]).shape != zeros.shape:
+                layer.register_buffer(name, zeros)
     vars(layer)[_KNOWN] = ()
 
 
@@ -211,7 +213,7 @@ def settle(layer: nn.Module) -> None:
         vars(layer)[_KNOWN] = known
 
 
-def begin_anew(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
+def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Adds initial histories of ``layer`` to a state_dict that has none, so that a checkpoint of
     the unconverted model loads. A state_dict without any parameter of the layer under this name,
     like safetensors files for a module's second name, is left unchanged."""

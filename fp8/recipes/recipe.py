@@ -19,10 +19,12 @@ __all__ = [
     "AUTO",
     "PLAIN",
     "RECIPES",
+    "SAME",
     "STATIC",
     "UNIT",
     "Cast",
     "Recipe",
+    "check_keys",
     "get_recipe",
     "given_recipe",
     "needs_unit_scale",
@@ -43,9 +45,11 @@ def _check_int(what: str, got: object, low: int, high: int) -> None:
         raise ValueError(f"{what} must be {low} to {high}, got {got!r}")
 
 
-def _check_keys(
+def check_keys(
     what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
 ) -> None:
+    """Raises unless ``got`` is a mapping with only the keys ``allowed``, and all those ``needed``.
+    what: what is read from it."""
     names = tuple(allowed)
     if not isinstance(got, Mapping):
         raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
@@ -193,11 +197,11 @@ class Cast:
         Raises as Cast, and ValueError for an unknown or missing key.
         """
         names = (field.name for field in fields(Cast))
-        _check_keys("Cast", values, names, ("format", "scaling"))
+        check_keys("Cast", values, names, ("format", "scaling"))
         values = dict(values)
         if isinstance(values.get("format"), Mapping):
             given = dict(values["format"])
-            _check_keys("Format", given, (field.name for field in fields(Format)))
+            check_keys("Format", given, (field.name for field in fields(Format)))
             dtype = given.get("dtype")
             given["dtype"] = None if dtype is None else getattr(torch, str(dtype), dtype)
             values["format"] = Format(**given)
@@ -334,7 +338,7 @@ class Recipe:
         Raises as Recipe, and ValueError for an unknown or missing key.
         """
         names = (field.name for field in fields(Recipe))
-        _check_keys("Recipe", values, names, ("name", *_OPERANDS))
+        check_keys("Recipe", values, names, ("name", *_OPERANDS))
         read: dict[str, Any] = {
             k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
         }

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..casts.measuring import MEASURING, Measurement
 from ..common.mixin import check_module
-from ..common.step import Batch, Loss, call, starts, unwrapped
+from ..common.step import Batch, Loss, call, starts, untouched, unwrapped
 from ..modes.autocast import outside_compiler
 from ..recipes.history import AmaxHistory, histories, settle
 from ..recipes.scaling import LARGEST, SMALLEST, nearest_power
@@ -185,7 +182,7 @@ def _measure(
     measurement: Measurement,
 ) -> None:
     """One forward and backward pass of ``model`` without side effects."""
-    with _untouched(model), torch.inference_mode(False), torch.enable_grad():
+    with untouched(model), torch.inference_mode(False), torch.enable_grad():
         MEASURING.items.append(measurement)
         try:
             ends, gradients = starts(call(model, batch), loss)
@@ -194,28 +191,3 @@ def _measure(
                 torch.autograd.grad(ends, leaves, gradients, allow_unused=True)
         finally:
             MEASURING.items.pop()
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Restores buffers and the states of the random number generators on exit."""
-    tensors = [*model.parameters(), *model.buffers()]
-    cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        with torch.random.fork_rng(cuda):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                if getattr(module, name) is not buffer:
-                    setattr(module, name, buffer)
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 
 from ..casts.casting import is_whole
 from ..casts.counts import forget_looks
@@ -21,81 +19,53 @@ from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row, notes_on
 from ..context.activation_checkpointing import in_recomputation
 from ..context.active import ACTIVE, checked_backend
-from ..formats.quantize import is_dense
 from ..modes.autocast import autocast
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
 from ..products.matmul import linear
-from ..recipes.history import LayerHistory, begin_anew, forget, has_scales, remember, settle
-from ..recipes.recipe import AUTO, PLAIN, STATIC, UNIT, Recipe, given_recipe, needs_unit_scale
-from .swap import (
-    Where,
-    adapted,
-    inside_attention,
-    is_replacement,
-    warn_nothing,
-    why_quantized,
+from ..recipes.history import LayerHistory, add_initial_histories, forget, remember, settle
+from ..recipes.policy import CASTS, Policy, Source, as_policy, composed, name_of, source_of
+from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe, needs_unit_scale
+from .layers import (
+    ACTIVATIONS,
+    ADAPTERS,
+    auto_of,
+    candidates,
+    is_transposed,
+    is_unit_scaled,
+    layers_of,
 )
+from .policies import resolve
+from .swap import Where, adapted, is_replacement, warn_nothing
 from .where import checked_where, choose
 
 __all__ = [
-    "LAYERS",
-    "auto_recipe",
+    "adapter",
+    "advance",
     "check_ready",
     "choose_recipes",
     "choose_static",
     "convert",
-    "is_transposed",
+    "expand",
     "report",
     "revert",
 ]
 
 M = TypeVar("M", bound=nn.Module)
 
-LAYERS: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.MultiheadAttention,
-)
-"""The layers that are converted, including subclasses: their work is a product with a weight."""
-
-ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.GLU, nn.ReLU)
-"""Also converted, including subclasses, if the recipe has `saved_activations`."""
-
-_NOT_A_PRODUCT = "a lookup, not a product"
-_KERNEL = "one kernel computes all its products"
-
-EXCEPTIONS: dict[type[nn.Module], str] = {
-    nn.Embedding: _NOT_A_PRODUCT,
-    nn.EmbeddingBag: _NOT_A_PRODUCT,
-    nn.RNNBase: _KERNEL,
-    nn.RNNCellBase: _KERNEL,
-}
-"""Layers with a weight that are never converted -> the reason."""
-
 _TWO_AXES = "it sums over two axes, and the recipe has scales along one"
 _NO_BUFFERS = "more than one product, and the recipe keeps a history of each"
 _MORE_KEYS = "add_bias_kv and add_zero_attn are not supported"
-_PATCHED = "its forward was replaced on the instance: convert the model before that"
 
-_SET = tuple(
-    f"fp8_{name}"
-    for name in ("recipe", "given", "asked", "backend", "why", "transposed", "multiple", "ragged")
+_SET = (
+    *("fp8_recipe", "fp8_sources", "fp8_asked", "fp8_backend", "fp8_why"),
+    *("fp8_transposed", "fp8_multiple", "fp8_ragged"),
+    *("fp8_switches", "fp8_since", "fp8_policy"),
 )
-"""The attributes that `convert` sets on a layer, besides its class and buffers."""
+"""The attributes that `convert` sets on a layer or on the model, besides classes and buffers."""
 
 # In evaluation mode these run one fused kernel that reads the weights of their layers, and do not
 # call the layers. They do call them under a torch-function mode; a disabled block is one.
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
-
-
-ADAPTERS = ("transformer_engine", "torchao")
-"""Backends that are other libraries. Their layers replace those of the model."""
 
 
 def adapter(name: str) -> Any:
@@ -107,13 +77,15 @@ class _Converted(Gained):
     """A layer whose products run under its ``fp8_recipe``."""
 
     fp8_recipe: Recipe
-    #: The recipe passed to `convert`; None for "auto".
-    fp8_given: Recipe | None
+    #: The recipes that its casts were given, in the order of `CASTS`; "auto" is not resolved.
+    fp8_sources: tuple[Source, ...]
     fp8_asked: str
     #: "simulate" if the recipe has no kernels for the requested backend.
     fp8_backend: str
-    #: Why the layer does not have the recipe of the chosen layers.
+    #: The rule that decided, or why the layer does not have the recipe of the chosen layers.
     fp8_why: str
+    #: Whether a switch of the policy concerns it.
+    fp8_switches: bool
     fp8_transposed: bool
     #: The kernels need sizes that are multiples of this.
     fp8_multiple: int
@@ -140,7 +112,7 @@ class _Converted(Gained):
     def _load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix + "fp8_scale_") for key in state_dict):
             _choose_static(self)
-        begin_anew(self, state_dict, prefix)
+        add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
         settle(self)
 
@@ -181,7 +153,7 @@ class _Expanded(Gained):
 
 def convert(
     model: M,
-    recipe: str | Recipe = AUTO,
+    recipe: str | Recipe | Policy = AUTO,
     *,
     backend: str = "auto",
     where: str | Where | None = None,
@@ -214,7 +186,8 @@ def convert(
             is unit-scaled (of `unit_scaling.modules`, or in a model of `unit_scale`, before or
             after this call, except with init="preserve"). For other layers it is "tensor", or
             "static" once `fp8.calibrate` has set their scales. Layers of other libraries use
-            "tensor".
+            "tensor". Or a `fp8.Policy`, which selects the recipe of each layer by its name and
+            role; `report` names the rule that decided, and `advance` applies its switch.
         backend: as in `fp8.autocast`. Convolutions, and recipes and weight sizes that the kernels
             do not support, are simulated. A number of tokens that is not a multiple of 16 (32 under
             MX and NVFP4, 128 under "block") is padded with zeros. The report shows both, the latter
@@ -227,9 +200,9 @@ def convert(
             without the layers whose output is added to the residual stream. None: all layers. A
             function of (module, name), like torchao's filters, is recognized by its annotations or
             argument names.
-        rest: the recipe of the layers that ``where`` does not select, simulated if it has no
-            kernels. None leaves them unconverted. ``convert(model, "unit", where="umup",
-            rest="bf16")`` is the u-muP scheme.
+        rest: the recipe of the layers that ``where`` does not select, or that the policy leaves in
+            high precision, simulated if it has no kernels. None leaves them unconverted.
+            ``convert(model, "unit", where="umup", rest="bf16")`` is the u-muP scheme.
 
     Returns:
         ``model``, or the layer that replaces it.
@@ -242,9 +215,10 @@ def convert(
     Raises:
         TypeError: if ``model`` is not a module or contains TorchScript, or if ``where`` does not
             return a bool.
-        ValueError: for an unknown recipe, backend or where; for a lazy layer that has no weight
-            yet; for "native" with a recipe that has no kernels; for ``rest`` with the layers of
-            another library.
+        ValueError: for an unknown recipe, backend or where; for a rule of a policy that matches no
+            layer, and whatever else the model lacks; for a lazy layer that has no weight yet; for
+            "native" with a recipe that has no kernels; for the layers of another library with
+            ``rest``, or with a policy of several recipes or with a switch.
         NotImplementedError: in the forward pass, if a layer with scaling "delayed" is checkpointed
             with ``use_reentrant=False``.
 
@@ -258,24 +232,31 @@ def convert(
     """
     check_module("convert", model)
     check_ready(model)
-    given, where = given_recipe(recipe), checked_where(where)
-    others = None if rest is None else given_recipe(rest)
+    policy, where = as_policy(recipe), checked_where(where)
     if backend in ADAPTERS:
-        return _adapt(model, given or PLAIN, adapter(backend), where, rest)
-    first = checked_backend(backend, given or PLAIN, ADAPTERS)
-    second = "simulate" if why_not_recipe(others or PLAIN) else backend
+        return _adapt(model, policy, adapter(backend), where, rest)
+    others = None if rest is None else source_of(rest)
+    base = composed((source_of(policy.recipe),) * len(CASTS), PLAIN)
+    checked_backend(backend, base or PLAIN, ADAPTERS)
+    model = _without_adapters(model)
+    found = resolve(policy.at(0), model)  # raises before anything changes
+    for start, _ in policy.switch:
+        resolve(policy.at(start), model)
     model = revert(model)
-    layers = _candidates(model, given is not None and given.saved_activations is not None)
+    layers = {name: model.get_submodule(name) for name in found}
     left = choose(where, model, layers)
+    left |= {n: d.why for n, d in found.items() if d.recipe is None and n not in left}
     for name, module in layers.items():
-        if name in left and rest is None:
-            vars(module)["fp8_why"] = left[name]
-            continue
-        asked, runs = (others, second) if name in left else (given, first)
-        if why := _unfit(module, asked or PLAIN):
-            vars(module)["fp8_why"] = why
+        sources = (others,) * len(CASTS) if name in left else found[name].sources
+        chosen = composed(sources, PLAIN)
+        unfit = "" if chosen is None else _unfit(module, chosen)
+        if unfit or chosen is None:
+            vars(module)["fp8_why"] = unfit or left[name]
         else:
-            _begin(module, asked, (backend, runs), left.get(name, ""))
+            _begin(module, sources, backend, left.get(name, found[name].why))
+            vars(module)["fp8_switches"] = name not in left
+    if isinstance(recipe, Policy):
+        vars(model)["fp8_policy"] = policy
     forget_looks(model)
     _warn(model, [name for name in layers if name not in left])
     return expand(model)
@@ -291,46 +272,130 @@ def check_ready(model: nn.Module) -> None:
             raise ValueError(f"{path} has no weight yet: call the model once, then convert it")
 
 
-def _adapt(model: M, recipe: Recipe, adapter: Any, where: str | Where | None, rest: Any) -> M:
+def _without_adapters(model: M) -> M:
+    """``model``, with its own layers if those of another library replaced them."""
+    return revert(model) if any(map(adapted, model.modules())) else model
+
+
+def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, rest: Any) -> M:
     """`convert` with the layers of another library."""
     if rest is not None:
         raise ValueError(f"rest={rest!r} needs a backend of this library; choose another backend")
-    adapter.its_recipe(recipe)  # raises before anything changes
+    base = composed((source_of(policy.recipe),) * len(CASTS), PLAIN)
+    if not policy.selects and base is not None:
+        adapter.its_recipe(base)  # raises before anything changes
+    model = _without_adapters(model)
+    found = resolve(policy, model)
+    recipes = {r for d in found.values() if (r := composed(d.sources, PLAIN)) is not None}
+    recipes = recipes or ({base} if base else set())
+    if len(recipes) != 1 or policy.switch:
+        got = ", ".join(sorted(repr(recipe.name) for recipe in recipes)) or "none"
+        switch = ", and a switch" if policy.switch else ""
+        raise ValueError(
+            f"the layers of another library take one recipe; the policy gives {got}{switch}. "
+            "Convert with a backend of this library, or see fp8.adapters.policies"
+        )
+    chosen = recipes.pop()
+    adapter.its_recipe(chosen)
     model = revert(model)
-    if isinstance(where, str):
-        left = choose(where, model, _candidates(model))
+    kept = {name: d.why for name, d in found.items() if d.recipe is None}
+    if isinstance(where, str) or kept:
+        layers = candidates(model)
+        left = choose(where, model, layers) | kept
         where = lambda name, layer: name not in left  # noqa: E731
-    return expand(adapter.convert(model, recipe, where=where))
+    return expand(adapter.convert(model, chosen, where=where))
 
 
-def _begin(module: nn.Module, given: Recipe | None, backends: tuple[str, str], why: str) -> None:
-    recipe = given or auto_recipe(module)
+def _begin(module: nn.Module, sources: tuple[Source, ...], backend: str, why: str) -> None:
     gain(module, _Converted)
-    values = (recipe, given, *backends, why, is_transposed(module), alignment(recipe), 0)
-    vars(module).update(zip(_SET, values, strict=True))
+    vars(module).update(fp8_sources=sources, fp8_asked=backend, fp8_why=why)
+    vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
+    _set_recipe(module, sources)
+
+
+def _set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
+    """Sets the recipe of a converted layer, its backend, and the buffers that it needs."""
+    recipe = composed(sources, auto_of(module)) or _HIGH
+    backend = vars(module)["fp8_asked"]
+    runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
+    vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
     if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
         remember(module, recipe)
 
 
-def _is_unit_scaled(module: nn.Module) -> bool:
-    """Whether the module declares it: `unit_scaling.parameter.TaggedModule`."""
-    return bool(getattr(module, "fp8_unit_scaled", False))
+_HIGH = Recipe(name="high precision")
+"""The recipe of a converted layer whose casts a switch turned off."""
 
 
-def auto_recipe(module: nn.Module) -> Recipe:
-    """The recipe that "auto" selects for a layer."""
-    if _is_unit_scaled(module):
-        return UNIT
-    return STATIC if has_scales(module) else PLAIN
+def advance(model: nn.Module, fraction: float) -> bool:
+    """Applies the switch of the policy that ``model`` was converted with.
+
+    Call it before each step, with the fraction of the training steps that are done. Layers keep
+    their weights and buffers; those in high precision stay so. It also goes back, after a
+    checkpoint of an earlier step is loaded. A compiled model is compiled again at its next call.
+
+    Args:
+        model: the converted model, or a module that contains it.
+        fraction: from 0 to 1.
+
+    Returns:
+        Whether recipes changed.
+
+    Raises:
+        TypeError: if ``model`` is not a module or ``fraction`` is not a number.
+        ValueError: for a fraction outside of 0 to 1, and if nothing in the model was converted with
+            a policy that has a switch.
+
+    >>> import torch, fp8
+    >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    >>> _ = fp8.convert(model, fp8.Policy("mxfp8", switch=[(0.9, "bf16")]))
+    >>> fp8.advance(model, 0.5), fp8.advance(model, 0.95), model[0]
+    (False, True, Linear(in_features=16, out_features=16, bias=True, fp8=bf16))
+    """
+    check_module("advance", model)
+    found = ((module, vars(module).get("fp8_policy")) for module in model.modules())
+    owners = [(module, policy) for module, policy in found if policy and policy.switch]
+    if not owners:
+        raise ValueError(
+            "no part of the model was converted with a policy that has a switch: "
+            "fp8.convert(model, fp8.Policy(recipe, switch=[(0.9, 'bf16')]))"
+        )
+    changed = [_advance(owner, policy, fraction) for owner, policy in owners]
+    return any(changed)
+
+
+def _since(fraction: float | None) -> str:
+    return "" if fraction is None else f"since {fraction:g} of the training"
+
+
+def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
+    policy.at(fraction)  # checks the fraction
+    reached = [(start, source_of(recipe)) for start, recipe in policy.switch if start <= fraction]
+    since = reached[-1][0] if reached else None
+    if vars(owner).get("fp8_since") == since:
+        return False
+    vars(owner)["fp8_since"] = since
+    for module in owner.modules():
+        if isinstance(module, _Converted) and module.fp8_switches:
+            now = module.fp8_sources
+            for _, source in reached:
+                now = tuple(None if was is None else source for was in now)
+            why = _unfit(module, composed(now, PLAIN) or _HIGH)
+            if why:
+                now = module.fp8_sources
+            _set_recipe(module, now)
+            vars(module)["fp8_since"] = f"not switched: {why}" if why else _since(since)
+    forget_looks(owner)
+    return True
 
 
 def choose_recipes(model: nn.Module) -> None:
     """Selects the recipe again for layers converted under "auto". Called when a model becomes
     unit-scaled."""
     for module in model.modules():
-        if isinstance(module, _Converted) and module.fp8_given is None:
-            vars(module)["fp8_recipe"] = auto_recipe(module)
-            if module.fp8_recipe == UNIT:
+        if isinstance(module, _Converted) and AUTO in module.fp8_sources:
+            vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
+            if not module.fp8_recipe.keeps_history:
                 forget(module)
     forget_looks(model)
 
@@ -344,7 +409,8 @@ def choose_static(model: nn.Module) -> None:
 
 
 def _choose_static(module: Any) -> None:
-    if module.fp8_given is None and module.fp8_recipe == PLAIN and not _unfit(module, STATIC):
+    auto = set(module.fp8_sources) == {AUTO}
+    if auto and module.fp8_recipe == PLAIN and not _unfit(module, STATIC):
         vars(module)["fp8_recipe"] = STATIC
         remember(module, STATIC)
 
@@ -356,9 +422,9 @@ def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
         (name, layer) for name, layer in model.named_modules() if isinstance(layer, _Converted)
     ]
     plain = [
-        (name or "(model)", layer.fp8_given.name)
+        (name or "(model)", layer.fp8_recipe.name)
         for name, layer in found
-        if layer.fp8_given and needs_unit_scale(layer.fp8_given) and not _is_unit_scaled(layer)
+        if needs_unit_scale(layer.fp8_recipe) and not is_unit_scaled(layer)
     ]
     if plain:
         name, recipe = plain[0]
@@ -424,22 +490,33 @@ def report(model: nn.Module) -> Report[Row]:
     if note is not None:
         return Report(note.report.rows, notes_on(model))
     rows = []
-    for name, module, why_not in _layers(model):
+    for name, module, why_not in layers_of(model):
         kind = bare_class(module).__name__
         if isinstance(module, _Converted):
             rows.append(Row(name, kind, "converted", _how(module)))
         else:
             why = why_not or vars(module).get("fp8_why", "not chosen")
             rows.append(Row(name, kind, LEFT_ALONE, why))
-    return Report(rows, notes_on(model))
+    return Report(rows, [*notes_on(model), *_notes(vars(model).get("fp8_policy"))])
+
+
+def _notes(policy: Policy | None) -> list[str]:
+    """What the report says of a policy besides its layers: its name and its switch."""
+    if policy is None:
+        return []
+    starts = [f"{name_of(to)} from {start:g} of the training" for start, to in policy.switch]
+    name = f"policy {policy.name!r}" if policy.name else "policy"
+    return ["; ".join([name, *starts])] if policy.name or starts else []
 
 
 def _how(module: Any) -> str:
     """The recipe of a converted layer and, unless all is simulated, the backend of its products."""
     recipe, backend = module.fp8_recipe, module.fp8_backend
-    state = "unit-scaled" if _is_unit_scaled(module) else "not unit-scaled"
+    state = "unit-scaled" if is_unit_scaled(module) else "not unit-scaled"
     state = "calibrated" if recipe == STATIC else state
-    whys = ["" if module.fp8_given else f"{AUTO}: {state}", module.fp8_why]
+    since = vars(module).get("fp8_since", "")
+    whys = [f"{AUTO}: {state}" if AUTO in module.fp8_sources and not since else ""]
+    whys += [module.fp8_why, since]
     why = "; ".join(filter(None, whys))
     name = f"{recipe.name} ({why})" if why else recipe.name
     if isinstance(module, ACTIVATIONS):
@@ -464,28 +541,6 @@ def _how(module: Any) -> str:
     return f"{name}, {where}{ragged}"
 
 
-def _candidates(model: nn.Module, activations: bool = False) -> dict[str, nn.Module]:
-    """Name -> layer, of all layers that can be converted."""
-    return {name: module for name, module, why in _layers(model, activations) if why is None}
-
-
-def _layers(
-    model: nn.Module, activations: bool = False
-) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """(name, module, reason why it cannot be converted or None) for all modules that have a weight
-    or are converted and, if requested, for activations."""
-    inside = inside_attention(model)
-    for name, module in model.named_modules():
-        if isinstance(module, parametrize.ParametrizationList):
-            continue  # part of the layer whose weight it computes
-        weights = parametrize.is_parametrized(module) or any(
-            is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)
-        )
-        asked = activations and isinstance(module, ACTIVATIONS)
-        if weights or asked or isinstance(module, _Converted):
-            yield name, module, _why_not(module, inside.get(id(module)))
-
-
 def _unfit(module: nn.Module, recipe: Recipe) -> str:
     """Why a layer cannot run under this recipe; "" if it can."""
     if isinstance(module, nn.Bilinear) and not is_whole(recipe):
@@ -496,27 +551,3 @@ def _unfit(module: nn.Module, recipe: Recipe) -> str:
         return _MORE_KEYS
     many = isinstance(module, nn.Bilinear | nn.MultiheadAttention)
     return _NO_BUFFERS if many and recipe.keeps_history else ""
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether it is the linear layer of GPT-2, `transformers.pytorch_utils.Conv1D`: weight (in,
-    out)."""
-    known = sys.modules.get("transformers.pytorch_utils")
-    return known is not None and isinstance(module, known.Conv1D)
-
-
-def _why_not(module: nn.Module, owner: str | None) -> str | None:
-    if owner is not None:
-        return f"computed by {owner}"
-    if why := why_quantized(module):
-        return why
-    library = bare_class(module).__module__.partition(".")[0]
-    if library in ADAPTERS:
-        return f"a layer of {library}, which computes its products"
-    for parameter in module.parameters(recurse=False):
-        if not is_dense(parameter):
-            return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
-    if isinstance(module, (*LAYERS, *ACTIVATIONS)) or is_transposed(module):
-        return _PATCHED if "forward" in vars(module) else None
-    known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
-    return next(known, "its products are its own: run the model under fp8.autocast")

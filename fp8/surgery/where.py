@@ -20,7 +20,16 @@ from ..common.mixin import bare_class
 from ..common.validation import check_name
 from .swap import Where
 
-__all__ = ["WHERE", "checked_function", "checked_where", "choose"]
+__all__ = [
+    "WHERE",
+    "Layers",
+    "blocks_of",
+    "checked_function",
+    "checked_where",
+    "choose",
+    "sizes_of",
+    "within",
+]
 
 Layers = Mapping[str, nn.Module]
 """Name -> layer, in the order of the model."""
@@ -35,10 +44,10 @@ def _hidden(model: nn.Module, layers: Layers) -> dict[str, str]:
     """Leaves alone the layers outside of all blocks: the readout, and what precedes or follows the
     blocks (arXiv:2502.05967: "all hidden linear layer computations"). In a model without repeated
     modules, the last layer only."""
-    blocks = _blocks(model, layers)
+    blocks = blocks_of(model, layers)
     if not blocks:
         return dict.fromkeys(list(layers)[-1:], _LAST)
-    return {name: _OUTSIDE for name in layers if not any(_within(name, block) for block in blocks)}
+    return {name: _OUTSIDE for name in layers if not any(within(name, block) for block in blocks)}
 
 
 def _umup(model: nn.Module, layers: Layers) -> dict[str, str]:
@@ -51,11 +60,11 @@ def _umup(model: nn.Module, layers: Layers) -> dict[str, str]:
     for name, layer in layers.items():
         if isinstance(layer, nn.MultiheadAttention):
             left.setdefault(name, _WHOLE)
-    for block in _blocks(model, layers):
-        inside = {name: layer for name, layer in layers.items() if _within(name, block)}
-        width = _sizes(next(iter(inside.values())))[0]
+    for block in blocks_of(model, layers):
+        inside = {name: layer for name, layer in layers.items() if within(name, block)}
+        width = sizes_of(next(iter(inside.values())))[0]
         for part in _parts(block, model.get_submodule(block), inside):
-            if _sizes(inside[part[-1]])[1] == width:
+            if sizes_of(inside[part[-1]])[1] == width:
                 left.setdefault(part[-1], _JOINS)
     return left
 
@@ -176,11 +185,12 @@ def choose(where: str | Where | None, model: nn.Module, layers: Layers) -> dict[
     return dict.fromkeys(left, "not chosen")
 
 
-def _within(name: str, block: str) -> bool:
+def within(name: str, block: str) -> bool:
+    """Whether the module ``name`` is inside of the module ``block``."""
     return name.startswith(f"{block}.")
 
 
-def _blocks(model: nn.Module, layers: Layers) -> list[str]:
+def blocks_of(model: nn.Module, layers: Layers) -> list[str]:
     """The names of the blocks, outer ones before blocks nested in them (experts)."""
     found = []
     for path, module in model.named_modules():
@@ -189,7 +199,7 @@ def _blocks(model: nn.Module, layers: Layers) -> list[str]:
         names = [f"{path}.{key}" if path else key for key, _ in module.named_children()]
         if not path and len(names) == 1:  # a wrapper around a model
             continue
-        inside = all(any(_within(layer, name) for layer in layers) for name in names)
+        inside = all(any(within(layer, name) for layer in layers) for name in names)
         if inside and len({bare_class(child) for child in module.children()}) == 1:
             found += names
     return found
@@ -202,20 +212,20 @@ def _parts(path: str, block: nn.Module, layers: Layers) -> list[list[str]]:
     for key, child in block.named_children():
         name = f"{path}.{key}"
         if name in layers:
-            before, after = _sizes(layers[name])
+            before, after = sizes_of(layers[name])
             joined = open_part and after <= before
             parts = [*parts[:-1], [*parts[-1], name]] if joined else [*parts, [name]]
             open_part = joined or after == before
         elif isinstance(child, nn.ModuleList):
             parts += _parts(name, child, layers)
         else:
-            inner = [layer for layer in layers if _within(layer, name)]
+            inner = [layer for layer in layers if within(layer, name)]
             parts += [inner] if inner else []
             open_part = open_part and not inner
     return parts
 
 
-def _sizes(layer: Any) -> tuple[int, int]:
+def sizes_of(layer: Any) -> tuple[int, int]:
     """(inputs, outputs) of a layer; (0, -1) for other kinds of layers."""
     for inputs, outputs in (("in_features", "out_features"), ("in_channels", "out_channels")):
         if hasattr(layer, inputs):

@@ -62,6 +62,23 @@ def test_the_same_losses_as_a_plain_loop(recipe):
     assert got[-1] < got[0]
 
 
+@pytest.mark.parametrize("opt_level", [None, "O2"])
+def test_a_policy(opt_level):
+    policy = fp8.Policy("tensor", rules=[("down", None, "row")], keep=["readout"])
+    model = Model()
+    other = copy.deepcopy(model)
+    accelerator = library.Accelerator(cpu=True)
+    optimizer = adam(model)
+    prepared = accelerate.prepare(accelerator, model, optimizer, recipe=policy, opt_level=opt_level)
+    rows = {row.path: row.why for row in fp8.report(model)}
+    assert rows["head"].startswith("keep readout")
+    assert rows["down"].startswith("row (rule 1")
+    if opt_level is None:
+        fp8.convert(other, policy)
+        got = accelerated(accelerator, *prepared, batches(6))
+        assert got == plain_loop(other, adam(other), batches(6))
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_loaders_and_schedulers_are_prepared_along(given):
     """As ``accelerator.prepare(model, optimizer, loader, scheduler)`` is called; or without."""

@@ -246,6 +246,44 @@ def test_another_recipe_is_said(tmp_path):
         run.fit(lit, loader(), ckpt_path=tmp_path / "checkpoint.ckpt")
 
 
+POLICY = fp8.Policy("tensor", rules=[("*.head", "grad_weight", None)], switch=[(0.4, "bf16")])
+
+
+@pytest.mark.parametrize("library", TRAINERS)
+def test_a_policy_and_its_switch(library, tmp_path):
+    """From the fifth of 8 steps on: the first with at least 0.4 of them done."""
+    net = Mlp()
+    other = fp8.convert(nn.ModuleDict({"net": copy.deepcopy(net)}), POLICY)
+    done = iter(range(8))
+
+    def advance(*_: Any) -> None:
+        fp8.advance(other, next(done) / 8)
+
+    other["net"].register_forward_pre_hook(advance)
+    want = plain_loop(other["net"], "32-true", 2)
+    lit = module(library, copy.deepcopy(net))
+    trainer(library, FP8Precision(POLICY, library=library), tmp_path, 2).fit(lit, loader())
+    assert lit.losses == want
+    assert "since 0.4" in str(fp8.report(lit))
+    never = fp8.Policy(POLICY.recipe, rules=POLICY.rules)
+    plain = fp8.convert(nn.ModuleDict({"net": copy.deepcopy(net)}), never)["net"]
+    assert plain_loop(plain, "32-true", 2) != want
+
+
+def test_another_policy_is_said(tmp_path):
+    lit = module("lightning", Mlp())
+    run = trainer("lightning", FP8Precision(POLICY), tmp_path, 1)
+    run.fit(lit, loader())
+    run.save_checkpoint(tmp_path / "checkpoint.ckpt")
+    run = trainer("lightning", FP8Precision(POLICY), tmp_path, 2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the checkpoint was trained")
+        run.fit(lit, loader(), ckpt_path=tmp_path / "checkpoint.ckpt")
+    run = trainer("lightning", FP8Precision("row"), tmp_path, 2)
+    with pytest.warns(UserWarning, match="under the recipe 'a policy of tensor'.* 'row'"):
+        run.fit(lit, loader(), ckpt_path=tmp_path / "checkpoint.ckpt")
+
+
 def test_evaluated_under_the_recipe(tmp_path):
     """And the histories of training are not lost or changed by it, whichever Trainer it is."""
     lit = module("lightning", Mlp())

@@ -1,0 +1,426 @@
+"""Policies in the terms of other libraries: torchao, TransformerEngine and Megatron-LM.
+
+What a library cannot express is a ValueError that names the rule or layer, or a line of ``notes``;
+nothing is left out silently. Read from the source of torchao 0.18, TransformerEngine 2.20 and
+Megatron-LM 0.16 (megatron/core/quantization and TransformerEngineMixedPrecision.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from ..common.libraries import need
+from ..recipes.policy import CASTS, Policy, composed, name_of, source_of
+from ..recipes.recipe import PLAIN, RECIPES, Recipe
+from ..surgery.policies import resolve
+from . import torchao, transformer_engine
+from .te_recipe import te_recipe
+
+__all__ = [
+    "Contexts",
+    "Filtered",
+    "MegatronFiles",
+    "as_code",
+    "for_megatron",
+    "for_torchao",
+    "for_transformer_engine",
+]
+
+
+def _is_high(recipe: Recipe | None) -> bool:
+    """Whether a layer computes in 16 bits or more, which these libraries take from the model."""
+    return recipe is None or recipe == RECIPES["bf16"]
+
+
+def _at_start(policy: Policy, library: str) -> tuple[Policy, list[str]]:
+    """The policy at the start of training, and a note on each switch."""
+    notes = [
+        f"{library} does not switch recipes: at {start:g} of the steps, resume from a checkpoint "
+        f"with policy.at({start:g}), whose recipe is {name_of(recipe)!r}"
+        for start, recipe in policy.switch
+    ]
+    return policy.at(0), notes
+
+
+def _recipes(policy: Policy, model: nn.Module) -> dict[str, Recipe | None]:
+    """Layer -> recipe; "auto" is "tensor", as the layers of these libraries are not unit-scaled."""
+    return {n: composed(d.sources, PLAIN) for n, d in resolve(policy, model).items()}
+
+
+def _translated(name: str, make: Any, recipe: Recipe) -> Any:
+    """``make(recipe)``. Raises ValueError with the name of the layer."""
+    try:
+        return make(recipe)
+    except ValueError as error:
+        raise ValueError(f"layer {name!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """A configuration of torchao's and the layers that it is for.
+
+    Attributes:
+        config: a Float8LinearConfig, or an MXFP8TrainingOpConfig.
+        layers: the names of the linear layers.
+    """
+
+    config: Any
+    layers: frozenset[str]
+
+    def filter(self, module: nn.Module, name: str) -> bool:
+        """Whether torchao converts this module: a ``module_filter_fn``."""
+        return name in self.layers
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Converts the layers of ``model`` in place by torchao's own function.
+
+        Returns the model.
+        """
+        library = need("torchao")
+        if isinstance(self.config, library.Float8LinearConfig):
+            converted: nn.Module = library.convert_to_float8_training(
+                model, config=self.config, module_filter_fn=self.filter
+            )
+            return converted
+        importlib.import_module("torchao.quantization").quantize_(
+            model, self.config, filter_fn=self.filter
+        )
+        return model
+
+
+def for_torchao(
+    policy: Policy, model: nn.Module, *, emulate: bool = False
+) -> tuple[list[Filtered], list[str]]:
+    """The configurations of torchao, and the linear layers for each.
+
+    Args:
+        policy: a policy.
+        model: the model before torchao converts it; not changed.
+        emulate: as in `fp8.adapters.torchao.ao_config`.
+
+    Returns:
+        (configurations with their filters, notes on what is not translated).
+
+    Raises:
+        ValueError: as `fp8.surgery.policies.resolve`, and for a recipe that torchao does not have.
+        ImportError: without torchao.
+
+    >>> import fp8
+    >>> model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    >>> policy = fp8.Policy("row", rules=[("2", None, "tensor")])
+    >>> parts, notes = for_torchao(policy, model, emulate=True)
+    >>> [sorted(part.layers) for part in parts]
+    [['0'], ['2']]
+    """
+    policy, notes = _at_start(policy, "torchao")
+    groups: dict[Recipe, set[str]] = {}
+    for name, recipe in _recipes(policy, model).items():
+        if recipe is None or _is_high(recipe):
+            continue
+        layer = model.get_submodule(name)
+        if isinstance(layer, nn.Linear):
+            groups.setdefault(recipe, set()).add(name)
+        else:
+            notes.append(f"torchao converts linear layers only: {name!r} stays in high precision")
+    make = lambda recipe: torchao.ao_config(recipe, emulate=emulate)  # noqa: E731
+    parts = [
+        Filtered(_translated(min(names), make, recipe), frozenset(names))
+        for recipe, names in groups.items()
+    ]
+    return parts, notes
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """The contexts of TransformerEngine in which a model and some of its modules run.
+
+    Attributes:
+        recipe: TransformerEngine's recipe of the context around the model; None: not enabled.
+        inner: name of a module -> the recipe of the context around its forward; None: not enabled.
+        notes: what is not translated.
+    """
+
+    recipe: Any
+    inner: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def attach(self, model: nn.Module) -> list[Any]:
+        """Adds hooks to ``model`` and to the modules in ``inner`` that open the contexts.
+
+        Args:
+            model: with layers of TransformerEngine under the names of ``inner``.
+
+        Returns:
+            The handles of the hooks; ``handle.remove()`` removes one.
+
+        Raises:
+            AttributeError: if the model has no module of such a name.
+        """
+        every = {"": self.recipe, **self.inner}
+        modules = [(model.get_submodule(name), recipe) for name, recipe in every.items()]
+        return [handle for module, recipe in modules for handle in _hooked(module, recipe)]
+
+
+def _hooked(module: nn.Module, recipe: Any) -> list[Any]:
+    opened: list[Any] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        given = te_recipe("tensor") if recipe is None else recipe
+        context = transformer_engine.autocast(given, enabled=recipe is not None)
+        context.__enter__()
+        opened.append(context)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(before),
+        module.register_forward_hook(after, always_call=True),
+    ]
+
+
+def for_transformer_engine(policy: Policy, model: nn.Module) -> Contexts:
+    """The recipe of TransformerEngine, and the modules that need another context.
+
+    Args:
+        policy: a policy.
+        model: with layers of torch, before those of TransformerEngine replace them; not changed.
+
+    Returns:
+        The contexts; `Contexts.attach` opens them in the model with TransformerEngine's layers.
+
+    Raises:
+        ValueError: as `fp8.surgery.policies.resolve`, and for a recipe that TransformerEngine does
+            not have, such as one with a single cast in high precision.
+        ImportError: without TransformerEngine.
+    """
+    policy, notes = _at_start(policy, "TransformerEngine")
+    base = composed((source_of(policy.recipe),) * len(CASTS), PLAIN)
+    outer = None if base is None or _is_high(base) else te_recipe(base)
+    inner: dict[str, Any] = {}
+    for name, recipe in _recipes(policy, model).items():
+        if recipe == base or (_is_high(recipe) and _is_high(base)):
+            continue
+        if recipe is None or _is_high(recipe):
+            inner[name] = None
+        else:
+            inner[name] = _translated(name, te_recipe, recipe)
+    return Contexts(outer, inner, notes)
+
+
+@dataclass(frozen=True)
+class MegatronFiles:
+    """A policy for Megatron-LM.
+
+    Attributes:
+        flags: of its training script; with ``yaml`` also ``--te-precision-config-file FILE``.
+        yaml: the text of that file; "" if none is needed.
+        notes: what is not translated, and what differs.
+    """
+
+    flags: list[str]
+    yaml: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+_MEGATRON = {"tensor": "tensorwise", "delayed": "delayed", "block": "blockwise", "mxfp8": "mxfp8"}
+"""Our recipe -> Megatron's ``--fp8-recipe``."""
+
+_FORMATS = {"e4m3": "e4m3", "e5m2": "hybrid"}
+"""The format of gradients -> Megatron's ``--fp8-format``; others are e4m3."""
+
+_MEGATRON_ROLES = {
+    "attention": ("*attention.linear_*",),
+    "residual": ("*.linear_proj", "*.linear_fc2"),
+}
+"""Role -> the names of Megatron's modules. The other roles never run in FP8 there."""
+
+
+def _in_megatron(what: str, recipe: Recipe | None) -> dict[str, str]:
+    """The fields of a TEQuantizationRecipe; {} is high precision. what: the rule, for errors."""
+    if recipe is None or _is_high(recipe):
+        return {}
+    if recipe == replace(RECIPES["nvfp4"], name=recipe.name):
+        return {"fp4_quantization_recipe": "nvfp4"}
+    for name, theirs in _MEGATRON.items():
+        for format, kind in _FORMATS.items():
+            known = RECIPES[name]
+            grad = replace(known.grad, format=format) if known.grad else None
+            if recipe == replace(known, name=recipe.name, grad=grad):
+                return {"fp8_quantization_recipe": theirs, "fp8_format": kind}
+    allowed = ", ".join(map(repr, (*_MEGATRON, "nvfp4", "bf16")))
+    raise ValueError(f"{what}: Megatron has no recipe {recipe.name!r}; it has {allowed} and None")
+
+
+def for_megatron(policy: Policy) -> MegatronFiles:
+    """The flags of Megatron-LM and the text of its ``--te-precision-config-file``.
+
+    Rules become matchers in reverse order, because the first match decides there. Patterns are
+    matched with the names of Megatron's modules, such as "decoder.layers.0.mlp.linear_fc1".
+
+    Args:
+        policy: a policy whose rules name Megatron's modules.
+
+    Returns:
+        The flags, the file and notes.
+
+    Raises:
+        ValueError: for a rule of single casts, a recipe that Megatron does not have, "delayed" in a
+            rule or with ``first`` and ``last``, and for ``first`` and ``last`` without a recipe.
+
+    >>> import fp8
+    >>> for_megatron(fp8.Policy("mxfp8", first=1, last=2)).flags[-3:]
+    ['--first-last-layers-bf16', '--num-layers-at-start-in-bf16=1', '--num-layers-at-end-in-bf16=2']
+    """
+    policy, notes = _at_start(policy, "Megatron")
+    base = _in_megatron("the policy", composed((source_of(policy.recipe),) * len(CASTS), PLAIN))
+    flags = [f"--{key}={value}" for key, value in _base_flags(base).items()]
+    if policy.first or policy.last:
+        _check_ends(policy, base)
+        ends = {"start": policy.first, "end": policy.last}
+        flags += ["--first-last-layers-bf16"]
+        flags += [f"--num-layers-at-{end}-in-bf16={count}" for end, count in ends.items()]
+    matchers = _matchers(policy, base)
+    if base and "readout" not in policy.keep:
+        notes.append("Megatron computes the output layer in high precision, whatever the policy")
+    if base.get("fp8_quantization_recipe") == "tensorwise":
+        notes.append("the scales of Megatron's tensorwise recipe are not powers of two")
+    if policy.rules:
+        notes.append("the patterns are matched with the names of Megatron's modules")
+    return MegatronFiles(flags, _yaml(matchers) if matchers else "", notes)
+
+
+def _base_flags(base: dict[str, str]) -> dict[str, str]:
+    if "fp4_quantization_recipe" in base:
+        return {"fp4-format": "e2m1", "fp4-recipe": base["fp4_quantization_recipe"]}
+    if not base:
+        return {}
+    recipe = base["fp8_quantization_recipe"]
+    delayed = {"fp8-amax-history-len": "16", "fp8-amax-compute-algo": "max"}
+    return {
+        "fp8-format": base["fp8_format"],
+        "fp8-recipe": recipe,
+        **(delayed if recipe == "delayed" else {}),
+    }
+
+
+def _check_ends(policy: Policy, base: dict[str, str]) -> None:
+    ends = f"first={policy.first}, last={policy.last}"
+    if not base:
+        raise ValueError(f"{ends}: Megatron has these only with a recipe for the whole model")
+    if base.get("fp8_quantization_recipe") == "delayed":
+        raise ValueError(f"{ends}: Megatron does not combine these with 'delayed'")
+
+
+@dataclass(frozen=True)
+class _Matcher:
+    name: str
+    pattern: str
+    config: dict[str, str]
+
+
+def _matchers(policy: Policy, base: dict[str, str]) -> list[_Matcher]:
+    """In Megatron's order: the first that matches decides."""
+    found = [
+        _Matcher(f"keep_{role}_{i}", pattern, {})
+        for role in policy.keep
+        for i, pattern in enumerate(_MEGATRON_ROLES.get(role, ()), 1)
+    ]
+    for index, rule in reversed(list(enumerate(policy.rules, 1))):
+        what = f"rule {index} ({rule})"
+        if rule.product is not None:
+            raise ValueError(f"{what}: Megatron has no recipe for single casts of a layer")
+        config = _in_megatron(what, composed((source_of(rule.recipe),) * len(CASTS), PLAIN))
+        if config.get("fp8_quantization_recipe") == "delayed":
+            raise ValueError(f"{what}: Megatron has 'delayed' for the whole model only")
+        found.append(_Matcher(f"rule_{index}", rule.layers, config))
+    if base:
+        return found
+    enable = {"override_nonquantized_autocast": "true"}
+    return [replace(m, config=m.config | enable) if m.config else m for m in found]
+
+
+def _yaml(matchers: list[_Matcher]) -> str:
+    names: dict[str, dict[str, str]] = {}
+    lines = ["matchers:"]
+    for matcher in matchers:
+        recipe, format = (*matcher.config.values(), "", "")[:2]
+        name = "_".join(filter(None, (recipe, format))) or "high_precision"
+        names[name] = matcher.config
+        lines += [
+            f"  {matcher.name}:",
+            f'    config: "{name}"',
+            '    type: "glob"',
+            f"    pattern: {json.dumps(matcher.pattern)}",
+            "    enabled: true",
+        ]
+    configs = ["configs:"]
+    for name, config in names.items():
+        configs += [f"  {name}:", '    transformer_engine_config_type: "TEQuantizationParams"']
+        fields = [f"      {k}: {v if v == 'true' else json.dumps(v)}" for k, v in config.items()]
+        configs += ["    training_recipe:", *fields] if fields else ["    training_recipe: {}"]
+    return "\n".join([*configs, *lines]) + "\n"
+
+
+def as_code(policy: Policy) -> dict[str, str]:
+    """Lines to copy that apply ``policy``, by library.
+
+    Returns:
+        "fp8", "torchao", "transformer_engine" and "megatron" -> the lines; a comment with the
+        reason where the library cannot express the policy.
+
+    >>> import fp8
+    >>> print(as_code(fp8.Policy("mxfp8", keep=("readout",)))["fp8"])
+    import fp8
+    <BLANKLINE>
+    policy = fp8.Policy("mxfp8", keep=["readout"])
+    fp8.convert(model, policy)
+    """
+    made = f"policy = {_source(policy)}"
+    step = "fp8.advance(model, step / steps)  # before each step\n" if policy.switch else ""
+    first = "import fp8\nfrom fp8.adapters.policies import"
+    return {
+        "fp8": f"import fp8\n\n{made}\nfp8.convert(model, policy)\n{step}".rstrip(),
+        "torchao": f"{first} for_torchao\n\n{made}\n"
+        "parts, notes = for_torchao(policy, model)\n"
+        "for part in parts:  # convert_to_float8_training(model, config=, module_filter_fn=)\n"
+        "    part.apply(model)\nprint(*notes)",
+        "transformer_engine": f"{first} for_transformer_engine\n\n{made}\n"
+        "contexts = for_transformer_engine(policy, model)  # the model with layers of torch\n"
+        "contexts.attach(te_model)  # with te.Linear under the same names\nprint(*contexts.notes)",
+        "megatron": _megatron_code(policy),
+    }
+
+
+def _megatron_code(policy: Policy) -> str:
+    try:
+        files = for_megatron(policy)
+    except ValueError as error:
+        return f"# not possible: {error}"
+    flags = [*files.flags, *(["--te-precision-config-file=policy.yaml"] if files.yaml else [])]
+    text = "# flags\n" + "\n".join(flags or ["# none"])
+    text += f"\n\n# policy.yaml\n{files.yaml}" if files.yaml else ""
+    return "\n".join([text.rstrip(), *(f"# {note}" for note in files.notes)])
+
+
+def _source(policy: Policy) -> str:
+    """The policy as Python."""
+    named = [policy.recipe, *(rule.recipe for rule in policy.rules), *(r for _, r in policy.switch)]
+    if any(isinstance(recipe, Recipe) for recipe in named):
+        return f"fp8.Policy.from_json({json.dumps(json.dumps(policy.to_dict()))})"
+    q = lambda value: "None" if value is None else json.dumps(value)  # noqa: E731
+    given = [q(policy.recipe)]
+    rules = [f"({q(r.layers)}, {q(r.product)}, {q(r.recipe)})" for r in policy.rules]
+    given += [f"rules=[{', '.join(rules)}]"] if rules else []
+    given += [f"{end}={n}" for end in ("first", "last") if (n := getattr(policy, end))]
+    given += [f"keep=[{', '.join(map(q, policy.keep))}]"] if policy.keep else []
+    switch = [f"({start!r}, {q(recipe)})" for start, recipe in policy.switch]
+    given += [f"switch=[{', '.join(switch)}]"] if switch else []
+    given += [f"name={q(policy.name)}"] if policy.name else []
+    return f"fp8.Policy({', '.join(given)})"

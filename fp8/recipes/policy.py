@@ -1,0 +1,424 @@
+"""Policies: which recipe each layer and cast of a model gets, and when. Immutable, validated on
+construction, and plain data in JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..common.validation import check_name, check_whole
+from .recipe import AUTO, RECIPES, SAME, Cast, Recipe, check_keys, given_recipe
+
+__all__ = [
+    "CASTS",
+    "CONCERNS",
+    "ROLES",
+    "Policy",
+    "Rule",
+    "Source",
+    "as_policy",
+    "composed",
+    "name_of",
+    "source_of",
+]
+
+CASTS = (
+    "forward.input",
+    "forward.weight",
+    "grad_input.grad",
+    "grad_input.weight",
+    "grad_weight.grad",
+    "grad_weight.input",
+)
+"""The casts of a layer: product.operand."""
+
+CONCERNS = (
+    *("forward", "grad_input", "grad_weight"),
+    *("input", "weight", "grad"),
+    *CASTS,
+)
+"""What `Rule.product` may name: the casts of a product, of an operand, or a single one."""
+
+ROLES: dict[str, str] = {
+    "embedding": "layers outside of the repeated blocks that do not read the residual stream "
+    "(patch and input projections), and lookups",
+    "readout": "layers outside of the repeated blocks that read the residual stream; the last "
+    "layer of a model that repeats no block",
+    "residual": "layers whose output is added to the residual stream",
+    "router": "layers with one output per expert of the list or stack of experts beside them",
+    "attention": "layers inside of a module whose class or name contains 'attention' or 'attn'",
+    "norm": "normalization layers, which have no product",
+}
+"""What `Policy.keep` may name -> the rule by which `fp8.surgery.roles` finds it."""
+
+Source = Recipe | str | None
+"""What a cast is taken from: a `Recipe`, "auto", or None for high precision."""
+
+
+def _stored(recipe: Any) -> str | Recipe | None:
+    """``recipe``, by its name if it is registered. Raises as `fp8.get_recipe`."""
+    if recipe is None:
+        return None
+    found = given_recipe(recipe)
+    if found is None:
+        return AUTO
+    return found.name if RECIPES.get(found.name) == found else found
+
+
+def source_of(recipe: str | Recipe | None) -> Source:
+    """The `Source` that a recipe of a policy stands for."""
+    return recipe if recipe is None or recipe == AUTO else given_recipe(recipe)
+
+
+def name_of(recipe: str | Recipe | None) -> str:
+    """The name of a recipe of a policy, for messages."""
+    return "high precision" if recipe is None else str(getattr(recipe, "name", recipe))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The recipe of some layers, or of some of their casts.
+
+    Attributes:
+        layers: a glob on the dotted name of a layer, as `fnmatch` reads it: "lm_head", "*.mlp.*".
+        recipe: a name in `fp8.RECIPES`, a `Recipe`, "auto", or None for high precision.
+        product: the casts that the rule concerns: those of a product ("forward", "grad_input",
+            "grad_weight"), of an operand ("input", "weight", "grad"), or one ("forward.input", a
+            name in `CASTS`). None: all.
+
+    Raises:
+        TypeError: if ``layers`` is not a string.
+        ValueError: for an empty pattern, and for an unknown recipe or product.
+    """
+
+    layers: str
+    recipe: str | Recipe | None = None
+    product: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, str):
+            raise TypeError(f"Rule.layers must be a pattern of names, got {self.layers!r}")
+        if not self.layers:
+            raise ValueError('Rule.layers is empty: name a layer, or use "*" for all')
+        if self.product is not None:
+            check_name("product of a rule", self.product, CONCERNS)
+        object.__setattr__(self, "recipe", _stored(self.recipe))
+
+    @staticmethod
+    def of(given: Any) -> Rule:
+        """``given`` as a Rule. given: a Rule, or a tuple (layers, product or None, recipe or
+        None)."""
+        if isinstance(given, Rule):
+            return given
+        if not isinstance(given, tuple | list) or len(given) != 3:
+            raise TypeError(
+                f"a rule is a fp8.Rule or a tuple (layers, product, recipe), not {given!r}"
+            )
+        layers, product, recipe = given
+        return Rule(layers, recipe, product)
+
+    @property
+    def casts(self) -> tuple[int, ...]:
+        """The indices in `CASTS` of the casts that the rule concerns."""
+        wanted = self.product
+        return tuple(i for i, c in enumerate(CASTS) if wanted in (None, c, *c.split(".")))
+
+    def __str__(self) -> str:
+        return f"{self.layers!r}" + (f" {self.product}" if self.product else "")
+
+
+RuleTuple = tuple[str, str | None, str | Recipe | None]
+"""(layers, product, recipe) of a `Rule`."""
+
+Start = tuple[float, str | Recipe | None]
+"""(fraction of the training steps, the recipe from there on)."""
+
+
+@dataclass(frozen=True, init=False)
+class Policy:
+    """Which recipe each layer of a model gets, and when.
+
+    A layer takes ``recipe``; then each rule that matches its name, in order, so that later rules
+    override earlier ones; and high precision if ``first``, ``last`` or ``keep`` include it, which
+    override all rules. `fp8.surgery.policies.resolve` applies a policy to a model.
+
+    Attributes:
+        recipe: a name in `fp8.RECIPES`, a `Recipe`, "auto", or None for high precision.
+        rules: `Rule` objects, or tuples (layers, product, recipe).
+        first, last: the numbers of repeated blocks at the start and at the end of the model that
+            stay in high precision.
+        keep: names in `ROLES`: layers that stay in high precision.
+        switch: pairs (fraction, recipe) in ascending order: from that fraction of the training
+            steps on, everything that is cast takes this recipe (arXiv:2509.25149 switches to bf16
+            late). `fp8.advance` applies it.
+        name: the name shown in reports; "" shows the recipe's.
+
+    Raises:
+        TypeError: for a value of another type.
+        ValueError: for an unknown recipe, product or role, and for fractions that are not ascending
+            or outside of 0 to 1.
+
+    >>> policy = Policy("mxfp8", rules=[("*.mlp.*", "grad_weight", None)], keep=("readout",))
+    >>> policy.rules[0].product
+    'grad_weight'
+    >>> Policy.from_json(policy.to_json()) == policy
+    True
+    """
+
+    recipe: str | Recipe | None
+    rules: tuple[Rule, ...]
+    first: int
+    last: int
+    keep: tuple[str, ...]
+    switch: tuple[Start, ...]
+    name: str
+
+    def __init__(
+        self,
+        recipe: str | Recipe | None = AUTO,
+        *,
+        rules: Iterable[Rule | RuleTuple] = (),
+        first: int = 0,
+        last: int = 0,
+        keep: Iterable[str] = (),
+        switch: Iterable[Start] = (),
+        name: str = "",
+    ) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"Policy.name must be a string, got {name!r}")
+        check_whole("Policy.first", first, 0)
+        check_whole("Policy.last", last, 0)
+        roles = _sequence("keep", keep)
+        for role in roles:
+            check_name("role in Policy.keep", role, ROLES)
+        values: dict[str, Any] = {
+            "recipe": _stored(recipe),
+            "rules": tuple(map(Rule.of, _sequence("rules", rules))),
+            "first": first,
+            "last": last,
+            "keep": roles,
+            "switch": _switches(_sequence("switch", switch)),
+            "name": name,
+        }
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+
+    @property
+    def selects(self) -> bool:
+        """Whether layers may differ in their recipe, so that a model is needed to apply it."""
+        return bool(self.rules or self.first or self.last or self.keep)
+
+    @property
+    def recipes(self) -> tuple[Source, ...]:
+        """The recipes that it names, that of the policy first; without those of the switch."""
+        return tuple(source_of(r) for r in (self.recipe, *(rule.recipe for rule in self.rules)))
+
+    def at(self, fraction: float) -> Policy:
+        """The policy in force after this fraction of the training steps; it has no switch.
+
+        Raises ValueError for a fraction outside of 0 to 1.
+        """
+        _check_fraction("fraction", fraction)
+        now = replace(self, switch=())
+        reached = [recipe for start, recipe in self.switch if start <= fraction]
+        for recipe in reached:
+            rules = tuple(r if r.recipe is None else replace(r, recipe=recipe) for r in now.rules)
+            base = now.recipe if now.recipe is None else recipe
+            now = replace(now, recipe=base, rules=rules)
+        return now
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as plain values, for JSON. A recipe in `fp8.RECIPES` is stored by name."""
+        rules = [{f.name: getattr(rule, f.name) for f in fields(Rule)} for rule in self.rules]
+        return {
+            "name": self.name,
+            "recipe": _plain(self.recipe),
+            "rules": [rule | {"recipe": _plain(rule["recipe"])} for rule in rules],
+            "first": self.first,
+            "last": self.last,
+            "keep": list(self.keep),
+            "switch": [{"from": start, "recipe": _plain(r)} for start, r in self.switch],
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Policy:
+        """The policy that `to_dict` wrote. All keys but "recipe" are optional.
+
+        Raises as Policy, and ValueError for an unknown or missing key.
+        """
+        check_keys("Policy", values, [f.name for f in fields(Policy)], ("recipe",))
+        read = {**values, "recipe": _read(values["recipe"])}
+        read["rules"] = tuple(map(_read_rule, _sequence("rules", values.get("rules", ()))))
+        read["switch"] = tuple(map(_read_switch, _sequence("switch", values.get("switch", ()))))
+        return Policy(read.pop("recipe"), **read)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The policy as JSON text, also written to the file ``path`` if given."""
+        text = json.dumps(self.to_dict(), indent=2)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @staticmethod
+    def from_json(text: str | Path) -> Policy:
+        """The policy in ``text``: JSON (starting with a brace), or else the path of a file.
+
+        Raises as `from_dict`, TypeError for another argument, ValueError for text that is not JSON,
+        and OSError for a file that cannot be read.
+        """
+        if not isinstance(text, str | Path):
+            raise TypeError(f"a policy is read from JSON text or a path, not from {text!r}")
+        if isinstance(text, Path) or not text.lstrip().startswith("{"):
+            text = Path(text).read_text(encoding="utf-8")
+        return Policy.from_dict(json.loads(text))
+
+    @staticmethod
+    def schema() -> dict[str, Any]:
+        """The JSON Schema (draft 2020-12) of `to_dict`."""
+        own = {"type": "object", "required": ["name", "input", "weight", "grad"]}
+        recipe = {"anyOf": [{"enum": [AUTO, *RECIPES, None]}, own]}
+        rule = {
+            "layers": {"type": "string", "minLength": 1},
+            "recipe": recipe,
+            "product": {"enum": [None, *CONCERNS]},
+        }
+        start = {"type": "number", "minimum": 0, "maximum": 1}
+        values = {
+            "name": {"type": "string"},
+            "recipe": recipe,
+            "rules": {"type": "array", "items": _object(rule, "layers")},
+            "first": {"type": "integer", "minimum": 0},
+            "last": {"type": "integer", "minimum": 0},
+            "keep": {"type": "array", "items": {"enum": list(ROLES)}},
+            "switch": {
+                "type": "array",
+                "items": _object({"from": start, "recipe": recipe}, "from", "recipe"),
+            },
+        }
+        draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "fp8.Policy"}
+        return draft | _object(values, "recipe")
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _sequence(field: str, values: Any) -> tuple[Any, ...]:
+    if isinstance(values, str | Mapping | Rule) or not isinstance(values, Iterable):
+        raise TypeError(f"Policy.{field} must be a list or tuple, got {values!r}")
+    return tuple(values)
+
+
+def _check_fraction(what: str, got: Any) -> None:
+    if isinstance(got, bool) or not isinstance(got, int | float):
+        raise TypeError(f"{what} must be a number from 0 to 1, got {got!r}")
+    if not 0 <= got <= 1:
+        raise ValueError(f"{what} must be a number from 0 to 1, got {got!r}")
+
+
+def _switches(pairs: tuple[Any, ...]) -> tuple[Start, ...]:
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"an entry of Policy.switch is (fraction, recipe), not {pair!r}")
+        _check_fraction("the fraction of Policy.switch", pair[0])
+    starts = [float(start) for start, _ in pairs]
+    if any(a >= b for a, b in pairwise(starts)):
+        raise ValueError(f"the fractions of Policy.switch must ascend, got {starts}")
+    recipes = [_stored(recipe) for _, recipe in pairs]
+    return tuple(zip(starts, recipes, strict=True))
+
+
+def _plain(recipe: str | Recipe | None) -> Any:
+    return recipe.to_dict() if isinstance(recipe, Recipe) else recipe
+
+
+def _read(recipe: Any) -> Any:
+    return Recipe.from_dict(recipe) if isinstance(recipe, Mapping) else recipe
+
+
+def _read_rule(values: Any) -> Rule:
+    check_keys("rule of a Policy", values, [field.name for field in fields(Rule)], ("layers",))
+    return Rule(**{**values, "recipe": _read(values.get("recipe"))})
+
+
+def _read_switch(values: Any) -> tuple[Any, Any]:
+    names = ("from", "recipe")
+    check_keys("switch of a Policy", values, names, names)
+    return values["from"], _read(values["recipe"])
+
+
+def as_policy(given: Any) -> Policy:
+    """``given`` as a policy. given: a Policy, a `Recipe` or the name of one.
+
+    Raises TypeError and ValueError as `fp8.get_recipe`.
+    """
+    if isinstance(given, Policy):
+        return given
+    given_recipe(given)
+    return Policy(given)
+
+
+def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
+    """The recipe of a layer whose casts, in the order of `CASTS`, come from ``sources``.
+
+    auto: the recipe that "auto" stands for. None if nothing is cast. Saved activations are those of
+    the first source.
+
+    Raises ValueError if no `Recipe` has this combination: a rotation of one operand only, or a
+    scaling with a history in the second product of an operand only.
+    """
+    found = [auto if isinstance(source, str) else source for source in sources]
+    if all(recipe == found[0] for recipe in found):
+        return found[0]
+    x, w, g, w_again, g_again, x_again = [
+        _cast(recipe, name) for recipe, name in zip(found, CASTS, strict=True)
+    ]
+    return Recipe(
+        name=_name(found),
+        input=x,
+        weight=w,
+        grad=g,
+        saved_activations=found[0].saved_activations if found[0] else None,
+        grad_input_weight=SAME if w_again == w else w_again,
+        grad_weight_grad=SAME if g_again == g else g_again,
+        grad_weight_input=SAME if x_again == x else x_again,
+    )
+
+
+def _cast(recipe: Recipe | None, name: str) -> Cast | None:
+    if recipe is None:
+        return None
+    product, operand = name.split(".")
+    casts: tuple[Cast | None, Cast | None] = getattr(recipe, product)
+    return casts[_ORDER[product].index(operand)]
+
+
+_ORDER = {
+    product: [cast.partition(".")[2] for cast in CASTS if cast.startswith(f"{product}.")]
+    for product in ("forward", "grad_input", "grad_weight")
+}
+"""Product -> its operands, in the order of `Recipe.forward`, `grad_input` and `grad_weight`."""
+
+
+def _name(found: list[Recipe | None]) -> str:
+    """ "mxfp8 (grad_weight: high precision)": the most frequent recipe, and the others by cast."""
+    names = [name_of(recipe) for recipe in found]
+    base = max((r.name for r in found if r), key=names.count)
+    others = []
+    for product, operands in _ORDER.items():
+        of = [names[CASTS.index(f"{product}.{operand}")] for operand in operands]
+        if of[0] == of[1]:
+            others += [] if of[0] == base else [f"{product}: {of[0]}"]
+        else:
+            pairs = zip(operands, of, strict=True)
+            others += [f"{product}.{operand}: {n}" for operand, n in pairs if n != base]
+    return f"{base} ({', '.join(others)})"

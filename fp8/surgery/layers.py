@@ -1,0 +1,118 @@
+"""The layers of a model that `fp8.convert` can convert, and the reason why others stay."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from ..common.mixin import bare_class
+from ..formats.quantize import is_dense
+from ..recipes.history import has_scales
+from ..recipes.recipe import PLAIN, STATIC, UNIT, Recipe
+from .swap import inside_attention, why_quantized
+
+__all__ = [
+    "ACTIVATIONS",
+    "ADAPTERS",
+    "EXCEPTIONS",
+    "LAYERS",
+    "auto_of",
+    "candidates",
+    "is_transposed",
+    "is_unit_scaled",
+    "layers_of",
+]
+
+ADAPTERS = ("transformer_engine", "torchao")
+"""Backends that are other libraries. Their layers replace those of the model."""
+
+LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.MultiheadAttention,
+)
+"""The layers that are converted, including subclasses: their work is a product with a weight."""
+
+ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.GLU, nn.ReLU)
+"""Also converted, including subclasses, if the recipe has `saved_activations`."""
+
+_NOT_A_PRODUCT = "a lookup, not a product"
+_KERNEL = "one kernel computes all its products"
+
+EXCEPTIONS: dict[type[nn.Module], str] = {
+    nn.Embedding: _NOT_A_PRODUCT,
+    nn.EmbeddingBag: _NOT_A_PRODUCT,
+    nn.RNNBase: _KERNEL,
+    nn.RNNCellBase: _KERNEL,
+}
+"""Layers with a weight that are never converted -> the reason."""
+
+_PATCHED = "its forward was replaced on the instance: convert the model before that"
+
+
+def is_unit_scaled(module: nn.Module) -> bool:
+    """Whether the module declares it: `unit_scaling.parameter.TaggedModule`."""
+    return bool(getattr(module, "fp8_unit_scaled", False))
+
+
+def auto_of(module: nn.Module) -> Recipe:
+    """The recipe that "auto" stands for in a layer."""
+    if is_unit_scaled(module):
+        return UNIT
+    return STATIC if has_scales(module) else PLAIN
+
+
+def candidates(model: nn.Module, activations: bool = False) -> dict[str, nn.Module]:
+    """Name -> layer, of all layers that can be converted."""
+    return {name: module for name, module, why in layers_of(model, activations) if why is None}
+
+
+def layers_of(
+    model: nn.Module, activations: bool = False
+) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """(name, module, reason why it cannot be converted or None) for all modules that have a weight
+    or are converted and, if requested, for activations."""
+    inside = inside_attention(model)
+    for name, module in model.named_modules():
+        if isinstance(module, parametrize.ParametrizationList):
+            continue  # part of the layer whose weight it computes
+        weights = parametrize.is_parametrized(module) or any(
+            is_lazy(p) or p.dim() > 1 for p in module.parameters(recurse=False)
+        )
+        asked = activations and isinstance(module, ACTIVATIONS)
+        if weights or asked or "fp8_recipe" in vars(module):
+            yield name, module, _why_not(module, inside.get(id(module)))
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2, `transformers.pytorch_utils.Conv1D`: weight (in,
+    out)."""
+    known = sys.modules.get("transformers.pytorch_utils")
+    return known is not None and isinstance(module, known.Conv1D)
+
+
+def _why_not(module: nn.Module, owner: str | None) -> str | None:
+    if owner is not None:
+        return f"computed by {owner}"
+    if why := why_quantized(module):
+        return why
+    library = bare_class(module).__module__.partition(".")[0]
+    if library in ADAPTERS:
+        return f"a layer of {library}, which computes its products"
+    for parameter in module.parameters(recurse=False):
+        if not is_dense(parameter):
+            return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
+    if isinstance(module, (*LAYERS, *ACTIVATIONS)) or is_transposed(module):
+        return _PATCHED if "forward" in vars(module) else None
+    known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
+    return next(known, "its products are its own: run the model under fp8.autocast")

@@ -1,0 +1,155 @@
+"""Applies a policy to a model: the recipe of each layer, and the rule that decided."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..common.mixin import bare_class
+from ..common.validation import nearest
+from ..recipes.policy import CASTS, Policy, Rule, Source, composed, source_of
+from ..recipes.recipe import Recipe
+from .layers import ACTIVATIONS, auto_of, candidates, layers_of
+from .roles import with_role
+from .where import Layers, blocks_of, within
+
+__all__ = ["Decision", "resolve"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy decides for a layer.
+
+    Attributes:
+        recipe: the recipe; None for high precision.
+        sources: what each cast is taken from, in the order of `fp8.recipes.policy.CASTS`.
+        why: the rules that decided; "" if it was the policy's recipe.
+    """
+
+    recipe: Recipe | None
+    sources: tuple[Source, ...]
+    why: str = ""
+
+
+def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
+    """The decision of ``policy`` for each layer of ``model`` that `fp8.convert` can convert.
+
+    A switch is not applied: resolve ``policy.at(fraction)``.
+
+    Args:
+        policy: a policy.
+        model: not changed.
+
+    Returns:
+        Name of the layer -> `Decision`, in the order of the model.
+
+    Raises:
+        ValueError: for a rule that matches no layer, a role that the model does not have, more
+            ``first`` and ``last`` blocks than there are, and for a combination of casts that no
+            recipe has; the message names the rule and the layer.
+    """
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        found = resolve(policy, model.module)
+        return {f"module.{name}" if name else "module": d for name, d in found.items()}
+    saves = any(isinstance(r, Recipe) and r.saved_activations for r in policy.recipes)
+    layers = candidates(model, saves)
+    exceptions = _exceptions(policy, model, layers)
+    matched = {i: _matched(i, rule, model, layers) for i, rule in enumerate(policy.rules)}
+    found = {}
+    for name, layer in layers.items():
+        rules = {i: policy.rules[i] for i in matched if name in matched[i]}
+        if name in exceptions:
+            found[name] = Decision(None, (None,) * len(CASTS), exceptions[name])
+        else:
+            found[name] = _decide(policy, name, layer, rules)
+        recipe = found[name].recipe
+        if isinstance(layer, ACTIVATIONS) and recipe and recipe.saved_activations is None:
+            del found[name]
+    return found
+
+
+def _decide(policy: Policy, name: str, layer: nn.Module, rules: dict[int, Rule]) -> Decision:
+    """The decision of a layer that no exception includes. rules: those that match it, by index."""
+    sources: list[Source] = [source_of(policy.recipe)] * len(CASTS)
+    deciding: list[int | None] = [None] * len(CASTS)
+    for index, rule in rules.items():
+        for cast in rule.casts:
+            sources[cast], deciding[cast] = source_of(rule.recipe), index
+    why = "; ".join(_said(i, rules[i]) for i in rules if i in deciding)
+    if not why and policy.recipe is None:
+        why = "the recipe of the policy is None"
+    if isinstance(layer, ACTIVATIONS):
+        sources = sources[:1] * len(CASTS)
+    try:
+        return Decision(composed(tuple(sources), auto_of(layer)), tuple(sources), why)
+    except ValueError as error:
+        raise ValueError(f"the casts of {name or '(model)'!r} by {why}: {error}") from None
+
+
+def _said(index: int, rule: Rule) -> str:
+    return f"rule {index + 1}: {rule}"
+
+
+def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, str]:
+    """The layers that ``first``, ``last`` and ``keep`` leave in high precision: name -> reason."""
+    found: dict[str, str] = {}
+    for role in policy.keep:
+        for name, why in with_role(role, model, layers).items():
+            found.setdefault(name, f"keep {role}: {why}")
+    if not policy.first and not policy.last:
+        return found
+    weighted = {name: layer for name, layer in layers.items() if list(layer.parameters())}
+    every = blocks_of(model, weighted)
+    blocks = [b for b in every if not any(within(b, other) for other in every)]
+    if policy.first + policy.last > len(blocks):
+        raise ValueError(
+            f"first={policy.first} and last={policy.last} need that many repeated blocks, and the "
+            f"{bare_class(model).__name__} has {len(blocks)}"
+        )
+    chosen = [(b, f"first={policy.first}") for b in blocks[: policy.first]]
+    chosen += [(b, f"last={policy.last}") for b in blocks[len(blocks) - policy.last :]]
+    for block, why in chosen:
+        found |= {n: f"{why}: in {block}" for n in layers if within(n, block)}
+    return found
+
+
+def _matched(index: int, rule: Rule, model: nn.Module, layers: Layers) -> set[str]:
+    """The names of the layers that a rule matches. Raises ValueError if it matches none, except for
+    a rule that leaves in high precision what is never cast."""
+    found = {name for name in layers if _matches(rule.layers, name)}
+    if found:
+        return found
+    others = {name: why or "" for name, _, why in layers_of(model) if _matches(rule.layers, name)}
+    if others and rule.recipe is None:
+        return found
+    if others:
+        name, why = next(iter(others.items()))
+        raise ValueError(f"{_said(index, rule)} matches only layers that stay: {name!r} ({why})")
+    raise ValueError(f"{_said(index, rule)} matches no layer{_hint(rule.layers, layers)}")
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches a name, with or without the names that wrappers put in."""
+    name = name or "(model)"  # as in reports
+    bare = name
+    for wrapper in _WRAPPERS:
+        bare = bare.replace(wrapper, "")
+    return any(n == pattern or fnmatchcase(n, pattern) for n in {name, bare})
+
+
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""The names under which torch.compile, FSDP1 and checkpoint_wrapper hold modules."""
+
+
+def _hint(pattern: str, layers: Layers) -> str:
+    names = tuple(layers)
+    if any(within(name, pattern) for name in names):
+        return f"; for the layers inside of that module, use {json.dumps(pattern + '.*')}"
+    near = nearest(pattern, names)
+    hint = "" if near is None else f"; did you mean {near!r}?"
+    shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+    return f"{hint or '.'} The {len(names)} layers: {shown or 'none'}"

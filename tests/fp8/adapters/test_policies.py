@@ -1,0 +1,353 @@
+"""Policies in the terms of torchao, TransformerEngine and Megatron, read by their own readers."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8 import RECIPES, Policy, Rule
+from fp8.adapters import transformer_engine
+from fp8.adapters.policies import (
+    as_code,
+    for_megatron,
+    for_torchao,
+    for_transformer_engine,
+)
+from tests.fp8.adapters import te_standin
+from tests.fp8.surgery.test_policies import Net, net
+from tests.wheels import unpacked
+
+X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+
+
+# torchao
+
+
+def test_torchao_converts_the_layers_of_each_recipe():
+    library = pytest.importorskip("torchao.float8")
+    layers = pytest.importorskip("torchao.float8.float8_linear")
+    policy = Policy("row", rules=[("*.down", None, "tensor")], first=1, keep=["readout"])
+    parts, notes = for_torchao(policy, net(), emulate=True)
+    assert notes == []
+    model, twin = net(), net()
+    for part in parts:
+        library.convert_to_float8_training(model, config=part.config, module_filter_fn=part.filter)
+        part.apply(twin)
+    wanted = {
+        name: type(decision.recipe).__name__ == "Recipe" and decision.recipe.name
+        for name, decision in fp8.surgery.policies.resolve(policy, net()).items()
+    }
+    granularity = {"row": "axiswise", "tensor": "tensorwise"}
+    for name, recipe in wanted.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, layers.Float8Linear) == bool(recipe)
+        assert type(layer) is type(twin.get_submodule(name))
+        if recipe:
+            kind = layer.config.cast_config_input.scaling_granularity.value
+            assert kind == granularity[recipe]
+    assert {type(m) for m in model.modules()} == {type(m) for m in twin.modules()}
+
+
+def test_torchao_takes_single_casts_in_high_precision():
+    layers = pytest.importorskip("torchao.float8.float8_linear")
+    own = fp8.Recipe(name="own", **dict.fromkeys(("input", "weight", "grad"), RECIPES["row"].input))
+    policy = Policy(own, rules=[Rule("*", None, "grad_weight")])
+    ((part,), _) = for_torchao(policy, net(), emulate=True)
+    model, ours = part.apply(net()), fp8.convert(net(), policy, backend="simulate")
+    assert isinstance(model.head, layers.Float8Linear)
+    config = model.head.config
+    assert config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"
+    assert config.cast_config_input.scaling_type.value == "dynamic"
+    torch.testing.assert_close(model(X), ours(X), rtol=1e-5, atol=1e-5)
+
+
+def test_torchao_converts_to_mxfp8():
+    pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+    ((part,), _) = for_torchao(Policy("mxfp8", keep=["readout"]), net(), emulate=True)
+    assert part.layers == {n for n, m in net().named_modules() if isinstance(m, nn.Linear)} - {
+        "head"
+    }
+    assert type(part.config).__name__ == "MXFP8TrainingOpConfig"
+
+
+def test_what_torchao_does_not_have():
+    pytest.importorskip("torchao.float8")
+    model = nn.Sequential(nn.Conv1d(16, 16, 1), nn.Linear(16, 16))
+    policy = Policy("row", switch=[(0.9, "bf16")])
+    parts, notes = for_torchao(policy, model, emulate=True)
+    assert [sorted(part.layers) for part in parts] == [["1"]]
+    assert "at 0.9 of the steps" in notes[0]
+    assert "'bf16'" in notes[0]
+    assert "linear layers only: '0'" in notes[1]
+    with pytest.raises(ValueError, match=r"layer '1': torchao has no .* 'nvfp4'"):
+        for_torchao(Policy("row", rules=[("1", None, "nvfp4")]), model)
+
+
+# TransformerEngine: its Python does not install here; the stand-in has its signatures
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Any:
+    te_standin.install(monkeypatch)
+    return sys.modules["transformer_engine.pytorch"]
+
+
+def enabled(policy: Policy, model: nn.Module, plain: nn.Module) -> dict[str, str | None]:
+    """Module -> TransformerEngine's recipe in force during its forward."""
+    found: dict[str, str | None] = {}
+
+    def see(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            recipe = te_standin.STATE["recipe"]
+            found[name] = None if recipe is None else type(recipe).__name__
+
+        return hook
+
+    handles = for_transformer_engine(policy, plain).attach(model)
+    seen = [
+        module.register_forward_pre_hook(see(name))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name
+    ]
+    try:
+        model(X)
+    finally:
+        for handle in (*handles, *seen):
+            handle.remove()
+    assert te_standin.STATE["recipe"] is None
+    return found
+
+
+def test_transformer_engine_runs_each_layer_in_its_context(te):
+    policy = Policy("mxfp8", rules=[("*.down", None, "tensor")], first=1, keep=["readout"])
+    assert enabled(policy, net(), net()) == {
+        "patch": "MXFP8BlockScaling",
+        **{f"blocks.0.{part}": None for part in ("up", "down")},
+        **{f"blocks.{i}.up": "MXFP8BlockScaling" for i in (1, 2, 3)},
+        **{f"blocks.{i}.down": "Float8CurrentScaling" for i in (1, 2, 3)},
+        "head": None,
+    }
+    only = Policy(None, rules=[("head", None, "block"), ("patch", None, "bf16")])
+    found = enabled(only, net(), net())
+    assert {name for name, recipe in found.items() if recipe} == {"head"}
+
+
+def test_transformer_engine_closes_the_context_of_a_layer_that_raises(te):
+    model = net()
+    for_transformer_engine(Policy("mxfp8", keep=["readout"]), net()).attach(model)
+    with pytest.raises(RuntimeError):
+        model.head(torch.randn(2, 3))
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 3))
+    assert te_standin.STATE["recipe"] is None
+
+
+def test_what_transformer_engine_does_not_have(te):
+    policy = Policy("mxfp8", rules=[("head", "grad_weight", None)])
+    with pytest.raises(ValueError, match="layer 'head': TransformerEngine has no recipe"):
+        for_transformer_engine(policy, net())
+    notes = for_transformer_engine(Policy("mxfp8", switch=[(0.9, "bf16")]), net()).notes
+    assert "TransformerEngine does not switch" in notes[0]
+    assert transformer_engine.te_recipe("mxfp8") is not None
+
+
+# Megatron
+
+
+VERSION = "0.16.1"
+NAMES = [
+    f"decoder.layers.{i}.{part}"
+    for i in range(3)
+    for part in (
+        *("self_attention.linear_qkv", "self_attention.linear_proj"),
+        *("mlp.linear_fc1", "mlp.linear_fc2"),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Megatron's own readers of the file, from its published wheel: RecipeConfig, as it is, and
+    TEQuantizationParams, the classes of a module that imports TransformerEngine."""
+    pytest.importorskip("yaml", reason="Megatron reads YAML with it")
+    folder = unpacked(f"megatron_core=={VERSION}", tmp_path_factory.mktemp("megatron"))
+    core = folder / "megatron/core"
+    quiet = types.ModuleType("megatron.core.utils")
+    quiet.log_single_rank = lambda *args, **kwargs: None
+    module = types.ModuleType("quant_config")
+    sys.modules["quant_config"] = module  # dataclasses look their module up
+    before = {name: sys.modules.get(name) for name in ("megatron", "megatron.core")}
+    parents = {name: types.ModuleType(name) for name in before}
+    sys.modules.update(parents, **{"megatron.core.utils": quiet})
+    try:
+        exec((core / "quantization/quant_config.py").read_text(encoding="utf-8"), vars(module))
+        _classes(core / "enums.py", ["Fp8Recipe", "Fp4Recipe"], module)
+        _classes(
+            core / "extensions/transformer_engine.py",
+            [
+                *("_TE_CONFIG_TYPE_KEY", "TransformerEngineConfigType"),
+                *("TEQuantizationRecipe", "TEQuantizationParams"),
+            ],
+            module,
+        )
+    finally:
+        for name in (*before, "megatron.core.utils", "quant_config"):
+            sys.modules.pop(name, None)
+    return module
+
+
+def _classes(path: Path, names: list[str], module: types.ModuleType) -> None:
+    """Executes the statements of a file that define ``names`` in ``module``."""
+    vars(module).update(enum=enum, dataclasses=dataclasses)
+    exec("from typing import *", vars(module))
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        targets = [getattr(t, "id", "") for t in getattr(node, "targets", [])]
+        if getattr(node, "name", "") in names or set(targets) & set(names):
+            exec(compile(ast.Module([node], []), str(path), "exec"), vars(module))
+
+
+def read(megatron: Any, text: str, folder: Path) -> dict[str, Any]:
+    """Module of NAMES -> what Megatron overrides for training, or None."""
+    path = folder / "policy.yaml"
+    path.write_text(text)
+    config = megatron.RecipeConfig.from_yaml_file(str(path))
+    found = {}
+    for number, name in enumerate(NAMES):
+        matched = config.match(megatron.MatchContext(name, number))
+        parse = megatron.TEQuantizationParams.parse_from_config
+        found[name] = None if matched is None else parse(matched).training_recipe
+    return found
+
+
+def test_megatron_reads_the_rules_as_they_were_meant(megatron, tmp_path):
+    """For each module: what our rules say for its name, later ones first."""
+    policy = Policy(
+        "mxfp8",
+        rules=[
+            ("*.linear_fc?", None, "nvfp4"),
+            ("*.layers.1.*", None, "tensor"),
+            ("*.linear_fc2", None, None),
+        ],
+        keep=["attention"],
+    )
+    files = for_megatron(policy)
+    assert files.flags == ["--fp8-format=e4m3", "--fp8-recipe=mxfp8"]
+    for name, found in read(megatron, files.yaml, tmp_path).items():
+        assert found.override_quantized_autocast
+        assert not found.override_nonquantized_autocast
+        fields = (found.fp8_quantization_recipe, found.fp4_quantization_recipe, found.fp8_format)
+        if "attention" in name or name.endswith("fc2"):
+            assert fields[:2] == (None, None), name
+        elif ".layers.1." in name:
+            assert fields == ("tensorwise", None, "hybrid")
+        else:
+            assert fields[:2] == (None, "nvfp4")
+
+
+def test_megatron_enables_rules_of_a_model_in_high_precision(megatron, tmp_path):
+    files = for_megatron(Policy(None, rules=[("*.mlp.*", None, "block")]))
+    assert files.flags == []
+    for name, found in read(megatron, files.yaml, tmp_path).items():
+        assert (found is not None) == (".mlp." in name)
+        if found is not None:
+            assert found.override_nonquantized_autocast is True
+            assert (found.fp8_quantization_recipe, found.fp8_format) == ("blockwise", "e4m3")
+
+
+def test_the_file_of_megatron_without_its_reader():
+    yaml = pytest.importorskip("yaml")
+    files = for_megatron(Policy("mxfp8", rules=[('*"x', None, "bf16")]))
+    assert yaml.safe_load(files.yaml) == {
+        "configs": {
+            "high_precision": {
+                "transformer_engine_config_type": "TEQuantizationParams",
+                "training_recipe": {},
+            }
+        },
+        "matchers": {
+            "rule_1": {
+                "config": "high_precision",
+                "type": "glob",
+                "pattern": '*"x',
+                "enabled": True,
+            }
+        },
+    }
+    assert for_megatron(Policy("mxfp8")).yaml == ""
+
+
+def test_the_flags_of_megatron():
+    assert for_megatron(Policy("nvfp4", first=2)).flags == [
+        *("--fp4-format=e2m1", "--fp4-recipe=nvfp4"),
+        *("--first-last-layers-bf16", "--num-layers-at-start-in-bf16=2"),
+        "--num-layers-at-end-in-bf16=0",
+    ]
+    delayed = for_megatron(Policy("delayed"))
+    assert delayed.flags[:2] == ["--fp8-format=hybrid", "--fp8-recipe=delayed"]
+    assert "--fp8-amax-history-len=16" in delayed.flags
+    assert any("not powers of two" in note for note in for_megatron(Policy("tensor")).notes)
+    assert any("output layer" in note for note in delayed.notes)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Policy("row"), "the policy: Megatron has no recipe 'row'; it has 'tensor'"),
+        (Policy("mxfp8", rules=[("*", None, "unit")]), r"rule 1 \('\*'\): .* no recipe 'unit'"),
+        (Policy("mxfp8", rules=[("*", "forward", None)]), "no recipe for single casts"),
+        (Policy("mxfp8", rules=[("*", None, "delayed")]), "'delayed' for the whole model only"),
+        (Policy("delayed", first=1), "does not combine these with 'delayed'"),
+        (Policy(None, first=1), "only with a recipe for the whole model"),
+    ],
+)
+def test_what_megatron_does_not_have(policy, message):
+    with pytest.raises(ValueError, match=message):
+        for_megatron(policy)
+    assert as_code(policy)["megatron"].startswith("# not possible: ")
+
+
+# Code
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(),
+        Policy("mxfp8", rules=[("*.up", "grad", None)], first=1, keep=["readout"], name='a "b"'),
+        Policy(fp8.Recipe(name="own", input=fp8.Cast(format="e4m3")), switch=[(0.9, "bf16")]),
+    ],
+)
+def test_the_code_makes_the_policy(policy):
+    code = as_code(policy)
+    assert code.keys() == {"fp8", "torchao", "transformer_engine", "megatron"}
+    model = net()
+    space: dict[str, Any] = {"model": model, "step": 0, "steps": 10}
+    exec(code["fp8"], space)
+    assert space["policy"] == policy
+    wanted = fp8.convert(net(), policy)
+    assert fp8.report(space["model"]).rows == fp8.report(wanted).rows
+
+
+def test_the_code_for_torchao_runs():
+    layers = pytest.importorskip("torchao.float8.float8_linear")
+    space: dict[str, Any] = {"model": net()}
+    exec(as_code(Policy("tensor", keep=["readout"]))["torchao"], space)
+    kinds = {n for n, m in space["model"].named_modules() if isinstance(m, layers.Float8Linear)}
+    assert kinds == {n for n, m in net().named_modules() if isinstance(m, nn.Linear)} - {"head"}
+
+
+def test_the_code_for_transformer_engine_runs(te):
+    space: dict[str, Any] = {"model": net(), "te_model": net()}
+    exec(as_code(Policy("mxfp8", keep=["readout"]))["transformer_engine"], space)
+    assert space["contexts"].inner == {"head": None}
+    assert isinstance(space["te_model"], Net)

@@ -1,0 +1,178 @@
+"""`fp8.Policy` as data: validation, JSON, the schema, and recipes composed of single casts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from fp8 import RECIPES, Cast, Policy, Recipe, Rule
+from fp8.recipes.policy import CASTS, CONCERNS, as_policy, composed
+
+OWN = Recipe(name="own", input=Cast(format="e4m3", scaling="row"))
+POLICIES = {
+    "default": Policy(),
+    "high precision": Policy(None, rules=[("*.mlp.*", None, "mxfp8")]),
+    "all": Policy(
+        "mxfp8",
+        rules=[Rule("*.mlp.*", "row", "grad_weight"), ("lm_head", "forward.input", None)],
+        first=2,
+        last=1,
+        keep=["router", "readout"],
+        switch=[(0.5, "row"), (0.9, None)],
+        name="mine",
+    ),
+    "own recipes": Policy(OWN, rules=[("a", None, OWN), ("b", "grad", OWN)], switch=[(1, OWN)]),
+}
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+
+
+@each_policy
+def test_json_gives_the_same_policy_back(policy: Policy, tmp_path):
+    assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+    path = tmp_path / "policy.json"
+    assert Policy.from_json(policy.to_json(path)) == policy
+    assert Policy.from_json(path) == Policy.from_json(str(path)) == policy
+
+
+def test_recipes_of_the_table_are_stored_by_name():
+    assert Policy(RECIPES["mxfp8"]) == Policy("mxfp8")
+    assert Policy("mxfp8").to_dict()["recipe"] == "mxfp8"
+    assert Policy(OWN).to_dict()["recipe"] == OWN.to_dict()
+
+
+@each_policy
+def test_the_schema_accepts_what_is_written(policy: Policy):
+    jsonschema = pytest.importorskip("jsonschema", reason="an independent validator")
+    jsonschema.Draft202012Validator.check_schema(Policy.schema())
+    jsonschema.validate(policy.to_dict(), Policy.schema())
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown key": ({"recipe": "row", "frist": 1}, "'frist'.*did you mean 'first'"),
+    "no recipe": ({"first": 1}, "needs the keys 'recipe'"),
+    "unknown recipe": ({"recipe": "mxpf8"}, "'mxpf8'.*did you mean 'mxfp8'"),
+    "rule without layers": ({"recipe": "row", "rules": [{"recipe": "row"}]}, "needs the keys"),
+    "unknown key of a rule": (
+        {"recipe": "row", "rules": [{"layers": "a", "operand": "x"}]},
+        "key of a rule",
+    ),
+    "unknown product": (
+        {"recipe": "row", "rules": [{"layers": "a", "product": "wgrad"}]},
+        "unknown product of a rule 'wgrad'",
+    ),
+    "empty pattern": ({"recipe": "row", "rules": [{"layers": ""}]}, "empty"),
+    "negative first": ({"recipe": "row", "first": -1}, "first"),
+    "unknown role": ({"recipe": "row", "keep": ["head"]}, "unknown role .*'head'"),
+    "fraction of 2": ({"recipe": "row", "switch": [{"from": 2, "recipe": "bf16"}]}, "0 to 1"),
+    "switch without recipe": ({"recipe": "row", "switch": [{"from": 0.5}]}, "needs the keys"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_json_is_refused_by_name_and_by_the_schema(name: str):
+    values, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        Policy.from_dict(values)
+    jsonschema = pytest.importorskip("jsonschema", reason="an independent validator")
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(values, Policy.schema())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Policy(rules="*"), TypeError, "rules must be a list"),
+        (lambda: Policy(rules=Rule("*")), TypeError, "rules must be a list"),
+        (lambda: Policy(rules=[("*", None)]), TypeError, "a tuple (layers, product, recipe)"),
+        (lambda: Policy(keep="readout"), TypeError, "keep must be a list"),
+        (lambda: Policy(first=1.5), TypeError, "first must be a whole number"),
+        (lambda: Policy(switch=[0.9]), TypeError, "(fraction, recipe)"),
+        (lambda: Policy(switch=[("x", "row")]), TypeError, "a number from 0 to 1"),
+        (lambda: Policy(switch=[(0.9, "row"), (0.5, "row")]), ValueError, "must ascend"),
+        (lambda: Policy(name=3), TypeError, "name must be a string"),
+        (lambda: Policy(3), TypeError, "a recipe must be"),
+        (lambda: Rule(3), TypeError, "a pattern of names"),
+        (lambda: Policy().at(1.5), ValueError, "fraction must be a number from 0 to 1"),
+        (lambda: Policy().at(True), TypeError, "fraction must be a number from 0 to 1"),
+        (lambda: as_policy(3), TypeError, "a recipe must be"),
+        (lambda: Policy.from_dict([]), TypeError, "read from a dict"),
+    ],
+)
+def test_bad_arguments_are_refused(make, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        make()
+
+
+def test_policies_do_not_change():
+    with pytest.raises(FrozenInstanceError):
+        Policy().first = 1
+
+
+def test_what_a_rule_concerns():
+    every = {name: {CASTS[i] for i in Rule("*", product=name).casts} for name in CONCERNS}
+    assert set().union(*every.values()) == set(CASTS)
+    assert len(CASTS) == 6
+    assert every["forward"] == {"forward.input", "forward.weight"}
+    assert every["grad"] == {"grad_input.grad", "grad_weight.grad"}
+    assert all(every[name] == {name} for name in CASTS)
+    assert len(Rule("*").casts) == 6
+
+
+def test_a_switch_leaves_high_precision_alone():
+    policy = POLICIES["all"]
+    assert policy.at(0.2) == replace(policy, switch=())
+    half = policy.at(0.5)
+    assert half.recipe == "row"
+    assert [rule.recipe for rule in half.rules] == ["row", None]
+    end = policy.at(1)
+    assert end.recipe is None
+    assert [rule.recipe for rule in end.rules] == [None, None]
+    assert (end.first, end.last, end.keep) == (policy.first, policy.last, policy.keep)
+    assert Policy(None, switch=[(0, "row")]).at(1).recipe is None
+
+
+def casts(recipe: Recipe | None) -> dict[str, Cast | None]:
+    """The casts by name, from the properties that the products use."""
+    if recipe is None:
+        return dict.fromkeys(CASTS)
+    return dict(zip(CASTS, recipe.casts, strict=True))
+
+
+@pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if not r.keeps_history])
+def test_every_combination_with_high_precision_has_the_casts_that_were_asked_for(name: str):
+    """All 64 subsets of the casts; those that a rotation refuses are refused."""
+    recipe = RECIPES[name]
+    for kept in itertools.product((True, False), repeat=len(CASTS)):
+        sources = tuple(recipe if keep else None for keep in kept)
+        asked = {c: casts(recipe)[c] if keep else None for c, keep in zip(CASTS, kept, strict=True)}
+        rotated = [asked[c].hadamard if asked[c] else 0 for c in CASTS[4:]]
+        if rotated[0] != rotated[1]:
+            with pytest.raises(ValueError, match="grad_weight needs both operands rotated"):
+                composed(sources, OWN)
+            continue
+        assert casts(composed(sources, OWN)) == asked
+
+
+def test_the_casts_of_two_recipes():
+    block, row = RECIPES["block"], RECIPES["row"]
+    mixed = composed((row, block, row, row, "auto", row), block)
+    assert mixed.forward == (row.input, block.weight)
+    assert mixed.grad_input == (row.grad, row.weight)
+    assert mixed.grad_weight == (block.grad, row.input)
+    assert mixed.name == "row (forward.weight: block, grad_weight.grad: block)"
+    assert composed(("auto",) * 6, block) is block
+    named = composed((row, row, row, row, None, None), block)
+    assert named.name == "row (grad_weight: high precision)"
+
+
+def test_a_history_belongs_to_the_first_product():
+    delayed = RECIPES["delayed"]
+    first = (delayed, delayed, delayed, delayed, None, None)
+    assert composed(first, OWN).grad_weight == (None, None)
+    with pytest.raises(ValueError, match="one history, one cast"):
+        composed((None, None, delayed, delayed, delayed, delayed), OWN)
