@@ -1,6 +1,6 @@
 """What FP8 gains where it runs: products, an MLP and a transformer layer on a GPU.
 
-python -m benchmarks.gpu [--device cuda] [--small] [case ...]
+python -m benchmarks.gpu [--device cuda] [--small] [case ...] [hardware]
 
 One run compares bfloat16 with the recipes here, natively, and with torchao's where that is
 installed, each compiled: forward and backward, the median over rounds in which all take turns.
@@ -8,6 +8,10 @@ installed, each compiled: forward and backward, the median over rounds in which 
 A recipe whose kernels the device does not have, or that fail their proof there, is a row that says
 so: simulation is not timed. "--device cpu --small" only shows that the script runs; it is not
 compiled to code, and nothing is written.
+
+"hardware" measures the rates of products and of memory, and writes them to
+results/gpu_hardware.json as the fields of a `fp8.studies.hardware.Hardware`:
+`Hardware(**json.load(file)["rows"][0])` is a row for `fp8.studies.hardware.estimate`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,12 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import os
+import time
 from collections.abc import Callable, Iterable
+from datetime import date
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +32,8 @@ from torch import nn
 
 import fp8
 from benchmarks.common import Row, compare, fix_allocator, report, show
+from fp8.casts.casting import spec_of
+from fp8.native.kernels import kernel_of, multiply, store
 from fp8.native.product import why_not_here
 
 QUESTION = "what does a step of a bf16 layer cost under an FP8 recipe on a GPU, relative to bf16?"
@@ -113,30 +124,91 @@ def _target(row: Row, width: int, tokens: int) -> Row:
     return {"target": round(TARGET[2], 3), "met": row["ratio"] <= TARGET[2]}
 
 
+MEASURED = {"fp8": "tensor", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+"""Kind of matrix unit -> the recipe whose forward product measures it."""
+
+ASKED = (*CASES, "hardware")
+
+RATES = "which rates do matrix products and copies reach on this device?"
+
+
+def seconds(call: Callable[[], object], rounds: int = 30) -> float:
+    """The median time of a call, waited for."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    for _ in range(3):
+        timed()
+    return median(timed() for _ in range(rounds))
+
+
+def hardware_row(
+    device: str, size: int, seconds: Callable[[Callable[[], object]], float] = seconds
+) -> Row:
+    """The fields of a `fp8.studies.hardware.Hardware`: what products of ``size`` x ``size`` and
+    copies reach, as peaks of which all is achieved."""
+    torch.manual_seed(0)
+    x = torch.randn(size, size, device=device, dtype=DTYPE)
+    calls: dict[str, Callable[[], object]] = {"bf16": partial(torch.matmul, x, x.t())}
+    for unit, name in MEASURED.items():
+        recipe = fp8.RECIPES[name]
+        if not why_not_here(recipe, x.device, DTYPE):
+            a, b = (spec_of(cast) for cast in recipe.forward if cast is not None)
+            kind, _ = kernel_of(a, b)
+            calls[unit] = partial(multiply, kind, store(x, a), store(x, b), 1.0, DTYPE)
+    peak = {unit: 2 * size**3 / seconds(call) for unit, call in calls.items()}
+    moved = 2 * x.numel() * x.element_size()
+    if x.is_cuda:
+        memory = torch.cuda.get_device_properties(x.device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "name": "here",
+        "device": torch.cuda.get_device_name(x.device) if x.is_cuda else device,
+        "peak": peak,
+        "bandwidth": moved / seconds(partial(torch.empty_like(x).copy_, x)),
+        "memory": memory,
+        "source": f"benchmarks.gpu, torch {torch.__version__}",
+        "date": date.today().strftime("%Y-%m"),
+        "achieved": dict.fromkeys([*peak, "memory"], 1.0),
+    }
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Measures what the arguments ask for and writes results/gpu.json; with --small, or on another
-    device, it prints only."""
+    """Measures what the arguments ask for and writes results/gpu.json and gpu_hardware.json; with
+    --small, or on another device, it prints only."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="one small size, to try the script")
-    parser.add_argument("cases", nargs="*", default=[], help=f"of {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", default=[], help=f"of {', '.join(ASKED)}")
     given = parser.parse_args(arguments)
-    unknown = [case for case in given.cases if case not in CASES]
+    unknown = [case for case in given.cases if case not in ASKED]
     if unknown:
-        parser.error(f"unknown case {unknown[0]!r}; choose one of {', '.join(CASES)}")
+        parser.error(f"unknown case {unknown[0]!r}; choose one of {', '.join(ASKED)}")
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device; --device cpu --small shows that the script runs")
     widths, tokens = SMALL if given.small else (WIDTHS, TOKENS)
+    cases = given.cases or ASKED
     rows = [
         row
-        for case in given.cases or CASES
+        for case in cases
+        if case in CASES
         for width in widths
         for count in tokens
         for row in measure(case, width, count, given.device, 3 if given.small else 30)
     ]
     device = torch.cuda.get_device_name() if given.device == "cuda" else given.device
     rows = [{"device": device, **row} for row in rows]
-    (report if device != given.device and not given.small else show)("gpu", QUESTION, rows)
+    finish = report if device != given.device and not given.small else show
+    if "hardware" in cases:
+        finish("gpu_hardware", RATES, [hardware_row(given.device, 2 * widths[-1])])
+    if rows:
+        finish("gpu", QUESTION, rows)
 
 
 if __name__ == "__main__":
