@@ -26,6 +26,7 @@ BENCHMARKS = (
     "gauges",
     "first_call",
     "recipe_loss",
+    "preflight",
     "zoo",
     "strangers",
     "norms",

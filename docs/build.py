@@ -25,8 +25,10 @@ from fp8.formats.format import FORMATS, Format
 from fp8.levels.initialize import LEVELS
 from fp8.modes.dispatch import EXPANDED, OPAQUE, PRODUCTS
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, Encoding
+from fp8.recipes.policy import ROLES
 from fp8.recipes.recipe import RECIPES, Cast, Recipe
 from fp8.recipes.scaling import RULES, SCALINGS, Scaling
+from fp8.studies.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
 from fp8.surgery.where import WHERE
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.optim import LR_RULES
@@ -118,6 +120,17 @@ def ops(op: Op) -> list[str]:
     return [f"`U.{op.name}`", replaced or "nothing", constraint, first_paragraph(op.rule)]
 
 
+def accelerator(row: Hardware) -> list[str]:
+    peaks = (
+        f"{row.peak[unit] / 1e12:.4g} ({100 * row.rate(unit) / row.peak[unit]:.0f} %)"
+        if unit in row.peak
+        else "-"
+        for unit in UNITS
+    )
+    memory = [f"{row.bandwidth / 1e12:.4g}", f"{row.memory / 1e9:.0f}"]
+    return [f"`{row.name}`", row.device, *peaks, *memory, f"{row.source} ({row.date})"]
+
+
 def learning_rates(rule: str, mup_type: str) -> list[str]:
     factor = LR_RULES[rule][mup_type]
     matrix = mup_type in ("weight", "output")
@@ -201,11 +214,26 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
         documented(WHERE),
     ),
     (
+        "Roles of layers",
+        "`fp8.recipes.policy.ROLES`: what `fp8.Policy(keep=...)` takes by name.",
+        "name | layers",
+        [[f"`{name}`", layers] for name, layers in ROLES.items()],
+    ),
+    (
         "Levels",
         "`fp8.LEVELS`: what `fp8.initialize` keeps for a weight, and in which format. Every scale "
         "is a power of two.",
         " | ".join(LEVEL_HEADS),
         [[f"`{row.name}`", *level_row(row)[1:]] for row in LEVELS.values()],
+    ),
+    (
+        "Hardware",
+        "`fp8.studies.hardware.HARDWARE`: dense TFLOP/s of the matrix units by format, and the "
+        "share of it that large products reach; TB/s and GB of the memory. Large casts reach "
+        f"{100 * ACHIEVED['memory']:.0f} % of its bandwidth. The sources of the shares are in the "
+        "code. [Estimates of time and memory](hardware.md) are made of them.",
+        f"name | device | {' | '.join(UNITS)} | TB/s | GB | source",
+        [accelerator(row) for row in HARDWARE.values()],
     ),
     (
         "Optimizer states",

@@ -146,6 +146,22 @@ def _norms(rows: list[Row]) -> str:
     )
 
 
+def _preflight(rows: list[Row]) -> str:
+    every = named(rows)["all"]
+    times = [f"{r['name']}: {r['seconds_of_command']} s" for r in rows if "seconds_of_command" in r]
+    parts = [
+        f"It recommends a policy in {every['recommended']} models; the loss is within 0.01 of the "
+        f"best one, or the interval, in {every['within']}",
+        f"Kendall's tau of update error and gap: {every['tau']} of all pairs of recipes, "
+        f"{every['tau_of_these']} of those that differ by more than their interval, "
+        f"{every['tau_of_those']} of those that also are more than 0.01 apart",
+        f"update error of the layers that the search keeps, against the first or last: "
+        f"{every['kept_error']}",
+        *times,
+    ]
+    return "; ".join(parts)
+
+
 def _residual(rows: list[Row]) -> str:
     return "Held-out loss: " + "; ".join(f"`{row['name']}`: {row['mean']:.3f}" for row in rows)
 
@@ -194,6 +210,9 @@ QUESTIONS: dict[str, Question] = {
     ),
     "recipe_loss": Question(
         text="How much held-out loss does each recipe cost?", answer=_recipe_loss
+    ),
+    "preflight": Question(
+        text="Does `fp8.preflight` recommend the best policy?", answer=_preflight
     ),
     "recipes": Question(
         text="How long does a compiled training step take under a simulated recipe, relative to "

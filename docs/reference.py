@@ -30,7 +30,12 @@ MODULES = (
     "fp8.optim",
     "fp8.norms.norm",
     "fp8.recipes.scaling",
+    "fp8.studies.findings",
+    "fp8.studies.hardware",
+    "fp8.studies.training",
     "fp8.surgery.where",
+    "fp8.surgery.policies",
+    "fp8.surgery.roles",
     "fp8.distributed.gradient_hook",
     "fp8.distributed.fsdp",
     "fp8.checkpoints.files",
@@ -40,6 +45,7 @@ MODULES = (
     "fp8.adapters.composer",
     "fp8.adapters.lightning",
     "fp8.adapters.msamp",
+    "fp8.adapters.policies",
     "fp8.adapters.torchao",
     "fp8.adapters.transformer_engine",
     "unit_scaling",
@@ -57,6 +63,9 @@ MODULES = (
 
 _SECTIONS = re.compile(r"\n\n(?:Args|Returns|Raises):")
 """Where the sections of a docstring in Google style begin."""
+
+_PAGE = re.compile(r"\.\./docs/([\w-]+)\.md(#.*)?")
+"""A link from a notebook to a page."""
 
 _REMOVED = "script, style, .zeroclipboard-container, .celltoolbar, .clipboard-copy-txt"
 """What a notebook page has besides its content: MathJax from elsewhere, colours of one theme only,
@@ -146,9 +155,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         element.decompose()
     for anchor in soup.select("a.anchor-link"):
         anchor["class"] = "headerlink"
-    for link in soup.select("a[href]"):  # to files of the repository, which the site does not have
-        if not str(link["href"]).startswith(("#", "http")):
-            link.unwrap()
+    for link in soup.select("a[href]"):
+        target = str(link["href"])
+        if _PAGE.fullmatch(target):
+            link["href"] = _PAGE.sub(r"../\1.html\2", target)
+        elif not target.startswith(("#", "http")):
+            link.unwrap()  # to a file of the repository, which the site does not have
     for block in soup.select(".highlight pre"):
         block.name = "code"
         block.wrap(soup.new_tag("pre"))

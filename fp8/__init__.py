@@ -27,10 +27,12 @@ from .norms.low_precision import (
 )
 from .norms.norm import LayerNorm2d, is_fast_norm, set_fast_norm
 from .recipes.history import AmaxHistory, reduce_amax
+from .recipes.policy import Policy, Rule
 from .recipes.recipe import RECIPES, Cast, Recipe, get_recipe
+from .studies.preflight import Preflight, PreflightError, preflight
 from .studies.stats import stats
 from .surgery.calibrate import calibrate, calibration
-from .surgery.convert import convert, report, revert
+from .surgery.convert import advance, convert, report, revert
 from .tensors.scaled_tensor import ScaledTensor, scaled
 from .version import __version__
 
@@ -48,11 +50,16 @@ __all__ = [
     "NoEffectWarning",
     "OptimizerWarning",
     "PitfallWarning",
+    "Policy",
+    "Preflight",
+    "PreflightError",
     "Recipe",
     "RecipeWarning",
+    "Rule",
     "ScaleWarning",
     "ScaledTensor",
     "__version__",
+    "advance",
     "apply_low_precision_layernorm",
     "autocast",
     "calibrate",
@@ -68,6 +75,7 @@ __all__ = [
     "low_precision_norms",
     "norm_report",
     "optim",
+    "preflight",
     "quantize",
     "quantize_backward",
     "quantize_forward",

@@ -1,4 +1,5 @@
-"""``python -m fp8``: tables (formats, recipes, levels) and what this machine can run (doctor)."""
+"""``python -m fp8``: preflight, tables (formats, recipes, levels), and what this machine can run
+(doctor)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .common.report import as_table
 from .formats.format import FORMATS, Format
 from .levels.initialize import LEVELS, Level
 from .recipes.recipe import RECIPES, Cast, Recipe
-from .studies import doctor
+from .studies import command, doctor
 from .version import __version__
 
 __all__ = ["main"]
@@ -80,23 +81,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="fp8",
-        description="The tables of the fp8 package, and what this machine can run (doctor).",
-        epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken.",
+        description="Will a model train in FP8 (preflight); the tables of the fp8 package; what "
+        "this machine can run (doctor).",
+        epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken, or "
+        "preflight cannot measure the model.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    parser.add_argument("what", choices=[*TABLES, "doctor"], help="what to print")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    commands = parser.add_subparsers(dest="what", required=True, metavar="COMMAND")
+    for name in (*TABLES, "doctor"):
+        about = "what this machine can run" if name == "doctor" else f"the table of {name}"
+        table = commands.add_parser(name, help=about)
+        table.add_argument("--json", action="store_true", help="as JSON")
+    command.add_arguments(
+        commands.add_parser("preflight", help="will my model train in FP8, what does it save?")
+    )
     given = parser.parse_args(arguments)
+    if given.what == "preflight":
+        return command.run(given)
     if given.what == "doctor":
         findings = doctor.examine()
         _print(json.dumps(findings, indent=2) if given.json else doctor.as_text(findings))
         return 0 if doctor.is_well(findings) else 1
-    heads, rows = TABLES[given.what]
-    if given.json:
-        _print(json.dumps([dict(zip(heads, row, strict=True)) for row in rows()], indent=2))
-    else:
-        _print(as_table([heads, *(list(map(_text, row)) for row in rows())]))
+    _print(_table(given.what, given.json))
     return 0
+
+
+def _table(name: str, as_json: bool) -> str:
+    heads, rows = TABLES[name]
+    if as_json:
+        return json.dumps([dict(zip(heads, row, strict=True)) for row in rows()], indent=2)
+    return as_table([heads, *(list(map(_text, row)) for row in rows())])
 
 
 def _print(text: str) -> None:

@@ -22,8 +22,8 @@ LAYERS = {
         levels
         distributed
         checkpoints
-        studies
         adapters
+        studies
         __main__
     """,
     "unit_scaling": """

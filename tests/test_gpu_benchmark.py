@@ -1,9 +1,13 @@
 """benchmarks/gpu.py, exercised on the CPU at a size that says nothing about speed."""
 
+import json
+
 import pytest
 import torch
 
 from benchmarks import gpu
+from fp8.studies.findings import Product
+from fp8.studies.hardware import Hardware, estimate, matmul_seconds
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +42,31 @@ def test_each_case_makes_every_variant(case):
 
 def test_what_it_refuses(capsys):
     for arguments, message in (
-        (["--device", "cpu", "conv"], "unknown case 'conv'; choose one of linear, mlp, layer"),
+        (
+            ["--device", "cpu", "conv"],
+            "unknown case 'conv'; choose one of linear, mlp, layer, hardware",
+        ),
         *([] if torch.cuda.is_available() else [([], "no CUDA device")]),
     ):
         with pytest.raises(SystemExit):
             gpu.main(arguments)
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.native
+def test_rates_of_this_machine_are_a_row_of_the_roofline():
+    """With a clock that says that every call takes a millisecond."""
+    measured = gpu.hardware_row("cpu", 64, lambda call: call() is None or 1e-3)
+    row = Hardware(**json.loads(json.dumps(measured)))
+    assert row.peak == {"bf16": 2 * 64**3 / 1e-3, "fp8": 2 * 64**3 / 1e-3}
+    assert row.bandwidth == 2 * 64**2 * 2 / 1e-3
+    assert row.memory > 1 << 30
+    assert matmul_seconds(row, 1024, 1024, 1024) == pytest.approx(1024**3 / 64**3 * 1e-3, rel=1e-3)
+    layer = Product("up", "hidden", "linear", 1024, 1024, 1024, weight_elements=1 << 20)
+    assert estimate([layer], {"up": "tensor"}, row).step > 0
+
+
+def test_the_clock():
+    passed = []
+    assert gpu.seconds(lambda: passed.append(1), rounds=5) > 0
+    assert len(passed) == 8

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"fp8", "unit_scaling"}
 CORE = ("torch", "numpy", "einops")
 EXTRAS = set(
-    "plot te torchao bitsandbytes accelerate lightning transformers composer docs dev".split()
+    "plot preflight te torchao bitsandbytes accelerate lightning transformers composer docs "
+    "dev".split()
 )
 
 #: Libraries that some part of the project, or a user of it, works with. None is needed to import.
@@ -30,6 +31,7 @@ OPTIONAL = (
     "bitsandbytes",
     "composer",
     "gfloat",
+    "jinja2",
     "lightning",
     "matplotlib",
     "ml_dtypes",
@@ -69,6 +71,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path):
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     assert f"{info}/licenses/LICENSE" in names
+    assert "fp8/studies/page.html" in names
     sources = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES

@@ -46,6 +46,9 @@ PRIVATE = {
     "fp8/modes/dispatch.py": {
         "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
     },
+    "fp8/studies/trace.py": {
+        "torch.utils._python_dispatch": "TorchDispatchMode: what sees the operations of ATen",
+    },
     "fp8/tensors/scaled_tensor.py": {
         "torch.Tensor._make_wrapper_subclass": "how a tensor of other tensors is made",
         "torch._C": "_disabled_torch_function_impl: what it computes is no ScaledTensor by itself",

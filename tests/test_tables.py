@@ -73,7 +73,14 @@ def test_generated_parts_are_replaced():
 
 def test_every_row_is_there():
     text = build.render()
-    tables = (build.FORMATS, build.RECIPES, build.SCALINGS, build.RULES, build.LEVELS)
+    tables = (
+        build.FORMATS,
+        build.RECIPES,
+        build.SCALINGS,
+        build.RULES,
+        build.LEVELS,
+        build.HARDWARE,
+    )
     for table in (*tables, build.CONSTRAINTS, build.LR_RULES):
         assert all(f"| `{name}` |" in text for name in table)
     assert all(f"| `U.{name}` |" in text for name in build.OPS)

@@ -25,6 +25,16 @@ def test_a_model_keeps_its_type() -> None:
         assert_type(transform(model), nn.Sequential)
 
 
+def test_a_policy_of_tuples() -> None:
+    policy = fp8.Policy("row", rules=[("0", None, None)], keep=[], switch=[(0.9, "bf16")])
+    assert_type(policy.rules, tuple[fp8.Rule, ...])
+    model = fp8.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), policy)
+    assert_type(model, nn.Sequential)
+    assert_type(fp8.advance(model, 0.95), bool)
+    with fp8.autocast(policy.at(0.95), model=model):
+        model(torch.randn(2, 16))
+
+
 def test_an_optimizer_keeps_its_type() -> None:
     model = nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -285,7 +285,7 @@ def _dtype(precision: Any) -> torch.dtype | None:
 def _how(module: Any) -> str:
     dtype, output = module.norm_dtype, module.norm_output
     name = "the dtype of autocast" if dtype is None else dtype_name(dtype)
-    return f"{name}, hands on {output}" if output else name
+    return f"{name}, output in {output}" if output else name
 
 
 def _kind(module: Any) -> Any:

@@ -240,7 +240,9 @@ def checked_output(output: str | Format) -> Format:
     """Looks up an output format. Raises ValueError for a format that norms do not support."""
     format = get_format(output)
     if format.name not in OUTPUTS:
-        raise ValueError(f"a norm hands on {' or '.join(OUTPUTS)}, not {format.name!r}")
+        raise ValueError(
+            f"the output of a norm must be {' or '.join(OUTPUTS)}, got {format.name!r}"
+        )
     return format
 
 

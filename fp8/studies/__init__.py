@@ -1,2 +1,2 @@
-"""Measurements of low precision: of a model's casts, and of what a machine can run.
-Imports all but the adapters of trainers."""
+"""Studies of low precision: of a model's casts, of how it trains (preflight), and of what a machine
+can run. Imports everything else in `fp8`."""

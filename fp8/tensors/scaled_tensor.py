@@ -376,7 +376,7 @@ def _overflows(scale: Tensor) -> bool:
         return False
 
 
-def _anew(func: Any, x: ScaledTensor, y: Any) -> Tensor:
+def _by_values(func: Any, x: ScaledTensor, y: Any) -> Tensor:
     """``func(x, y)`` on the values, for a scale that overflows float32 although zeros and small
     values do not.
 
@@ -393,7 +393,7 @@ def _times(func: Any, x: Any, y: Any) -> Any:
         return NotImplemented
     scale = func(x.scale, y).to(torch.float32)
     if _overflows(scale):
-        return scaled(_anew(func, x, y), x.format, x.dtype)
+        return scaled(_by_values(func, x, y), x.format, x.dtype)
     return ScaledTensor(x.stored.clone(), scale, x.dtype)
 
 
@@ -403,7 +403,7 @@ def _times_(func: Any, x: Any, y: Any) -> Any:
         return NotImplemented
     outcome = func(x.scale.clone(), y)
     if _overflows(outcome):
-        return x._write(_anew(func, x, y))
+        return x._write(_by_values(func, x, y))
     x.scale.copy_(outcome)
     x.writes[0] += 1
     return x

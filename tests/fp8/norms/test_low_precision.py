@@ -255,7 +255,7 @@ def test_hands_fp8_on_to_a_converted_layer(precision: str | None):
     assert torch.equal(model(x), expected(x))
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-    assert fp8.norm_report(model)[0].why.endswith("hands on e4m3")
+    assert fp8.norm_report(model)[0].why.endswith("output in e4m3")
     assert not isinstance(fp8.revert_norms(model)[0](x), fp8.ScaledTensor)
 
 
@@ -318,7 +318,7 @@ def test_errors_name_what_was_given(model: Model, got: Any):
         fp8.low_precision_norms(model, got)
     with pytest.raises(ValueError, match="unknown precision"):
         fp8.apply_low_precision_layernorm(model, got)
-    with pytest.raises(ValueError, match="not 'e2m1'"):
+    with pytest.raises(ValueError, match="got 'e2m1'"):
         fp8.low_precision_norms(model, output="e2m1")
     with pytest.raises(TypeError, match="got list"):
         fp8.low_precision_norms([])  # type: ignore[type-var]

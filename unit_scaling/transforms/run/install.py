@@ -190,7 +190,7 @@ def _take_scopes(module: Any) -> None:
         outside_graph(lambda: _take_scopes(module))
         return
     for scope, _ in parts[0]:
-        install(module, scope.anew() if hasattr(scope, "anew") else scope)
+        install(module, scope.without_plans() if hasattr(scope, "without_plans") else scope)
 
 
 def _inside(scopes: tuple[tuple[Any, str], ...]) -> Places | None:

@@ -104,7 +104,7 @@ class UnitScale:
         self.kinds = KINDS | {f: f"replace {i}" for i, f in enumerate(self.replacements)}
         self._recording = threading.RLock()
 
-    def anew(self) -> UnitScale:
+    def without_plans(self) -> UnitScale:
         """The same transform for another model, without plans."""
         settings: dict[str, Any] = {"init": self.init, "residual": self.residual}
         settings |= {"strict": self.strict, "context_length": self.context_length}

@@ -1,0 +1,97 @@
+"""``fp8 preflight``: the command line of `fp8.preflight`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .demo import setup as demo
+from .hardware import HARDWARE
+from .preflight import RECIPES_TRIED, Preflight, PreflightError, preflight
+from .sources import from_function, from_transformers
+
+__all__ = ["add_arguments", "run"]
+
+DEMO_BUDGET = 180.0
+"""Seconds for ``--demo``."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fp8 preflight``."""
+    parser.add_argument(
+        "setup",
+        nargs="?",
+        help="FILE.py:FUNCTION or MODULE:FUNCTION that returns (model, batches[, loss[, "
+        "optimizer]]); called with seed= if it takes that",
+    )
+    parser.add_argument("--transformers", metavar="CONFIG.json", help="a causal language model")
+    parser.add_argument("--text", metavar="FILE", help="the text to train it on")
+    parser.add_argument("--demo", action="store_true", help="a small GPT")
+    parser.add_argument("--steps", type=int, default=200, help="of each run (%(default)s)")
+    parser.add_argument("--budget", type=float, help="seconds for everything (600)")
+    parser.add_argument("--target", type=float, default=0.01, help="gap that counts as none")
+    parser.add_argument("--seeds", type=int, default=8, help="at most (%(default)s)")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES_TRIED), metavar="NAME")
+    parser.add_argument("--hardware", nargs="+", default=["h100", "b200"], choices=HARDWARE)
+    parser.add_argument("--out", default="preflight.html", help="page (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from OUT's .json")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Runs a preflight, writes the page and the figures, prints the verdict.
+
+    Returns 0; 1 if the model or its data cannot be measured. Usage errors exit with 2.
+    """
+    out = Path(given.out)
+    figures = out.with_suffix(".json")
+    try:
+        result = preflight(
+            _source(given),
+            recipes=given.recipes,
+            steps=given.steps,
+            budget=given.budget or (DEMO_BUDGET if given.demo else 600.0),
+            target=given.target,
+            max_seeds=given.seeds,
+            hardware=given.hardware,
+            save=figures,
+            resume=figures if given.resume else None,
+            progress=not given.quiet,
+        )
+    except PreflightError as error:
+        print(f"fp8 preflight: {error}", file=sys.stderr)
+        _write(error.report, out, figures)
+        return 1
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"fp8 preflight: {error}", file=sys.stderr)
+        return 2
+    print(result)
+    _write(result, out, figures)
+    return 0
+
+
+def _source(given: argparse.Namespace) -> Callable[..., Any]:
+    """The function that returns the setup; exactly one source must be given."""
+    sources = [given.setup, given.transformers, given.demo or None]
+    if sum(source is not None for source in sources) != 1:
+        raise ValueError("give one of FILE.py:FUNCTION, --transformers CONFIG.json, --demo")
+    if given.demo:
+        return demo
+    if given.setup:
+        return from_function(given.setup)
+    if given.text is None:
+        raise ValueError("--transformers needs a text to train on: --text FILE")
+    return from_transformers(given.transformers, given.text)
+
+
+def _write(result: Preflight, out: Path, figures: Path) -> None:
+    written = [figures]
+    try:
+        result.save(out)
+        written.append(out)
+    except ImportError as error:
+        print(f"no page: {error}", file=sys.stderr)
+    print(f"\nwritten: {', '.join(map(str, written))}")

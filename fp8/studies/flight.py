@@ -1,0 +1,540 @@
+"""The stages of a preflight, from the trace of the products to the verdict."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..adapters.policies import as_code
+from ..common.step import Batch
+from ..common.validation import check_whole
+from ..formats.format import get_format
+from ..recipes.policy import CASTS, Policy
+from ..recipes.recipe import Recipe
+from ..surgery.convert import convert, report
+from ..surgery.layers import candidates
+from ..surgery.roles import roles
+from ..version import __version__
+from .findings import Candidate, CastScore, Choice, Findings, Product, Run
+from .hardware import Hardware, estimate
+from .progress import Progress
+from .proof import REFERENCE, compare, prove
+from .search import alone, frontier, keeping, knee, layer_scores, name_of, published, shares
+from .selection import FINE, finalists, recommended, worst_error
+from .trace import trace
+from .training import Problem, Snapshot, train
+from .update_error import Probe, quiet
+from .verdict import sentences
+
+__all__ = ["Flight", "Settings"]
+
+REFERENCE_PART, SEARCH_PART, CASTS_PART = 1 / 20, 1 / 5, 1 / 10
+"""The parts of the budget for the reference run, for the search and for single casts."""
+
+FEWEST_STEPS, TIMED_STEPS = 20, 8
+
+#: One thread is chosen if a step takes less than this many times that of all threads: threads that
+#: wait for one another lose much more than that on a machine that does other work too.
+ONE_THREAD = 1.3
+
+#: What each of a finalist's runs costs, relative to the reference's, before one was timed.
+SIMULATED_COST = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `fp8.preflight` that say how to measure."""
+
+    recipes: tuple[Recipe, ...]
+    steps: int
+    held_out: int
+    budget: float
+    target: float
+    max_seeds: int
+    hardware: tuple[Hardware, ...]
+    transforms: Mapping[str, Callable[[nn.Module], nn.Module]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_whole("steps", self.steps, 2)
+        check_whole("held_out", self.held_out)
+        check_whole("max_seeds", self.max_seeds)
+        for name in ("budget", "target"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if not self.recipes:
+            raise ValueError("recipes must name at least one recipe, got none")
+
+
+class Flight:
+    """One preflight. ``findings`` grows stage by stage; `on_stage` is called after each.
+
+    Args:
+        source: as for `fp8.studies.training.Problem`.
+        settings: how to measure.
+        findings: empty, or those of an interrupted preflight of the same problem.
+    """
+
+    def __init__(self, source: Any, settings: Settings, findings: Findings) -> None:
+        self.settings = settings
+        self.findings = findings
+        self.on_stage: Callable[[], object] = lambda: None
+        self.progress = Progress(show=False)
+        self._source = source
+        self._begun = time.perf_counter()
+        self._problem: Problem | None = None
+        self._probes: list[Probe] = []
+        _forget_unfinished(findings)
+
+    @property
+    def problem(self) -> Problem:
+        """The weights and batches of all runs."""
+        if self._problem is None:
+            steps, held_out = self.settings.steps, self.settings.held_out
+            self._problem = Problem(self._source, steps, held_out)
+        return self._problem
+
+    def run(self) -> None:
+        """All stages that ``findings`` does not have."""
+        threads = torch.get_num_threads()
+        try:
+            self._stages()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _stages(self) -> None:
+        self._describe()
+        stages = {
+            "trace": self._trace,
+            "reference": self._reference,
+            "update errors": self._errors,
+            "search": self._search,
+            "estimates": self._estimate,
+            "operands": self._operands,
+            "single casts": self._casts,
+            "training": self._prove,
+        }
+        for name, stage in stages.items():
+            if name not in self.findings.seconds or name == "training":
+                begun = time.perf_counter()
+                stage()
+                self.findings.seconds[name] = time.perf_counter() - begun
+                self.conclude()
+                self.on_stage()
+
+    def conclude(self) -> None:
+        """Writes outcomes, the recommended policy and the verdict from what was measured."""
+        found = self.findings
+        found.settings["peak_memory"] = _peak_memory()
+        compare(found.candidates, found.runs, self.settings.target)
+        best = recommended(found.candidates, found.estimates)
+        first = next(iter(best.values()), None)
+        found.policy = {} if first is None else first.policy
+        found.code = {} if first is None else as_code(Policy.from_dict(first.policy))
+        found.verdict = sentences(found, best)
+
+    # What is measured
+
+    def _describe(self) -> None:
+        settings, model = self.settings, self.problem.model
+        parameters = list(model.parameters())
+        described = {
+            "name": type(model).__name__,
+            "parameters": sum(p.numel() for p in parameters),
+            "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
+            "device": str(parameters[0].device) if parameters else "",
+        }
+        if self.findings.model not in ({}, described):
+            raise ValueError(
+                f"the file to resume is of another model: {self.findings.model}, not {described}"
+            )
+        self.findings.model = described
+        self.findings.settings = self.findings.settings or {
+            "steps": self.problem.steps,
+            "held_out": settings.held_out,
+            "budget": settings.budget,
+            "target": settings.target,
+            "recipes": [recipe.name for recipe in settings.recipes],
+        }
+        torch.set_num_threads(self.findings.settings.get("threads", torch.get_num_threads()))
+        self.findings.versions = {
+            "fp8": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "date": datetime.date.today().isoformat(),
+        }
+        if self.problem.steps < settings.steps:
+            self._note(f"the batches last for {self.problem.steps} of {settings.steps} steps")
+
+    def _trace(self) -> None:
+        self.findings.products = _traced(self.problem.model, self.problem.batch)
+        if not shares(self.findings.products):
+            whys = {p.layer: p.why_not for p in self.findings.products}
+            whys |= _left_alone(self.problem.model)
+            why = "; ".join(f"{layer}: {why}" for layer, why in whys.items()) or "it computes none"
+            name = self.findings.model["name"]
+            raise ValueError(f"no matrix product of this {name} can be cast: {why}")
+
+    def _reference(self) -> None:
+        self._fit()
+        run, _ = self._trained(REFERENCE, 0)
+        if not math.isfinite(run.held_out):
+            raise ValueError(
+                f"the loss of the reference became {run.losses[-1]} at step {len(run.losses)}: "
+                "nothing can be compared with it"
+            )
+        first, last = _ends(run.losses)
+        if not last < first:
+            self._note(
+                f"the reference's loss did not fall: {first:.4g} at first, {last:.4g} at last; "
+                "gaps and update errors say little about such a run"
+            )
+
+    def _fit(self) -> None:
+        """Chooses the faster of one thread and all, and the number of steps that fits the budget,
+        by timing a few steps."""
+        settings, problem, threads = self.settings, self.problem, torch.get_num_threads()
+        times = {count: self._step_time(count) for count in {1, threads}}
+        chosen = 1 if times[1] < ONE_THREAD * times[threads] else threads
+        torch.set_num_threads(chosen)
+        allowed = settings.budget * REFERENCE_PART / times[chosen]
+        steps = max(min(problem.steps, int(allowed)), min(FEWEST_STEPS, problem.steps))
+        if steps < problem.steps:
+            self._note(f"runs have {steps} of {problem.steps} steps, to fit the budget")
+            self._problem = Problem(self._source, steps, settings.held_out)
+        self.findings.settings |= {"steps": steps, "threads": chosen}
+
+    def _step_time(self, threads: int) -> float:
+        """The median seconds of a training step with this number of threads."""
+        ticks: list[float] = []
+        torch.set_num_threads(threads)
+        timed = Problem(self._source, min(TIMED_STEPS, self.problem.steps), self.settings.held_out)
+        train(timed, REFERENCE, on_step=lambda: ticks.append(time.perf_counter()))
+        times = [b - a for a, b in pairwise(ticks[:-1])]  # the last step also evaluates
+        return statistics.median(times) if times else 1e-9
+
+    def _trained(self, name: str, seed: int) -> tuple[Run, list[Snapshot]]:
+        """The run of a candidate, or of the reference, which is stored if it is new."""
+        steps = self.problem.steps
+        with self.progress.stage(f"{name}, seed {seed}", steps) as tick, quiet():
+            prepare = None if name == REFERENCE else self._preparation(name)
+            at = self._snapshot_steps() if (name, seed) == (REFERENCE, 0) else ()
+            run, snapshots = train(self.problem, name, seed, prepare, snapshots=at, on_step=tick)
+        if (name, seed) == (REFERENCE, 0):
+            model, loss = self.problem.model, self.problem.loss
+            self._probes = [Probe(model, snapshot, loss) for snapshot in snapshots]
+            if not any(r.name == name and r.seed == seed for r in self.findings.runs):
+                self.findings.runs.append(run)
+        return run, snapshots
+
+    def _snapshot_steps(self) -> tuple[int, ...]:
+        steps = self.problem.steps
+        return tuple(sorted({max(steps // 4, 1), steps}))
+
+    @property
+    def probes(self) -> list[Probe]:
+        """At the snapshots of the reference run of seed 0, in order. Trains it if needed."""
+        if not self._probes:
+            self._trained(REFERENCE, 0)
+        return self._probes
+
+    # What is tried
+
+    def _errors(self) -> None:
+        cast = sum(shares(self.findings.products).values())
+        probes = self.probes
+        with self.progress.stage("update errors", len(self.settings.recipes)) as tick:
+            for recipe in self.settings.recipes:
+                self._measured(self._candidate(recipe, [], cast), probes)
+                tick()
+        self.findings.candidates.sort(key=worst_error)
+
+    def _candidate(self, recipe: Recipe, kept: Sequence[str], share: float) -> Candidate:
+        policy = keeping(recipe, kept).to_dict()
+        name = name_of(recipe.name, kept)
+        return Candidate(name, recipe.name, policy, list(kept), share, _bits(recipe, share))
+
+    def _measured(self, candidate: Candidate, probes: Sequence[Probe]) -> None:
+        policy = Policy.from_dict(candidate.policy)
+        for probe in probes:
+            found = probe(policy)
+            candidate.errors[probe.step] = found.error
+            candidate.slopes[probe.step] = found.slope
+        self.findings.candidates.append(candidate)
+
+    def _search(self) -> None:
+        """Searches the layers to keep for every recipe that is too coarse for all layers."""
+        share = shares(self.findings.products)
+        coarse = [c for c in self.findings.candidates if worst_error(c) > FINE]
+        deadline = time.perf_counter() + SEARCH_PART * self.settings.budget
+        searched = [c for c in coarse if math.isfinite(worst_error(c))] or (
+            self.findings.candidates[-1:]
+        )
+        with self.progress.stage("search", len(share) * len(searched)) as tick:
+            for candidate in sorted(searched, key=lambda c: c.bits):
+                self._searched(candidate, share, deadline, tick)
+
+    def _searched(
+        self,
+        candidate: Candidate,
+        share: Mapping[str, float],
+        deadline: float,
+        tick: Callable[[], None],
+    ) -> None:
+        recipe, probe = self._recipe(candidate.recipe), self.probes[-1]
+
+        def go_on() -> bool:
+            tick()
+            return time.perf_counter() < deadline
+
+        scores = layer_scores(probe, recipe, share, go_on)
+        if len(scores) < len(share):
+            self._note(
+                f"the budget allowed {len(scores)} of {len(share)} layers for {recipe.name}: "
+                "it was not searched"
+            )
+            return
+        self.findings.scores += scores
+        choices = frontier(recipe.name, scores)
+        choices[0].measured = worst_error(candidate)
+        chosen = choices[0]  # all layers, if that is fine
+        if worst_error(candidate) > FINE:
+            chosen = self._first_fine(recipe, choices[1:-1]) or knee(choices)
+        chosen.chosen = True
+        chosen.measured = probe(keeping(recipe, chosen.kept)).error
+        self.findings.choices += choices + self._published(recipe, scores)
+        if chosen.kept and chosen.share:
+            self._measured(self._candidate(recipe, chosen.kept, chosen.share), self.probes)
+
+    def _first_fine(self, recipe: Recipe, choices: Sequence[Choice]) -> Choice | None:
+        """The first choice whose error is measured to be fine at all snapshots, or None: errors
+        fall along the frontier, so it is found by bisection. Predictions of recipes that lose
+        values, as without scales, are too low."""
+        low, high = 0, len(choices)
+        while low < high:
+            middle = (low + high) // 2
+            policy = keeping(recipe, choices[middle].kept)
+            if max(probe(policy).error for probe in self.probes) <= FINE:
+                high = middle
+            else:
+                low = middle + 1
+        return choices[low] if low < len(choices) else None
+
+    def _published(self, recipe: Recipe, scores: Sequence[CastScore]) -> list[Choice]:
+        """The selections of papers and other libraries, measured at the same snapshot."""
+        found = []
+        for name, kept in published(self.problem.model).items():
+            cast = [score for score in scores if score.layer not in kept]
+            if cast and kept:
+                predicted = math.sqrt(sum(score.squared_error for score in cast))
+                share = sum(score.share for score in cast)
+                measured = self.probes[-1](keeping(recipe, kept)).error
+                found.append(
+                    Choice(name, recipe.name, kept, share, predicted, measured, published=True)
+                )
+        return found
+
+    def _operands(self) -> None:
+        """The ranges of operands under the best candidate, and under casts without scales."""
+        best = self.findings.candidates[0].recipe
+        names = dict.fromkeys([self._shown() or best, *self._unscaled()])
+        self.findings.ranges = [
+            row for name in names for row in self.probes[-1].ranges(self._recipe(name))
+        ]
+
+    def _unscaled(self) -> list[str]:
+        return [recipe.name for recipe in self.settings.recipes if recipe.unscaled]
+
+    def _shown(self) -> str:
+        """The recipe whose single casts are worth a map: the lowest precision of the finalists."""
+        finalists = self._finalists()
+        return min(finalists, key=lambda c: c.bits).recipe if finalists else ""
+
+    def _casts(self) -> None:
+        """Each cast alone, layers with the largest share of the FLOPs first."""
+        share = shares(self.findings.products)
+        recipe, probe = self._recipe(self._shown()), self.probes[-1]
+        deadline = time.perf_counter() + CASTS_PART * self.settings.budget
+        order = sorted(share, key=lambda name: share[name], reverse=True)
+        left = 0
+        with self.progress.stage("single casts", len(order)) as tick:
+            for layer in order:
+                tick()
+                if time.perf_counter() > deadline:
+                    left += 1
+                    continue
+                for cast in CASTS:
+                    error = probe(alone(recipe, layer, cast)).error
+                    product, operand = cast.split(".")
+                    self.findings.scores.append(
+                        CastScore(
+                            layer,
+                            recipe.name,
+                            probe.step,
+                            product,
+                            operand,
+                            error**2,
+                            share[layer] / 3,
+                        )
+                    )
+        if left:
+            self._note(f"the budget did not allow the single casts of {left} layers")
+
+    def _finalists(self) -> list[Candidate]:
+        return finalists(self.findings.candidates, self.findings.estimates)
+
+    def _prove(self) -> None:
+        """Trains the finalists. If all of them are worse, the next ones, while there is time."""
+        found, transforms = self.findings, self._with_transforms()
+        names = [candidate.name for candidate in self._finalists()] + transforms
+        while names:
+            self._train_beside(names)
+            compare(found.candidates, found.runs, self.settings.target)
+            if recommended(found.candidates, found.estimates):
+                break
+            new = [c.name for c in self._finalists() if c.outcome == "not trained"]
+            names = [name for name in new if self._has_time(name)]
+
+    def _train_beside(self, names: Sequence[str]) -> None:
+        def one(name: str, seed: int) -> Run:
+            return self._trained(name, seed)[0]
+
+        prove(
+            names,
+            self.findings.runs,
+            one,
+            tolerance=self.settings.target,
+            seeds=range(self.settings.max_seeds),
+            has_time=self._has_time,
+        )
+        trained = {run.name for run in self.findings.runs}
+        if left := [name for name in names if name not in trained]:
+            self._note(f"the budget did not allow a training run of {', '.join(left)}")
+
+    def _with_transforms(self) -> list[str]:
+        """The names of the transforms, which become candidates."""
+        known = {candidate.name for candidate in self.findings.candidates}
+        for name, transform in self.settings.transforms.items():
+            if name not in known:
+                recipe = getattr(transform, "recipe", "auto")
+                self.findings.candidates.append(Candidate(name, recipe))
+        return list(self.settings.transforms)
+
+    def _has_time(self, name: str) -> bool:
+        """Whether a run of ``name`` fits into what is left of the budget."""
+        times = [run.seconds for run in self.findings.runs if run.name == name]
+        known = self.findings.runs[0].seconds * (1 if name == REFERENCE else SIMULATED_COST)
+        needed = max(times, default=known)
+        return time.perf_counter() - self._begun + needed < self.settings.budget
+
+    def _preparation(self, name: str) -> Any:
+        if name in self.settings.transforms:
+            transform = self.settings.transforms[name]
+            return lambda model, optimizer: _transformed(transform, model, optimizer)
+        policy = next(
+            Policy.from_dict(c.policy) for c in self.findings.candidates if c.name == name
+        )
+
+        def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+            return convert(model, policy, backend="simulate"), optimizer
+
+        return prepare
+
+    def _estimate(self) -> None:
+        """Every candidate on every device, at the full size of the model."""
+        full = self.problem.full_size
+        products = self.findings.products if full is None else _traced(*full)
+        cast = [product.layer for product in products if not product.why_not]
+        for candidate in self.findings.candidates:
+            recipe = self._recipe(candidate.recipe)
+            recipes = {name: None if name in candidate.kept else recipe for name in cast}
+            for device in self.settings.hardware:
+                self.findings.estimates.append(
+                    estimate(products, recipes, device, candidate=candidate.name)
+                )
+
+    def _recipe(self, name: str) -> Recipe:
+        return next(recipe for recipe in self.settings.recipes if recipe.name == name)
+
+    def _note(self, text: str) -> None:
+        if text not in self.findings.notes:
+            self.findings.notes.append(text)
+
+
+def _peak_memory() -> int | None:
+    """The largest memory of the process so far, in bytes; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _left_alone(model: nn.Module) -> dict[str, str]:
+    """Layer -> why `fp8.convert` does not cast it."""
+    with quiet():
+        rows = report(convert(copy.deepcopy(model), "tensor", backend="simulate"))
+    return {row.path or "(model)": row.why for row in rows.left_alone}
+
+
+def _traced(model: nn.Module, batch: Batch) -> list[Product]:
+    """The products of a model, with the roles of their layers and why some are not cast."""
+    named = roles(model, candidates(model))
+    return trace(model, batch, roles=named, why_not=_left_alone(model))
+
+
+def _forget_unfinished(found: Findings) -> None:
+    """Removes what the stage that was interrupted has left, so that it can be repeated."""
+    done = found.seconds
+    if "update errors" not in done:
+        found.candidates = []
+    if "search" not in done:
+        found.candidates = [c for c in found.candidates if not c.kept]
+        found.scores, found.choices = [], []
+    if "estimates" not in done:
+        found.estimates = []
+    if "operands" not in done:
+        found.ranges = []
+    if "single casts" not in done:
+        found.scores = [score for score in found.scores if not score.product]
+    found.notes = [n for n in found.notes if not n.startswith(("interrupted", "stopped"))]
+
+
+def _transformed(
+    transform: Callable[[nn.Module], nn.Module], model: nn.Module, optimizer: Optimizer
+) -> tuple[nn.Module, Optimizer]:
+    """The transformed model under its recipe, and the optimizer with its parameters."""
+    new = transform(model)
+    own = dict(new.named_parameters())
+    by_id = {id(p): own[name] for name, p in model.named_parameters() if name in own}
+    for group in optimizer.param_groups:
+        group["params"] = [by_id.get(id(p), p) for p in group["params"]]
+    return convert(new, getattr(transform, "recipe", "auto"), backend="simulate"), optimizer
+
+
+def _bits(recipe: Recipe, share: float) -> float:
+    """Bits per operand, averaged over the FLOPs of all products; high precision counts as 16."""
+    widths = [16 if cast is None else get_format(cast.format).bits for cast in recipe.casts]
+    products = [max(widths[i], widths[i + 1]) for i in (0, 2, 4)]
+    return share * sum(products) / 3 + (1 - share) * 16
+
+
+def _ends(losses: Sequence[float]) -> tuple[float, float]:
+    """The mean of the first tenth of the losses, and of the last."""
+    tenth = max(len(losses) // 10, 1)
+    return sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth

@@ -1,0 +1,131 @@
+"""Paired comparisons of training runs: gaps of held-out losses with intervals.
+
+A candidate and the reference train from the same weights on the same batches; the gap is the
+difference of their held-out losses. Its interval is Student's t over seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from .findings import Candidate, Run
+
+__all__ = ["REFERENCE", "Gap", "compare", "gap", "is_decided", "outcome", "prove", "seeds_needed"]
+
+REFERENCE = "reference"
+"""The name of the runs in the model's own precision."""
+
+#: The 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom (any table of it).
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
+
+
+class Gap(NamedTuple):
+    """Held-out loss minus the reference's: mean, and the ends of its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+def gap(runs: Iterable[Run], name: str) -> Gap | None:
+    """The gap of the candidate ``name`` over all seeds that it shares with the reference.
+
+    None if it shares none. With one seed the interval is infinite. If a run of the candidate
+    diverged, the gap is infinite.
+    """
+    by_seed: dict[str, dict[int, float]] = {}
+    for run in runs:
+        by_seed.setdefault(run.name, {})[run.seed] = run.held_out
+    ours, theirs = by_seed.get(name, {}), by_seed.get(REFERENCE, {})
+    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if not differences:
+        return None
+    n = len(differences)
+    if not all(map(math.isfinite, differences)):
+        return Gap(math.inf, math.inf, math.inf, n)
+    mean = statistics.fmean(differences)
+    if n == 1:
+        return Gap(mean, -math.inf, math.inf, 1)
+    half = _quantile(n) * statistics.stdev(differences) / math.sqrt(n)
+    return Gap(mean, mean - half, mean + half, n)
+
+
+def _quantile(seeds: int) -> float:
+    return _T[min(seeds - 2, len(_T) - 1)]
+
+
+def outcome(found: Gap | None, tolerance: float) -> str:
+    """What a gap says, in the words of `Candidate.outcome`.
+
+    A gap is none if its interval ends below the tolerance; or if its mean is below, and the
+    interval's half-width is within it.
+    """
+    if found is None:
+        return "not trained"
+    if math.isinf(found.mean):
+        return "diverges"
+    if found.low > tolerance:
+        return "worse"
+    if found.high < 0:
+        return "better"
+    narrow = found.mean <= tolerance and found.high - found.low <= 2 * tolerance
+    return "as the reference" if found.high <= tolerance or narrow else "not decided"
+
+
+def is_decided(found: Gap | None, tolerance: float) -> bool:
+    """Whether more seeds are not needed: the outcome is known."""
+    return outcome(found, tolerance) not in ("not trained", "not decided")
+
+
+def seeds_needed(low: float, high: float, seeds: int, tolerance: float) -> int:
+    """About how many seeds give an interval with a half-width of ``tolerance``, by the spread of
+    those that gave the interval from ``low`` to ``high``."""
+    deviation = (high - low) / 2 * math.sqrt(seeds) / _quantile(seeds)
+    return math.ceil((_T[-1] * deviation / tolerance) ** 2)
+
+
+def compare(candidates: Iterable[Candidate], runs: Sequence[Run], tolerance: float) -> None:
+    """Writes gaps, intervals and outcomes of ``runs`` into the candidates."""
+    for candidate in candidates:
+        found = gap(runs, candidate.name)
+        candidate.outcome = outcome(found, tolerance)
+        if found is not None:
+            candidate.seeds = found.seeds
+            finite = [value if math.isfinite(value) else None for value in found[:3]]
+            candidate.gap, candidate.low, candidate.high = finite
+
+
+def prove(
+    names: Sequence[str],
+    runs: list[Run],
+    run: Callable[[str, int], Run],
+    *,
+    tolerance: float,
+    seeds: Iterable[int],
+    has_time: Callable[[str], bool],
+) -> None:
+    """Trains seed by seed until every candidate is decided, seeds run out, or time does.
+
+    Args:
+        names: the candidates.
+        runs: what has been trained so far, also by an earlier call; extended in place.
+        run: trains a candidate, or REFERENCE, with a seed.
+        tolerance: the gap that counts as none, in units of the loss.
+        seeds: in order.
+        has_time: asked before each run with its name.
+    """
+    done = {(r.name, r.seed) for r in runs}
+    for seed in seeds:
+        left = [name for name in names if not is_decided(gap(runs, name), tolerance)]
+        if not left:
+            return
+        for name in (REFERENCE, *left):
+            if (name, seed) in done:
+                continue
+            if not has_time(name):
+                return
+            runs.append(run(name, seed))

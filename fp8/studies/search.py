@@ -1,0 +1,130 @@
+"""Which layers to keep in high precision: squared update errors add, so the choice is a knapsack.
+
+Each layer alone under the recipe gives its squared error and its share of the FLOPs. Keeping the
+layers with the largest error per FLOP first is the optimal order of the fractional knapsack
+(Dantzig 1957, "Discrete-variable extremum problems"); its points are the frontier of FLOPs cast
+against error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import nn
+
+from ..recipes.policy import Policy, Rule
+from ..recipes.recipe import Cast, Recipe
+from ..surgery.layers import candidates
+from ..surgery.policies import resolve
+from ..surgery.where import WHERE, choose
+from .findings import CastScore, Choice, Product
+from .update_error import Probe
+
+__all__ = ["alone", "frontier", "keeping", "knee", "layer_scores", "name_of", "published", "shares"]
+
+
+def shares(products: Iterable[Product]) -> dict[str, float]:
+    """Layer -> its share of the FLOPs of all products. Layers that cannot be cast count in the
+    total and are not listed."""
+    products = list(products)
+    total = sum(product.flops for product in products)
+    found: dict[str, float] = {}
+    for product in products:
+        if not product.why_not:
+            found[product.layer] = found.get(product.layer, 0.0) + product.flops / total
+    return found
+
+
+def keeping(recipe: Recipe | str, kept: Sequence[str]) -> Policy:
+    """The policy that casts all layers but those in ``kept``."""
+    return Policy(recipe, rules=tuple(Rule(name) for name in kept))
+
+
+def alone(recipe: Recipe, layer: str, cast: str | None = None) -> Policy:
+    """The policy that casts one layer, or one operand of it. cast: as `Rule.product`. A rotation,
+    which both operands of a product share, is left out for a single operand."""
+    if cast is not None:
+        recipe = _unrotated(recipe)
+    return Policy(None, rules=(Rule(layer, recipe, cast),))
+
+
+def _unrotated(recipe: Recipe) -> Recipe:
+    casts: dict[str, Any] = {
+        field.name: replace(cast, hadamard=0)
+        for field in fields(recipe)
+        if isinstance(cast := getattr(recipe, field.name), Cast)
+    }
+    return replace(recipe, **casts)
+
+
+def layer_scores(
+    probe: Probe,
+    recipe: Recipe,
+    share: Mapping[str, float],
+    go_on: Callable[[], bool] = lambda: True,
+) -> list[CastScore]:
+    """The squared update error of each layer alone, in the order of ``share``.
+
+    go_on: asked before each layer; False ends the list.
+    """
+    scores = []
+    for layer, part in share.items():
+        if not go_on():
+            break
+        error = probe(alone(recipe, layer)).error
+        scores.append(CastScore(layer, recipe.name, probe.step, "", "", error**2, part))
+    return scores
+
+
+def frontier(recipe: str, scores: Sequence[CastScore]) -> list[Choice]:
+    """All prefixes of the order by squared error per FLOP: from all layers cast to none."""
+    order = sorted(scores, key=lambda s: s.squared_error / max(s.share, 1e-12), reverse=True)
+    choices = []
+    for count in range(len(order) + 1):
+        kept, cast = [s.layer for s in order[:count]], order[count:]
+        error = math.sqrt(sum(s.squared_error for s in cast))
+        share = sum(s.share for s in cast)
+        choices.append(Choice(name_of(recipe, kept), recipe, kept, share, error))
+    return choices
+
+
+def name_of(recipe: str, kept: Sequence[str]) -> str:
+    """The name of a policy that keeps some layers: "mxfp4 except lm_head"."""
+    if not kept:
+        return recipe
+    if len(kept) > 2:
+        return f"{recipe} except {kept[0]} and {len(kept) - 1} more"
+    return f"{recipe} except {' and '.join(kept)}"
+
+
+def knee(choices: Sequence[Choice]) -> Choice:
+    """The point farthest from the line between the ends of a frontier of FLOPs against squared
+    error, both from 0 to 1 (Satopaa et al. 2011, "Finding a kneedle in a haystack"). The squared
+    error is convex along the frontier; the error itself is not."""
+    first = choices[0]
+    height, width = first.predicted**2 or 1.0, first.share or 1.0
+    return max(choices, key=lambda c: c.share / width - c.predicted**2 / height)
+
+
+def published(model: nn.Module) -> dict[str, list[str]]:
+    """Selections of papers and other libraries: name -> the layers that they keep.
+
+    The first and the last block (the flags of Megatron-LM), and those of
+    `fp8.surgery.where.WHERE`. Without those for which the model has too few blocks.
+    """
+    layers = candidates(model)
+    found = {name: list(choose(name, model, layers)) for name in WHERE}
+    ends = {
+        "first block": Policy("bf16", first=1),
+        "last block": Policy("bf16", last=1),
+        "first and last block": Policy("bf16", first=1, last=1),
+    }
+    for name, policy in ends.items():
+        with suppress(ValueError):  # fewer blocks than it keeps
+            decided = resolve(policy, model)
+            found[name] = [layer for layer, d in decided.items() if d.recipe is None]
+    return {name: [layer or "(model)" for layer in kept] for name, kept in found.items()}

@@ -1,0 +1,192 @@
+"""Lists the matrix products of a model: their sizes, their layers, and whether they can be cast."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..common.step import Batch, call, untouched
+from .findings import Product
+
+__all__ = ["trace"]
+
+aten = torch.ops.aten
+
+
+class _Sizes(NamedTuple):
+    """m, k, n of a product, how often it is computed, and the tensor that may be a weight."""
+
+    m: int
+    k: int
+    n: int
+    calls: int
+    weight: Tensor
+    input_elements: int = 0
+
+
+def _of_matrices(a: Tensor, b: Tensor) -> _Sizes:
+    calls = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
+    return _Sizes(a.shape[-2], a.shape[-1], b.shape[-1], calls, b)
+
+
+def _of_grouped(a: Tensor, b: Tensor) -> _Sizes:
+    rows = a.shape[:-1].numel()
+    return _Sizes(rows, a.shape[-1], b.shape[-1], 1, b)
+
+
+def _of_convolution(x: Tensor, w: Tensor, output: Tensor, transposed: bool, groups: int) -> _Sizes:
+    """A convolution is the product of unfolded patches and the kernel, once per group."""
+    pixels = (x if transposed else output)[:, 0].numel()
+    inputs = x.numel() // groups
+    if transposed:
+        return _Sizes(pixels, w.shape[0] // groups, w[0].numel(), groups, w, inputs)
+    return _Sizes(pixels, w[0].numel(), w.shape[0] // groups, groups, w, inputs)
+
+
+_MATRICES: dict[Any, int] = {
+    aten.mm: 0,
+    aten.bmm: 0,
+    aten.addmm: 1,
+    aten.baddbmm: 1,
+}
+"""ATen product -> the position of its first factor; the second one follows."""
+
+
+class _Weights:
+    """Knows the layer that a weight belongs to, by its storage; of tied layers the one that is
+    running. On the meta device, where storages have no address, by its size and the module that is
+    running."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._by_storage: dict[int, list[str]] = {}
+        self._sizes: dict[str, set[int]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            layer = name.rpartition(".")[0]
+            self._by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(layer)
+            self._sizes.setdefault(layer, set()).add(parameter.numel())
+
+    def owner(self, weight: Tensor, running: str) -> str | None:
+        """The name of the layer, or None if it is no weight."""
+        if weight.is_meta:
+            return running if weight.numel() in self._sizes.get(running, ()) else None
+        layers = self._by_storage.get(weight.untyped_storage().data_ptr(), [])
+        return running if running in layers else next(iter(layers), None)
+
+
+class _Trace(TorchDispatchMode):
+    """Collects the products of a forward pass. path: returns the name of the module that is
+    running."""
+
+    def __init__(self, weights: _Weights, path: Callable[[], str]) -> None:
+        super().__init__()
+        self.products: Counter[Product] = Counter()
+        self._weights = weights
+        self._path = path
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        op = function.overloadpacket
+        if op in _MATRICES:
+            first = _MATRICES[op]
+            self._add("linear", _of_matrices(*args[first : first + 2]))
+        elif op is aten.convolution:
+            x, w, transposed, groups = args[0], args[1], args[6], args[8]
+            self._add("convolution", _of_convolution(x, w, output, transposed, groups))
+        elif op is aten._grouped_mm:
+            self._add("linear", _of_grouped(*args[:2]))
+        return output
+
+    def _add(self, kind: str, sizes: _Sizes) -> None:
+        owner = self._weights.owner(sizes.weight, self._path())
+        has_weight = owner is not None
+        kind = kind if has_weight or kind == "convolution" else "matmul"
+        product = Product(
+            layer=owner or self._path() or "(model)",
+            role="hidden" if has_weight else "activations",
+            kind=kind,
+            m=sizes.m,
+            k=sizes.k,
+            n=sizes.n,
+            input_elements=sizes.input_elements,
+            weight_elements=sizes.weight.numel() if has_weight else 0,
+        )
+        self.products[product] += sizes.calls
+
+
+def trace(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    roles: Mapping[str, str] | None = None,
+    why_not: Mapping[str, str] | None = None,
+) -> list[Product]:
+    """The matrix products of one forward pass, as ATen computes them.
+
+    The pass runs on a copy of the model. Scaled dot product attention is decomposed into its two
+    products.
+
+    Args:
+        model: any model.
+        batch: as for `fp8.calibrate`.
+        roles: layer -> role, for layers that are neither "hidden" nor products of activations.
+        why_not: layer -> why it is not cast.
+
+    Returns:
+        The products, in the order of their first call. Products of the same sizes and layer are one
+        row. Transposed convolutions count as their input gradient's product. Empty if the pass
+        computes none that ATen shows: recurrent layers may be one kernel.
+    """
+    roles, why_not = roles or {}, why_not or {}
+    model = copy.deepcopy(model)
+    running = _Running(model)
+    mode = _Trace(_Weights(model), running.path)
+    with untouched(model), torch.no_grad(), running, sdpa_kernel(SDPBackend.MATH), mode:
+        call(model, batch)
+    return [
+        replace(
+            product,
+            calls=calls,
+            role=roles.get(product.layer, product.role),
+            why_not=why_not.get(product.layer, "")
+            if product.weight_elements
+            else "no weight: cast under fp8.autocast only",
+        )
+        for product, calls in mode.products.items()
+    ]
+
+
+class _Running:
+    """Knows the name of the module that is running, by hooks that are removed on exit."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names: list[str] = []
+        self._handles: list[Any] = []
+
+    def path(self) -> str:
+        """The name of the innermost module that is running; "" for the model or none."""
+        return self._names[-1] if self._names else ""
+
+    def __enter__(self) -> None:
+        for name, module in self._model.named_modules():
+            self._handles += [
+                module.register_forward_pre_hook(lambda *_, name=name: self._names.append(name)),
+                module.register_forward_hook(lambda *_: self._pop(), always_call=True),
+            ]
+
+    def _pop(self) -> None:
+        self._names.pop()
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()

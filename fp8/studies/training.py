@@ -1,0 +1,311 @@
+"""Paired training runs: the same weights and batches under different policies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..common.mixin import check_module
+from ..common.step import Batch, Loss, call, find_loss
+from .findings import Run
+
+__all__ = ["FullSize", "Prepare", "Problem", "Setup", "Snapshot", "as_setup", "loss_of", "train"]
+
+DEFAULT_LR = 1e-3
+"""The learning rate of AdamW for a setup without an optimizer: torch's default."""
+
+EVALUATIONS = 4
+"""The held-out loss is averaged over this many evaluations, evenly spaced in the last fifth of the
+run. Paired runs differ by chance from step to step; the mean differs less."""
+
+
+Prepare = Callable[[nn.Module, Optimizer], "tuple[nn.Module, Optimizer]"]
+"""Changes a model and its optimizer before a run, in place or not."""
+
+
+class FullSize(NamedTuple):
+    """A model on the meta device and a batch for it: the shapes that estimates are made for, where
+    the model that is trained is smaller."""
+
+    model: nn.Module
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a preflight trains.
+
+    Attributes:
+        model: with its initial or pretrained weights. It is copied, never changed.
+        batches: an iterable of batches; each is a tensor, a tuple or list of positional arguments,
+            or a mapping of keyword arguments of the model.
+        loss: a function of the model's output that returns a scalar. None: the output's ``loss``,
+            or its first 0-dim tensor that requires a gradient.
+        optimizer: built on the model's parameters. None: torch's AdamW with its default arguments.
+        full_size: the model whose products the estimates are for. None: ``model``.
+    """
+
+    model: nn.Module
+    batches: Iterable[Batch]
+    loss: Loss | None = None
+    optimizer: Optimizer | None = None
+    full_size: FullSize | None = None
+
+    def __post_init__(self) -> None:
+        check_module("preflight", self.model)
+        if not isinstance(self.batches, Iterable):
+            raise TypeError(f"batches must be an iterable, got {type(self.batches).__name__}")
+        if self.loss is not None and not callable(self.loss):
+            raise TypeError(f"loss must be a function of the output, got {self.loss!r}")
+        if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, got {type(self.optimizer).__name__}"
+            )
+        if self.optimizer is not None:
+            own = {id(p) for p in self.model.parameters()}
+            if not any(id(p) in own for g in self.optimizer.param_groups for p in g["params"]):
+                raise ValueError("the optimizer has none of the model's parameters")
+
+
+def as_setup(value: Any) -> Setup:
+    """A `Setup` from a Setup, a mapping, or a tuple (model, batches[, loss[, optimizer]]).
+
+    Raises TypeError for other values.
+    """
+    if isinstance(value, Setup):
+        return value
+    if isinstance(value, Mapping):
+        return Setup(**value)
+    if isinstance(value, tuple | list) and 2 <= len(value) <= 4:
+        return Setup(*value)
+    raise TypeError(
+        "a setup is (model, batches), (model, batches, loss) or (model, batches, loss, "
+        f"optimizer), got {type(value).__name__}"
+    )
+
+
+@dataclass
+class Snapshot:
+    """The weights and second moments of a run at a step, and the batch that comes next.
+
+    second_moments: name of a parameter -> its second moment, of its shape, as the optimizer has it;
+    without those of an optimizer that has none. beta2: their decay rate.
+    """
+
+    step: int
+    weights: dict[str, Any]
+    second_moments: dict[str, Tensor]
+    batch: Batch
+    beta2: float = 0.999
+
+
+@dataclass
+class _Start:
+    """The beginning of a run: a fresh copy of the model, its optimizer and its batches."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Loss | None
+    batches: Sequence[Batch]
+    held_out: Sequence[Batch]
+
+
+class Problem:
+    """Gives every run of a seed the same weights and batches.
+
+    A function is called once for each seed, after ``torch.manual_seed(seed)``, with ``seed=`` if it
+    takes that argument. A `Setup` is used for all seeds: seed 0 takes the batches in their order,
+    others in a random order of their own.
+
+    Args:
+        source: a Setup, or a function that returns a setup.
+        steps: the number of training batches.
+        held_out: the number of batches after those, for the held-out loss.
+    """
+
+    def __init__(self, source: Any, steps: int, held_out: int) -> None:
+        self.steps = steps
+        self.held_out = held_out
+        self._source = source
+        self._seed: int | None = None
+        self._setup: Setup | None = None
+        self._batches: list[Batch] = []
+        self._draw(0)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of seed 0 before training."""
+        return self._draw(0).model
+
+    @property
+    def batch(self) -> Batch:
+        """The first batch of seed 0."""
+        self._draw(0)
+        return self._batches[0]
+
+    @property
+    def full_size(self) -> FullSize | None:
+        """The model that estimates are made for, if it is not the one that is trained."""
+        return self._draw(0).full_size
+
+    @property
+    def loss(self) -> Loss | None:
+        """The loss of the setup."""
+        return self._draw(0).loss
+
+    def start(self, seed: int, prepare: Prepare | None = None) -> _Start:
+        """A fresh copy of everything. prepare: changes the copy before its first step."""
+        setup = self._draw(seed)
+        model, optimizer = copy.deepcopy((setup.model, setup.optimizer))
+        if optimizer is None:
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            if not parameters:
+                raise ValueError(f"no parameter of {type(model).__name__} requires a gradient")
+            optimizer = torch.optim.AdamW(parameters, lr=DEFAULT_LR)
+        if prepare is not None:
+            model, optimizer = prepare(model, optimizer)
+        train, held_out = self._batches[: -self.held_out], self._batches[-self.held_out :]
+        if seed and not callable(self._source):
+            order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+            train = [train[i] for i in order.tolist()]
+        return _Start(model, optimizer, setup.loss, train, held_out)
+
+    def _draw(self, seed: int) -> Setup:
+        """The setup of a seed; the latest one is stored."""
+        if self._setup is not None and (self._seed == seed or not callable(self._source)):
+            return self._setup
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self._setup = as_setup(_called(self._source, seed))
+            self._batches = self._drawn(iter(self._setup.batches))
+        self._seed = seed
+        return self._setup
+
+    def _drawn(self, batches: Iterator[Batch]) -> list[Batch]:
+        wanted = self.steps + self.held_out
+        drawn = [batch for batch, _ in zip(batches, range(wanted), strict=False)]
+        if len(drawn) < self.held_out + 2:
+            raise ValueError(
+                f"batches ran out after {len(drawn)}: a preflight needs at least 2 to train and "
+                f"{self.held_out} to hold out"
+            )
+        self.steps = len(drawn) - self.held_out
+        return drawn
+
+
+def _called(source: Any, seed: int) -> Any:
+    if not callable(source) or isinstance(source, Setup):
+        return source
+    takes = "seed" in inspect.signature(source).parameters
+    return source(seed=seed) if takes else source()
+
+
+def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
+    """The loss of the model on a batch, 0-dim.
+
+    Raises ValueError if there is none or it is not a scalar.
+    """
+    output = call(model, batch)
+    value = find_loss(output) if loss is None else loss(output)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise ValueError(
+            "the loss must be a tensor of one element: the model returns it, or loss= computes it "
+            f"from the output; got {got!r}"
+        )
+    return value.reshape(())
+
+
+def train(
+    problem: Problem,
+    name: str,
+    seed: int = 0,
+    prepare: Prepare | None = None,
+    *,
+    snapshots: Sequence[int] = (),
+    on_step: Callable[[], None] | None = None,
+) -> tuple[Run, list[Snapshot]]:
+    """Trains on the problem's batches and evaluates the held-out ones.
+
+    A run ends at the first loss that is not finite; its held-out loss is then NaN.
+
+    Args:
+        problem: the weights and batches.
+        name: of the run.
+        seed: of weights, batches and random numbers.
+        prepare: converts the model before its first step.
+        snapshots: the numbers of steps after which to copy weights and second moments.
+        on_step: called after each step.
+
+    Returns:
+        The run, and the snapshots.
+    """
+    start = problem.start(seed, prepare)
+    model, optimizer = start.model, start.optimizer
+    run, kept, held = Run(name, seed, [], math.nan), [], []
+    evaluated = _evaluations(len(start.batches))
+    begun = time.perf_counter()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model.train()
+        for step, batch in enumerate(start.batches, 1):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch, start.loss)
+            run.losses.append(float(loss.detach()))
+            if not math.isfinite(run.losses[-1]):
+                break
+            loss.backward()
+            optimizer.step()
+            if step in snapshots:
+                after = start.batches[step % len(start.batches)]
+                kept.append(_snapshot(step, model, optimizer, after))
+            if step in evaluated:
+                held.append(_evaluate(start))
+            if on_step is not None:
+                on_step()
+        else:
+            run.held_out = sum(held) / len(held)
+    run.seconds = time.perf_counter() - begun
+    return run, kept
+
+
+def _evaluations(steps: int) -> frozenset[int]:
+    """The steps after which the held-out batches are evaluated; the last one is among them."""
+    last_fifth = max(steps // 5, 1)
+    return frozenset(steps - last_fifth * i // EVALUATIONS for i in range(EVALUATIONS))
+
+
+def _evaluate(start: _Start) -> float:
+    was_training = start.model.training
+    start.model.eval()
+    try:
+        with torch.random.fork_rng():
+            losses = [
+                float(loss_of(start.model, batch, start.loss).detach()) for batch in start.held_out
+            ]
+    finally:
+        start.model.train(was_training)
+    return sum(losses) / len(losses)
+
+
+def _snapshot(step: int, model: nn.Module, optimizer: Optimizer, batch: Batch) -> Snapshot:
+    weights = {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in model.state_dict().items()
+    }
+    moments = {
+        name: state["exp_avg_sq"].detach().float().clone()
+        for name, p in model.named_parameters()
+        if "exp_avg_sq" in (state := optimizer.state.get(p, {}))
+    }
+    beta2 = optimizer.defaults.get("betas", (0.9, 0.999))[1]
+    return Snapshot(step, weights, moments, batch, float(beta2))

@@ -1,0 +1,195 @@
+"""The update error: what the casts of a policy do to an optimizer's step, without training.
+
+At the same weights and batch let g be the gradient of the model in its own precision, g_q the
+gradient under a policy, and v the second moment of Adam. The update error is
+
+    ||(g_q - g) / sqrt(v)|| / ||g / sqrt(v)||
+
+over all parameters: the relative error in the metric in which Adam takes its step. It orders
+recipes as the gaps of their losses do, which the plain relative error does not, and the squares of
+the errors of single casts add.
+
+v is the second moment that Adam divides by, which contains the present gradient with the weight
+1 - beta2. This matters for elements whose gradient has been zero so far (a dead unit, a token not
+seen): a cast that makes it nonzero costs one bounded step, not an infinite one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..casts.counts import COUNTS, OPEN, CastRecorder, Observed
+from ..common.pitfalls import PitfallWarning, strict
+from ..common.step import Loss, untouched
+from ..modes.autocast import STANCE
+from ..recipes.policy import Policy
+from ..recipes.recipe import Recipe
+from ..surgery.convert import convert, revert
+from .findings import OperandRange
+from .training import Snapshot, loss_of
+
+__all__ = ["Probe", "UpdateError", "quiet"]
+
+EPSILON = 1e-8
+"""Added to sqrt(v): Adam's epsilon."""
+
+
+class UpdateError(NamedTuple):
+    """error: the update error. slope: <g_q, g> / <g, g> in the same metric; below 1, updates
+    shrink."""
+
+    error: float
+    slope: float
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block, policies that a user would be warned of are tried without a warning."""
+    with strict(False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PitfallWarning)
+        yield
+
+
+class Probe:
+    """Measures update errors at one snapshot, on a copy of the model.
+
+    Args:
+        model: any model; copied.
+        snapshot: the weights, the second moments and the batch.
+        loss: as in `fp8.studies.training.Setup`.
+        seed: of random numbers drawn in the passes (dropout, stochastic rounding).
+
+    Raises:
+        ValueError: if the gradient is zero or not finite.
+    """
+
+    def __init__(
+        self, model: nn.Module, snapshot: Snapshot, loss: Loss | None, seed: int = 0
+    ) -> None:
+        self.step = snapshot.step
+        self.batch = snapshot.batch
+        self._loss = loss
+        self._seed = seed
+        self._model = copy.deepcopy(model)
+        self._model.load_state_dict(snapshot.weights)
+        self._model.train()
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        self._leaves = [p for p in self._model.parameters() if p.requires_grad]
+        self._moments = [snapshot.second_moments.get(names[id(p)]) for p in self._leaves]
+        self._new = 1 - snapshot.beta2
+        self._reference = self._gradients()
+        self._steps = [
+            self._divided(g, g, v) for g, v in zip(self._reference, self._moments, strict=True)
+        ]
+        self._norm = sum(float(step.square().sum(dtype=torch.float64)) for step in self._steps)
+        if not self._norm or not math.isfinite(self._norm):
+            what = "zero" if self._norm == 0 else "not finite"
+            raise ValueError(f"the gradient of the reference at step {self.step} is {what}")
+
+    def __call__(self, policy: Policy | Recipe | str) -> UpdateError:
+        """The update error of a policy; (inf, nan) if its gradient is not finite."""
+        with self._converted(policy):
+            gradients = self._gradients()
+        noise = inner = 0.0
+        rows = zip(gradients, self._reference, self._steps, self._moments, strict=True)
+        for q, g, step, v in rows:
+            larger = torch.maximum(q.abs(), g.abs())
+            noise += float(self._divided(q - g, larger, v).square().sum(dtype=torch.float64))
+            inner += float((self._divided(q, g, v).double() * step.double()).sum())
+        if not math.isfinite(noise):
+            return UpdateError(math.inf, math.nan)
+        return UpdateError(math.sqrt(noise / self._norm), inner / self._norm)
+
+    def _divided(self, x: Tensor, gradient: Tensor, before: Tensor | None) -> Tensor:
+        """``x`` divided by the root of the second moment that contains ``gradient``. before: the
+        moment without it; None for an optimizer that has none."""
+        if before is None:
+            return x
+        return x / (before + self._new * gradient.square()).sqrt_().add_(EPSILON)
+
+    def ranges(self, recipe: Recipe) -> list[OperandRange]:
+        """The magnitudes of all operands, and what the casts of the recipe lose of them."""
+        with self._converted(recipe):
+            recorder = _RangeRecorder(self._model)
+            STANCE.hold()
+            OPEN.recorders.append((recorder, Counter()))
+            try:
+                self._gradients()
+            finally:
+                OPEN.recorders.pop()
+                STANCE.release()
+        return recorder.rows(recipe)
+
+    @contextmanager
+    def _converted(self, policy: Policy | Recipe | str) -> Iterator[None]:
+        with quiet():
+            convert(self._model, policy, backend="simulate")
+            try:
+                yield
+            finally:
+                revert(self._model)
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients of all parameters; zero for those without one."""
+        with untouched(self._model), torch.enable_grad():
+            torch.manual_seed(self._seed)
+            loss = loss_of(self._model, self.batch, self._loss)
+            found = torch.autograd.grad(loss, self._leaves, allow_unused=True)
+        return [
+            torch.zeros_like(p) if g is None else g.detach().float()
+            for g, p in zip(found, self._leaves, strict=True)
+        ]
+
+
+class _RangeRecorder(CastRecorder):
+    """Also counts the sampled elements of each operand, divided by their scale, by binade."""
+
+    SAMPLE = 1 << 14
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, self.SAMPLE)
+        self._binades: dict[tuple[str, str, str], Counter[int]] = {}
+
+    def count(self, layer: str, operand: str, seen: Observed) -> None:
+        super().count(layer, operand, seen)
+        step = -(-seen.x.numel() // self.sample) | 1
+        xs = seen.x.detach().flatten()[::step].float()
+        if seen.scale is not None:
+            scale = seen.scale.float()
+            xs = xs / (scale if scale.dim() == 0 else scale.flatten()[::step])
+        xs = xs[xs.isfinite() & (xs != 0)]
+        exponents = (torch.frexp(xs).exponent - 1).tolist()
+        key = (layer, operand, str(seen.format))
+        self._binades.setdefault(key, Counter()).update(exponents)
+
+    def rows(self, recipe: Recipe) -> list[OperandRange]:
+        """One row for each operand, in the order of their first casts."""
+        return [self._row(*key, recipe, sums) for key, sums in self.sums.items()]
+
+    def _row(
+        self, layer: str, operand: str, format: str, recipe: Recipe, sums: Tensor
+    ) -> OperandRange:
+        total = dict(zip(COUNTS, sums.tolist(), strict=True))
+        binades = self._binades[layer, operand, format]
+        low, high = (min(binades), max(binades)) if binades else (0, -1)
+        noise, signal = total["noise"], total["signal"]
+        return OperandRange(
+            layer=layer,
+            operand=operand,
+            recipe=recipe.name,
+            format=format,
+            lowest=low,
+            counts=[binades[e] for e in range(low, high + 1)],
+            zero=total["zero"] / total["sampled"],
+            saturated=total["saturated"] / total["sampled"],
+            sqnr=10 * math.log10(signal / noise) if noise and signal else None,
+        )

@@ -1,0 +1,103 @@
+"""The verdict of a preflight in words, cause first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .findings import Candidate, Estimate, Findings
+from .proof import seeds_needed
+from .selection import finalists, worst_error
+
+__all__ = ["sentences"]
+
+LOST = 0.1
+"""The share of an operand that becomes zero above which the verdict names it."""
+
+
+def sentences(found: Findings, best: Mapping[str, Candidate]) -> list[str]:
+    """The verdict: what trains, what fails and why, what it saves. best: by device."""
+    each = list({c.name: c for c in best.values()}.values())
+    trains = [f"{c.name} trains as {_dtype(found)} does ({_gap(c)}).{_kept(c)}" for c in each]
+    lines = [*(trains or [_open(found)]), *_fails(found)]
+    return lines + [_saving(row) for row in found.estimates if row.candidate in _named(row, best)]
+
+
+def _named(row: Estimate, best: Mapping[str, Candidate]) -> list[str]:
+    return [best[row.hardware].name] if row.hardware in best else []
+
+
+def _open(found: Findings) -> str:
+    """The verdict if no policy is known to train as the reference."""
+    trained = [c for c in found.candidates if c.outcome != "not trained"]
+    if not trained:
+        order = finalists(found.candidates, found.estimates)
+        if not order:
+            return "Nothing was measured yet."
+        first = min(order, key=worst_error)
+        return (
+            f"No policy was trained. By its update error of {worst_error(first):.2g}, {first.name} "
+            "is the first to try."
+        )
+    undecided = [c for c in trained if c.outcome == "not decided"]
+    if undecided:
+        closest = min(undecided, key=lambda c: (not c.policy, abs(c.gap or 0.0)))
+        return (
+            f"Not decided: {closest.name} is the closest ({_gap(closest)}).{_needs(found, closest)}"
+        )
+    worst = ", ".join(f"{c.name} {c.outcome}" for c in trained)
+    return f"No policy that was trained ends as {_dtype(found)} does: {worst}."
+
+
+def _needs(found: Findings, candidate: Candidate) -> str:
+    """About how many seeds would decide."""
+    target = found.settings.get("target")
+    if not target or candidate.low is None or candidate.high is None:
+        return " More seeds are needed."
+    count = seeds_needed(candidate.low, candidate.high, candidate.seeds, target)
+    return f" About {max(count, candidate.seeds + 1)} seeds decide to within {target:g}."
+
+
+def _dtype(found: Findings) -> str:
+    return str(found.model.get("dtype") or "the reference")
+
+
+def _gap(candidate: Candidate) -> str:
+    if candidate.gap is None:
+        return "no finite loss"
+    if candidate.low is None or candidate.high is None:
+        return f"gap {candidate.gap:+.4f}, one seed"
+    half = (candidate.high - candidate.low) / 2
+    return f"gap {candidate.gap:+.4f} ± {half:.4f}, {candidate.seeds} seeds"
+
+
+def _kept(candidate: Candidate) -> str:
+    if not candidate.kept:
+        return ""
+    some = ", ".join(candidate.kept[:6])
+    more = f" and {len(candidate.kept) - 6} more" if candidate.kept[6:] else ""
+    return f" Keep {some}{more} in high precision: {candidate.share:.0%} of the FLOPs are cast."
+
+
+def _fails(found: Findings) -> list[str]:
+    """The operand that loses most, and the recipes that train worse."""
+    lines = []
+    lost = max(found.ranges, key=lambda r: r.zero, default=None)
+    if lost is not None and lost.zero > LOST:
+        lines.append(
+            f"Under {lost.recipe} {lost.zero:.0%} of the {lost.operand} of "
+            f"{lost.layer} becomes zero in {lost.format}."
+        )
+    for candidate in found.candidates:
+        if candidate.outcome in ("worse", "diverges"):
+            lines.append(f"{candidate.name}: {candidate.outcome} ({_gap(candidate)}).")
+    return lines
+
+
+def _saving(row: Estimate) -> str:
+    slower = f"; {row.slower} of {row.of} layers get slower" if row.slower else ""
+    if row.speedup <= 1:
+        slower += ": at these sizes it is not worth it"
+    return (
+        f"On {row.hardware} the products take {1 / row.speedup:.2f} of bf16's time under "
+        f"{row.candidate} (estimate){slower}."
+    )

@@ -1,0 +1,320 @@
+"""`fp8.preflight` from model to verdict, and what it says of problems it cannot measure."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.studies import flight
+from fp8.studies.findings import Candidate, Choice, Estimate, Findings
+from fp8.studies.proof import REFERENCE
+from fp8.studies.selection import finalists, recommended
+from fp8.studies.update_error import UpdateError
+
+from .problems import Classifier, batches, setup
+
+QUICK = {
+    "recipes": ("bf16", "tensor", "mxfp4", "unit"),
+    "steps": 12,
+    "held_out": 2,
+    "budget": 1000.0,
+    "target": 0.05,
+    "max_seeds": 3,
+    "transforms": False,
+    "progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def report():
+    return fp8.preflight(setup, **QUICK)
+
+
+def test_every_stage_leaves_its_findings(report):
+    found = report.findings
+    assert [p.layer for p in found.products] == ["first", "blocks.0", "blocks.1", "head"]
+    assert {c.name for c in found.candidates} >= {"bf16", "tensor", "mxfp4", "unit"}
+    assert all(sorted(c.errors) == [3, 12] for c in found.candidates)
+    assert {s.recipe for s in found.scores} >= {"mxfp4"}
+    assert any(choice.chosen for choice in found.choices)
+    assert {e.hardware for e in found.estimates} == {"h100", "b200"}
+    assert {"tensor", "unit"} <= {r.recipe for r in found.ranges} | {"tensor"}
+    assert found.model["parameters"] == sum(p.numel() for p in Classifier().parameters())
+    assert found.verdict
+
+
+def test_update_errors_are_in_the_order_of_precision(report):
+    errors = {c.name: max(c.errors.values()) for c in report.findings.candidates}
+    assert errors["bf16"] < errors["tensor"] < errors["mxfp4"]
+
+
+def test_runs_are_paired_and_the_reference_has_every_seed(report):
+    seeds = {}
+    for run in report.findings.runs:
+        seeds.setdefault(run.name, set()).add(run.seed)
+    assert all(found <= seeds[REFERENCE] for found in seeds.values())
+    assert all(len(run.losses) == 12 for run in report.findings.runs)
+
+
+def test_the_policy_converts_the_model(report):
+    assert report.policy is not None
+    model = fp8.convert(Classifier(), report.policy, backend="simulate")
+    assert any(row.done == "converted" for row in fp8.report(model))
+    assert "policy = fp8.Policy(" in report.findings.code["fp8"]
+
+
+def test_json_and_table(report, tmp_path):
+    report.save(tmp_path / "new folder" / "a.json")
+    again = fp8.Preflight.load(tmp_path / "new folder" / "a.json")
+    assert again.to_json() == report.to_json()
+    assert again.policy == report.policy
+    assert str(report).startswith(report.findings.verdict[0])
+    assert report.table().splitlines()[0].split()[:2] == ["policy", "FLOPs"]
+    json.loads(report.to_json())
+
+
+def test_it_is_seeded(report):
+    again = fp8.preflight(setup, **QUICK)
+    keep = lambda found: [(r.name, r.seed, r.losses, r.held_out) for r in found.findings.runs]  # noqa: E731
+    assert keep(again) == keep(report)
+    assert [c.errors for c in again.findings.candidates] == [
+        c.errors for c in report.findings.candidates
+    ]
+
+
+def test_nothing_of_the_users_changes():
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = [p.clone() for p in model.parameters()]
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    fp8.preflight(model, batches(20), optimizer=optimizer, **QUICK | {"max_seeds": 1})
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(row.done == "converted" for row in fp8.report(model))
+
+
+def test_the_page_is_written(report, tmp_path):
+    report.save(tmp_path / "a.html")
+    assert "<title>" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+def test_resume_repeats_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    first = fp8.preflight(setup, save=path, **QUICK | {"max_seeds": 1})
+    seen = []
+    real = flight.train
+    monkeypatch.setattr(
+        flight,
+        "train",
+        lambda problem, name, *a, **k: seen.append(name) or real(problem, name, *a, **k),
+    )
+    again = fp8.preflight(setup, resume=path, **QUICK | {"max_seeds": 1})
+    assert seen == []
+    assert again.table() == first.table()
+    more = fp8.preflight(setup, resume=path, **QUICK | {"max_seeds": 2})
+    assert len(more.findings.runs) > len(first.findings.runs)
+    with pytest.raises(ValueError, match="of another model"):
+        fp8.preflight(Classifier(64), batches(20), resume=path, **QUICK)
+
+
+def test_ctrl_c_keeps_what_is_there(monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(flight, "prove", interrupted)
+    found = fp8.preflight(setup, **QUICK).findings
+    assert found.candidates
+    assert "interrupted" in found.notes[-1]
+    assert found.verdict[0].startswith("No policy was trained")
+
+
+@pytest.mark.parametrize("name", ["keeping", "estimate", "alone"])
+def test_an_interrupted_stage_is_repeated_as_a_whole(name, tmp_path, monkeypatch, report):
+    calls, path = [], tmp_path / "a.json"
+    real = getattr(flight, name)
+
+    def interrupted(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(flight, name, interrupted)
+    assert "interrupted" in fp8.preflight(setup, save=path, **QUICK).findings.notes[-1]
+    monkeypatch.undo()
+    again = fp8.preflight(setup, resume=path, **QUICK).findings
+    for field in ("candidates", "scores", "choices", "estimates", "ranges", "notes", "verdict"):
+        assert getattr(again, field) == getattr(report.findings, field), field
+
+
+class Silent(nn.Module):
+    def forward(self, x, y):
+        return (x.relu().sum() + nn.functional.relu(y.float()).sum()) * torch.ones(
+            (), requires_grad=True
+        )
+
+
+class Vector(Classifier):
+    def forward(self, x, y):
+        return self.first(x)
+
+
+class Broken(Classifier):
+    def forward(self, x, y):
+        return super().forward(x, y) * math.nan
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (Silent(), batches(20), "of this Silent can be cast: it computes none"),
+        (Vector(), batches(20), "one element"),
+        (Broken(), batches(20), "the loss of the reference became nan at step 1"),
+        (Classifier(), batches(3), "batches ran out after 3"),
+        (nn.LSTM(16, 16), [torch.randn(2, 3, 16)] * 20, "one kernel computes all its products"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_with_what_was_measured(model, data, message):
+    with pytest.raises(fp8.PreflightError, match=message) as error:
+        fp8.preflight(model, data, **QUICK)
+    assert error.value.report.findings.notes[-1].startswith("stopped: ")
+
+
+def test_a_loss_that_does_not_fall_and_batches_that_run_out_are_noted():
+    model = Classifier()
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    notes = fp8.preflight(
+        model, batches(1) * 10, optimizer=still, **QUICK | {"max_seeds": 1}
+    ).findings.notes
+    assert any("the batches last for 8 of 12 steps" in note for note in notes)
+    assert any("did not fall" in note for note in notes)
+
+
+def test_a_budget_reduces_steps_and_says_so():
+    found = fp8.preflight(setup, **QUICK | {"budget": 0.01}).findings
+    assert not any(run.name != REFERENCE for run in found.runs)
+    assert any("budget" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"recipes": ("mxfp5",)}, "unknown recipe 'mxfp5'"),
+        ({"recipes": ()}, "at least one recipe"),
+        ({"hardware": ("h1000",)}, "unknown hardware"),
+        ({"steps": 1}, "steps"),
+        ({"budget": 0}, "budget must be a positive number"),
+        ({"target": "a"}, "target must be a positive number"),
+        ({"save": "a.txt"}, "suffix"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fp8.preflight(setup, **QUICK | arguments)
+
+
+def test_a_model_needs_batches_and_a_setup_has_its_own():
+    with pytest.raises(TypeError, match="needs batches"):
+        fp8.preflight(Classifier())
+    with pytest.raises(TypeError, match="go with a model"):
+        fp8.preflight(setup, batches(3))
+    with pytest.raises(fp8.PreflightError, match="a setup is"):
+        fp8.preflight(lambda: 3, **QUICK)
+
+
+def test_strict_does_not_stop_it_and_is_kept():
+    with fp8.strict():
+        assert fp8.preflight(setup, **QUICK | {"max_seeds": 1}).findings.candidates
+
+
+def test_transforms_are_found_and_trained_with_the_users_optimizer(monkeypatch):
+    seen = []
+
+    def transform(model):
+        import copy
+
+        seen.append(model)
+        return copy.deepcopy(model)
+
+    transform.recipe = "tensor"
+    monkeypatch.setattr("fp8.studies.preflight._transforms", lambda: {"copied": transform})
+    found = fp8.preflight(setup, **QUICK | {"transforms": True, "max_seeds": 1}).findings
+    runs = {run.name: run for run in found.runs}
+    assert seen
+    assert runs["copied"].losses == runs["tensor"].losses  # its parameters were trained
+
+
+@pytest.mark.parametrize(
+    ("errors", "kept"), [((0.8, 0.4, 0.2, 0.1), 3), ((0.1,) * 4, 1), ((0.8,) * 4, None)]
+)
+def test_the_choice_is_the_first_that_is_measured_to_be_fine(errors, kept):
+    """Along a frontier that keeps one layer more at each point; a snapshot is worse than all."""
+
+    def probe(factor):
+        return lambda policy: UpdateError(factor * errors[len(policy.rules) - 1], 1.0)
+
+    settings = flight.Settings(
+        recipes=(fp8.RECIPES["row"],),
+        steps=2,
+        held_out=1,
+        budget=1.0,
+        target=0.01,
+        max_seeds=1,
+        hardware=(),
+    )
+    trip = flight.Flight(setup, settings, Findings())
+    trip._probes = [probe(0.5), probe(1.0)]
+    choices = [Choice("", "row", list("abcd"[:n]), 1 - n / 5, 0.0) for n in (1, 2, 3, 4)]
+    found = trip._first_fine(fp8.RECIPES["row"], choices)
+    assert (None if found is None else len(found.kept)) == kept
+
+
+def candidate(name, bits, error, outcome="as the reference"):
+    return Candidate(name, name, {"recipe": "row"}, bits=bits, errors={1: error}, outcome=outcome)
+
+
+def runs_on(device, *names):
+    return [Estimate(device, name, 1.0, 1.0) for name in names]
+
+
+def test_finalists_are_the_fine_ones_with_the_fewest_bits_of_each_device():
+    found = [candidate("row", 8, 0.1), candidate("mx", 8, 0.05), candidate("four", 4, 0.2)]
+    found += [candidate("coarse", 4, 0.9), candidate("bf16", 16, 0.001)]
+    on = runs_on("old", "row", "bf16") + runs_on("new", "row", "mx", "four", "coarse", "bf16")
+    assert [c.name for c in finalists(found, on)] == ["row", "four"]
+    found[0].outcome = "worse"
+    assert [c.name for c in finalists(found, on)] == ["four"]
+    found[2].outcome = "worse"
+    assert [c.name for c in finalists(found, on)] == ["mx"]
+    only_coarse = runs_on("x", "coarse")
+    assert [c.name for c in finalists(found, only_coarse)] == ["coarse"]
+
+
+def test_recommended_is_for_each_device_what_trains_with_the_fewest_bits():
+    found = [candidate("row", 8, 0.1), candidate("four", 4, 0.2, "worse")]
+    on = runs_on("old", "row") + runs_on("new", "row", "four") + runs_on("none", "four")
+    assert {d: c.name for d, c in recommended(found, on).items()} == {"old": "row", "new": "row"}
+
+
+def test_if_all_finalists_are_worse_the_next_ones_are_trained(monkeypatch):
+    """mxfp4, said to be fine and 1 worse, is the finalist; "tensor" comes after it."""
+    monkeypatch.setattr("fp8.studies.selection.FINE", 10.0)
+    monkeypatch.setattr(flight, "FINE", 10.0)
+    real = flight.train
+
+    def worse(problem, name, *args, **kwargs):
+        run, snapshots = real(problem, name, *args, **kwargs)
+        run.held_out += name == "mxfp4"
+        return run, snapshots
+
+    monkeypatch.setattr(flight, "train", worse)
+    arguments = QUICK | {"recipes": ("tensor", "mxfp4"), "hardware": ("b200",), "max_seeds": 3}
+    report = fp8.preflight(setup, **arguments | {"target": 0.2})
+    outcomes = {c.name: c.outcome for c in report.findings.candidates}
+    assert outcomes == {"tensor": "as the reference", "mxfp4": "worse"}
+    assert report.policy.recipe == "tensor"

@@ -1,0 +1,167 @@
+"""Paired runs: the same weights and batches, and steps equal to a loop by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.studies.training import Problem, Setup, as_setup, loss_of, train
+
+from .problems import Classifier, batches, setup
+
+
+def by_hand(seed, steps, held_out, recipe=None):
+    torch.manual_seed(seed)
+    made = setup(seed)
+    model, optimizer = made.model, made.optimizer
+    if recipe:
+        fp8.convert(model, recipe, backend="simulate")
+    losses = []
+    for batch in made.batches[:steps]:
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    held = [model(*batch).item() for batch in made.batches[steps : steps + held_out]]
+    return losses, sum(held) / len(held)
+
+
+@pytest.mark.parametrize("recipe", [None, "tensor", "row"])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_run_is_a_plain_loop(recipe, seed):
+    problem = Problem(setup, 4, 2)
+
+    def prepare(model, optimizer):
+        return fp8.convert(model, recipe, backend="simulate"), optimizer
+
+    run, _ = train(problem, "x", seed, prepare if recipe else None)
+    losses, held_out = by_hand(seed, 4, 2, recipe)
+    assert run.losses == losses
+    assert run.held_out == pytest.approx(held_out, abs=1e-12)
+
+
+def test_the_held_out_loss_is_a_mean_over_the_last_fifth():
+    seen = []
+    for steps in (40, 38, 36, 34):
+        run, _ = train(Problem(lambda: setup(0), 40, 2), "x")
+        made = setup(0)
+        _, held = by_hand_at(steps, made.batches[40:42])
+        seen.append(held)
+    assert run.held_out == pytest.approx(sum(seen) / 4, abs=1e-6)
+
+
+def by_hand_at(steps, held_out):
+    torch.manual_seed(0)
+    made = setup(0)
+    for batch in made.batches[:steps]:
+        made.optimizer.zero_grad()
+        made.model(*batch).backward()
+        made.optimizer.step()
+    return made, sum(made.model(*batch).item() for batch in held_out) / len(held_out)
+
+
+def test_a_model_is_copied_and_seeds_reorder_its_batches():
+    model = Classifier()
+    before = [p.clone() for p in model.parameters()]
+    data = batches(12)
+    problem = Problem(Setup(model, data), 8, 4)
+    first, second = problem.start(0), problem.start(1)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert [id(b) for b in first.batches] == [id(b) for b in data[:8]]
+    assert {id(b) for b in second.batches} == {id(b) for b in data[:8]}
+    assert [id(b) for b in second.batches] != [id(b) for b in data[:8]]
+    assert [id(b) for b in second.held_out] == [id(b) for b in data[8:]]
+    assert first.optimizer.param_groups[0]["params"][0] is next(first.model.parameters())
+
+
+def test_an_optimizer_is_copied_with_its_model_and_settings():
+    model = Classifier()
+    groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(model.parameters())]
+    start = Problem(Setup(model, batches(6), None, torch.optim.SGD(groups)), 2, 2).start(0)
+    own = {id(p) for p in start.model.parameters()}
+    assert [g["lr"] for g in start.optimizer.param_groups] == [g["lr"] for g in groups]
+    assert all(id(p) in own for g in start.optimizer.param_groups for p in g["params"])
+
+
+def test_a_function_is_called_once_per_seed_with_its_seed():
+    seen = []
+
+    def make(seed):
+        seen.append((seed, torch.initial_seed()))
+        return setup(seed)
+
+    problem = Problem(make, 2, 2)
+    for seed in (0, 1, 1):
+        problem.start(seed)
+    assert seen == [(0, 0), (1, 1)]
+
+
+def test_random_numbers_are_those_of_the_seed_and_the_state_of_torch_is_kept():
+    class Dropped(Classifier):
+        def forward(self, x, y):
+            return super().forward(nn.functional.dropout(x, 0.5, self.training), y)
+
+    problem = Problem(Setup(Dropped(), batches(6)), 3, 2)
+    before = torch.get_rng_state()
+    first, second = train(problem, "x")[0], train(problem, "x")[0]
+    assert first.losses == second.losses
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_run_ends_at_a_loss_that_is_not_finite():
+    class Broken(Classifier):
+        steps = 0
+
+        def forward(self, x, y):
+            Broken.steps += 1
+            return super().forward(x, y) * (math.nan if Broken.steps == 3 else 1)
+
+    run, _ = train(Problem(Setup(Broken(), batches(8)), 5, 2), "x")
+    assert len(run.losses) == 3
+    assert math.isnan(run.held_out)
+
+
+def test_snapshots_hold_weights_moments_and_the_next_batch():
+    problem = Problem(setup, 4, 2)
+    _, (first, last) = train(problem, "x", snapshots=(2, 4))
+    made, _ = by_hand_at(2, batches(1))
+    assert first.step == 2
+    for name, parameter in made.model.named_parameters():
+        assert torch.equal(first.weights[name], parameter)
+        moment = made.optimizer.state[parameter]["exp_avg_sq"]
+        assert torch.equal(first.second_moments[name], moment)
+    assert torch.equal(first.batch[0], made.batches[2][0])
+    assert torch.equal(last.batch[0], made.batches[0][0])
+
+
+BAD = {
+    "a setup is": (lambda: as_setup(3), TypeError),
+    "preflight needs an nn.Module": (lambda: Setup(3, []), TypeError),
+    "batches must be an iterable": (lambda: Setup(Classifier(), 3), TypeError),
+    "loss must be a function": (lambda: Setup(Classifier(), [], 3), TypeError),
+    "optimizer must be": (lambda: Setup(Classifier(), [], None, 3), TypeError),
+    "none of the model's parameters": (
+        lambda: Setup(Classifier(), [], None, torch.optim.SGD(Classifier().parameters(), lr=0.1)),
+        ValueError,
+    ),
+    "batches ran out after 3": (
+        lambda: Problem(Setup(Classifier(), batches(3)), 9, 4),
+        ValueError,
+    ),
+    "one element": (
+        lambda: loss_of(nn.Linear(4, 4), torch.randn(2, 4), lambda y: y),
+        ValueError,
+    ),
+    "the model returns it": (lambda: loss_of(nn.Linear(4, 4), torch.randn(2, 4), None), ValueError),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message):
+    call, error = BAD[message]
+    with pytest.raises(error, match=message):
+        call()

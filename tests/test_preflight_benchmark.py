@@ -1,0 +1,176 @@
+"""The benchmark of preflights: its models and tasks, its figures, its rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from itertools import combinations, islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import preflight, problems
+from benchmarks.preflight import Order, Result
+from fp8.common.step import tensors
+from fp8.studies.findings import Choice, Findings, Product, Run
+from fp8.studies.training import loss_of
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", problems.PROBLEMS)
+def test_each_model_makes_a_step(name: str):
+    """Batches and weights are the same whenever asked, and others for another seed."""
+    setup, again, other = (problems.PROBLEMS[name](seed) for seed in (1, 1, 2))
+    batch, same, different = (list(islice(s.batches, 2)) for s in (setup, again, other))
+    assert all(map(torch.equal, _all(batch), _all(same)))
+    assert not any(
+        torch.equal(a, b) for a, b in zip(_all(batch)[:1], _all(different)[:1], strict=True)
+    )
+    loss_of(setup.model, batch[0], setup.loss).backward()
+    before = [p.detach().clone() for p in setup.model.parameters()]
+    assert setup.optimizer is not None
+    setup.optimizer.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, setup.model.parameters(), strict=True)]
+    assert sum(moved) >= 0.9 * len(moved)
+
+
+def _all(batches: list[object]) -> list[Tensor]:
+    return [t for batch in batches for t in tensors(batch)]
+
+
+def test_there_are_twenty_of_five_kinds_and_others_wrote_some():
+    rows = problems.PROBLEMS.values()
+    assert len(rows) == 20
+    assert len({problem.kind for problem in rows}) == 5
+    assert sum(problem.library != "ours" for problem in rows) >= 8
+
+
+@pytest.mark.parametrize("values", [3, 8, 1000])
+def test_tau_is_the_correlation_of_signs(values: int):
+    """Tau-b is the cosine of the matrices of signs of all differences (Kendall 1945)."""
+    generator = torch.Generator().manual_seed(values)
+    x, y = torch.randint(values, (2, 9), generator=generator).double()
+    signs = [torch.sign(each[:, None] - each).flatten() for each in (x, y)]
+    xs, ys = (dict(zip("abcdefghi", each.tolist(), strict=True)) for each in (x, y))
+    found = preflight.order(xs, ys, combinations(xs, 2))
+    assert found.tau == pytest.approx(float(torch.cosine_similarity(*signs, dim=0)))
+
+
+def test_the_order_of_what_diverged_and_of_what_is_tied():
+    xs = {"a": 1.0, "b": 2.0, "c": math.inf, "d": math.inf}
+    ys = {"a": 0.1, "b": 0.0, "c": math.inf, "d": 5.0}
+    found = preflight.order(xs, ys, combinations(xs, 2))
+    assert found == Order(same=4, opposite=1, x=1, y=0)
+    assert found.tau == pytest.approx(3 / math.sqrt(6 * 5))
+    assert Order(x=2).tau is None
+
+
+def _runs(**held_out: list[float]) -> list[Run]:
+    return [Run(n, seed, [], v) for n, values in held_out.items() for seed, v in enumerate(values)]
+
+
+def test_losses_differ_by_more_than_their_interval():
+    runs = _runs(
+        reference=[1.0, 2.0, 3.0],
+        a=[1.0, 2.0, 3.0],
+        b=[1.1, 2.1, 3.1001],  # above a in every pair
+        c=[0.5, 2.5, 3.1],
+        d=[math.nan, 2.0, 3.0],
+    )
+    found = {pair for pair in combinations("abcd", 2) if preflight._differ(runs, *pair)}
+    assert found == {("a", "b"), ("a", "d"), ("b", "d"), ("c", "d")}
+    assert preflight.difference(runs, "b", "a").mean == pytest.approx(0.1, abs=1e-4)
+
+
+def test_the_first_and_last_layers_have_at_least_as_many_flops():
+    products = [
+        Product(name, "hidden", "linear", 1, 1, size)
+        for name, size in zip("abcd", (1, 2, 3, 4), strict=True)
+    ]
+    choices = [
+        Choice("mxfp4", "mxfp4", [], 1.0, 0.9),
+        Choice("mxfp4 except c", "mxfp4", ["c"], 0.7, 0.2, chosen=True),
+        Choice("first block", "mxfp4", ["a"], 0.9, 0.2, published=True),
+    ]
+    found = preflight._selections(Findings(products=products, choices=choices))
+    kept = {name: choice.kept for name, choice in found.items()}
+    assert kept == {"search": ["c"], "first": ["a", "b"], "last": ["d"]}
+    assert [choice.share for choice in found.values()] == pytest.approx([0.7, 0.7, 0.6])
+    assert preflight._selections(Findings(products=products)) == {}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "found"),
+    [
+        (("a", 0.2), ("c", 0.3), "lower"),
+        (("a", 0.05), ("c", 0.3), "not lower"),
+        (("a", 0.2), ("b", 0.1), "lower"),
+        (("a", 0.05), ("b", 0.1), "not lower"),
+        (("b", 0.1), ("b", 0.1), "not compared"),
+        (("a", 0.0), ("b", 0.1), "not compared"),
+        (("a", 0.1), ("c", 0.3), "not lower"),
+    ],
+)
+def test_the_search_beside_the_first_and_last_layers(
+    first: tuple[str, float], last: tuple[str, float], found: str
+):
+    given = {"search": ("b", 0.1), "first": first, "last": last}
+    kept = {name: {"layers": [layer], "error": x, "gap": [x]} for name, (layer, x) in given.items()}
+    assert preflight.standing(Result("m", kept=kept), "error") == found
+    assert preflight.standing(Result("m", kept=kept), "gap") == found
+
+
+@pytest.mark.parametrize(
+    ("excess", "within"),
+    [
+        ([0.009, 0.008, 0.01], True),
+        ([0.1, -0.1, 0.3], True),
+        ([0.02, 0.01, 0.03], False),
+        ([], False),
+    ],
+)
+def test_within_the_target_or_the_interval(excess: list[float], within: bool):
+    assert preflight.is_within(Result("a", excess=excess)) is within
+
+
+def test_the_benchmark_measures_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With two recipes and few steps; run again it measures nothing."""
+    monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
+    monkeypatch.setattr(preflight, "PROBLEMS", {"MLP": problems.PROBLEMS["MLP"]})
+    monkeypatch.setattr(preflight, "SEEDS", (100, 101))
+    for name, value in {"STEPS": 4, "HELD_OUT": 2, "MOST_SEEDS": 2}.items():
+        monkeypatch.setattr(preflight, name, value)
+    monkeypatch.setattr("sys.argv", ["preflight", f"--out={tmp_path / 'runs.jsonl'}"])
+    assert preflight.main() == 0
+    rows = json.loads((tmp_path / "preflight.json").read_text())["rows"]
+    monkeypatch.setattr(preflight, "measure", None)
+    assert preflight.main() == 0
+    assert json.loads((tmp_path / "preflight.json").read_text())["rows"] == rows
+    assert [row["name"] for row in rows] == ["MLP", "all"]
+    details = rows[0]["details"]
+    assert set(preflight.RECIPES_TRIED) <= set(details["gaps"]) == set(details["errors"])
+    assert details["gaps"][details["best"]][0] == min(gap[0] for gap in details["gaps"].values())
+    kept = details["kept"]
+    assert list(kept) == ["search", "first", "last"]
+    assert kept["first"]["share"] >= kept["search"]["share"] - 1e-9 > 0
+    assert kept["first"]["layers"][0] == "enter"
+    assert kept["last"]["layers"][0] == "head"
+    assert all(0 < found["error"] < 1 for found in kept.values())
+
+
+def test_a_model_that_fails_is_a_row():
+    def setup(seed: int) -> object:
+        return problems.PROBLEMS["MLP"].build(), iter(())
+
+    result = preflight.measure("MLP", setup, steps=4)
+    assert "batches ran out" in preflight.row(result)["recommended"]
