@@ -10,6 +10,7 @@ import contextlib
 import functools
 import io
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -130,6 +131,13 @@ def test_make_targets_exist():
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", documents, re.MULTILINE))
     assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     assert {"demo", "test"} <= named
+
+
+@pytest.mark.parametrize(("target", "extras"), [("demo", ["demo"]), ("test", ["demo", "dev"])])
+def test_a_make_target_installs_what_it_needs(target, extras, tmp_path):
+    command = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"\.\[(\w+)\]", said) == extras
 
 
 def test_readme_is_short():

@@ -103,8 +103,8 @@ class Flight:
     def problem(self) -> Problem:
         """The weights and batches of all runs."""
         if self._problem is None:
-            steps, held_out = self.settings.steps, self.settings.held_out
-            self._problem = Problem(self._source, steps, held_out)
+            steps = self.findings.settings.get("steps", self.settings.steps)
+            self._problem = Problem(self._source, steps, self.settings.held_out)
         return self._problem
 
     def run(self) -> None:
@@ -157,18 +157,21 @@ class Flight:
             "dtype": str(parameters[0].dtype).removeprefix("torch.") if parameters else "",
             "device": str(parameters[0].device) if parameters else "",
         }
-        if self.findings.model not in ({}, described):
-            raise ValueError(
-                f"the file to resume is of another model: {self.findings.model}, not {described}"
-            )
-        self.findings.model = described
-        self.findings.settings = self.findings.settings or {
-            "steps": self.problem.steps,
+        asked = {
+            "steps_asked": settings.steps,
             "held_out": settings.held_out,
-            "budget": settings.budget,
-            "target": settings.target,
             "recipes": [recipe.name for recipe in settings.recipes],
         }
+        before = self.findings.model | {k: self.findings.settings.get(k) for k in asked}
+        if self.findings.model and before != described | asked:
+            key = next(key for key, value in (described | asked).items() if before[key] != value)
+            raise ValueError(
+                f"the file to resume is of another preflight: its {key.replace('_', ' ')} is "
+                f"{before[key]!r}, not {(described | asked)[key]!r}"
+            )
+        self.findings.model = described
+        self.findings.settings |= asked | {"budget": settings.budget, "target": settings.target}
+        self.findings.settings.setdefault("steps", self.problem.steps)
         torch.set_num_threads(self.findings.settings.get("threads", torch.get_num_threads()))
         self.findings.versions = {
             "fp8": __version__,
@@ -177,7 +180,7 @@ class Flight:
             "platform": platform.platform(),
             "date": datetime.date.today().isoformat(),
         }
-        if self.problem.steps < settings.steps:
+        if "reference" not in self.findings.seconds and self.problem.steps < settings.steps:
             self._note(f"the batches last for {self.problem.steps} of {settings.steps} steps")
 
     def _trace(self) -> None:
@@ -350,8 +353,7 @@ class Flight:
 
     def _operands(self) -> None:
         """The ranges of operands under the best candidate, and under casts without scales."""
-        best = self.findings.candidates[0].recipe
-        names = dict.fromkeys([self._shown() or best, *self._unscaled()])
+        names = dict.fromkeys([self._shown(), *self._unscaled()])
         self.findings.ranges = [
             row for name in names for row in self.probes[-1].ranges(self._recipe(name))
         ]
@@ -361,8 +363,8 @@ class Flight:
 
     def _shown(self) -> str:
         """The recipe whose single casts are worth a map: the lowest precision of the finalists."""
-        finalists = self._finalists()
-        return min(finalists, key=lambda c: c.bits).recipe if finalists else ""
+        found = self._finalists() or self.findings.candidates[:1]
+        return min(found, key=lambda candidate: candidate.bits).recipe
 
     def _casts(self) -> None:
         """Each cast alone, layers with the largest share of the FLOPs first."""
@@ -431,7 +433,8 @@ class Flight:
         for name, transform in self.settings.transforms.items():
             if name not in known:
                 recipe = getattr(transform, "recipe", "auto")
-                self.findings.candidates.append(Candidate(name, recipe))
+                share = sum(shares(self.findings.products).values())
+                self.findings.candidates.append(Candidate(name, recipe, share=share))
         return list(self.settings.transforms)
 
     def _has_time(self, name: str) -> bool:

@@ -7,7 +7,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.mixin import check_module
-from ..common.step import Batch, Loss, call, find_loss
+from ..common.step import Batch, Loss, call, find_loss, unwrapped
+from ..surgery.convert import report, revert
 from .findings import Run
 
 __all__ = ["FullSize", "Prepare", "Problem", "Setup", "Snapshot", "as_setup", "loss_of", "train"]
@@ -45,7 +46,9 @@ class Setup:
     """What a preflight trains.
 
     Attributes:
-        model: with its initial or pretrained weights. It is copied, never changed.
+        model: with its initial or pretrained weights. It is copied, never changed. Layers that
+            `fp8.convert` converted are reverted in the copy, and wrappers of torch.compile are
+            left out.
         batches: an iterable of batches; each is a tensor, a tuple or list of positional arguments,
             or a mapping of keyword arguments of the model.
         loss: a function of the model's output that returns a scalar. None: the output's ``loss``,
@@ -185,7 +188,7 @@ class Problem:
             return self._setup
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self._setup = as_setup(_called(self._source, seed))
+            self._setup = _unconverted(as_setup(_called(self._source, seed)))
             self._batches = self._drawn(iter(self._setup.batches))
         self._seed = seed
         return self._setup
@@ -200,6 +203,16 @@ class Problem:
             )
         self.steps = len(drawn) - self.held_out
         return drawn
+
+
+def _unconverted(setup: Setup) -> Setup:
+    """The setup with a model that is not compiled, and whose layers compute in its own precision;
+    a copy if `fp8.convert` changed that of the user."""
+    setup = replace(setup, model=unwrapped(setup.model))
+    if not any(row.done == "converted" for row in report(setup.model)):
+        return setup
+    model, optimizer = copy.deepcopy((setup.model, setup.optimizer))
+    return replace(setup, model=revert(model), optimizer=optimizer)
 
 
 def _called(source: Any, seed: int) -> Any:

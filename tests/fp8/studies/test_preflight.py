@@ -118,8 +118,26 @@ def test_resume_repeats_nothing(tmp_path, monkeypatch):
     assert again.table() == first.table()
     more = fp8.preflight(setup, resume=path, **QUICK | {"max_seeds": 2})
     assert len(more.findings.runs) > len(first.findings.runs)
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="of another preflight: its parameters is"):
         fp8.preflight(Classifier(64), batches(20), resume=path, **QUICK)
+    with pytest.raises(ValueError, match=r"its recipes is .*, not \['row'\]"):
+        fp8.preflight(setup, resume=path, **QUICK | {"recipes": ("row",)})
+
+
+def test_resumed_runs_have_the_steps_that_the_budget_allowed(tmp_path):
+    path = tmp_path / "a.json"
+    first = fp8.preflight(setup, save=path, **QUICK | {"steps": 50, "budget": 1e-3})
+    steps = first.findings.settings["steps"]
+    assert steps < 50
+    again = fp8.preflight(setup, resume=path, **QUICK | {"steps": 50, "max_seeds": 1})
+    assert {len(run.losses) for run in again.findings.runs} == {steps}
+    assert len(again.findings.runs) > 1
+
+
+def test_a_recipe_that_saves_nothing_alone():
+    found = fp8.preflight(setup, **QUICK | {"recipes": ("bf16",)})
+    assert found.policy is None
+    assert [c.outcome for c in found.findings.candidates] == ["not trained"]
 
 
 def test_ctrl_c_keeps_what_is_there(monkeypatch):
@@ -318,3 +336,13 @@ def test_if_all_finalists_are_worse_the_next_ones_are_trained(monkeypatch):
     outcomes = {c.name: c.outcome for c in report.findings.candidates}
     assert outcomes == {"tensor": "as the reference", "mxfp4": "worse"}
     assert report.policy.recipe == "tensor"
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: fp8.convert(model, "mxfp4"), torch.compile])
+def test_a_converted_or_compiled_model_is_measured_in_its_own_precision(wrapped):
+    model = Classifier()
+    arguments = QUICK | {"max_seeds": 1, "recipes": ("tensor", "mxfp4")}
+    plain = fp8.preflight(model, batches(20), **arguments)
+    again = fp8.preflight(wrapped(model), batches(20), **arguments)
+    assert again.table() == plain.table()
+    assert [p.layer for p in again.findings.products][:2] == ["first", "blocks.0"]

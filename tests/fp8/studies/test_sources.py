@@ -65,10 +65,10 @@ def test_the_command_writes_a_page_and_figures(train_py, capsys):
     assert "written: out/a.json, out/a.html" in capsys.readouterr().out
     figures = json.loads((train_py / "out" / "a.json").read_text(encoding="utf-8"))
     assert figures["products"][0]["layer"] == "(model)"
-    assert (
-        main("preflight train_of_user.py:setup --steps 6 --resume --out out/a.html --quiet".split())
-        == 0
-    )
+    again = "preflight train_of_user.py:setup --steps 6 --resume --out out/a.html --quiet"
+    assert main([*again.split(), "--recipes", "row", "mxfp4"]) == 0
+    assert main(again.split()) == 1
+    assert "of another preflight: its recipes is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
