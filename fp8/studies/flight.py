@@ -353,7 +353,7 @@ class Flight:
 
     def _operands(self) -> None:
         """The ranges of operands under the best candidate, and under casts without scales."""
-        names = dict.fromkeys([self._shown(), *self._unscaled()])
+        names = dict.fromkeys([*filter(None, [self._shown()]), *self._unscaled()])
         self.findings.ranges = [
             row for name in names for row in self.probes[-1].ranges(self._recipe(name))
         ]
@@ -362,13 +362,21 @@ class Flight:
         return [recipe.name for recipe in self.settings.recipes if recipe.unscaled]
 
     def _shown(self) -> str:
-        """The recipe whose single casts are worth a map: the lowest precision of the finalists."""
-        found = self._finalists() or self.findings.candidates[:1]
-        return min(found, key=lambda candidate: candidate.bits).recipe
+        """The recipe whose single casts are worth a map: the lowest precision of the finalists, or
+        else of the others. Recipes with one stored scale for both products of an operand have no
+        single casts; "" if there is no other."""
+        for among in (self._finalists(), self.findings.candidates):
+            found = [c for c in among if not self._recipe(c.recipe).keeps_history]
+            if found:
+                return min(found, key=lambda c: (c.bits, worst_error(c))).recipe
+        return ""
 
     def _casts(self) -> None:
         """Each cast alone, layers with the largest share of the FLOPs first."""
         share = shares(self.findings.products)
+        if not self._shown():
+            self._note("the recipes have no single casts: they store one scale for two products")
+            return
         recipe, probe = self._recipe(self._shown()), self.probes[-1]
         deadline = time.perf_counter() + CASTS_PART * self.settings.budget
         order = sorted(share, key=lambda name: share[name], reverse=True)

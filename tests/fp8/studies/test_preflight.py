@@ -134,6 +134,17 @@ def test_resumed_runs_have_the_steps_that_the_budget_allowed(tmp_path):
     assert len(again.findings.runs) > 1
 
 
+@pytest.mark.parametrize("recipes", [("static",), ("delayed",), ("static", "bf16")])
+def test_recipes_that_store_scales(recipes):
+    """One scale serves both products of an operand: there are no single casts of it."""
+    found = fp8.preflight(setup, **QUICK | {"recipes": recipes}).findings
+    assert {score.recipe for score in found.scores if score.product} == set(recipes) - {
+        "static",
+        "delayed",
+    }
+    assert any("no single casts" in note for note in found.notes) == (len(recipes) == 1)
+
+
 def test_a_recipe_that_saves_nothing_alone():
     found = fp8.preflight(setup, **QUICK | {"recipes": ("bf16",)})
     assert found.policy is None
