@@ -36,9 +36,8 @@ from fp8.studies.preflight import RECIPES_TRIED, PreflightError, preflight
 from fp8.studies.proof import REFERENCE, Gap, gap
 from fp8.studies.search import keeping, knee, name_of, shares
 from fp8.studies.selection import recommended, worst_error
-from fp8.studies.training import Problem, Snapshot, train
+from fp8.studies.training import Problem, Snapshot, train, under
 from fp8.studies.update_error import Probe, quiet
-from fp8.surgery.convert import convert
 
 STEPS, HELD_OUT = 60, 8
 SEEDS = (100, 101, 102)
@@ -135,16 +134,12 @@ def exhaustive(problem: Problem, policies: Mapping[str, Policy]) -> tuple[list[R
         probes += [_probe(problem, seed, snapshot) for snapshot in snapshots]
         for name, policy in policies.items():
             with quiet():
-                runs.append(train(problem, name, seed, _preparation(policy))[0])
+                runs.append(train(problem, name, seed, under(policy))[0])
     return runs, probes
 
 
 def _probe(problem: Problem, seed: int, snapshot: Snapshot) -> Probe:
     return Probe(problem.start(seed).model, snapshot, problem.loss)
-
-
-def _preparation(policy: Policy) -> Any:
-    return lambda model, optimizer: (convert(model, policy, backend="simulate"), optimizer)
 
 
 def _gap(runs: Iterable[Run], name: str) -> Gap:

@@ -22,6 +22,7 @@ from torch import nn
 
 import unit_scaling as uu
 from benchmarks.common import Finished, Row, report
+from fp8.studies.proof import student
 from notebooks.nanogpt.data import Corpus, load_corpus
 from notebooks.nanogpt.settings import Settings
 from notebooks.nanogpt.train import Training, deterministic
@@ -31,7 +32,6 @@ from notebooks.transfer import search
 SIZE: dict[str, Any] = {"layers": 2, "heads": 2, "width": 64, "context": 64, "batch_size": 8}
 SETTINGS = Settings(**SIZE, iters=300, eval_interval=300, eval_batches=40)
 SEEDS = "0,1"
-STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # number of seeds -> 97.5 % of Student's t
 
 #: Which parameters a factor is for.
 KINDS: dict[str, Callable[[str, nn.Parameter], bool]] = {
@@ -142,8 +142,8 @@ def row(name: str, found: Losses, reference: list[float]) -> Row:
     if found[best] is reference:
         return result
     result |= {"gap": round(gap, 3), "gaps": [round(each, 3) for each in gaps]}
-    if len(gaps) in STUDENT:
-        half = STUDENT[len(gaps)] * statistics.stdev(gaps) / len(gaps) ** 0.5
+    if len(gaps) > 2:
+        half = student(len(gaps)) * statistics.stdev(gaps) / len(gaps) ** 0.5
         result |= {"from": round(gap - half, 3), "to": round(gap + half, 3)}
     return result
 

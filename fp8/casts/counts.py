@@ -39,6 +39,7 @@ __all__ = [
     "look_here",
     "observe",
     "product_name",
+    "stride",
 ]
 
 COUNTS = ("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise")
@@ -72,6 +73,11 @@ class Observed(NamedTuple):
     static: bool
 
 
+def stride(x: Tensor, sample: int) -> int:
+    """The distance of about ``sample`` evenly spaced elements; odd, to reach all columns."""
+    return -(-x.numel() // sample) | 1
+
+
 class CastRecorder:
     """Sums of COUNTS for each operand: (layer, operand, format) -> (8,), float64."""
 
@@ -93,7 +99,7 @@ class CastRecorder:
     def count(self, layer: str, operand: str, seen: Observed) -> None:
         """Adds the statistics of a cast operand."""
         x, y, scale, format, static = seen
-        step = -(-x.numel() // self.sample) | 1  # odd, so that the sample covers all columns
+        step = stride(x, self.sample)
         xs, ys = (t.detach().flatten()[::step].double() for t in (x, y))
         low, high = torch.ops.aten.aminmax.default(x.detach())
         clean = bool((low.isfinite() & high.isfinite()).item())  # fast check; the usual case
@@ -204,7 +210,7 @@ _OWN = str(Path(__file__).parents[1])
 def _lost(x: Tensor, y: Tensor, format: Format) -> list[float]:
     """The numbers of sampled elements that are finite and nonzero; of these, become zero;
     saturate."""
-    step = -(-x.numel() // _SAMPLE) | 1
+    step = stride(x, _SAMPLE)
     xs, ys = (t.detach().flatten()[::step].float() for t in (x, y))
     used = xs.isfinite() & (xs != 0)
     counts = (used, used & (ys == 0), used & (xs.abs() > format.max))

@@ -21,6 +21,7 @@ __all__ = [
     "arguments",
     "call",
     "find_loss",
+    "loss_value",
     "plain",
     "starts",
     "tensors",
@@ -86,6 +87,19 @@ def find_loss(output: Any) -> Tensor | None:
     return scalars[0] if scalars else None
 
 
+def loss_value(output: Any, loss: Loss | None) -> Tensor | None:
+    """What ``loss`` computes from a model's output, or without it `find_loss` of the output.
+
+    Raises ValueError if ``loss`` returns anything but a tensor of one element.
+    """
+    if loss is None:
+        return find_loss(output)
+    value = loss(output)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ValueError(f"loss must return a tensor of one element, got {_described(value)}")
+    return value
+
+
 def starts(
     output: Any, loss: Loss | None = None, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -95,10 +109,8 @@ def starts(
     with i.i.d. standard normal gradients. Empty if no output requires a gradient. Raises ValueError
     for a loss of more than one element.
     """
-    value = find_loss(output) if loss is None else loss(output)
+    value = loss_value(output, loss)
     if value is not None:
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ValueError(f"loss must return a tensor of one element, got {_described(value)}")
         return ([value], [None]) if value.requires_grad else ([], [])
     ends = [t for t in tensors(output) if t.requires_grad]
     generator = torch.Generator().manual_seed(seed)

@@ -16,6 +16,8 @@ from .recipe import AUTO, RECIPES, SAME, Cast, Recipe, check_keys, given_recipe
 __all__ = [
     "CASTS",
     "CONCERNS",
+    "OPERANDS",
+    "PRODUCTS",
     "ROLES",
     "Policy",
     "Rule",
@@ -26,21 +28,23 @@ __all__ = [
     "source_of",
 ]
 
-CASTS = (
-    "forward.input",
-    "forward.weight",
-    "grad_input.grad",
-    "grad_input.weight",
-    "grad_weight.grad",
-    "grad_weight.input",
-)
+PRODUCTS = {
+    "forward": ("input", "weight"),
+    "grad_input": ("grad", "weight"),
+    "grad_weight": ("grad", "input"),
+}
+"""Product of a layer -> its operands, in the order of the properties of `Recipe` of these names."""
+
+OPERANDS = {
+    operand: tuple(name for name, operands in PRODUCTS.items() if operand in operands)
+    for operand in ("input", "weight", "grad")
+}
+"""Operand -> its products."""
+
+CASTS = tuple(f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands)
 """The casts of a layer: product.operand."""
 
-CONCERNS = (
-    *("forward", "grad_input", "grad_weight"),
-    *("input", "weight", "grad"),
-    *CASTS,
-)
+CONCERNS = (*PRODUCTS, *OPERANDS, *CASTS)
 """What `Rule.product` may name: the casts of a product, of an operand, or a single one."""
 
 ROLES: dict[str, str] = {
@@ -399,14 +403,7 @@ def _cast(recipe: Recipe | None, name: str) -> Cast | None:
         return None
     product, operand = name.split(".")
     casts: tuple[Cast | None, Cast | None] = getattr(recipe, product)
-    return casts[_ORDER[product].index(operand)]
-
-
-_ORDER = {
-    product: [cast.partition(".")[2] for cast in CASTS if cast.startswith(f"{product}.")]
-    for product in ("forward", "grad_input", "grad_weight")
-}
-"""Product -> its operands, in the order of `Recipe.forward`, `grad_input` and `grad_weight`."""
+    return casts[PRODUCTS[product].index(operand)]
 
 
 def _name(found: list[Recipe | None]) -> str:
@@ -414,7 +411,7 @@ def _name(found: list[Recipe | None]) -> str:
     names = [name_of(recipe) for recipe in found]
     base = max((r.name for r in found if r), key=names.count)
     others = []
-    for product, operands in _ORDER.items():
+    for product, operands in PRODUCTS.items():
         of = [names[CASTS.index(f"{product}.{operand}")] for operand in operands]
         if of[0] == of[1]:
             others += [] if of[0] == base else [f"{product}: {of[0]}"]

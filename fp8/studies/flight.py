@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,8 +23,8 @@ from ..adapters.policies import as_code
 from ..common.step import Batch
 from ..common.validation import check_whole
 from ..formats.format import get_format
-from ..recipes.policy import CASTS, Policy
-from ..recipes.recipe import Recipe
+from ..recipes.policy import CASTS, PRODUCTS, Policy
+from ..recipes.recipe import AUTO, Recipe
 from ..surgery.convert import convert, report
 from ..surgery.layers import candidates
 from ..surgery.roles import roles
@@ -32,10 +33,10 @@ from .findings import Candidate, CastScore, Choice, Findings, Product, Run
 from .hardware import Hardware, estimate
 from .progress import Progress
 from .proof import REFERENCE, compare, prove
-from .search import alone, frontier, keeping, knee, layer_scores, name_of, published, shares
+from .search import alone, choice, frontier, keeping, knee, layer_scores, name_of, published, shares
 from .selection import FINE, finalists, recommended, worst_error
 from .trace import trace
-from .training import Problem, Snapshot, train
+from .training import Prepare, Problem, train, under
 from .update_error import Probe, quiet
 from .verdict import sentences
 
@@ -194,7 +195,7 @@ class Flight:
 
     def _reference(self) -> None:
         self._fit()
-        run, _ = self._trained(REFERENCE, 0)
+        run = self._trained(REFERENCE, 0)
         if not math.isfinite(run.held_out):
             raise ValueError(
                 f"the loss of the reference became {run.losses[-1]} at step {len(run.losses)}: "
@@ -218,19 +219,19 @@ class Flight:
         steps = max(min(problem.steps, int(allowed)), min(FEWEST_STEPS, problem.steps))
         if steps < problem.steps:
             self._note(f"runs have {steps} of {problem.steps} steps, to fit the budget")
-            self._problem = Problem(self._source, steps, settings.held_out)
+            self._problem = problem.shortened(steps)
         self.findings.settings |= {"steps": steps, "threads": chosen}
 
     def _step_time(self, threads: int) -> float:
         """The median seconds of a training step with this number of threads."""
         ticks: list[float] = []
         torch.set_num_threads(threads)
-        timed = Problem(self._source, min(TIMED_STEPS, self.problem.steps), self.settings.held_out)
+        timed = self.problem.shortened(TIMED_STEPS)
         train(timed, REFERENCE, on_step=lambda: ticks.append(time.perf_counter()))
         times = [b - a for a, b in pairwise(ticks[:-1])]  # the last step also evaluates
         return statistics.median(times) if times else 1e-9
 
-    def _trained(self, name: str, seed: int) -> tuple[Run, list[Snapshot]]:
+    def _trained(self, name: str, seed: int) -> Run:
         """The run of a candidate, or of the reference, which is stored if it is new."""
         steps = self.problem.steps
         with self.progress.stage(f"{name}, seed {seed}", steps) as tick, quiet():
@@ -242,7 +243,7 @@ class Flight:
             self._probes = [Probe(model, snapshot, loss) for snapshot in snapshots]
             if not any(r.name == name and r.seed == seed for r in self.findings.runs):
                 self.findings.runs.append(run)
-        return run, snapshots
+        return run
 
     def _snapshot_steps(self) -> tuple[int, ...]:
         steps = self.problem.steps
@@ -343,12 +344,10 @@ class Flight:
         for name, kept in published(self.problem.model).items():
             cast = [score for score in scores if score.layer not in kept]
             if cast and kept:
-                predicted = math.sqrt(sum(score.squared_error for score in cast))
-                share = sum(score.share for score in cast)
-                measured = self.probes[-1](keeping(recipe, kept)).error
-                found.append(
-                    Choice(name, recipe.name, kept, share, predicted, measured, published=True)
-                )
+                selected = choice(name, recipe.name, kept, cast)
+                selected.measured = self.probes[-1](keeping(recipe, kept)).error
+                selected.published = True
+                found.append(selected)
         return found
 
     def _operands(self) -> None:
@@ -420,13 +419,10 @@ class Flight:
             names = [name for name in new if self._has_time(name)]
 
     def _train_beside(self, names: Sequence[str]) -> None:
-        def one(name: str, seed: int) -> Run:
-            return self._trained(name, seed)[0]
-
         prove(
             names,
             self.findings.runs,
-            one,
+            self._trained,
             tolerance=self.settings.target,
             seeds=range(self.settings.max_seeds),
             has_time=self._has_time,
@@ -440,9 +436,9 @@ class Flight:
         known = {candidate.name for candidate in self.findings.candidates}
         for name, transform in self.settings.transforms.items():
             if name not in known:
-                recipe = getattr(transform, "recipe", "auto")
                 share = sum(shares(self.findings.products).values())
-                self.findings.candidates.append(Candidate(name, recipe, share=share))
+                candidate = Candidate(name, _recipe_of(transform), share=share)
+                self.findings.candidates.append(candidate)
         return list(self.settings.transforms)
 
     def _has_time(self, name: str) -> bool:
@@ -452,18 +448,11 @@ class Flight:
         needed = max(times, default=known)
         return time.perf_counter() - self._begun + needed < self.settings.budget
 
-    def _preparation(self, name: str) -> Any:
+    def _preparation(self, name: str) -> Prepare:
         if name in self.settings.transforms:
-            transform = self.settings.transforms[name]
-            return lambda model, optimizer: _transformed(transform, model, optimizer)
-        policy = next(
-            Policy.from_dict(c.policy) for c in self.findings.candidates if c.name == name
-        )
-
-        def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-            return convert(model, policy, backend="simulate"), optimizer
-
-        return prepare
+            return partial(_transformed, self.settings.transforms[name])
+        policy = next(c.policy for c in self.findings.candidates if c.name == name)
+        return under(Policy.from_dict(policy))
 
     def _estimate(self) -> None:
         """Every candidate on every device, at the full size of the model."""
@@ -526,6 +515,11 @@ def _forget_unfinished(found: Findings) -> None:
     found.notes = [n for n in found.notes if not n.startswith(("interrupted", "stopped"))]
 
 
+def _recipe_of(transform: Callable[[nn.Module], nn.Module]) -> Any:
+    """The recipe that a transform names for the model that it returns."""
+    return getattr(transform, "recipe", AUTO)
+
+
 def _transformed(
     transform: Callable[[nn.Module], nn.Module], model: nn.Module, optimizer: Optimizer
 ) -> tuple[nn.Module, Optimizer]:
@@ -535,14 +529,16 @@ def _transformed(
     by_id = {id(p): own[name] for name, p in model.named_parameters() if name in own}
     for group in optimizer.param_groups:
         group["params"] = [by_id.get(id(p), p) for p in group["params"]]
-    return convert(new, getattr(transform, "recipe", "auto"), backend="simulate"), optimizer
+    return under(Policy(_recipe_of(transform)))(new, optimizer)
 
 
 def _bits(recipe: Recipe, share: float) -> float:
     """Bits per operand, averaged over the FLOPs of all products; high precision counts as 16."""
-    widths = [16 if cast is None else get_format(cast.format).bits for cast in recipe.casts]
-    products = [max(widths[i], widths[i + 1]) for i in (0, 2, 4)]
-    return share * sum(products) / 3 + (1 - share) * 16
+    widths = [
+        max(16 if cast is None else get_format(cast.format).bits for cast in getattr(recipe, name))
+        for name in PRODUCTS
+    ]
+    return share * statistics.fmean(widths) + (1 - share) * 16
 
 
 def _ends(losses: Sequence[float]) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from ..common.validation import check_name, check_number, check_whole
 from ..formats.format import get_format
 from ..levels.initialize import LEVELS, Level
 from ..optim.encodings import ENCODINGS
+from ..recipes.policy import OPERANDS, PRODUCTS
 from ..recipes.recipe import SAME, Cast, Recipe, get_recipe
 from .findings import Estimate, LayerTime, Product
 
@@ -215,20 +216,6 @@ CASTING: dict[str, _CastCost] = {
 }
 """Name in `fp8.recipes.scaling.SCALINGS` -> its kernels."""
 
-PRODUCTS = {
-    "forward": ("input", "weight"),
-    "grad_input": ("grad", "weight"),
-    "grad_weight": ("grad", "input"),
-}
-"""Product -> its operands, as in a Recipe; the third tensor has the shape of the result."""
-
-OPERANDS = {
-    "input": ("forward", "grad_weight"),
-    "weight": ("forward", "grad_input"),
-    "grad": ("grad_input", "grad_weight"),
-}
-"""Operand -> its products. The first sums over its contiguous axis, the second over the other."""
-
 NATIVE = ("linear", "matmul")
 """Kinds of `Product` that low-precision kernels compute; others stay in bfloat16."""
 
@@ -408,7 +395,7 @@ class _Planned(NamedTuple):
         kinds = {name: {_unit(cast) for cast in pair} for name, pair in pairs.items()}
         units = {name: kind.pop() for name, kind in kinds.items() if len(kind) == 1}
         units = {n: unit for n, unit in units.items() if unit in device.peak and unit != BF16}
-        passes = {}
+        passes = {}  # the first product of an operand sums over its contiguous axis
         for operand, names in OPERANDS.items():
             uses = [pairs[n][PRODUCTS[n].index(operand)] if n in units else None for n in names]
             weight = operand == "weight" and product.weight_elements > 0

@@ -24,7 +24,17 @@ from ..surgery.where import WHERE, choose
 from .findings import CastScore, Choice, Product
 from .update_error import Probe
 
-__all__ = ["alone", "frontier", "keeping", "knee", "layer_scores", "name_of", "published", "shares"]
+__all__ = [
+    "alone",
+    "choice",
+    "frontier",
+    "keeping",
+    "knee",
+    "layer_scores",
+    "name_of",
+    "published",
+    "shares",
+]
 
 
 def shares(products: Iterable[Product]) -> dict[str, float]:
@@ -85,11 +95,15 @@ def frontier(recipe: str, scores: Sequence[CastScore]) -> list[Choice]:
     order = sorted(scores, key=lambda s: s.squared_error / max(s.share, 1e-12), reverse=True)
     choices = []
     for count in range(len(order) + 1):
-        kept, cast = [s.layer for s in order[:count]], order[count:]
-        error = math.sqrt(sum(s.squared_error for s in cast))
-        share = sum(s.share for s in cast)
-        choices.append(Choice(name_of(recipe, kept), recipe, kept, share, error))
+        kept = [s.layer for s in order[:count]]
+        choices.append(choice(name_of(recipe, kept), recipe, kept, order[count:]))
     return choices
+
+
+def choice(name: str, recipe: str, kept: Sequence[str], cast: Sequence[CastScore]) -> Choice:
+    """The choice that keeps some layers; its error is predicted from the scores of those cast."""
+    error = math.sqrt(sum(s.squared_error for s in cast))
+    return Choice(name, recipe, list(kept), sum(s.share for s in cast), error)
 
 
 def name_of(recipe: str, kept: Sequence[str]) -> str:

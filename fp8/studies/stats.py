@@ -51,10 +51,10 @@ class Stats:
     """Returned by `stats`. Use it as a context manager around a pass; call ``rows()`` or ``print``
     at any time."""
 
-    def __init__(self, model: nn.Module, every: int, sample: int) -> None:
+    def __init__(self, recorder: CastRecorder, every: int = 1) -> None:
         self.every = every
         self.passes = 0
-        self._recorder = CastRecorder(model, sample)
+        self._recorder = recorder
         self._open = Stack()  # for each open pass of this thread, whether it is sampled
 
     def __enter__(self) -> Stats:
@@ -127,7 +127,7 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
     for name, value in (("every", every), ("sample", sample)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
-    return Stats(model, every, sample)
+    return Stats(CastRecorder(model, sample), every)
 
 
 def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> StatsRow:

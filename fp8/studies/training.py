@@ -15,11 +15,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.mixin import check_module
-from ..common.step import Batch, Loss, call, find_loss, unwrapped
-from ..surgery.convert import report, revert
+from ..common.step import Batch, Loss, call, loss_value, unwrapped
+from ..recipes.policy import Policy
+from ..surgery.convert import convert, report, revert
 from .findings import Run
 
-__all__ = ["FullSize", "Prepare", "Problem", "Setup", "Snapshot", "as_setup", "loss_of", "train"]
+__all__ = [
+    "FullSize",
+    "Prepare",
+    "Problem",
+    "Setup",
+    "Snapshot",
+    "as_setup",
+    "loss_of",
+    "train",
+    "under",
+]
 
 DEFAULT_LR = 1e-3
 """The learning rate of AdamW for a setup without an optimizer: torch's default."""
@@ -165,6 +176,14 @@ class Problem:
         """The loss of the setup."""
         return self._draw(0).loss
 
+    def shortened(self, steps: int) -> Problem:
+        """The problem with its first batches only. A setup of seed 0 is not made again, because
+        its batches may be a generator."""
+        short = copy.copy(self)
+        short.steps = min(steps, self.steps)
+        short._batches = self._batches[: short.steps + self.held_out]
+        return short
+
     def start(self, seed: int, prepare: Prepare | None = None) -> _Start:
         """A fresh copy of everything. prepare: changes the copy before its first step."""
         setup = self._draw(seed)
@@ -227,15 +246,18 @@ def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
 
     Raises ValueError if there is none or it is not a scalar.
     """
-    output = call(model, batch)
-    value = find_loss(output) if loss is None else loss(output)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+    value = loss_value(call(model, batch), loss)
+    if value is None:
         raise ValueError(
             "the loss must be a tensor of one element: the model returns it, or loss= computes it "
-            f"from the output; got {got!r}"
+            "from the output; got None"
         )
     return value.reshape(())
+
+
+def under(policy: Policy) -> Prepare:
+    """Converts a model with ``policy``, in simulation."""
+    return lambda model, optimizer: (convert(model, policy, backend="simulate"), optimizer)
 
 
 def train(

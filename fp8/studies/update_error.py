@@ -27,14 +27,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..casts.counts import COUNTS, OPEN, CastRecorder, Observed
+from ..casts.counts import CastRecorder, Observed, stride
 from ..common.pitfalls import PitfallWarning, strict
 from ..common.step import Loss, untouched
-from ..modes.autocast import STANCE
 from ..recipes.policy import Policy
 from ..recipes.recipe import Recipe
 from ..surgery.convert import convert, revert
 from .findings import OperandRange
+from .stats import Stats, StatsRow
 from .training import Snapshot, loss_of
 
 __all__ = ["Probe", "UpdateError", "quiet"]
@@ -118,16 +118,11 @@ class Probe:
 
     def ranges(self, recipe: Recipe) -> list[OperandRange]:
         """The magnitudes of all operands, and what the casts of the recipe lose of them."""
-        with self._converted(recipe):
-            recorder = _RangeRecorder(self._model)
-            STANCE.hold()
-            OPEN.recorders.append((recorder, Counter()))
-            try:
-                self._gradients()
-            finally:
-                OPEN.recorders.pop()
-                STANCE.release()
-        return recorder.rows(recipe)
+        recorder = _RangeRecorder(self._model)
+        seen = Stats(recorder)
+        with self._converted(recipe), seen:
+            self._gradients()
+        return [recorder.row(row, recipe) for row in seen.rows()]
 
     @contextmanager
     def _converted(self, policy: Policy | Recipe | str) -> Iterator[None]:
@@ -161,7 +156,7 @@ class _RangeRecorder(CastRecorder):
 
     def count(self, layer: str, operand: str, seen: Observed) -> None:
         super().count(layer, operand, seen)
-        step = -(-seen.x.numel() // self.sample) | 1
+        step = stride(seen.x, self.sample)
         xs = seen.x.detach().flatten()[::step].float()
         if seen.scale is not None:
             scale = seen.scale.float()
@@ -171,25 +166,18 @@ class _RangeRecorder(CastRecorder):
         key = (layer, operand, str(seen.format))
         self._binades.setdefault(key, Counter()).update(exponents)
 
-    def rows(self, recipe: Recipe) -> list[OperandRange]:
-        """One row for each operand, in the order of their first casts."""
-        return [self._row(*key, recipe, sums) for key, sums in self.sums.items()]
-
-    def _row(
-        self, layer: str, operand: str, format: str, recipe: Recipe, sums: Tensor
-    ) -> OperandRange:
-        total = dict(zip(COUNTS, sums.tolist(), strict=True))
-        binades = self._binades[layer, operand, format]
+    def row(self, seen: StatsRow, recipe: Recipe) -> OperandRange:
+        """What `Stats` has of an operand, and its binades."""
+        binades = self._binades[seen.layer, seen.operand, seen.format]
         low, high = (min(binades), max(binades)) if binades else (0, -1)
-        noise, signal = total["noise"], total["signal"]
         return OperandRange(
-            layer=layer,
-            operand=operand,
+            layer=seen.layer,
+            operand=seen.operand,
             recipe=recipe.name,
-            format=format,
+            format=seen.format,
             lowest=low,
             counts=[binades[e] for e in range(low, high + 1)],
-            zero=total["zero"] / total["sampled"],
-            saturated=total["saturated"] / total["sampled"],
-            sqnr=10 * math.log10(signal / noise) if noise and signal else None,
+            zero=seen.zero,
+            saturated=seen.saturated,
+            sqnr=seen.sqnr if math.isfinite(seen.sqnr) else None,
         )

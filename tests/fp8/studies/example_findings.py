@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 
+from fp8.recipes.policy import PRODUCTS
 from fp8.studies.findings import (
     Candidate,
     CastScore,
@@ -26,11 +27,6 @@ LAYERS = [*_HIDDEN[:-1], HOSTILE, "lm_head"]
 SNAPSHOTS = (50, 150, 300)
 STEPS = 200
 FORMAT_OF = {"input": "e4m3", "weight": "e4m3", "grad": "e5m2"}
-_OPERANDS = {
-    "forward": ("input", "weight"),
-    "grad_input": ("grad", "weight"),
-    "grad_weight": ("grad", "input"),
-}
 # name -> update error at the first snapshot, gap, half of its interval, outcome
 _TRIED = {
     "row": (0.071, 0.0009, 0.0041, "as the reference"),
@@ -103,7 +99,7 @@ def _scores() -> list[CastScore]:
     for recipe, scale in (("mxfp8", 1.0), ("nvfp4", 30.0)):
         for i, layer in enumerate(LAYERS):
             whole = 0.0
-            for product, operands in _OPERANDS.items():
+            for product, operands in PRODUCTS.items():
                 for operand in operands:
                     error = scale * 1e-5 * draw.lognormvariate(0, 1.4) * (60 if i == 12 else 1)
                     rows.append(CastScore(layer, recipe, 300, product, operand, error, 0.02))

@@ -224,6 +224,16 @@ def test_a_loss_that_does_not_fall_and_batches_that_run_out_are_noted():
     assert any("did not fall" in note for note in notes)
 
 
+def test_a_generator_of_batches_is_drawn_from_once():
+    data, losses = batches(42), []
+    for given in (data, iter(data)):
+        torch.manual_seed(0)
+        found = fp8.preflight(Classifier(), given, **QUICK | {"steps": 40, "budget": 0.01}).findings
+        assert found.settings["steps"] == flight.FEWEST_STEPS
+        losses.append(found.runs[0].losses)
+    assert losses[0] == pytest.approx(losses[1])
+
+
 def test_a_budget_reduces_steps_and_says_so():
     found = fp8.preflight(setup, **QUICK | {"budget": 0.01}).findings
     assert not any(run.name != REFERENCE for run in found.runs)
