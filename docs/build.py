@@ -28,8 +28,8 @@ from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTS, Encoding
 from fp8.recipes.policy import ROLES
 from fp8.recipes.recipe import RECIPES, Cast, Recipe
 from fp8.recipes.scaling import RULES, SCALINGS, Scaling
+from fp8.selection.where import WHERE
 from fp8.studies.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
-from fp8.surgery.where import WHERE
 from unit_scaling.constraints import CONSTRAINTS
 from unit_scaling.optim import LR_RULES
 from unit_scaling.rules.table import OPS, Op
@@ -208,7 +208,7 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Choices of layers",
-        "`fp8.surgery.where.WHERE`: what `fp8.convert(where=...)` takes by name. A block is an "
+        "`fp8.selection.where.WHERE`: what `fp8.convert(where=...)` takes by name. A block is an "
         "item of a list of modules of one class, its part an attention or an MLP.",
         "name | layers",
         documented(WHERE),

@@ -15,6 +15,7 @@ LAYERS = {
         native
         context
         products
+        selection
         modes
         surgery
         norms

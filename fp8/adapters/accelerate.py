@@ -20,10 +20,9 @@ from ..context.active import BACKENDS
 from ..levels.initialize import initialize
 from ..recipes.policy import Policy
 from ..recipes.recipe import AUTO, Recipe
+from ..selection.layers import ADAPTERS
+from ..selection.where import Where, checked_function
 from ..surgery.convert import adapter, convert, expand, revert
-from ..surgery.layers import ADAPTERS
-from ..surgery.swap import Where
-from ..surgery.where import checked_function
 from . import msamp
 from .te_recipe import delayed_scaling, format_of, te_recipe
 

@@ -24,9 +24,9 @@ from ..context.active import checked_backend
 from ..recipes.history import histories, settle
 from ..recipes.policy import Policy, as_policy, name_of, source_of
 from ..recipes.recipe import AUTO, RECIPES, Recipe
+from ..selection.layers import ADAPTERS
+from ..selection.where import Where
 from ..surgery.convert import advance, convert
-from ..surgery.layers import ADAPTERS
-from ..surgery.swap import Where
 
 __all__ = ["PRECISIONS", "FP8FabricPrecision", "FP8Precision"]
 

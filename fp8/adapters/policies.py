@@ -18,7 +18,7 @@ from torch import nn
 from ..common.libraries import need
 from ..recipes.policy import CASTS, Policy, composed, name_of, source_of
 from ..recipes.recipe import PLAIN, RECIPES, Recipe
-from ..surgery.policies import resolve
+from ..selection.policies import resolve
 from . import torchao, transformer_engine
 from .te_recipe import te_recipe
 
@@ -108,7 +108,7 @@ def for_torchao(
         (configurations with their filters, notes on what is not translated).
 
     Raises:
-        ValueError: as `fp8.surgery.policies.resolve`, and for a recipe that torchao does not have.
+        ValueError: as `fp8.selection.policies.resolve`, and for a recipe that torchao lacks.
         ImportError: without torchao.
 
     >>> import fp8
@@ -196,8 +196,8 @@ def for_transformer_engine(policy: Policy, model: nn.Module) -> Contexts:
         The contexts; `Contexts.attach` opens them in the model with TransformerEngine's layers.
 
     Raises:
-        ValueError: as `fp8.surgery.policies.resolve`, and for a recipe that TransformerEngine does
-            not have, such as one with a single cast in high precision.
+        ValueError: as `fp8.selection.policies.resolve`, and for a recipe that TransformerEngine
+            lacks, such as one with a single cast in high precision.
         ImportError: without TransformerEngine.
     """
     policy, notes = _at_start(policy, "TransformerEngine")

@@ -14,8 +14,9 @@ from ..common.mixin import bare_class, gain
 from ..formats.format import get_format
 from ..native.kernels import ALIGNMENT, why_not_device
 from ..recipes.recipe import AUTO, RECIPES, Cast, Recipe, given_recipe
-from ..surgery.swap import Where, forget, inside_attention, swap, why_not_exact
-from ..surgery.where import checked_function
+from ..selection.layers import inside_attention
+from ..selection.where import Where, checked_function
+from ..surgery.swap import forget, swap, why_not_exact
 from .padding import Padded
 
 __all__ = ["ao_config", "convert", "revert"]

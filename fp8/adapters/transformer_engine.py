@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ..common.libraries import need
 from ..common.mixin import Gained, bare_class, gain, lose
 from ..recipes.recipe import AUTO, Recipe
-from ..surgery.swap import Where, forget, inside_attention, shared, swap, why_not_exact
-from ..surgery.where import checked_function
+from ..selection.layers import inside_attention
+from ..selection.where import Where, checked_function
+from ..surgery.swap import forget, shared, swap, why_not_exact
 from .padding import Padded
 from .te_recipe import delayed_scaling, te_recipe
 

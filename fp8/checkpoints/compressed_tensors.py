@@ -25,7 +25,7 @@ from ..formats.quantize import quantize_operand
 from ..recipes.history import histories
 from ..recipes.recipe import Cast, Recipe
 from ..recipes.scaling import history_scale, scale_of, scaled_tiles
-from ..surgery.layers import is_transposed
+from ..selection.layers import is_transposed
 from ..surgery.swap import is_replacement
 
 __all__ = ["export"]

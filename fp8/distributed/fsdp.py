@@ -29,8 +29,8 @@ from ..optim.encodings import decode
 from ..optim.state import PARTS, parameters_of, read
 from ..recipes.recipe import AUTO, Cast, Recipe, given_recipe
 from ..recipes.scaling import largest_finite, scale_of
-from ..surgery.layers import LAYERS, auto_of
-from ..surgery.where import checked_function
+from ..selection.layers import LAYERS, auto_of
+from ..selection.where import checked_function
 
 __all__ = ["gather_in_fp8", "portable_state_dict", "update_scales"]
 

@@ -9,10 +9,9 @@ from torch import nn
 from ..common.mixin import check_module
 from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.validation import check_name
+from ..selection.layers import LAYERS, is_transposed, why_quantized
+from ..selection.where import Where, checked_where, choose
 from ..surgery.convert import check_ready
-from ..surgery.layers import LAYERS, is_transposed
-from ..surgery.swap import Where, why_quantized
-from ..surgery.where import checked_where, choose
 from ..tensors.scaled_tensor import DTYPES, STORED, ScaledTensor
 from .weights import plain_weights, scale_weights
 

@@ -20,9 +20,8 @@ from ..common.validation import check_name
 from ..optim import AdamW
 from ..recipes.policy import Policy, as_policy
 from ..recipes.recipe import AUTO, Recipe
+from ..selection.layers import LAYERS, why_quantized
 from ..surgery.convert import check_ready, convert
-from ..surgery.layers import LAYERS
-from ..surgery.swap import why_quantized
 from ..tensors.scaled_tensor import DTYPES, ScaledTensor
 from .optimizer import settings_of, take_over
 from .weights import SHARDED, scale_weights

@@ -5,7 +5,6 @@ While the block is open, hooks of each such layer open a nested block around its
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from ..context.active import ACTIVE
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import Recipe
+from ..selection.policies import resolve
 
 __all__ = ["ByLayer", "check_eager", "layers_by_policy"]
 
@@ -25,7 +25,7 @@ def layers_by_policy(policy: Policy, model: nn.Module | None) -> Layers:
     """The layers of ``model`` that do not take the policy's own recipe -> the recipe of each.
 
     Raises ValueError for a policy with a switch, for one that needs a model without one, and as
-    `fp8.surgery.policies.resolve`; NotImplementedError if torch.compile traces it.
+    `fp8.selection.policies.resolve`; NotImplementedError if torch.compile traces it.
     """
     if policy.switch:
         raise ValueError(
@@ -40,8 +40,6 @@ def layers_by_policy(policy: Policy, model: nn.Module | None) -> Layers:
             "a policy that selects layers (rules, first, last, keep) needs their names: "
             f"fp8.autocast(policy, model=model), not model={model!r}"
         )
-    # By name, as the resolution of names belongs to a higher layer of the package.
-    resolve = importlib.import_module("fp8.surgery.policies").resolve
     own = source_of(policy.recipe)
     found = resolve(policy, model)
     return {

@@ -57,7 +57,7 @@ ROLES: dict[str, str] = {
     "attention": "layers inside of a module whose class or name contains 'attention' or 'attn'",
     "norm": "normalization layers, which have no product",
 }
-"""What `Policy.keep` may name -> the rule by which `fp8.surgery.roles` finds it."""
+"""What `Policy.keep` may name -> the rule by which `fp8.selection.roles` finds it."""
 
 Source = Recipe | str | None
 """What a cast is taken from: a `Recipe`, "auto", or None for high precision."""
@@ -148,7 +148,7 @@ class Policy:
 
     A layer takes ``recipe``; then each rule that matches its name, in order, so that later rules
     override earlier ones; and high precision if ``first``, ``last`` or ``keep`` include it, which
-    override all rules. `fp8.surgery.policies.resolve` applies a policy to a model.
+    override all rules. `fp8.selection.policies.resolve` applies a policy to a model.
 
     Attributes:
         recipe: a name in `fp8.RECIPES`, a `Recipe`, "auto", or None for high precision.

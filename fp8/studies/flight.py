@@ -25,16 +25,16 @@ from ..common.validation import check_whole
 from ..formats.format import get_format
 from ..recipes.policy import CASTS, PRODUCTS, Policy
 from ..recipes.recipe import AUTO, Recipe
+from ..selection.layers import candidates
+from ..selection.roles import roles
 from ..surgery.convert import convert, report
-from ..surgery.layers import candidates
-from ..surgery.roles import roles
 from ..version import __version__
+from .finalists import FINE, finalists, recommended, worst_error
 from .findings import Candidate, CastScore, Choice, Findings, Product, Run
 from .hardware import Hardware, estimate
 from .progress import Progress
 from .proof import REFERENCE, compare, prove
 from .search import alone, choice, frontier, keeping, knee, layer_scores, name_of, published, shares
-from .selection import FINE, finalists, recommended, worst_error
 from .trace import trace
 from .training import Prepare, Problem, train, under
 from .update_error import Probe, quiet

@@ -18,9 +18,9 @@ from torch import nn
 
 from ..recipes.policy import Policy, Rule
 from ..recipes.recipe import Cast, Recipe
-from ..surgery.layers import candidates
-from ..surgery.policies import resolve
-from ..surgery.where import WHERE, choose
+from ..selection.layers import candidates
+from ..selection.policies import resolve
+from ..selection.where import WHERE, choose
 from .findings import CastScore, Choice, Product
 from .update_error import Probe
 
@@ -128,7 +128,7 @@ def published(model: nn.Module) -> dict[str, list[str]]:
     """Selections of papers and other libraries: name -> the layers that they keep.
 
     The first and the last block (the flags of Megatron-LM), and those of
-    `fp8.surgery.where.WHERE`. Without those for which the model has too few blocks.
+    `fp8.selection.where.WHERE`. Without those for which the model has too few blocks.
     """
     layers = candidates(model)
     found = {name: list(choose(name, model, layers)) for name in WHERE}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .finalists import finalists, worst_error
 from .findings import Candidate, Estimate, Findings
 from .proof import seeds_needed
-from .selection import finalists, worst_error
 
 __all__ = ["sentences"]
 

@@ -25,7 +25,7 @@ from ..products.matmul import linear
 from ..recipes.history import LayerHistory, add_initial_histories, forget, remember, settle
 from ..recipes.policy import CASTS, Policy, Source, as_policy, composed, name_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe, needs_unit_scale
-from .layers import (
+from ..selection.layers import (
     ACTIVATIONS,
     ADAPTERS,
     auto_of,
@@ -34,9 +34,9 @@ from .layers import (
     is_unit_scaled,
     layers_of,
 )
-from .policies import resolve
-from .swap import Where, adapted, is_replacement, warn_nothing
-from .where import checked_where, choose
+from ..selection.policies import resolve
+from ..selection.where import Where, checked_where, choose
+from .swap import adapted, is_replacement, warn_nothing
 
 __all__ = [
     "adapter",
@@ -196,10 +196,10 @@ def convert(
             that library (`fp8.adapters`); if the model is itself such a layer, use the return
             value.
         where: selects the layers: a function (name, layer) -> bool, or a name of
-            `fp8.surgery.where.WHERE`. "hidden": the layers of the repeated blocks. "umup": the same
-            without the layers whose output is added to the residual stream. None: all layers. A
-            function of (module, name), like torchao's filters, is recognized by its annotations or
-            argument names.
+            `fp8.selection.where.WHERE`. "hidden": the layers of the repeated blocks. "umup": the
+            same without the layers whose output is added to the residual stream. None: all layers.
+            A function of (module, name), like torchao's filters, is recognized by its annotations
+            or argument names.
         rest: the recipe of the layers that ``where`` does not select, or that the policy leaves in
             high precision, simulated if it has no kernels. None leaves them unconverted.
             ``convert(model, "unit", where="umup", rest="bf16")`` is the u-muP scheme.

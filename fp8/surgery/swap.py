@@ -7,28 +7,23 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..common.mixin import Gained, bare_class
 from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row
+from ..selection.layers import why_quantized
 
 __all__ = [
     "Adapted",
     "Make",
-    "Where",
     "adapted",
     "forget",
-    "inside_attention",
     "is_replacement",
     "shared",
     "swap",
     "warn_nothing",
     "why_not_exact",
-    "why_quantized",
 ]
-
-Where = Callable[[str, nn.Module], bool]
 
 Make = Callable[[str, nn.Module], "nn.Module | str | None"]
 """(name, module) -> its replacement; the reason why it stays; or None, if it is not concerned."""
@@ -123,16 +118,6 @@ def _take_over(new: nn.Module, old: nn.Module, *, carry: bool) -> None:
         vars(new)[_CARRIED] = tuple(sorted(names))
 
 
-def inside_attention(model: nn.Module) -> dict[int, str]:
-    """id -> owner's name, for each module that an nn.MultiheadAttention holds but never calls."""
-    return {
-        id(part): name or type(module).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for part in module.children()
-    }
-
-
 def shared(model: nn.Module) -> set[int]:
     """The ids of the modules that have more than one name."""
     names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
@@ -147,20 +132,3 @@ def why_not_exact(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> str:
     if isinstance(module, Gained):
         return "transformed: its scales would be lost"
     return why_quantized(module) or "a subclass: its forward may be its own"
-
-
-_QUANTIZERS = ("bitsandbytes", "torchao")
-"""Libraries whose parameter classes hold quantized codes, whatever dtype they report."""
-
-
-def why_quantized(module: nn.Module) -> str:
-    """Why the weights of a layer are quantized codes, which cannot be scaled or cast; "" if they
-    are not."""
-    for parameter in module.parameters(recurse=False):
-        kind = type(parameter)
-        library = kind.__module__.partition(".")[0]
-        if library in _QUANTIZERS:
-            return f"quantized: its weight is a {kind.__name__} of {library}"
-        if not is_lazy(parameter) and parameter.dim() > 1 and parameter.element_size() == 1:
-            return f"quantized: its weight is {parameter.dtype}"
-    return ""

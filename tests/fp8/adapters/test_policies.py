@@ -24,7 +24,7 @@ from fp8.adapters.policies import (
     for_transformer_engine,
 )
 from tests.fp8.adapters import te_standin
-from tests.fp8.surgery.test_policies import Net, net
+from tests.fp8.selection.test_policies import Net, net
 from tests.wheels import unpacked
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
@@ -45,7 +45,7 @@ def test_torchao_converts_the_layers_of_each_recipe():
         part.apply(twin)
     wanted = {
         name: type(decision.recipe).__name__ == "Recipe" and decision.recipe.name
-        for name, decision in fp8.surgery.policies.resolve(policy, net()).items()
+        for name, decision in fp8.selection.policies.resolve(policy, net()).items()
     }
     granularity = {"row": "axiswise", "tensor": "tensorwise"}
     for name, recipe in wanted.items():

@@ -22,7 +22,7 @@ from fp8 import RECIPES
 from fp8.casts import casting
 from fp8.casts.casting import is_whole
 from fp8.formats.quantize import quantize_operand
-from fp8.surgery.layers import LAYERS
+from fp8.selection.layers import LAYERS
 
 # Layer -> (constructor, input).
 MAKE = {

@@ -13,7 +13,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from fp8.casts.operands import static_exponent
 from fp8.common.mixin import bare_class
 from fp8.common.report import LEFT_ALONE
-from fp8.surgery.swap import why_quantized
+from fp8.selection.layers import why_quantized
 
 from ...parameter import has_parameter_data, remember_tags, tag, tags_of
 from .actions import CallRow, Weights

@@ -13,7 +13,6 @@ from ..common.mixin import bare_class
 from ..formats.quantize import is_dense
 from ..recipes.history import has_scales
 from ..recipes.recipe import PLAIN, STATIC, UNIT, Recipe
-from .swap import inside_attention, why_quantized
 
 __all__ = [
     "ACTIVATIONS",
@@ -22,9 +21,11 @@ __all__ = [
     "LAYERS",
     "auto_of",
     "candidates",
+    "inside_attention",
     "is_transposed",
     "is_unit_scaled",
     "layers_of",
+    "why_quantized",
 ]
 
 ADAPTERS = ("transformer_engine", "torchao")
@@ -94,6 +95,16 @@ def layers_of(
             yield name, module, _why_not(module, inside.get(id(module)))
 
 
+def inside_attention(model: nn.Module) -> dict[int, str]:
+    """id -> owner's name, for each module that an nn.MultiheadAttention holds but never calls."""
+    return {
+        id(part): name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for part in module.children()
+    }
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Whether it is the linear layer of GPT-2, `transformers.pytorch_utils.Conv1D`: weight (in,
     out)."""
@@ -116,3 +127,20 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
         return _PATCHED if "forward" in vars(module) else None
     known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
     return next(known, "its products are its own: run the model under fp8.autocast")
+
+
+_QUANTIZERS = ("bitsandbytes", "torchao")
+"""Libraries whose parameter classes hold quantized codes, whatever dtype they report."""
+
+
+def why_quantized(module: nn.Module) -> str:
+    """Why the weights of a layer are quantized codes, which cannot be scaled or cast; "" if they
+    are not."""
+    for parameter in module.parameters(recurse=False):
+        kind = type(parameter)
+        library = kind.__module__.partition(".")[0]
+        if library in _QUANTIZERS:
+            return f"quantized: its weight is a {kind.__name__} of {library}"
+        if not is_lazy(parameter) and parameter.dim() > 1 and parameter.element_size() == 1:
+            return f"quantized: its weight is {parameter.dtype}"
+    return ""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fp8
-from fp8.surgery.where import WHERE
+from fp8.selection.where import WHERE
 from notebooks.nanogpt.model import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")

@@ -18,11 +18,11 @@ from torch import nn
 
 from ..common.mixin import bare_class
 from ..common.validation import check_name
-from .swap import Where
 
 __all__ = [
     "WHERE",
     "Layers",
+    "Where",
     "blocks_of",
     "checked_function",
     "checked_where",
@@ -30,6 +30,9 @@ __all__ = [
     "sizes_of",
     "within",
 ]
+
+Where = Callable[[str, nn.Module], bool]
+"""(name, layer) -> whether the layer is cast."""
 
 Layers = Mapping[str, nn.Module]
 """Name -> layer, in the order of the model."""

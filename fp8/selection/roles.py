@@ -152,7 +152,7 @@ def roles(model: nn.Module, layers: Layers) -> dict[str, str]:
     """Layer -> its role: the first of "readout", "embedding", "router" and "attention" that it has,
     or "hidden" for others inside of a block, and "other".
 
-    layers: name -> layer, as `fp8.surgery.layers.candidates` finds them.
+    layers: name -> layer, as `fp8.selection.layers.candidates` finds them.
     """
     blocks = blocks_of(model, layers)
     found: dict[str, str] = {}

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import fp8
 from fp8 import RECIPES, Policy, Rule
 from fp8.recipes.policy import CASTS, ROLES
-from fp8.surgery.layers import candidates
-from fp8.surgery.policies import resolve
-from fp8.surgery.roles import roles, with_role
-from fp8.surgery.where import WHERE
-from tests.fp8.surgery.test_where import PATTERNS, experts, gpt2, llama, mlp, nanogpt
+from fp8.selection.layers import candidates
+from fp8.selection.policies import resolve
+from fp8.selection.roles import roles, with_role
+from fp8.selection.where import WHERE
+from tests.fp8.selection.test_where import PATTERNS, experts, gpt2, llama, mlp, nanogpt
 
 BLOCKS, WIDTH = 4, 32
 
@@ -460,6 +460,6 @@ def test_names_under_data_parallel():
 
 
 def test_every_role_has_a_rule():
-    from fp8.surgery import roles as module
+    from fp8.selection import roles as module
 
     assert module._FINDERS.keys() == ROLES.keys()
