@@ -31,7 +31,7 @@ import torch
 from benchmarks.common import Row, show, write
 from benchmarks.problems import PROBLEMS, text
 from fp8.recipes.policy import Policy
-from fp8.studies.finalists import recommended, worst_error
+from fp8.studies.finalists import finalists, recommended, worst_error
 from fp8.studies.findings import Candidate, Choice, Findings, Run
 from fp8.studies.preflight import RECIPES_TRIED, PreflightError, preflight
 from fp8.studies.proof import REFERENCE, Gap, gap
@@ -57,8 +57,9 @@ class Result:
 
     errors: candidate -> worst update error of the preflight. gaps: candidate -> held-out loss minus
     the reference's, mean and interval. differs: pairs of recipes whose gaps differ by more than the
-    interval of their difference. excess: of the recommended candidate's held-out loss over that of
-    the best one, mean and interval, for the device where it is largest.
+    interval of their difference. recommended: device -> candidate; first_to_try: the same where
+    none is. excess: of their held-out loss over that of the best one, mean and interval, for the
+    device where it is largest.
     kept: selection ("search", "first", "last") -> share of the FLOPs kept, update error, gap.
     """
 
@@ -72,6 +73,7 @@ class Result:
     gaps: dict[str, list[float]] = field(default_factory=dict)
     differs: list[tuple[str, str]] = field(default_factory=list)
     recommended: dict[str, str] = field(default_factory=dict)
+    first_to_try: dict[str, str] = field(default_factory=dict)
     best: str = ""
     excess: list[float] = field(default_factory=list)
     coarse: str = ""
@@ -105,6 +107,9 @@ def measure(name: str, source: Callable[..., Any], *, steps: int) -> Result:
     result.errors = {c.name: worst_error(c) for c in found.candidates}
     best = recommended(found.candidates, found.estimates)
     result.recommended = {device: candidate.name for device, candidate in best.items()}
+    if not best:
+        untried = finalists(found.candidates, found.estimates)
+        result.first_to_try = {device: candidate.name for device, candidate in untried.items()}
     chosen = _selections(found)
     policies = {c.name: Policy.from_dict(c.policy) for c in found.candidates}
     policies |= {name: keeping(choice.recipe, choice.kept) for name, choice in chosen.items()}
@@ -155,7 +160,8 @@ def _compare(result: Result, candidates: Sequence[Candidate], runs: Sequence[Run
     recipes = [candidate.name for candidate in candidates if not candidate.kept]
     result.differs = [pair for pair in combinations(recipes, 2) if _differ(runs, *pair)]
     result.best = min(names, key=lambda name: result.gaps[name][0])
-    far = [difference(runs, name, result.best) for name in result.recommended.values()]
+    named = result.recommended or result.first_to_try
+    far = [difference(runs, name, result.best) for name in named.values()]
     result.excess = list(max(far)[:3]) if far else []
 
 
@@ -275,8 +281,8 @@ def orders(result: Result) -> Orders:
 
 
 def is_within(result: Result) -> bool:
-    """Whether the recommended policy's loss is within TARGET of the best candidate's, or the
-    interval of their difference contains 0. False without a recommendation."""
+    """Whether the loss of the policy that is recommended, or the first to try, is within TARGET of
+    the best candidate's, or the interval of their difference contains 0."""
     return bool(result.excess) and (result.excess[0] <= TARGET or result.excess[1] <= 0)
 
 
@@ -315,8 +321,8 @@ def row(result: Result) -> Row:
     return {
         **shown,
         "loss": f"{result.losses[0]:.2f} to {result.losses[1]:.2f}",
-        "recommended": "; ".join(f"{d}: {name}" for d, name in result.recommended.items())
-        or "none",
+        "recommended": _by_device(result.recommended)
+        or f"not decided; first to try {_by_device(result.first_to_try)}",
         "best": f"{result.best} ({result.gaps[result.best][0]:+.4f})",
         "excess": _interval(result.excess),
         "within": is_within(result),
@@ -331,6 +337,10 @@ def row(result: Result) -> Row:
         "kept_gap": _three(result, "gap", "{:+.3f}"),
         "details": asdict(result),
     }
+
+
+def _by_device(names: Mapping[str, str]) -> str:
+    return "; ".join(f"{device}: {name}" for device, name in names.items())
 
 
 def _rounded(value: float | None) -> float | None:
@@ -359,7 +369,7 @@ def summary(results: Sequence[Result]) -> Row:
         "kind": f"{len({PROBLEMS[r.name].kind for r in results if r.name in PROBLEMS})} kinds",
         "recommended": f"{sum(bool(r.recommended) for r in done)} of {len(results)}",
         "excess": _median([r.excess[0] for r in done if r.excess], "{:+.4f}"),
-        "within": f"{sum(map(is_within, done))} of {len(results)}",
+        "within": f"{_count(done, True)} recommended, {_count(done, False)} not decided",
         "tau": _median(taus, "{:.2f}"),
         "pairs_that_differ": differing.pairs,
         "tau_of_these": _rounded(differing.tau),
@@ -368,6 +378,12 @@ def summary(results: Sequence[Result]) -> Row:
         "kept_error": _wins(searched, "error"),
         "kept_gap": _wins(searched, "gap"),
     }
+
+
+def _count(results: Sequence[Result], decided: bool) -> str:
+    """How many of the models with or without a recommendation are within: "4 of 5"."""
+    found = [is_within(result) for result in results if bool(result.recommended) == decided]
+    return f"{sum(found)} of {len(found)}"
 
 
 def _together(found: Iterable[Order]) -> Order:
@@ -445,7 +461,8 @@ def time_row(found: Timed) -> Row:
 QUESTION = f"""\
 small models with random weights and a task each, {STEPS} steps: `fp8.preflight`, then every
 candidate (all recipes and all searched choices) trained with {len(SEEDS)} paired seeds that the
-preflight did not use. excess: held-out loss of the recommended policy over that of the best
+preflight did not use. excess: held-out loss of the recommended policy (or, where the seeds did
+not decide within the budget, of the policy to try first) over that of the best
 candidate, with the 95 % interval over seeds, for the device where it is largest; within: at most
 {TARGET}, or the interval contains 0. tau: Kendall's tau-b of the recipes' update errors and gaps;
 of all pairs; of the pairs whose gaps differ by more than the 95 % interval of their difference; and

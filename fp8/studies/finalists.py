@@ -23,30 +23,37 @@ def worst_error(candidate: Candidate) -> float:
     return max(candidate.errors.values(), default=math.inf)
 
 
-def _runs_on(device: str, estimates: Sequence[Estimate]) -> set[str]:
-    """The names of the candidates that the device has units for."""
-    return {row.candidate for row in estimates if row.hardware == device and not row.why_not}
+def _devices(
+    candidates: Sequence[Candidate], estimates: Sequence[Estimate]
+) -> dict[str, list[Candidate]]:
+    """Device -> the candidates that it has units for. Without estimates: one device for all."""
+    if not estimates:
+        return {"": list(candidates)}
+    runs = {(row.hardware, row.candidate) for row in estimates if not row.why_not}
+    devices = dict.fromkeys(row.hardware for row in estimates)
+    return {device: [c for c in candidates if (device, c.name) in runs] for device in devices}
 
 
-def finalists(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> list[Candidate]:
-    """The policies to train: for each device the fine one with the fewest bits, or else the one
-    with the smallest error.
+def finalists(
+    candidates: Sequence[Candidate], estimates: Sequence[Estimate]
+) -> dict[str, Candidate]:
+    """Device -> the policy to train: the fine one with the fewest bits, or else the one with the
+    smallest error.
 
     Of several with equal bits it is that of an earlier device if it runs here too, or the one with
     the smallest error. Candidates that save nothing (16 bits), and those that were trained and
     failed, are left out.
     """
     found: dict[str, Candidate] = {}
-    for device in dict.fromkeys(row.hardware for row in estimates):
-        names = _runs_on(device, estimates)
-        usable = [c for c in candidates if c.name in names and c.bits < 15.5]
-        usable = [c for c in usable if c.outcome not in FAILED]
+    for device, runs in _devices(candidates, estimates).items():
+        usable = [c for c in runs if c.bits < 15.5 and c.outcome not in FAILED]
         fine = [c for c in usable if worst_error(c) <= FINE]
         order = sorted(fine, key=_cost) or sorted(filter(_finite, usable), key=worst_error)
         for best in order[:1]:
-            equal = [c for c in order if c.name in found and _cost(c)[0] == _cost(best)[0]]
-            found |= {c.name: c for c in equal or [best]}
-    return list(found.values())
+            earlier = {c.name for c in found.values()}
+            equal = [c for c in order if c.name in earlier and _cost(c)[0] == _cost(best)[0]]
+            found[device] = (equal or [best])[0]
+    return found
 
 
 def _finite(candidate: Candidate) -> bool:
@@ -60,13 +67,11 @@ def recommended(
 
     Without a device for which there is one. Transforms have no policy and are not recommended.
     """
-    good = [c for c in candidates if c.outcome in AS_GOOD and c.policy]
     found = {}
-    for device in dict.fromkeys(row.hardware for row in estimates):
-        names = _runs_on(device, estimates)
-        best = min((c for c in good if c.name in names), key=_cost, default=None)
-        if best is not None:
-            found[device] = best
+    for device, runs in _devices(candidates, estimates).items():
+        good = [c for c in runs if c.outcome in AS_GOOD and c.policy]
+        if good:
+            found[device] = min(good, key=_cost)
     return found
 
 

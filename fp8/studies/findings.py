@@ -218,7 +218,9 @@ class Findings:
         ranges: of operands.
         choices: the frontier of the search, and published selections beside it.
         estimates: by hardware.
-        policy: the recommended policy, `fp8.Policy.to_dict`; {} if none is recommended.
+        policy: the recommended policy, `fp8.Policy.to_dict`; if none is, the first to try; {} if
+            there is none.
+        decided: whether the policy is recommended.
         code: library -> lines to copy that apply the policy.
         notes: what was not measured, and why.
     """
@@ -236,6 +238,7 @@ class Findings:
     choices: list[Choice] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
     policy: dict[str, Any] = field(default_factory=dict)
+    decided: bool = False
     code: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

@@ -137,12 +137,13 @@ class Flight:
                 self.on_stage()
 
     def conclude(self) -> None:
-        """Writes outcomes, the recommended policy and the verdict from what was measured."""
+        """Writes outcomes, the recommended policy, or else the first to try, and the verdict."""
         found = self.findings
         found.settings["peak_memory"] = _peak_memory()
         compare(found.candidates, found.runs, self.settings.target)
         best = recommended(found.candidates, found.estimates)
-        first = next(iter(best.values()), None)
+        found.decided = bool(best)
+        first = next(iter((best or self._finalists()).values()), None)
         found.policy = {} if first is None else first.policy
         found.code = {} if first is None else as_code(Policy.from_dict(first.policy))
         found.verdict = sentences(found, best)
@@ -364,7 +365,7 @@ class Flight:
         """The recipe whose single casts are worth a map: the lowest precision of the finalists, or
         else of the others. Recipes with one stored scale for both products of an operand have no
         single casts; "" if there is no other."""
-        for among in (self._finalists(), self.findings.candidates):
+        for among in (self._finalists().values(), self.findings.candidates):
             found = [c for c in among if not self._recipe(c.recipe).keeps_history]
             if found:
                 return min(found, key=lambda c: (c.bits, worst_error(c))).recipe
@@ -403,19 +404,19 @@ class Flight:
         if left:
             self._note(f"the budget did not allow the single casts of {left} layers")
 
-    def _finalists(self) -> list[Candidate]:
+    def _finalists(self) -> dict[str, Candidate]:
         return finalists(self.findings.candidates, self.findings.estimates)
 
     def _prove(self) -> None:
         """Trains the finalists. If all of them are worse, the next ones, while there is time."""
         found, transforms = self.findings, self._with_transforms()
-        names = [candidate.name for candidate in self._finalists()] + transforms
+        names = [*dict.fromkeys(c.name for c in self._finalists().values()), *transforms]
         while names:
             self._train_beside(names)
             compare(found.candidates, found.runs, self.settings.target)
             if recommended(found.candidates, found.estimates):
                 break
-            new = [c.name for c in self._finalists() if c.outcome == "not trained"]
+            new = {c.name for c in self._finalists().values() if c.outcome == "not trained"}
             names = [name for name in new if self._has_time(name)]
 
     def _train_beside(self, names: Sequence[str]) -> None:

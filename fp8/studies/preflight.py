@@ -55,8 +55,19 @@ class Preflight:
 
     @property
     def policy(self) -> Policy | None:
-        """The recommended policy; None if none trains as the reference, or none was trained."""
-        return Policy.from_dict(self.findings.policy) if self.findings.policy else None
+        """The recommended policy; None if none was shown to train as the reference."""
+        return self._policy(decided=True)
+
+    @property
+    def first_to_try(self) -> Policy | None:
+        """The policy to try first where none is recommended: of those whose update error is small,
+        and which were not trained and found worse, the one with the fewest bits per operand. None
+        if one is recommended, or nothing was measured."""
+        return self._policy(decided=False)
+
+    def _policy(self, decided: bool) -> Policy | None:
+        found = self.findings
+        return Policy.from_dict(found.policy) if found.policy and found.decided == decided else None
 
     def table(self) -> str:
         """The candidates as a text table, in order of their update error."""

@@ -29,23 +29,23 @@ def _named(row: Estimate, best: Mapping[str, Candidate]) -> list[str]:
 def _open(found: Findings) -> str:
     """The verdict if no policy is known to train as the reference."""
     trained = [c for c in found.candidates if c.outcome != "not trained"]
+    first = next(iter(finalists(found.candidates, found.estimates).values()), None)
     if not trained:
-        order = finalists(found.candidates, found.estimates)
-        if not order:
-            return "Nothing was measured yet."
-        first = min(order, key=worst_error)
         return (
-            f"No policy was trained. By its update error of {worst_error(first):.2g}, {first.name} "
-            "is the first to try."
+            f"No policy was trained. {_by_error(first)}." if first else "Nothing was measured yet."
         )
-    undecided = [c for c in trained if c.outcome == "not decided"]
-    if undecided:
-        closest = min(undecided, key=lambda c: (not c.policy, abs(c.gap or 0.0)))
-        return (
-            f"Not decided: {closest.name} is the closest ({_gap(closest)}).{_needs(found, closest)}"
+    if first is not None:
+        trains = (
+            f" ({_gap(first)}).{_needs(found, first)}" if first in trained else ", not trained."
         )
+        return f"Not decided. {_by_error(first)}{trains}"
     worst = ", ".join(f"{c.name} {c.outcome}" for c in trained)
     return f"No policy that was trained ends as {_dtype(found)} does: {worst}."
+
+
+def _by_error(candidate: Candidate) -> str:
+    error = worst_error(candidate)
+    return f"By its update error of {error:.2g}, {candidate.name} is the first to try"
 
 
 def _needs(found: Findings, candidate: Candidate) -> str:

@@ -225,6 +225,7 @@ def rich() -> Findings:
         choices=_choices(),
         estimates=_estimates(),
         policy=POLICY,
+        decided=True,
         code={
             "fp8": 'policy = fp8.Policy("mxfp8", rules=[("lm_head", None, None)])\n'
             "model = fp8.convert(model, policy)\n",

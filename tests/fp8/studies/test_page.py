@@ -156,6 +156,8 @@ def test_ranking(whole):
     assert row(table, "e4m3")[-3:] == ["∞", "∞ →", "3"]
     badges = table.find_all(class_="badge")
     assert [text(badge) for badge in badges] == ["recommended"]
+    undecided = soup(dataclasses.replace(rich(), decided=False))
+    assert text(undecided.find(class_="badge")) == "first to try"
 
 
 def test_intervals_are_drawn_about_their_gap(whole):

@@ -224,6 +224,14 @@ def test_a_loss_that_does_not_fall_and_batches_that_run_out_are_noted():
     assert any("did not fall" in note for note in notes)
 
 
+def test_without_a_recommendation_there_is_a_policy_to_try_first():
+    report = fp8.preflight(setup, **QUICK | {"max_seeds": 1})  # one seed decides nothing
+    assert report.policy is None
+    assert report.first_to_try.recipe == "tensor"  # of the first device, the H100
+    assert report.findings.verdict[0].startswith("Not decided. By its update error of ")
+    assert "Policy" in report.findings.code["fp8"]
+
+
 def test_a_generator_of_batches_is_drawn_from_once():
     data, losses = batches(42), []
     for given in (data, iter(data)):
@@ -321,17 +329,27 @@ def runs_on(device, *names):
     return [Estimate(device, name, 1.0, 1.0) for name in names]
 
 
+def names(found):
+    return list(dict.fromkeys(c.name for c in found.values()))
+
+
 def test_finalists_are_the_fine_ones_with_the_fewest_bits_of_each_device():
     found = [candidate("row", 8, 0.1), candidate("mx", 8, 0.05), candidate("four", 4, 0.2)]
     found += [candidate("coarse", 4, 0.9), candidate("bf16", 16, 0.001)]
     on = runs_on("old", "row", "bf16") + runs_on("new", "row", "mx", "four", "coarse", "bf16")
-    assert [c.name for c in finalists(found, on)] == ["row", "four"]
+    assert names(finalists(found, on)) == ["row", "four"]
     found[0].outcome = "worse"
-    assert [c.name for c in finalists(found, on)] == ["four"]
+    assert names(finalists(found, on)) == ["four"]
     found[2].outcome = "worse"
-    assert [c.name for c in finalists(found, on)] == ["mx"]
+    assert names(finalists(found, on)) == ["mx"]
     only_coarse = runs_on("x", "coarse")
-    assert [c.name for c in finalists(found, only_coarse)] == ["coarse"]
+    assert names(finalists(found, only_coarse)) == ["coarse"]
+
+
+def test_without_hardware_all_candidates_can_be_finalists():
+    found = [candidate("row", 8, 0.1), candidate("four", 4, 0.2, "worse"), candidate("mx", 8, 0.2)]
+    assert names(finalists(found, [])) == ["row"]
+    assert names(recommended(found, [])) == ["row"]
 
 
 def test_recommended_is_for_each_device_what_trains_with_the_fewest_bits():
