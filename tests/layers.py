@@ -9,6 +9,7 @@ LAYERS = {
         version
         common
         formats
+        sums
         recipes
         tensors
         casts

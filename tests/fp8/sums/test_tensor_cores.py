@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fp8.formats.format import get_format
 from fp8.formats.quantize import quantize
-from fp8.products.tensor_cores import TENSOR_CORES, Matrix, dot, instruction
+from fp8.sums.dot import dot
+from fp8.sums.tensor_cores import TENSOR_CORES, Matrix, instruction
 
 nvidia = pytest.importorskip("mmasim.nv_ptx.sim")
 amd = pytest.importorskip("mmasim.amd.sim")

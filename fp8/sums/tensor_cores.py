@@ -1,0 +1,250 @@
+"""Sums of products as the tensor cores of accelerators compute them.
+
+A tensor core adds a few products to its accumulator at once: it aligns them to the largest exponent
+among them, truncates each a number of bits below that, adds what is left exactly, and rounds the
+sum. The arithmetic was measured on the devices by others and is published with a model of every
+instruction (arXiv:2511.10909, arXiv:2512.07004, package mmasim 2.1.1, the oracle of the tests).
+
+Exponents are those of operands as stored: that of a product is the sum of two, whatever the
+fractions multiply to, and a subnormal value has the exponent of the smallest normal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["TENSOR_CORES", "Instruction", "Matrix", "Part", "exponent_of", "instruction"]
+
+ABSENT = -(1 << 12)
+"""The exponent of a zero operand: below all others, also after adding those of a value and of
+scales."""
+
+
+class Matrix(NamedTuple):
+    """An operand of an instruction.
+
+    values: (..., rows, k), float32, of a format. scales: (..., rows or 1, k / along), float32, one
+    for ``along`` elements of a row; None without block scales. low, scale_low: the smallest
+    exponents of the formats.
+    """
+
+    values: Tensor
+    low: int
+    scales: Tensor | None = None
+    along: int = 0
+    scale_low: int = -127
+
+
+class Part(NamedTuple):
+    """What a step reads of an operand: `Matrix`, with its dimensions exchanged. values, exponents: (step, rows)."""
+
+    values: Tensor
+    exponents: Tensor
+    scale: Tensor | None
+    scale_low: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """How a matrix instruction adds.
+
+    Attributes:
+        formats: those of its operands, in any combination.
+        scales: the numbers of elements of a row that may share a block scale; () for instructions
+            without block scales.
+        scale_formats: those of block scales.
+        step: the number of products that are added at once, in the order of k.
+        add: (a, b, the sum so far, the instruction) -> the sum, all for one step.
+        kept: bits below the largest exponent that a term keeps.
+        fraction: bits of the sum's fraction.
+        of_zero: the exponent of a zero product and of a zero sum.
+    """
+
+    formats: tuple[str, ...]
+    scales: tuple[int, ...] = ()
+    scale_formats: tuple[str, ...] = ()
+    step: int
+    add: Callable[[Part, Part, Tensor, Instruction], Tensor]
+    kept: int
+    fraction: int = 23
+    of_zero: int = -133
+
+
+# Arithmetic
+
+
+def _power(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """2**exponent, for exponents of normal numbers."""
+    if dtype == torch.float64:
+        return ((exponent.long() + 1023) << 52).view(torch.float64)
+    return ((exponent.int() + 127) << 23).view(torch.float32)
+
+
+def exponent_of(x: Tensor, low: int = -126) -> Tensor:
+    """The exponent of float32 values, at least ``low``; ABSENT for zero."""
+    field = (x.view(torch.int32) >> 23 & 0xFF) - 127
+    return torch.where(x == 0, ABSENT, field.clamp_min(low))
+
+
+def _toward_zero(x: Tensor, fraction: int) -> Tensor:
+    """``x`` as float32 with ``fraction`` bits of fraction, rounded toward zero."""
+    y = x.float()
+    bits = y.view(torch.int32)
+    if x.dtype == torch.float64:  # rounded to nearest: one step back where that went outward
+        outward = (y.double().abs() > x.abs()) & (x.abs() < 2.0**128)
+        bits = bits - outward.int()
+    return (bits >> 23 - fraction << 23 - fraction).view(torch.float32) + 0.0  # -0 becomes 0
+
+
+def _aligned(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
+    """NVIDIA's instructions: terms are truncated ``kept`` bits below the largest exponent."""
+    shift: Tensor | int = 0
+    if a.scale is not None and b.scale is not None:  # powers of two
+        shift = exponent_of(a.scale[:, :1], a.scale_low) + exponent_of(b.scale[:, 0], b.scale_low)
+    top = torch.maximum(_highest(a, b, range(how.step)) + shift, exponent_of(c))
+    top = top.clamp_min(how.of_zero)
+    wide = torch.float32 if how.fraction < 23 else torch.float64
+    unit = _power((how.kept - top + shift).clamp(-126, 120), torch.float32)
+    high, low = (120, -126) if wide == torch.float32 else (1000, -1000)
+    whole = torch.trunc(c.to(wide) * _power((how.kept - top).clamp_max(high), wide))
+    total = _truncated(a, b, unit, range(how.step), whole)
+    return _toward_zero(total * _power((top - how.kept).clamp_min(low), wide), how.fraction)
+
+
+def _highest(a: Part, b: Part, which: range) -> Tensor:
+    """The largest exponent of some products of a step, (m, n)."""
+    top = a.exponents[which[0]][:, None] + b.exponents[which[0]]
+    for k in which[1:]:
+        top = torch.maximum(top, a.exponents[k][:, None] + b.exponents[k])
+    return top
+
+
+def _truncated(a: Part, b: Part, unit: Tensor, which: range, start: Tensor) -> Tensor:
+    """``start`` and some products of a step, each multiplied by ``unit`` and truncated, in the
+    dtype of start. Each product is exact, as its fraction has at most 8 bits."""
+    for k in which:
+        start = start + torch.trunc(a.values[k][:, None] * unit * b.values[k]).to(start.dtype)
+    return start
+
+
+def _in_groups(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
+    """NVIDIA's FP4 with block scales: the products of 16 elements are added exactly, multiplied by
+    the fractions of their scales, and aligned by the exponents of the scales."""
+    wide, top = torch.float64, exponent_of(c).clamp_min(how.of_zero)
+    groups = []
+    parts = [_scale_parts(x, how.step // _GROUP) for x in (a, b)]
+    for g in range(how.step // _GROUP):
+        rows = slice(g * _GROUP, (g + 1) * _GROUP)
+        left, right = a.values[rows], b.values[rows]
+        total = torch.mm(left.mT, right)  # exact: multiples of 1/4 up to 576
+        present = torch.mm((left != 0).float().mT, (right != 0).float()) > 0
+        fraction = parts[0].fraction[:, g, None] * parts[1].fraction[:, g]
+        exponent = parts[0].exponent[:, g, None] + parts[1].exponent[:, g]
+        exponent = torch.where(present & (fraction != 0), exponent, how.of_zero)
+        top = torch.maximum(top, exponent)
+        groups.append((total * fraction, exponent))
+    total = torch.trunc(c.to(wide) * _power(how.kept - top, wide))
+    for term, exponent in groups:
+        unit = _power((how.kept + exponent - top).clamp_min(-1000), wide)
+        total = total + torch.trunc(term * unit)
+    return _toward_zero(total * _power(top - how.kept, wide), how.fraction)
+
+
+class _ScaleParts(NamedTuple):
+    """The fraction and the exponent of the scale of each group of a row: (rows, groups)."""
+
+    fraction: Tensor
+    exponent: Tensor
+
+
+def _scale_parts(x: Part, groups: int) -> _ScaleParts:
+    assert x.scale is not None
+    scales = x.scale.repeat_interleave(groups // x.scale.shape[-1], -1)
+    exponent = exponent_of(scales, x.scale_low)
+    fraction = scales.double() * _power(-exponent.clamp_min(x.scale_low), torch.float64)
+    return _ScaleParts(fraction, exponent)
+
+
+def _in_halves(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
+    """AMD's CDNA3: products with even and odd index are aligned and added apart, then together,
+    then to the sum; each shift rounds down, and the result to nearest even."""
+    wide = torch.float64
+    halves = []
+    for which in (range(0, how.step, 2), range(1, how.step, 2)):
+        top = _highest(a, b, which).clamp_min(how.of_zero)
+        unit = _power((how.kept - top).clamp_max(120), torch.float32)
+        halves.append((_truncated(a, b, unit, which, torch.zeros_like(c, dtype=wide)), top))
+    (even, of_even), (odd, of_odd) = halves
+    top = torch.maximum(of_even, of_odd)
+    dot = torch.floor(even * _power(of_even - top, wide))
+    dot = dot + torch.floor(odd * _power(of_odd - top, wide))  # in units of 2**(top - kept)
+    of_c = exponent_of(c).clamp_min(-126)
+    highest = torch.maximum(top, of_c)
+    more = _CDNA3_SUM + 1 - how.kept
+    dot = torch.floor(dot * _power(top - highest + more, wide)) * 2.0**-more
+    own = torch.floor(c.to(wide) * _power(how.kept - highest, wide))
+    own = torch.where(of_c < highest - how.kept - 1, 0.0, own)
+    total = (dot + own) * _power(highest - how.kept, wide)
+    field = ((total.view(torch.int64) >> 52 & 0x7FF) - 1023).clamp_min(-126)
+    whole = torch.floor(total * _power(_CDNA3_SUM - field, wide))
+    return (whole * _power(field - _CDNA3_SUM, wide)).float()
+
+
+_GROUP = 16
+"""The products that `_in_groups` adds exactly."""
+_CDNA3_SUM = 31
+"""The bits of fraction of CDNA3's accumulator."""
+
+_FP8 = ("e4m3", "e5m2")
+_NARROW = (*_FP8, "e3m2", "e2m3", "e2m1")
+
+TENSOR_CORES: dict[str, tuple[Instruction, ...]] = {
+    "ada": (Instruction(formats=_FP8, step=16, add=_aligned, kept=13, fraction=13, of_zero=-132),),
+    "hopper": (Instruction(formats=_FP8, step=32, add=_aligned, kept=13, fraction=13),),
+    "blackwell": (
+        Instruction(formats=_NARROW, step=32, add=_aligned, kept=25),
+        Instruction(
+            formats=("e2m1",),
+            scales=(16, 32),
+            scale_formats=("e8m0", "e4m3"),
+            step=64,
+            add=_in_groups,
+            kept=35,
+            of_zero=-139,
+        ),
+        Instruction(
+            formats=_NARROW,
+            scales=(32,),
+            scale_formats=("e8m0",),
+            step=32,
+            add=_aligned,
+            kept=25,
+        ),
+    ),
+    "cdna3": (
+        Instruction(
+            formats=("e4m3fnuz", "e5m2fnuz"), step=16, add=_in_halves, kept=24, of_zero=-999
+        ),
+    ),
+}
+"""Accelerator -> its instructions for operands of eight bits and fewer: wgmma of Hopper, mma of
+Ada, tcgen05.mma of Blackwell, mfma of CDNA3 (MI300)."""
+
+
+def instruction(
+    chip: str, formats: Sequence[str], along: int = 0, scale_format: str = ""
+) -> Instruction | None:
+    """The instruction of a chip for operands of these formats; None if it has none.
+
+    along, scale_format: the block scales that the instruction applies; 0 for none.
+    """
+    for row in TENSOR_CORES[chip]:
+        scaled = along in row.scales and scale_format in row.scale_formats
+        if set(formats) <= set(row.formats) and (scaled if along else not row.scales):
+            return row
+    return None
