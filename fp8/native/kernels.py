@@ -13,18 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, format_of, rotated, rounding_of, static_scale, untiled
-from ..casts.counts import observe
-from ..formats.quantize import quantize_operand
-from ..recipes.scaling import (
-    history_scale,
-    inverse_of,
-    scale_of,
-    scaled_tiles,
-    unit_of,
-    with_margin,
-)
-from ..tensors.scaled_tensor import plain
+from ..casts.casting import Spec, format_of
+from ..casts.codes import codes
 
 __all__ = [
     "ALIGNMENT",
@@ -178,39 +168,10 @@ def store(
     `fp8.casts.casting.round_straight`. Operands with scales by tiles are padded with zeros to the
     sizes that the kernel needs.
     """
-    format = format_of(spec)
-    rule, tile, margin = spec.rule, spec.tile, spec.margin
-    how = rounding_of(spec)
-    x = plain(rotated(plain(x), spec.hadamard, axis) if spec.hadamard else x, torch.float32)
-    if history is not None:
-        scale = history_scale(x, history, format, rule, margin, record)
-        x = x / scale
-    elif rule is None:
-        scale = static_scale(margin, x)
-        x = x / scale if margin else x
-    else:
-        tiles, dims = scaled_tiles(x, tile, axis)
-        scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
-        if tile[1]:
-            assert dims is not None
-            inverse = inverse_of(scale, rule)
-            units = tiles / scale if inverse is None else tiles * inverse
-            y = untiled(quantize_operand(units, format, **how), x, tile, axis)
-            scale = scale.squeeze(dims)
-            unit = None
-            if rule == "e4m3":
-                unit = with_margin(unit_of(tiles, dims, format), margin, rule)
-            return _tiled(*((y, scale) if axis == -1 else (y.mT, scale.mT)), unit, spec)
-        x = x / scale
-    numbers = quantize_operand(x, format, **how)
-    if spec.label and rule is None and history is None:
-        observe(spec.label, x, numbers, None, format)
-    y = numbers.to(format.dtype)
-    return (
-        KernelOperand(y, scale)
-        if axis == -1
-        else KernelOperand(y.mT, scale.mT if scale.dim() else scale)
-    )
+    found = codes(x, spec, axis, history, record)
+    if spec.tile[1]:
+        return _tiled(found.values, found.scale, found.unit, spec)
+    return KernelOperand(found.values.to(format_of(spec).dtype), found.scale)
 
 
 def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> KernelOperand:

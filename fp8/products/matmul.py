@@ -27,9 +27,11 @@ from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import SharedCasts, save_operands, saved_operands, shared_casts
 from ..common.compiler import apply, apply_eagerly, in_graph
 from ..context.active import chosen, layer_histories, static_exponents
+from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
+from . import summed
 
 __all__ = ["linear", "matmul"]
 
@@ -236,6 +238,10 @@ def _multiply(
     casts = casts_of(recipe, layer, name, static)
     of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
     shared = shared_casts(a, of_a, casts.a, casts.a_again)
+    if recipe.accumulate is not None:
+        like, bias = to_autocast_dtype(a[:0], bias)
+        dtype = dtype_name(like.dtype)
+        return summed.product(a, b, bias, scales, casts, histories, recipe.sums, dtype)
     sampled = is_sampled(name)  # sampled products are simulated
     if not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])

@@ -13,7 +13,8 @@ from ..common.validation import check_name
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
-from .scaling import RULES, SCALINGS
+from ..sums.tensor_cores import TENSOR_CORES, instruction_for
+from .scaling import E8M0, RULES, SCALINGS
 
 __all__ = [
     "AUTO",
@@ -159,6 +160,11 @@ class Cast:
         object.__setattr__(self, "tile", tile)
 
     @property
+    def stored_rule(self) -> str:
+        """The rule, with the suffix `E8M0` if the scale is stored in that format; "" for none."""
+        return (self.rule or "") + (E8M0 if self.scaling == "mx" else "")
+
+    @property
     def keeps_history(self) -> bool:
         """Whether state of the operand is kept between passes: largest magnitudes, or its scale."""
         return self.scaling in ("delayed", "static")
@@ -237,12 +243,19 @@ class Recipe:
             their input for the backward pass, which computes the derivative at the saved value.
             ReLU saves one bit per element. Scaling by tiles and histories are not supported. None:
             as torch does.
+        accumulate: the accelerator whose sums matrix products have: "ada", "hopper", "blackwell" or
+            "cdna3", the rows of `fp8.sums.tensor_cores.TENSOR_CORES`. Convolutions and attention,
+            and products of which an operand is not cast, sum as torch does. On a CPU it takes about
+            50 times a product in float32. None: torch's sums.
+        promote: the number of products after which a sum of the accelerator ends and is added in
+            float32; 0: after all. Needs ``accumulate``.
         grad_input_weight, grad_weight_grad, grad_weight_input: a different Cast (or None) of the
             weight, the gradient and the input in the product named first; "same": the cast above.
 
     Raises:
         TypeError: for a cast that is not a Cast.
-        ValueError: for a second cast with scaling "delayed" or "static"; if only one operand of a
+        ValueError: for an accelerator without an instruction for the formats of a product; for a
+            second cast with scaling "delayed" or "static"; if only one operand of a
             product, or one of the forward product, is rotated; for saved activations with a scale
             per tile, a history or a rotation.
     """
@@ -255,6 +268,8 @@ class Recipe:
     grad_input_weight: Cast | str | None = SAME
     grad_weight_grad: Cast | str | None = SAME
     grad_weight_input: Cast | str | None = SAME
+    accumulate: str | None = None
+    promote: int = 0
 
     unscaled: ClassVar[bool] = False
     """Set per instance: whether it casts an operand without a scale."""
@@ -283,8 +298,40 @@ class Recipe:
             if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
                 needs = "no rotation" if product == "forward" else "both operands rotated or none"
                 raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
+        self._check_sums()
         unscaled = any(cast is not None and cast.scaling == "unit" for cast in self.casts)
         object.__setattr__(self, "unscaled", unscaled)
+
+    def _check_sums(self) -> None:
+        if self.accumulate is None:
+            if self.promote:
+                raise ValueError("promote needs accumulate, the accelerator whose sums it ends")
+            return
+        _check("accumulate", self.accumulate, TENSOR_CORES)
+        _check_int("promote", self.promote, 0, 1 << 20)
+        for name in ("forward", "grad_input", "grad_weight"):
+            casts = [cast for cast in getattr(self, name) if cast is not None]
+            formats = [get_format(cast.format).name for cast in casts]
+            if (
+                len(casts) == 2
+                and instruction_for(
+                    self.accumulate,
+                    formats,
+                    [cast.stored_rule for cast in casts],
+                    [size for cast in casts for size in cast.tile],
+                )
+                is None
+            ):
+                raise ValueError(
+                    f"accumulate={self.accumulate!r} multiplies "
+                    f"{', '.join(TENSOR_CORES[self.accumulate][0].formats)}, not "
+                    f"{' by '.join(formats)} ({name})"
+                )
+
+    @property
+    def sums(self) -> str:
+        """`accumulate` and `promote` as text; "" for torch's sums."""
+        return f"{self.accumulate} {self.promote}" if self.accumulate else ""
 
     @property
     def overrides(self) -> dict[str, Cast | None]:

@@ -18,7 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["TENSOR_CORES", "Instruction", "Matrix", "Part", "exponent_of", "instruction"]
+__all__ = [
+    "TENSOR_CORES",
+    "Instruction",
+    "Matrix",
+    "Part",
+    "exponent_of",
+    "instruction",
+    "instruction_for",
+]
 
 ABSENT = -(1 << 12)
 """The exponent of a zero operand: below all others, also after adding those of a value and of
@@ -41,7 +49,7 @@ class Matrix(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a step reads of an operand: `Matrix`, with its dimensions exchanged. values, exponents: (step, rows)."""
+    """What a step reads of a `Matrix`, transposed. values, exponents: (step, rows)."""
 
     values: Tensor
     exponents: Tensor
@@ -248,3 +256,16 @@ def instruction(
         if set(formats) <= set(row.formats) and (scaled if along else not row.scales):
             return row
     return None
+
+
+def instruction_for(
+    chip: str, formats: Sequence[str], rules: Sequence[str], tiles: Sequence[int]
+) -> Instruction | None:
+    """The instruction for operands cast by these rules, with tiles (across, along, across, along):
+    one that applies the scales, or else one without scales."""
+    stored = ["e8m0" if rule.endswith(" e8m0") else rule for rule in rules]
+    if stored[0] == stored[1] and tiles[1] == tiles[3]:
+        found = instruction(chip, formats, tiles[1], stored[0]) if tiles[1] else None
+        if found is not None:
+            return found
+    return instruction(chip, formats)

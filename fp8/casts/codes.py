@@ -1,0 +1,76 @@
+"""An operand as a kernel reads it: numbers of the format, and the scales apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats.quantize import quantize_operand
+from ..recipes.scaling import (
+    history_scale,
+    inverse_of,
+    scale_of,
+    scaled_tiles,
+    unit_of,
+    with_margin,
+)
+from ..tensors.scaled_tensor import plain
+from .casting import Spec, format_of, rotated, rounding_of, static_scale, untiled
+from .counts import observe
+
+__all__ = ["Codes", "codes"]
+
+
+class Codes(NamedTuple):
+    """values: numbers of the format, float32, (..., outer, inner), the sum runs over inner. scale:
+    float32: 0-dim; (outer, 1) for rows; (..., outer / across, inner / along) for tiles. unit: the
+    tensor-level factor of scales in e4m3, 0-dim; None for others."""
+
+    values: Tensor
+    scale: Tensor
+    unit: Tensor | None = None
+
+    @property
+    def mT(self) -> Codes:
+        """The transpose of an operand with one scale, or one for each square tile."""
+        scale = self.scale.mT if self.scale.dim() else self.scale
+        return Codes(self.values.mT, scale, self.unit)
+
+
+def codes(
+    x: Tensor, spec: Spec, axis: int = -1, history: Tensor | None = None, record: bool = False
+) -> Codes:
+    """Casts ``x``, or with axis -2 its transpose, under a spec.
+
+    axis: the axis that the product sums over. history, record: as in
+    `fp8.casts.casting.round_straight`.
+    """
+    format = format_of(spec)
+    rule, tile, margin = spec.rule, spec.tile, spec.margin
+    how = rounding_of(spec)
+    x = plain(rotated(plain(x), spec.hadamard, axis) if spec.hadamard else x, torch.float32)
+    unit = None
+    if history is not None:
+        scale = history_scale(x, history, format, rule, margin, record)
+        y = quantize_operand(x / scale, format, **how)
+    elif rule is None:
+        scale = static_scale(margin, x)
+        y = quantize_operand(x / scale if margin else x, format, **how)
+        if spec.label:
+            observe(spec.label, x / scale if margin else x, y, None, format)
+    else:
+        tiles, dims = scaled_tiles(x, tile, axis)
+        scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
+        inverse = inverse_of(scale, rule)
+        units = tiles / scale if inverse is None else tiles * inverse
+        y = untiled(quantize_operand(units, format, **how), x, tile, axis)
+        if tile[1]:
+            assert dims is not None
+            scale = scale.squeeze(dims)
+        if rule == "e4m3":
+            unit = with_margin(unit_of(tiles, dims, format), margin, rule)
+    if axis == -2:
+        y, scale = y.mT, scale.mT if scale.dim() else scale
+    return Codes(y, scale, unit)

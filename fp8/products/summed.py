@@ -1,0 +1,242 @@
+"""Products whose sums are those of a tensor core: `fp8.Recipe.accumulate`.
+
+Operands are cast as in simulation. The numbers of the format enter the sums; scales multiply the
+result, unless the instruction applies them itself (MX and NVFP4 on Blackwell). Where scales differ
+along the summed axis, and every ``promote`` products, a sum ends and is added in float32 to the
+result, with one rounding, as kernels of Hopper do for scales by blocks (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..casts.casting import Spec
+from ..casts.codes import Codes, codes
+from ..casts.operands import Casts, one_copy
+from ..formats.format import get_format
+from ..sums.dot import dot
+from ..sums.tensor_cores import Matrix, instruction_for
+
+__all__ = ["product"]
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    scales: tuple[float, float, float],
+    casts: Casts,
+    histories: list[Tensor | None],
+    sums: str,
+    dtype: str,
+) -> Tensor:
+    """``s_y * a b^T + bias`` in ``dtype`` for a (m, k) and b (n, k), or batches of them.
+
+    casts, histories: as in `fp8.products.matmul`. sums: `fp8.Recipe.sums`. A product of which an
+    operand is not cast sums as torch does. dtype: a name. bias has that dtype, and is added after
+    the result is rounded to it.
+    """
+    of_a, of_b, of_grad = histories
+    record = torch.is_grad_enabled()
+    with torch.no_grad():
+        left = _codes(a, casts.a, -1, of_a, record)
+        right = _codes(b, casts.b, -1, of_b, record)
+    settings = (*scales, casts, sums, dtype)
+    y = _Summed.apply(a, b, of_grad, *settings, *left, *right)
+    return y if bias is None else y + bias
+
+
+class _Summed(Function):
+    """`product` without a bias. a and b receive the gradients and are cast again for their second
+    products; the last six arguments are their codes for the first."""
+
+    @staticmethod
+    def forward(
+        a: Tensor,
+        b: Tensor,
+        history: Tensor | None,
+        s_y: float,
+        s_a: float,
+        s_b: float,
+        casts: Casts,
+        sums: str,
+        dtype: str,
+        *operands: Tensor | None,
+    ) -> Tensor:
+        left, right = Codes(*operands[:3]), Codes(*operands[3:])  # type: ignore[arg-type]
+        return (_multiply(left, right, casts.a, casts.b, sums) * s_y).to(getattr(torch, dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, ctx.history, _, ctx.s_a, ctx.s_b, casts, ctx.sums, _, *operands = inputs
+        ctx.casts, ctx.dtypes = casts, (a.dtype, b.dtype)
+        keep_a = one_copy(casts.a, casts.a_again)
+        keep_b = one_copy(casts.b, casts.b_again)
+        of_a = operands[:3] if keep_a else (a, None, None)
+        of_b = operands[3:] if keep_b else (b, None, None)
+        ctx.save_for_backward(*of_a, *of_b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        casts, saved = ctx.casts, ctx.saved_tensors
+        da = db = g = None
+        if ctx.needs_input_grad[0]:
+            g = _codes(grad, casts.grad_for_a, -1, ctx.history, True)
+            b = _second(saved[3:], casts.b_again)
+            da = _multiply(g, b, casts.grad_for_a, casts.b_again, ctx.sums) * ctx.s_a
+            da = da.to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            if g is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
+                g = g.mT
+            else:
+                g = _codes(grad, casts.grad_for_b, -2, ctx.history, True)
+            a = _second(saved[:3], casts.a_again)
+            db = _multiply(g, a, casts.grad_for_b, casts.a_again, ctx.sums) * ctx.s_b
+            db = db.to(ctx.dtypes[1])
+        return da, db, *[None] * 13
+
+
+def _second(saved: Sequence[Any], spec: Spec | None) -> Codes:
+    """The codes of an operand for its second product, along its other axis. saved: its codes, or
+    itself without them."""
+    return _codes(saved[0], spec, -2) if saved[1] is None else Codes(*saved).mT
+
+
+def _codes(
+    x: Tensor, spec: Spec | None, axis: int, history: Tensor | None = None, record: bool = False
+) -> Codes:
+    """`fp8.casts.codes.codes`; of an operand that is not cast its values, with scale 1."""
+    if spec is not None and x.numel():
+        return codes(x, spec, axis, history, record)
+    return Codes(x if axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
+
+
+def _multiply(a: Codes, b: Codes, of_a: Spec | None, of_b: Spec | None, sums: str) -> Tensor:
+    """``a b^T``; float32 if both are cast."""
+    if of_a is None or of_b is None:
+        first, second = (_decoded(x, spec) for x, spec in ((a, of_a), (b, of_b)))
+        return torch.matmul(first, second.mT)
+    formats = [spec.format for spec in (of_a, of_b)]
+    rules = [spec.rule or "" for spec in (of_a, of_b)]
+    y: Tensor = _summed(*a, *b, formats, rules, [*of_a.tile, *of_b.tile], sums)
+    return y
+
+
+def _decoded(x: Codes, spec: Spec | None) -> Tensor:
+    """The values of an operand."""
+    if spec is None or not spec.tile[1]:
+        return x.values * x.scale.to(x.values.dtype)
+    scale = _by_rows(x.scale, spec.tile[0], x.values.shape[-2])
+    return x.values * scale.repeat_interleave(spec.tile[1], -1)[..., : x.values.shape[-1]]
+
+
+def _by_rows(scale: Tensor, across: int, rows: int) -> Tensor:
+    return scale.repeat_interleave(across, -2)[..., :rows, :] if across > 1 else scale
+
+
+# As an operator of its own, because a compiled graph cannot hold its loops.
+@torch.library.custom_op(
+    "fp8::summed",
+    mutates_args=(),
+    schema="(Tensor a, Tensor a_scale, Tensor? a_unit, Tensor b, Tensor b_scale, Tensor? b_unit, "
+    "str[] formats, str[] rules, int[] tiles, str sums) -> Tensor",
+)
+def _summed(
+    a: Tensor,
+    a_scale: Tensor,
+    a_unit: Tensor | None,
+    b: Tensor,
+    b_scale: Tensor,
+    b_unit: Tensor | None,
+    formats: list[str],
+    rules: list[str],
+    tiles: list[int],
+    sums: str,
+) -> Tensor:
+    """The product of `Codes` a (..., m, k) and b (..., n, k), float32. rules: of the scales."""
+    if a.dim() == 3:
+        batches = [
+            _summed(*x, a_unit, *w, b_unit, formats, rules, tiles, sums)
+            for x, w in zip(_each(a, a_scale), _each(b, b_scale), strict=True)
+        ]
+        return torch.stack(batches) if batches else a.new_zeros(0, a.shape[1], b.shape[1]).float()
+    chip, promote = sums.split()
+    x = _Operand.of(a, a_scale, a_unit, formats[0], rules[0], tiles[:2])
+    w = _Operand.of(b, b_scale, b_unit, formats[1], rules[1], tiles[2:])
+    how = instruction_for(chip, formats, rules, tiles)
+    assert how is not None, "Recipe has checked it"
+    inside = bool(how.scales)
+    lengths = [int(promote), *(() if inside else (x.along, w.along))]
+    part = math.gcd(*lengths) or max(a.shape[1], 1)
+    total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    for start in range(0, a.shape[1], part):
+        piece = dot(x.matrix(start, part, inside), w.matrix(start, part, inside), how)
+        factor = None if inside else _product_of(x.scale_at(start), w.scale_at(start))
+        if start and factor is not None:
+            total = (total.double() + piece.double() * factor.double()).float()  # one rounding
+        else:
+            total = total + (piece if factor is None else piece * factor)
+    return total * (x.whole * w.whole.mT)
+
+
+@_summed.register_fake
+def _(a: Tensor, a_scale: Tensor, a_unit: Tensor | None, b: Tensor, *_: Any) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[-2], dtype=torch.float32)
+
+
+def _each(x: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The matrices of a batch, with their scales."""
+    return [(x[i], scale[i] if scale.dim() == 3 else scale) for i in range(x.shape[0])]
+
+
+def _product_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The product of the scales of rows of two operands, None for 1."""
+    if a is None or b is None:
+        return a if b is None else b.mT
+    return a * b.mT
+
+
+class _Operand(NamedTuple):
+    """values: (rows, k). tiles: the scale of each row's tiles, (rows, k / along); None without
+    tiles along k. whole: the scale of each row, or of all, (rows or 1, 1)."""
+
+    values: Tensor
+    low: int
+    tiles: Tensor | None
+    along: int
+    whole: Tensor
+    scale_low: int
+
+    @staticmethod
+    def of(
+        x: Tensor, scale: Tensor, unit: Tensor | None, format: str, rule: str, tile: list[int]
+    ) -> _Operand:
+        """From the fields of `Codes`."""
+        x, low = x.float(), get_format(format).min_exponent
+        if not tile[1]:
+            return _Operand(x, low, None, 0, scale.float().reshape(-1, 1), 0)
+        one = torch.ones((1, 1), device=x.device)
+        scale = _by_rows(scale.float(), tile[0], x.shape[0])
+        if unit is None:
+            return _Operand(x, low, scale, tile[1], one, -127)
+        unit = unit.float()
+        return _Operand(x, low, (scale / unit).clamp(max=448.0), tile[1], one * unit, -6)
+
+    def matrix(self, start: int, length: int, scaled: bool) -> Matrix:
+        """A part of the columns; with its scales, if the instruction applies them."""
+        values = self.values[:, start : start + length]
+        if not scaled or self.tiles is None:
+            return Matrix(values, self.low)
+        of = slice(start // self.along, -(-(start + length) // self.along))
+        return Matrix(values, self.low, self.tiles[:, of], self.along, self.scale_low)
+
+    def scale_at(self, column: int) -> Tensor | None:
+        """The scale of the tiles that hold a column, (rows, 1)."""
+        return None if self.tiles is None else self.tiles[:, column // self.along, None]
