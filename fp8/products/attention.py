@@ -12,6 +12,7 @@ from ..casts.casting import cast_backward, cast_forward
 from ..casts.counts import product_name
 from ..context.active import histories, product_recipe
 from .matmul import to_autocast_dtype
+from .summed import warn_unsummed
 
 __all__ = ["attention", "flex_attention"]
 
@@ -74,6 +75,7 @@ def _cast_around(
     recipe = product_recipe(unit)
     if recipe is None:
         return kernel(query, key, value)
+    warn_unsummed(recipe, "attention")
     name, cast = product_name("attention", None, recipe), recipe.input
     *of, of_grad = histories(recipe, "attention", query, cast, cast, cast, recipe.grad)
     query = cast_forward(query, cast, -1, of[0], name, "query")

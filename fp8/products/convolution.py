@@ -33,6 +33,7 @@ from .matmul import (
     save_both,
     to_autocast_dtype,
 )
+from .summed import warn_unsummed
 
 __all__ = ["conv", "conv_transpose"]
 
@@ -151,6 +152,7 @@ def _convolve(
         histories = layer_histories(recipe, "conv", x)
         y = _as_it_is(x, weight, bias, scales, geometry)
         return measured(pass_, histories, x, weight, y)
+    warn_unsummed(recipe, "a convolution")
     static = static_exponents(recipe, x, weight)
     casts = casts_of(recipe, name=product_name("conv", weight, recipe), static=static)
     casts = Casts(*(spec and spec._replace(hadamard=0) for spec in casts))  # no rotation

@@ -20,11 +20,13 @@ from torch.autograd import Function
 from ..casts.casting import Spec
 from ..casts.codes import Codes, codes
 from ..casts.operands import Casts, one_copy
+from ..common.pitfalls import RecipeWarning, warn_once
 from ..formats.format import get_format
+from ..recipes.recipe import Recipe
 from ..sums.dot import dot
 from ..sums.tensor_cores import Matrix, instruction_for
 
-__all__ = ["product"]
+__all__ = ["product", "warn_unsummed"]
 
 
 def product(
@@ -51,6 +53,18 @@ def product(
     settings = (*scales, casts, sums, dtype)
     y = _Summed.apply(a, b, of_grad, *settings, *left, *right)
     return y if bias is None else y + bias
+
+
+def warn_unsummed(recipe: Recipe, product: str) -> None:
+    """Warns, once per process, that a kind of product has torch's sums under ``recipe``."""
+    if recipe.accumulate is not None:
+        warn_once(RecipeWarning, _UNSUMMED.format(product, recipe.accumulate), key=product)
+
+
+_UNSUMMED = (
+    "{} has no sums of accumulate={!r}: its operands are cast, and its sums are torch's. Linear "
+    "layers and matrix products have them"
+)
 
 
 class _Summed(Function):

@@ -64,8 +64,8 @@ def same_bits(got: Tensor, want: Tensor) -> bool:
 
 NV = {
     "ada": ("mma", "Ada Lovelace", "m16n8k32.f32.{}.{}.f32"),
-    "hopper": ("wgmma", "Hopper", "m64n64k32.f32.{}.{}"),
-    "blackwell": ("tcgen05", "Blackwell", "m64n64k32.kind::f8f6f4.f32.{}.{}"),
+    "hopper": ("wgmma", "Hopper", "m64n8k32.f32.{}.{}"),
+    "blackwell": ("tcgen05", "Blackwell", "m64n8k32.kind::f8f6f4.f32.{}.{}"),
 }
 CLASSES = {"mma": nvidia.MMA, "wgmma": nvidia.WGMMA, "tcgen05": nvidia.TCGen05MMA}
 
@@ -92,20 +92,33 @@ def ids(value: Any) -> str:
     return str(value[-1] if isinstance(value, tuple) else value)
 
 
-@pytest.mark.parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
-@pytest.mark.parametrize("kind", MAGNITUDES)
-def test_bits_of_plain_instructions(chip, first, second, made, kind):
-    cls, *arguments = made
-    op = cls(*arguments)
-    a, b = values(kind, (op.m, K), first, 0), values(kind, (op.n, K), second, 1)
+def check(chip: str, first: str, second: str, op: Any, kind: str, k: int, seed: int = 0) -> None:
+    a, b = values(kind, (op.m, k), first, seed), values(kind, (op.n, k), second, seed + 1)
     c = torch.zeros(op.m, op.n)
     left, right = stored(a, first), stored(b, second)
-    for start in range(0, K, op.k):
+    for start in range(0, k, op.k):
         part = slice(start, start + op.k)
         c = op(left[:, part], right[:, part].T, c)
     how = instruction(chip, (first, second))
     low = [get_format(name).min_exponent for name in (first, second)]
     assert same_bits(dot(Matrix(a, low[0]), Matrix(b, low[1]), how), c)
+
+
+@pytest.mark.parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
+@pytest.mark.parametrize("kind", MAGNITUDES)
+def test_bits_of_plain_instructions(chip, first, second, made, kind):
+    cls, *arguments = made
+    check(chip, first, second, cls(*arguments), kind, K)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
+def test_bits_of_a_million_outputs(chip, first, second, made):
+    cls, arch, text = made
+    op = cls(arch, text.replace("n8", "n256") if cls is not CLASSES["mma"] else text)
+    for seed in range(-(-1_000_000 // (op.m * op.n))):
+        kind = list(MAGNITUDES)[seed % len(MAGNITUDES)]
+        check(chip, first, second, op, kind, 2 * op.k, 2 * seed)
 
 
 def scaled_instructions() -> list[tuple[str, str, int, str, str]]:
