@@ -10,6 +10,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -112,9 +113,10 @@ def time_rows() -> list[Row]:
     dot.EAGER = 0
     torch.manual_seed(0)
     x, w = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)
-    candidates: dict[str, Callable[[], object]] = {}
-    for name, (chip, promote) in SUMS.items():
-        candidates[name] = lambda how=recipe(chip, promote): linear(x, w, recipe=how)
+    candidates = {
+        name: partial(linear, x, w, recipe=recipe(chip, promote))
+        for name, (chip, promote) in SUMS.items()
+    }
     rows = compare(lambda: x @ w.mT, candidates, rounds=15)
     return [row | {"target": TARGET, "met": row["ratio"] <= TARGET} for row in rows]
 

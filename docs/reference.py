@@ -30,6 +30,7 @@ MODULES = (
     "fp8.optim",
     "fp8.norms.norm",
     "fp8.recipes.scaling",
+    "fp8.sums.tensor_cores",
     "fp8.studies.findings",
     "fp8.studies.hardware",
     "fp8.studies.training",
