@@ -32,6 +32,9 @@ from .examine import Options, described, examine
 SECONDS = 60.0
 """What a model may take, of the processor's time."""
 
+STATIC = 0.99
+"""The share of operands that recipe "static" should cast near RMS 1."""
+
 PATIENCE = 5
 """How many seconds of the clock to wait for one of the processor, on a machine with other work."""
 
@@ -117,6 +120,8 @@ def summary(rows: list[Row]) -> str:
     for key in ("cast", "unit_cast"):
         counts = [row[key].split("/") for row in rows if "/" in str(row.get(key, "")).split(":")[0]]
         parts.append(f"{key} whole {sum(a == b for a, b in counts)} of {len(counts)}")
+    shares = [row["static"] for row in rows if isinstance(row.get("static"), float)]
+    parts.append(f"static {sum(s >= STATIC for s in shares)} of {len(shares)} at {STATIC:.0%}")
     exact = sum(row.get("preserve") == "exact" for row in rows)
     parts.append(f"preserve exact {exact}")
     return "; ".join(parts)
