@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 import fp8
 from benchmarks.strangers import collection
-from benchmarks.strangers.__main__ import measured, summary
+from benchmarks.strangers.__main__ import has_all, measured, record, recorded, summary
 from benchmarks.strangers.case import Case, Stranger, find_loss, loss_inside, loss_outside
 from benchmarks.strangers.examine import (
     Options,
@@ -255,3 +256,16 @@ def test_the_collection_is_large_and_says_what_is_missing() -> None:
     assert len({library for library, _ in names}) >= 10
     assert collection.missing("no-such-library") == "no-such-library is not installed"
     assert collection.missing("torch") == ""
+
+
+def test_a_row_that_has_what_is_asked_is_not_measured_again(tmp_path: Path) -> None:
+    out = tmp_path / "rows" / "strangers.jsonl"
+    assert recorded(out) == {}
+    row = {"name": "net", "library": "none", "result": "runs"}
+    for each in (row, row | {"fp32_fall": 0.5}):
+        record(each, out)
+    found = recorded(out)["none/net"]
+    assert found == row | {"fp32_fall": 0.5}
+    assert has_all(found, Options(train=True))
+    assert not has_all(found, Options(train=True, compiled=True))
+    assert has_all({"result": "failed: KeyError"}, Options(compiled=True))
