@@ -58,10 +58,10 @@ class UnderRecipe(nn.Module):
         self.model, self.recipe = model, recipe
         self.history = fp8.AmaxHistory()  # read by "delayed" and "static" alone
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, under the recipe."""
         with fp8.autocast(self.recipe, history=self.history):
-            return self.model(*args)
+            return self.model(*args, **kwargs)
 
 
 def held_out_loss(
