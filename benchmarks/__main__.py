@@ -17,6 +17,7 @@ BENCHMARKS = (
     "half_precision",
     "transforms",
     "training",
+    "kinds_of_models",
     "demo_rates",
     "unit_adamw",
     "levels",
