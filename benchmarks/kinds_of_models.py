@@ -37,7 +37,7 @@ from fp8.studies.training import Problem, train
 from fp8.studies.update_error import quiet
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
-NOISE = 3.0
+NOISE = 2.0
 """Of images, beside what they have: so many are not told apart that the loss stays far from 0."""
 
 
