@@ -3,10 +3,10 @@
 ``python -m benchmarks.kinds_of_models`` trains five kinds of small models in six ways, each with
 three seeds, and compares held-out losses in pairs. Run again, it continues in --out.
 
-Learning rates are found in FP32, one for the plain and one for the unit-scaled model, with a seed
-that is not compared. FP8 has those of its FP32. "same function" is unit-scaled with
-``init="preserve"``: the function, optimizer and rate of the plain model, so that FP8 is the only
-difference.
+All are trained by torch's AdamW. Its learning rate is found in FP32, once for the plain and once
+for the unit-scaled model, with a seed that is not compared; FP8 has that of its FP32. "same
+function" is unit-scaled with ``init="preserve"``: the function and the rate of the plain model, so
+that FP8 is the only difference.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import fp8
-import unit_scaling as uu
 from benchmarks.common import Finished, Row, report
-from benchmarks.gauges import SLOW
 from benchmarks.problems import PROBLEMS, gratings
 from fp8.studies.findings import Run
 from fp8.studies.proof import REFERENCE, gap
@@ -62,35 +59,18 @@ WARMUP = 12
 BAR = 2.0
 """How many standard errors above FP32 the mean loss may be."""
 
-Parameters = Iterator[nn.Parameter]
-
-
-def adamw(parameters: Parameters, lr: float) -> Optimizer:
-    """That of plain models, without weight decay."""
-    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
-
-
-def unit_adamw(parameters: Parameters, lr: float) -> Optimizer:
-    """The one that docs/learning-rates.md recommends for unit-scaled models."""
-    return uu.optim.AdamW(parameters, lr=lr, lr_mult=SLOW, weight_decay=0)
-
-
-class Kind(NamedTuple):
-    """An optimizer, and the rate at which the search for its best one begins."""
-
-    optimizer: Callable[[Parameters, float], Optimizer]
-    start: float
-
-
-PLAIN, UNIT = Kind(adamw, 4e-3), Kind(unit_adamw, 0.5)
+PLAIN, UNIT = 4e-3, 0.1
+"""Where the search for the best learning rate of AdamW begins: for weights as they are, and of
+RMS 1."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train a model. bar: whether its loss is to be within BAR of FP32's."""
+    """A way to train a model. start: PLAIN or UNIT. bar: whether its loss is to be within BAR of
+    FP32's."""
 
     transform: Callable[[nn.Module], nn.Module]
-    kind: Kind = PLAIN
+    start: float = PLAIN
     bar: bool = False
 
 
@@ -120,7 +100,7 @@ def held_out(problem: Problem, way: Way, seed: int, lr: float) -> float:
 
     def prepare(model: nn.Module, _: Optimizer) -> tuple[nn.Module, Optimizer]:
         model = way.transform(model)
-        optimizer = way.kind.optimizer(model.parameters(), lr)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
         schedules.append(LambdaLR(optimizer, lambda step: share_of_peak(step, problem.steps)))
         return model, optimizer
 
@@ -142,8 +122,8 @@ def best_rate(loss: Callable[[float], float], start: float) -> float:
 
 def measured(
     name: str, finished: Finished, seeds: Sequence[int], steps: int
-) -> tuple[dict[Kind, float], list[Run]]:
-    """The learning rates of a model, and the runs of all ways and seeds."""
+) -> tuple[dict[float, float], list[Run]]:
+    """The learning rate for each start, and the runs of all ways and seeds."""
     problem = Problem(MODELS[name], steps, HELD_OUT)
 
     def loss(way_name: str, way: Way, seed: int, lr: float) -> float:
@@ -153,19 +133,19 @@ def measured(
         print(f"{name:16} {way_name:20} seed {seed} lr {lr:<8g} {found:.4f}", flush=True)
         return found
 
-    rates = {
-        way.kind: best_rate(lambda lr, w=way: loss("rate", w, SEED_OF_RATES, lr), way.kind.start)
-        for way in (FP32, UNIT_FP32)
-    }
+    def rate(way_name: str, way: Way) -> float:
+        return best_rate(lambda lr: loss(f"{way_name}, rate", way, SEED_OF_RATES, lr), way.start)
+
+    rates = {PLAIN: rate("FP32", FP32), UNIT: rate("unit-scaled FP32", UNIT_FP32)}
     runs = [
-        Run(way_name, seed, [], loss(way_name, way, seed, rates[way.kind]))
+        Run(way_name, seed, [], loss(way_name, way, seed, rates[way.start]))
         for seed in seeds
         for way_name, way in WAYS.items()
     ]
     return rates, runs
 
 
-def rows(name: str, rates: Mapping[Kind, float], runs: Sequence[Run]) -> list[Row]:
+def rows(name: str, rates: Mapping[float, float], runs: Sequence[Run]) -> list[Row]:
     """One row for each way: its loss, and its gap to FP32 with the same seeds, with a 95 %
     confidence interval and whether the mean is within BAR standard errors."""
     losses = {way: [run.held_out for run in runs if run.name == way] for way in WAYS}
@@ -175,7 +155,7 @@ def rows(name: str, rates: Mapping[Kind, float], runs: Sequence[Run]) -> list[Ro
         row: Row = {
             "name": name,
             "way": "FP32" if way is FP32 else way_name,
-            "lr": rates[way.kind],
+            "lr": rates[way.start],
             "held_out_loss": _rounded(statistics.fmean(each)),
             "losses": [_rounded(loss) for loss in each],
         }
