@@ -27,6 +27,7 @@ BENCHMARKS = (
     "gauges",
     "first_call",
     "recipe_loss",
+    "fine_tuning",
     "preflight",
     "zoo",
     "strangers",

@@ -122,7 +122,7 @@ def main() -> int:
     """Trains what is missing, prints the rows and records them."""
     run = asked("fine_tuning", __doc__, STEPS, data=DOCUMENTATION, seeds=SEEDS)
     with deterministic(run.threads):
-        base, other = together(load_corpus(None, context=settings.context), run.corpus)
+        base, other = together(load_corpus(None, context=run.settings.context), run.corpus)
         found = runs(run.finished, base, other, run.settings, run.seeds)
         report("fine_tuning", question(run, base), rows(found))
     return 0

@@ -3,10 +3,10 @@
 ``python -m benchmarks.kinds_of_models`` trains five kinds of small models in six ways, each with
 three seeds, and compares held-out losses in pairs. Run again, it continues in --out.
 
-All are trained by torch's AdamW. Its learning rate is found in FP32, once for the plain and once
-for the unit-scaled model, with a seed that is not compared; FP8 has that of its FP32. "same
-function" is unit-scaled with ``init="preserve"``: the function and the rate of the plain model, so
-that FP8 is the only difference.
+The optimizer is AdamW: torch's for plain models, and for unit-scaled ones torch's or `uu.optim`'s.
+Which one, and the learning rate, is found in FP32 with a seed that is not compared; FP8 has that of
+its FP32. "same function" is unit-scaled with ``init="preserve"``: the function, optimizer and rate
+of the plain model, so that FP8 is the only difference.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import fp8
+import unit_scaling as uu
 from benchmarks.common import Finished, Row, report
+from benchmarks.gauges import SLOW
 from benchmarks.problems import PROBLEMS, gratings
 from fp8.studies.findings import Run
 from fp8.studies.proof import REFERENCE, gap
@@ -59,19 +62,47 @@ WARMUP = 12
 BAR = 2.0
 """How many standard errors above FP32 the mean loss may be."""
 
-PLAIN, UNIT = 4e-3, 0.1
-"""Where the search for the best learning rate of AdamW begins: for weights as they are, and of
-RMS 1."""
+Parameters = Iterator[nn.Parameter]
+
+PLAIN, UNIT = "plain", "unit-scaled"
+"""Kinds of weights, which have learning rates of their own."""
+
+
+def adamw(parameters: Parameters, lr: float) -> Optimizer:
+    """torch's, without weight decay."""
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0)
+
+
+def unit_adamw(parameters: Parameters, lr: float) -> Optimizer:
+    """With u-muP's rates, as docs/learning-rates.md recommends."""
+    return uu.optim.AdamW(parameters, lr=lr, lr_mult=SLOW, weight_decay=0)
+
+
+OPTIMIZERS = {"torch.optim.AdamW": adamw, "uu.optim.AdamW": unit_adamw}
+
+STARTS = {
+    PLAIN: {"torch.optim.AdamW": 4e-3},
+    UNIT: {"torch.optim.AdamW": 0.1, "uu.optim.AdamW": 0.5},
+}
+"""Where the search for the best learning rate begins."""
+
+
+class Rate(NamedTuple):
+    """A key of OPTIMIZERS, and the learning rate."""
+
+    optimizer: str
+    lr: float
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train a model. start: PLAIN or UNIT. bar: whether its loss is to be within BAR of
-    FP32's."""
+    """A way to train a model. weights: PLAIN or UNIT. bar: whether its loss is to be within BAR of
+    FP32's. without: the name of the same model without FP8, where that is another one."""
 
     transform: Callable[[nn.Module], nn.Module]
-    start: float = PLAIN
+    weights: str = PLAIN
     bar: bool = False
+    without: str = ""
 
 
 FP32 = Way(lambda model: model)
@@ -82,7 +113,9 @@ WAYS = {
     "FP8, static": Way(lambda model: fp8.convert(model, "static")),
     "FP8, same function": Way(lambda m: simulate_fp8(unit_scale(m, init="preserve")), bar=True),
     "unit-scaled FP32": UNIT_FP32,
-    "unit-scaled FP8": Way(lambda model: simulate_fp8(unit_scale(model)), UNIT, bar=True),
+    "unit-scaled FP8": Way(
+        lambda model: simulate_fp8(unit_scale(model)), UNIT, bar=True, without="unit-scaled FP32"
+    ),
 }
 """Name -> the way; the first is what the others are compared with."""
 
@@ -94,13 +127,13 @@ def share_of_peak(step: int, steps: int) -> float:
     return (1 + math.cos(math.pi * (step - WARMUP) / max(steps - WARMUP, 1))) / 2
 
 
-def held_out(problem: Problem, way: Way, seed: int, lr: float) -> float:
+def held_out(problem: Problem, way: Way, seed: int, rate: Rate) -> float:
     """The held-out loss after training; infinite if the run diverged."""
     schedules: list[LambdaLR] = []
 
     def prepare(model: nn.Module, _: Optimizer) -> tuple[nn.Module, Optimizer]:
         model = way.transform(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+        optimizer = OPTIMIZERS[rate.optimizer](model.parameters(), rate.lr)
         schedules.append(LambdaLR(optimizer, lambda step: share_of_peak(step, problem.steps)))
         return model, optimizer
 
@@ -109,45 +142,55 @@ def held_out(problem: Problem, way: Way, seed: int, lr: float) -> float:
     return run.held_out if math.isfinite(run.held_out) else math.inf
 
 
-def best_rate(loss: Callable[[float], float], start: float) -> float:
-    """The rate, ``start`` times a power of two, whose loss is below that of half and twice it."""
+def best_rate(loss: Callable[[float], float], start: float) -> tuple[float, float]:
+    """The rate, ``start`` times a power of two, whose loss is below that of half and twice it; and
+    the loss."""
     tried = {start: loss(start)}
     while True:
         best = min(tried, key=lambda rate: tried[rate])
         new = [rate for rate in (best / 2, best * 2) if rate not in tried]
         if not new:
-            return best
+            return best, tried[best]
         tried |= {rate: loss(rate) for rate in new}
 
 
 def measured(
     name: str, finished: Finished, seeds: Sequence[int], steps: int
-) -> tuple[dict[float, float], list[Run]]:
-    """The learning rate for each start, and the runs of all ways and seeds."""
+) -> tuple[dict[str, Rate], list[Run]]:
+    """The best optimizer and rate for each kind of weights, and the runs of all ways and seeds."""
     problem = Problem(MODELS[name], steps, HELD_OUT)
 
-    def loss(way_name: str, way: Way, seed: int, lr: float) -> float:
-        about = {"model": name, "way": way_name, "seed": seed, "lr": lr, "steps": steps}
+    def loss(way_name: str, way: Way, seed: int, rate: Rate) -> float:
+        about = {"model": name, "way": way_name, "seed": seed, **rate._asdict(), "steps": steps}
         about["torch"] = torch.__version__
-        found = finished.loss(about, lambda: held_out(problem, way, seed, lr))
-        print(f"{name:16} {way_name:20} seed {seed} lr {lr:<8g} {found:.4f}", flush=True)
+        found = finished.loss(about, lambda: held_out(problem, way, seed, rate))
+        print(f"{name:16} {way_name:22} seed {seed} {rate} {found:.4f}", flush=True)
         return found
 
-    def rate(way_name: str, way: Way) -> float:
-        return best_rate(lambda lr: loss(f"{way_name}, rate", way, SEED_OF_RATES, lr), way.start)
+    def best(way_name: str, way: Way) -> Rate:
+        found: dict[Rate, float] = {}
+        for optimizer, start in STARTS[way.weights].items():
 
-    rates = {PLAIN: rate("FP32", FP32), UNIT: rate("unit-scaled FP32", UNIT_FP32)}
+            def of(lr: float, optimizer: str = optimizer) -> float:
+                return loss(f"{way_name}, rate", way, SEED_OF_RATES, Rate(optimizer, lr))
+
+            lr, least = best_rate(of, start)
+            found[Rate(optimizer, lr)] = least
+        return min(found, key=lambda rate: found[rate])
+
+    rates = {PLAIN: best("FP32", FP32), UNIT: best("unit-scaled FP32", UNIT_FP32)}
     runs = [
-        Run(way_name, seed, [], loss(way_name, way, seed, rates[way.start]))
+        Run(way_name, seed, [], loss(way_name, way, seed, rates[way.weights]))
         for seed in seeds
         for way_name, way in WAYS.items()
     ]
     return rates, runs
 
 
-def rows(name: str, rates: Mapping[float, float], runs: Sequence[Run]) -> list[Row]:
+def rows(name: str, rates: Mapping[str, Rate], runs: Sequence[Run]) -> list[Row]:
     """One row for each way: its loss, and its gap to FP32 with the same seeds, with a 95 %
-    confidence interval and whether the mean is within BAR standard errors."""
+    confidence interval and whether the mean is within BAR standard errors; the cost of FP8 is the
+    gap to the same model without."""
     losses = {way: [run.held_out for run in runs if run.name == way] for way in WAYS}
     result = []
     for way_name, way in WAYS.items():
@@ -155,20 +198,29 @@ def rows(name: str, rates: Mapping[float, float], runs: Sequence[Run]) -> list[R
         row: Row = {
             "name": name,
             "way": "FP32" if way is FP32 else way_name,
-            "lr": rates[way.start],
+            **rates[way.weights]._asdict(),
             "held_out_loss": _rounded(statistics.fmean(each)),
             "losses": [_rounded(loss) for loss in each],
         }
         found = gap(runs, way_name)
         if way is not FP32 and found is not None:
-            gaps = [a - b for a, b in zip(each, losses[REFERENCE], strict=True)]
-            error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if gaps[1:] else math.inf
+            error = standard_error(each, losses[REFERENCE])
             row |= {"gap": _rounded(found.mean), "gap_low": _rounded(found.low)}
             row |= {"gap_high": _rounded(found.high), "standard_error": _rounded(error)}
             if way.bar:
                 row["met"] = found.mean <= BAR * error
+        if way.without:
+            before = losses[way.without]
+            row["cost_of_fp8"] = _rounded(statistics.fmean(each) - statistics.fmean(before))
+            row["error_of_cost"] = _rounded(standard_error(each, before))
         result.append(row)
     return result
+
+
+def standard_error(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Of the mean of the paired differences; infinite for a single pair."""
+    gaps = [a - b for a, b in zip(losses, others, strict=True)]
+    return statistics.stdev(gaps) / math.sqrt(len(gaps)) if gaps[1:] else math.inf
 
 
 def _rounded(value: float) -> float | None:
@@ -190,10 +242,11 @@ def main() -> int:
     question = (
         f"held-out loss after {args.steps} steps of small models of other kinds, seeds "
         f"{args.seeds}, and the gap to FP32 with a 95 % interval; met: the mean gap is at most "
-        f"{BAR:g} standard errors. Each rate was found in FP32 with another seed. FP8 without "
-        "scales and static: of the layers that `fp8.convert` converts, which leaves `nn.LSTM` and "
-        "attention as they are; the other FP8: of all products. Same function: "
-        '`unit_scale(init="preserve")` with the rate and the optimizer of FP32'
+        f"{BAR:g} standard errors; cost of FP8: the gap to unit-scaled FP32. Optimizer and rate "
+        "were found in FP32 with another seed. FP8 without scales and static: of the layers that "
+        "`fp8.convert` converts, which leaves `nn.LSTM` and attention as they are; the other FP8: "
+        'of all products, but `nn.LSTM` in the same function. Same function: `init="preserve"` of '
+        "`unit_scale`"
     )
     report("kinds_of_models", question, result)
     return 0
