@@ -58,10 +58,10 @@ class UnderRecipe(nn.Module):
         self.model, self.recipe = model, recipe
         self.history = fp8.AmaxHistory()  # read by "delayed" and "static" alone
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, under the recipe."""
         with fp8.autocast(self.recipe, history=self.history):
-            return self.model(*args)
+            return self.model(*args, **kwargs)
 
 
 def held_out_loss(
@@ -130,20 +130,24 @@ class Setting(NamedTuple):
         )
 
 
-def asked(name: str, description: str | None, iters: int) -> Setting:
-    """From the command line of ``benchmarks.name``; iters: the steps of a run by default."""
+def asked(
+    name: str, description: str | None, iters: int, *, data: str | None = None, seeds: str = SEEDS
+) -> Setting:
+    """From the command line of ``benchmarks.name``. The others are defaults: the steps of a run,
+    the file to train on (None: the standard library's source), and the seeds."""
     out = Path(f"out/benchmark-{name.replace('_', '-')}.jsonl")
     parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
-    parser.add_argument("--data", help="text to train on (default: the standard library's source)")
-    parser.add_argument("--seeds", default=SEEDS)
+    default = "the standard library's source" if data is None else "%(default)s"
+    parser.add_argument("--data", default=data, help=f"text to train on (default: {default})")
+    parser.add_argument("--seeds", default=seeds)
     parser.add_argument("--iters", type=int, default=iters)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=out)
     args = parser.parse_args()
     settings = dataclasses.replace(PRESETS["small"], iters=args.iters, **SIZE, **ONE_RATE)
     corpus = load_corpus(args.data, context=settings.context)
-    seeds = [int(seed) for seed in args.seeds.split(",")]
-    return Setting(corpus, settings, Finished(args.out), seeds, args.threads)
+    numbers = [int(seed) for seed in args.seeds.split(",")]
+    return Setting(corpus, settings, Finished(args.out), numbers, args.threads)
 
 
 def main() -> int:

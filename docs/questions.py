@@ -77,6 +77,18 @@ def _training(rows: list[Row]) -> str:
     return "; ".join(f"{r['name']}: {r['gap']:+.3f} ± {r['gap_std']:.3f}" for r in pairs)
 
 
+def _kinds_of_models(rows: list[Row]) -> str:
+    parts = []
+    for way in ("FP8, same function", "unit-scaled FP8"):
+        found = [row for row in rows if row["way"] == way]
+        gaps = ", ".join(f"{row['name']} {row['gap']:+.3f}" for row in found)
+        met = sum(row["met"] for row in found)
+        parts.append(f"{way}: {met} of {len(found)} within two standard errors of FP32 ({gaps})")
+    found = [row for row in rows if "cost_of_fp8" in row]
+    costs = ", ".join(f"{row['name']} {row['cost_of_fp8']:+.3f}" for row in found)
+    return "; ".join([*parts, f"unit-scaled FP8 against unit-scaled FP32: {costs}"])
+
+
 def _recipe_loss(rows: list[Row]) -> str:
     found = named(rows)
     names = ("unit", "tensor", "block", "mxfp8", "nvfp4", "mxfp4")
@@ -207,6 +219,10 @@ QUESTIONS: dict[str, Question] = {
     ),
     "training": Question(
         text="How much held-out loss does FP8 cost over several seeds?", answer=_training
+    ),
+    "kinds_of_models": Question(
+        text="Does FP8 train as FP32 does on a ResNet, a ViT, a graph network, an LSTM, a U-Net?",
+        answer=_kinds_of_models,
     ),
     "recipe_loss": Question(
         text="How much held-out loss does each recipe cost?", answer=_recipe_loss

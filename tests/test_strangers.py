@@ -4,6 +4,8 @@ the form of its rows. The libraries themselves are not needed."""
 from __future__ import annotations
 
 import json
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,18 @@ from torch.nn import functional as F
 
 import fp8
 from benchmarks.strangers import collection
-from benchmarks.strangers.__main__ import measured, summary
+from benchmarks.strangers.__main__ import has_all, measured, record, recorded, summary
 from benchmarks.strangers.case import Case, Stranger, find_loss, loss_inside, loss_outside
-from benchmarks.strangers.examine import Options, examine, is_inside, on_grid, step_read
+from benchmarks.strangers.examine import (
+    Options,
+    Ratios,
+    examine,
+    is_inside,
+    on_grid,
+    step_read,
+)
 from benchmarks.strangers.operands import Operands
+from fp8.casts.counts import OPEN
 
 
 class Known(nn.Module):
@@ -186,12 +196,29 @@ def test_the_row_of_a_model() -> None:
     row = rows[-1]
     assert set(row) >= KEYS | {"activation", "weight", "gradient", "inside", "verify", "preserve"}
     assert (row["result"], row["preserve"], row["inside"]) == ("runs", "exact", True)
+    assert row["static"] == 1
     assert row["cast"] == row["unit_cast"] == f"{row['products']}/{row['products']}"
     assert isinstance(row["agrees"], bool)
     assert row["fp32_fall"] < 1
     assert row["fp8_fall"] < 1
     assert json.loads(json.dumps(row)) == row
     assert "1 models: 1 runs; inside 1 of 1" in summary([row])
+
+
+def test_the_ratio_of_a_cast_is_the_rms_over_the_scale() -> None:
+    """Calibrated with an input of 2 and a gradient of 1, called with 3 and 1/4."""
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.constant_(layer.weight, 0.5)
+    history, ratios = fp8.AmaxHistory(), Ratios(layer)
+    with fp8.autocast("static", history=history):
+        fp8.calibrate(layer, torch.full((2, 4), 2.0), torch.sum)
+    OPEN.recorders.append((ratios, Counter()))
+    with fp8.autocast("static", history=history):
+        output = layer(torch.full((2, 4), 3.0))
+    OPEN.recorders.pop()
+    (output.sum() / 4).backward()
+    found = [(name.split()[1], ratio) for name, ratio in ratios.ratios]
+    assert sorted(found) == [("grad", 0.25), ("input", 1.5), ("weight", 1.0)]
 
 
 def test_a_model_that_fails_is_a_row() -> None:
@@ -229,3 +256,16 @@ def test_the_collection_is_large_and_says_what_is_missing() -> None:
     assert len({library for library, _ in names}) >= 10
     assert collection.missing("no-such-library") == "no-such-library is not installed"
     assert collection.missing("torch") == ""
+
+
+def test_a_row_that_has_what_is_asked_is_not_measured_again(tmp_path: Path) -> None:
+    out = tmp_path / "rows" / "strangers.jsonl"
+    assert recorded(out) == {}
+    row = {"name": "net", "library": "none", "result": "runs"}
+    for each in (row, row | {"fp32_fall": 0.5}):
+        record(each, out)
+    found = recorded(out)["none/net"]
+    assert found == row | {"fp32_fall": 0.5}
+    assert has_all(found, Options(train=True))
+    assert not has_all(found, Options(train=True, compiled=True))
+    assert has_all({"result": "failed: KeyError"}, Options(compiled=True))

@@ -3,7 +3,8 @@
 python -m benchmarks.strangers [--only REGEX] [--limit N] [--train] [--compiled] [--out FILE]
 
 Small configurations with random weights. Each model is built, transformed and measured in a process
-of its own. Without --only and --limit the result is written to benchmarks/results.
+of its own. Without --only and --limit the result is written to benchmarks/results. Run again, it
+continues with the models whose rows in --out lack what is asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Row, machine, write
+from benchmarks.common import Row, write
 
 from . import collection
 from .case import Stranger
@@ -32,8 +33,16 @@ from .examine import Options, described, examine
 SECONDS = 60.0
 """What a model may take, of the processor's time."""
 
+STATIC = 0.99
+"""The share of operands that recipe "static" should cast near RMS 1."""
+
 PATIENCE = 5
 """How many seconds of the clock to wait for one of the processor, on a machine with other work."""
+
+COMPILED = 1e-3
+"""The error up to which a compiled model equals the eager one."""
+
+OUT = Path("out/benchmark-strangers.jsonl")
 
 QUESTION = """\
 what `unit_scale`, `simulate_fp8` and `uu.verify` make of models of other libraries, in small
@@ -44,7 +53,12 @@ weights and gradients with an RMS in [1/4, 4], of the plain model and of the uni
 weight), and the activation or gradient farthest from 1; inside: 95 % of activations and of
 gradients are; verify: the shares of `uu.verify`; agrees: it judges alike; cast, unit cast: of the
 products, those with every operand on the grid of its format, under `simulate_fp8` of the plain
-model and of the unit-scaled one; preserve: the error of the outputs with init="preserve\""""
+model and of the unit-scaled one; preserve: the error of the outputs with
+init="preserve"; fp32 fall, fp8 fall: the last loss of 20 steps over the first, of the plain model
+with AdamW and of the unit-scaled one in FP8 with `uu.optim.AdamW`, at one learning rate for all
+models; compiled: the largest error of outputs and gradients of the unit-scaled model under
+torch.compile, relative to the largest value\
+"""
 
 
 def measured(stranger: Stranger, options: Options, seconds: float) -> Row:
@@ -117,9 +131,27 @@ def summary(rows: list[Row]) -> str:
     for key in ("cast", "unit_cast"):
         counts = [row[key].split("/") for row in rows if "/" in str(row.get(key, "")).split(":")[0]]
         parts.append(f"{key} whole {sum(a == b for a, b in counts)} of {len(counts)}")
+    shares = [row["static"] for row in rows if isinstance(row.get("static"), float)]
+    parts.append(f"static {sum(s >= STATIC for s in shares)} of {len(shares)} at {STATIC:.0%}")
+    parts += [*_falls(runs), *_compiled(rows)]
     exact = sum(row.get("preserve") == "exact" for row in rows)
     parts.append(f"preserve exact {exact}")
     return "; ".join(parts)
+
+
+def _falls(rows: list[Row]) -> list[str]:
+    pairs = [(row.get("fp32_fall"), row.get("fp8_fall")) for row in rows]
+    known = [pair for pair in pairs if all(isinstance(fall, float) for fall in pair)]
+    if not known:
+        return []
+    fp32, fp8 = (sum(fall < 1 for fall in falls) for falls in zip(*known, strict=True))
+    return [f"losses that fall: FP32 {fp32}, unit-scaled FP8 {fp8} of {len(known)}"]
+
+
+def _compiled(rows: list[Row]) -> list[str]:
+    errors = [row["compiled"] for row in rows if "compiled" in row]
+    equal = sum(not e.startswith("failed") and float(e) <= COMPILED for e in errors)
+    return [f"compiled within {COMPILED:g}: {equal} of {len(errors)}"] if errors else []
 
 
 def main() -> None:
@@ -131,7 +163,7 @@ def main() -> None:
     collection.prepare()
     found = [s for s in collection.STRANGERS if re.search(given.only, f"{s.package}/{s.name}")]
     found = found[: given.limit]
-    rows = []
+    rows, done = [], recorded(given.out)
     for i, stranger in enumerate(found):
         if given.list:
             print(f"{stranger.package}/{stranger.name}")
@@ -140,13 +172,37 @@ def main() -> None:
         if why:
             print(f"{stranger.package}/{stranger.name}: skipped, {why}", flush=True)
             continue
-        collection.preload(stranger.package)
         compiled = i * given.compiled // len(found) < (i + 1) * given.compiled // len(found)
         options = Options(given.train, compiled, given.backend)
-        rows.append(measured(stranger, options, given.seconds * (5 if compiled else 1)))
-        printed(rows[-1], given.verbose)
+        row = done.get(f"{stranger.package}/{stranger.name}")
+        if row is None or not has_all(row, options):
+            collection.preload(stranger.package)
+            row = measured(stranger, options, given.seconds * (5 if compiled else 1))
+            record(row, given.out)
+            printed(row, given.verbose)
+        rows.append(row)
     if rows:
         finish(rows, given)
+
+
+def recorded(path: Path) -> dict[str, Row]:
+    """library/name -> the row of a model that was measured before, the latest one."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {f"{row['library']}/{row['name']}": row for row in map(json.loads, lines)}
+
+
+def record(row: Row, path: Path) -> None:
+    """Adds a row to those that `recorded` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def has_all(row: Row, options: Options) -> bool:
+    """Whether a row has the columns that are asked for. That of a model that does not run has
+    nothing more to measure."""
+    asked = {"fp32_fall": options.train, "compiled": options.compiled}
+    return row["result"] != "runs" or all(key in row for key, on in asked.items() if on)
 
 
 def parsed() -> argparse.Namespace:
@@ -169,7 +225,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="that a model may take")
     parser.add_argument("--verbose", action="store_true", help="print the five worst operands")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows there too")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="rows, one a line")
     return parser.parse_args()
 
 
@@ -185,9 +241,6 @@ def finish(rows: list[Row], given: argparse.Namespace) -> None:
     line = summary(rows)
     question = f"{' '.join(QUESTION.split())}: {line}; versions: {collection.versions(rows)}"
     print(f"\n{line}")
-    if given.out is not None:
-        record = {"question": question, "machine": machine(), "rows": rows}
-        given.out.write_text(json.dumps(record, indent=2) + "\n")
     if not (given.only or given.limit):
         write("strangers", question, rows)
 

@@ -41,6 +41,11 @@ class Case:
         output = model(*copy.deepcopy(self.args), **copy.deepcopy(dict(self.kwargs)))
         return output, self.loss_of(output)
 
+    @property
+    def batch(self) -> Any:
+        """The arguments as `fp8.calibrate` and `uu.verify` take them."""
+        return self.named() if self.kwargs else self.args
+
     def named(self) -> dict[str, Any]:
         """Every argument of the model by its name."""
         bound = inspect.signature(self.model.forward).bind(*self.args, **self.kwargs)

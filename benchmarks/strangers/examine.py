@@ -6,6 +6,7 @@ import copy
 import math
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 import fp8
 import unit_scaling as uu
 from benchmarks.common import Row
+from fp8.casts.counts import OPEN, CastRecorder, Observed
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 from .case import Case, Stranger
-from .operands import JUDGED, KINDS, Operands, run_backward, tensors
+from .operands import HIGH, JUDGED, KINDS, LOW, Operands, run_backward, tensors
 
 __all__ = ["SHARE", "Options", "described", "examine", "is_inside", "on_grid", "step_read"]
 
@@ -59,7 +61,7 @@ def examine(stranger: Stranger, options: Options, send: Callable[[Row], None]) -
     send(row)
     model = _unit_scaled(case, row)
     send(row)
-    for phase in (_simulated, _preserved):
+    for phase in (_simulated, _calibrated, _preserved):
         phase(case, row)
         send(row)
     if model is not None:
@@ -125,10 +127,9 @@ def _unit_scaled(case: Case, row: Row) -> nn.Module | None:
 
 def _verified(case: Case, model: nn.Module, row: Row) -> None:
     """What `uu.verify` says, and whether it judges as the operands do."""
-    batch: Any = case.named() if case.kwargs else case.args
     try:
         torch.manual_seed(1)
-        found = uu.verify(model, batch, loss=case.loss)
+        found = uu.verify(model, case.batch, loss=case.loss)
     except Exception as error:
         row["verify"] = described(error)
         return
@@ -162,6 +163,48 @@ def _cast_products(case: Case, transformed: Callable[[], nn.Module], row: Row, k
     if found.uncast():
         names = dict.fromkeys(map(str, found.uncast()))
         row.setdefault("details", {})[f"not_{key}"] = list(names)[:8]
+
+
+def _calibrated(case: Case, row: Row) -> None:
+    """The share of the cast operands of the plain model that recipe "static" casts within
+    [1/4, 4], in a step on the batch of the calibration."""
+    recorder, history = Ratios(case.model), fp8.AmaxHistory()
+    try:
+        with fp8.autocast("static", history=history):
+            torch.manual_seed(1)
+            fp8.calibrate(case.model, case.batch, case.loss)
+        case.model.zero_grad()
+        torch.manual_seed(1)
+        OPEN.recorders.append((recorder, Counter()))
+        try:
+            with fp8.autocast("static", history=history):
+                output, loss = case.run(case.model)
+            run_backward(output, loss)
+        finally:
+            OPEN.recorders.pop()
+    except Exception as error:
+        row["static"] = f"failed: {described(error)}"
+        return
+    ratios = {name: ratio for name, ratio in recorder.ratios if ratio != 0}
+    outside = {name: ratio for name, ratio in ratios.items() if not LOW <= ratio <= HIGH}
+    row["static"] = _rounded(1 - len(outside) / len(ratios)) if ratios else None
+    if outside:
+        named = [f"{name}: {ratio:.2g}" for name, ratio in outside.items()]
+        row.setdefault("details", {})["not_static"] = named[:8]
+
+
+class Ratios(CastRecorder):
+    """Records (operand, RMS of what is rounded) of each cast: the operand's RMS over its scale."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, SAMPLED)
+        self.ratios: list[tuple[str, float]] = []
+
+    def count(self, layer: str, operand: str, seen: Observed) -> None:
+        """Records the ratio of one cast."""
+        scale = 1.0 if seen.scale is None else float(seen.scale)
+        rms = float(seen.x.detach().double().square().mean().sqrt())
+        self.ratios.append((f"{len(self.ratios)} {operand} of {layer}", rms / scale))
 
 
 def on_grid(tensor: Tensor, kind: str) -> bool:

@@ -22,7 +22,17 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["JUDGED", "KINDS", "PRODUCTS", "Operand", "Operands", "run_backward", "tensors"]
+__all__ = [
+    "HIGH",
+    "JUDGED",
+    "KINDS",
+    "LOW",
+    "PRODUCTS",
+    "Operand",
+    "Operands",
+    "run_backward",
+    "tensors",
+]
 
 aten = torch.ops.aten
 

@@ -20,6 +20,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "bf16": {"color": "#E69F00", "linestyle": (0, (1, 1.2))},
     "fp8": {"color": "#D55E00"},
     "fp8_tensor": {"color": "#CC79A7", "linestyle": (0, (3, 1, 1, 1))},
+    "fp8_static": {"color": "#56B4E9", "linestyle": (0, (3, 1, 1, 1))},
     "unit_scaled": {"color": "#009E73", "linestyle": (0, (5, 2))},
     "unit_scaled_fp8": {"color": "#0072B2"},
     "fp16": {"color": "#999999"},

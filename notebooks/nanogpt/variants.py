@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8
 
-from .model import GPT
+from .model import GPT, GPTConfig
 from .settings import Settings
 
 
@@ -36,6 +36,34 @@ class TensorScaledGPT(GPT):
 def _fp8_tensor(model: GPT) -> nn.Module:
     scaled = TensorScaledGPT(model.config)
     scaled.load_state_dict(model.state_dict())
+    return scaled
+
+
+class StaticScaledGPT(GPT):
+    """A GPT whose products run in FP8 with a power-of-two scale for each operand, which the first
+    training step sets. The scales are part of the state."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.scales = fp8.AmaxHistory()
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """As that of a GPT."""
+        with fp8.autocast("static", history=self.scales):
+            return super().forward(idx, targets)
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """The scales."""
+        return self.scales.state_dict()
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Sets the scales."""
+        self.scales.load_state_dict(state)
+
+
+def _fp8_static(model: GPT) -> nn.Module:
+    scaled = StaticScaledGPT(model.config)
+    scaled.load_state_dict({"_extra_state": {}, **model.state_dict()})
     return scaled
 
 
@@ -77,6 +105,7 @@ VARIANTS: dict[str, Variant] = {
     "bf16": Variant(label="BF16", autocast=torch.bfloat16),
     "fp8": Variant(label="FP8 without scales", build=_fp8, lr_mult=0.5),
     "fp8_tensor": Variant(label="FP8, scale per tensor", build=_fp8_tensor, scaled=True),
+    "fp8_static": Variant(label="FP8, static scales", build=_fp8_static, scaled=True),
     "unit_scaled": Variant(label="unit-scaled FP32", build=_unit_scaled, unit_scaled=True),
     "unit_scaled_fp8": Variant(label="unit-scaled FP8", build=_unit_scaled_fp8, unit_scaled=True),
     "fp16": Variant(label="FP16, loss not scaled", autocast=torch.float16),

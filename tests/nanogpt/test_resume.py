@@ -65,6 +65,24 @@ def test_killed_in_the_middle(tmp_path: Path, argv, losses, moment: str, step: i
     assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
 
 
+def test_static_scales_are_in_the_checkpoint(tmp_path: Path, argv, losses) -> None:
+    """A run of 20 steps that is stopped after 10 is continued with the scales of the first step."""
+    killed_out, options = tmp_path / "killed", {"variants": "fp8_static"}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=killed, args=(argv(out=killed_out, **options), "step"))
+    process.start()
+    process.join()
+    assert _progress(killed_out) == (("fp8_static-seed0.pt", 10),)
+    (path,) = killed_out.glob("checkpoints/*.pt")
+    scales = load_checkpoint(path)["model"]["_extra_state"]
+    assert scales
+    assert all(float(scale) > 0 for scale in scales.values())
+    main(argv("--resume", out=killed_out, **options))
+    main(argv(out=tmp_path / "undisturbed", **options))
+    assert losses(killed_out) == losses(tmp_path / "undisturbed")
+
+
 def _progress(out: Path) -> tuple[tuple[str, int], ...]:
     """How far each checkpoint is; loading it proves that the kill left it whole."""
     files = sorted(out.glob("checkpoints/*.pt"))

@@ -88,19 +88,20 @@ def test_unit_scaled_models_have_the_optimizer_that_the_readme_recommends(traini
     assert {g["lr"] for g in plain.param_groups} == {1.0}
 
 
-def test_a_scale_per_tensor_keeps_what_fp8_without_scales_loses(training) -> None:
+@pytest.mark.parametrize("variant", ["fp8_tensor", "fp8_static"])
+def test_scales_keep_what_fp8_without_scales_loses(training, variant: str) -> None:
     """Every product is cast, with scales: the gradients are near those of the plain model."""
     settings = dataclasses.replace(SETTINGS, layers=2, width=32, batch_size=64, dropout=0.0)
-    runs = {variant: training(variant, settings) for variant in ("fp32", "fp8_tensor", "fp8")}
+    runs = {name: training(name, settings) for name in ("fp32", variant, "fp8")}
     for run in runs.values():
         run.example_loss().backward()
     exact = runs["fp32"].model.blocks[0].mlp.up.weight.grad
     errors = {
-        variant: ((run.model.blocks[0].mlp.up.weight.grad - exact).norm() / exact.norm()).item()
-        for variant, run in runs.items()
+        name: ((run.model.blocks[0].mlp.up.weight.grad - exact).norm() / exact.norm()).item()
+        for name, run in runs.items()
     }
-    assert 0 < errors["fp8_tensor"] < 0.1 < errors["fp8"]
-    assert flushed_share(runs["fp8_tensor"], scaled=True) < 0.01 < flushed_share(runs["fp8"])
+    assert 0 < errors[variant] < 0.1 < errors["fp8"]
+    assert flushed_share(runs[variant], scaled=True) < 0.01 < flushed_share(runs["fp8"])
 
 
 def test_the_loss_falls_on_text_it_has_not_seen(training) -> None:

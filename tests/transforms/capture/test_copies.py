@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -132,3 +134,44 @@ def test_parametrized_layers_have_copies_of_their_own() -> None:
     model = unit_scale(nn.Sequential(*layers))
     for _ in range(3):
         assert len(list(copy.deepcopy(model).modules())) == len(list(model.modules()))
+
+
+class Ordinary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 4)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x)).square().mean()
+
+
+class Pickling(Ordinary):
+    """Copies a part by pickling it, as the modules of e3nn with generated code do."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        parts = {name: part for name, part in self._modules.items() if name != "net"}
+        return {**vars(self), "_modules": parts, "pickled": pickle.dumps(self.net)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        pickled = state.pop("pickled")
+        super().__setstate__(state)
+        self.net = pickle.loads(pickled)
+
+
+def test_a_part_that_its_owner_copies_by_pickling() -> None:
+    """It is transformed as in a model that copies it in the ordinary way."""
+    found = []
+    for cls in (Ordinary, Pickling):
+        torch.manual_seed(0)
+        model, x = cls(), torch.randn(64, 8)
+        plain = model(x)
+        ours = unit_scale(model)
+        ours(x).backward()
+        grads = [p.grad for _, p in sorted(ours.named_parameters())]
+        rows = sorted((row.path, row.call, row.done) for row in uu.report(ours))
+        found.append((rows, ours(x), simulate_fp8(ours)(x), grads))
+        assert torch.equal(model(x), plain)
+    (rows, *expected), (same, *values) = found
+    assert rows == same
+    torch.testing.assert_close(values, expected, rtol=0, atol=0)

@@ -53,7 +53,17 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     for original, hooks in _own_hooks(module):
         for name, key, hook in hooks:
             vars(memo[id(original)])[name][key] = _of_copy(hook, parts, memo)
+    _copy_again(module, result, memo)
     return result
+
+
+def _copy_again(module: nn.Module, result: nn.Module, memo: dict[int, Any]) -> None:
+    """Copies with ``memo`` the submodules of ``result`` that a class has copied without it, by
+    pickling in its ``__getstate__`` (generated code), and so their parameters and transforms."""
+    for path, original in module.named_modules():
+        owner, _, name = path.rpartition(".")
+        if id(original) not in memo and name in (parts := result.get_submodule(owner)._modules):
+            parts[name] = copy.deepcopy(original, memo)
 
 
 def twin_of(module: M, scope: object, its_scope: object) -> M:
