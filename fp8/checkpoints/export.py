@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from ..common.dtensor import is_dtensor
 from ..common.libraries import need
 from ..common.mixin import check_module
 from ..common.report import Report, Row
@@ -68,7 +68,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str]) -> Report[Row]:
     check_module("export", model)
     need("safetensors")
     stream = weights(model)
-    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    sharded = any(is_dtensor(p) for p in model.parameters())
     writes = not sharded or dist.get_rank() == 0
     tensors = {name: tensor for name, tensor in stream if writes}
     if writes:

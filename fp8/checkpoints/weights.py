@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..casts.operands import static_exponent
+from ..common.dtensor import whole
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
 from ..formats.format import get_format
@@ -152,7 +152,7 @@ class Weights:
         self, name: str, tensor: Tensor, factor: float, units: dict[str, Tensor]
     ) -> list[tuple[str, Tensor]]:
         """The tensors that are stored for one of the state_dict. factor: the one it lacks."""
-        tensor = _whole(tensor)
+        tensor = whole(tensor)
         path, _, last = name.rpartition(".")
         layer = self._layers.get(path) if last == "weight" else None
         if layer is not None:
@@ -183,7 +183,7 @@ class Weights:
                 continue
             tensor, source = state[f"{path}.weight"]
             factors[path] = self._factors.get(id(source), 1.0)
-            unit = global_unit(_whole(tensor).float(), layer.fp8_recipe.weight) * factors[path]
+            unit = global_unit(whole(tensor).float(), layer.fp8_recipe.weight) * factors[path]
             parent = path.rpartition(".")[0]
             largest[parent] = torch.maximum(largest.get(parent, unit), unit)
         for path, factor in factors.items():
@@ -213,11 +213,6 @@ def _inner(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """``tensor``, gathered from all processes if it is a DTensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:

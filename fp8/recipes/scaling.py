@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.dtensor import is_dtensor, part_of, reduced
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize
 from ..formats.rounding import LAYOUTS
@@ -24,6 +25,7 @@ __all__ = [
     "SCALINGS",
     "SMALLEST",
     "Scaling",
+    "Tile",
     "delayed_scale",
     "history_scale",
     "in_format",
@@ -313,6 +315,8 @@ def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record:
 def second_moment(x: Tensor) -> Tensor:
     """The sum of squares of ``x``, 0-dim. In float64, where squares of float32 neither overflow nor
     underflow; in float32 on devices without float64."""
+    if is_dtensor(x):
+        return reduced(x, second_moment(part_of(x)), range(x.dim()), "sum")
     dtype = torch.float32 if x.device.type == "mps" else torch.float64
     return aten.linalg_vector_norm.default(x.detach(), dtype=dtype).square()
 
