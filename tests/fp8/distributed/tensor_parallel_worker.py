@@ -34,7 +34,8 @@ from unit_scaling.transforms import unit_scale
 
 WORLD = int(os.environ["WORLD"])
 WIDTH, TOKENS = 128, 8
-SCALED = ["unit", "tensor", "delayed", "static", "row", "row_gw_hp", "block", "mxfp8", "mxfp6"]
+ALL = ["unit", "tensor", "delayed", "static", "row", "row_gw_hp", "block", "mxfp8", "mxfp6"]
+SCALED = ALL if WORLD == 2 else ["tensor", "row"]
 
 
 class Block(nn.Module):
@@ -138,7 +139,7 @@ def check_casts() -> None:
         c for r in fp8.RECIPES.values() for c in r.casts if c is not None and not c.keeps_history
     }
     for cast in sorted((c for c in casts if c.rounding == "nearest"), key=str):
-        for tensor in (x, zeros, nonfinite, x.bfloat16()):
+        for tensor in (zeros, nonfinite, x.bfloat16()):
             for axis in (-1, -2):
                 down = cast.tile[0] if axis == -1 else cast.tile[1]
                 want, scale = rounded(tensor, spec_of(cast), axis)
@@ -206,7 +207,7 @@ def check_two_dimensions(folder: Path) -> None:
     """FSDP2 over one dimension of a mesh and tensor parallelism over the other. Checkpoints load on
     another mesh, and in one process."""
     mesh = dist.init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("dp", "tp"))
-    for recipe in ("unit", "tensor", "delayed", "row", "block", "mxfp8"):
+    for recipe in ("tensor", "delayed", "row", "mxfp8"):
         model = model_of("plain", recipe)
         whole = copy.deepcopy(model)
         parallelize_module(model, mesh["tp"], plan(False))
@@ -239,19 +240,54 @@ def check_two_dimensions(folder: Path) -> None:
                 assert torch.equal(full(tensor), full(saved[name])), name
 
 
+def check_llama() -> None:
+    """Three steps of transformers' Llama, whose heads are divided: the losses of one process."""
+    transformers = pytest.importorskip("transformers")
+    column, row = ColwiseParallel(), RowwiseParallel()
+    styles = {f"self_attn.{name}_proj": column for name in "qkv"} | {"self_attn.o_proj": row}
+    styles |= {"mlp.gate_proj": column, "mlp.up_proj": column, "mlp.down_proj": row}
+    tokens = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    for init, recipe in ((None, "tensor"), ("unit", "unit"), ("preserve", "row")):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
+        config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+        model = transformers.LlamaForCausalLM(config)
+        model = fp8.convert(model if init is None else unit_scale(model, init=init), recipe)
+        if init is not None:
+            model(**tokens).loss.backward()
+            model.zero_grad()
+        whole = copy.deepcopy(model)
+        mesh = dist.init_device_mesh("cpu", (WORLD,))
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, styles)
+        losses = []
+        for each in (model, whole):
+            optimizer = torch.optim.SGD(each.parameters(), 0.5)
+            for _ in range(3):
+                loss = each(**tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        torch.testing.assert_close(losses[:3], losses[3:], rtol=1e-4, atol=0)
+        assert losses[2] < losses[0]
+
+
 def main(rank: int, store: Path) -> None:
     torch.manual_seed(7)
     check_casts()
     check_refused()
     check_gathered_bytes()
-    for sequence in (False, True):
+    for sequence in (False, True) if WORLD == 2 else (True,):
         for recipe in SCALED:
             check_model("plain", recipe, sequence)
-        for recipe in ("unit", "tensor", "mxfp8"):
+        for recipe in ("unit", "tensor", "mxfp8") if WORLD == 2 else ("unit",):
             check_model("unit", recipe, sequence)
         check_model("preserve", "unit", sequence)
     for kind, recipe in (("plain", "tensor"), ("unit", "unit")):
         check_model(kind, recipe, True, gathered=True)
+    if WORLD == 2:
+        check_llama()
     if WORLD == 4:
         check_two_dimensions(store.parent)
 
