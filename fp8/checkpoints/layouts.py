@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..casts.casting import spec_of
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
 from ..recipes.recipe import Cast, Recipe
@@ -32,7 +33,8 @@ __all__ = [
     "unfit",
 ]
 
-E8M0_BIAS = 127
+E8M0_BIAS, E8M0_NAN = 127, 255
+"""OCP MX specification 1.0, section 5.4.1."""
 
 
 class Entry(NamedTuple):
@@ -190,9 +192,10 @@ def rounded(
     """
     format, (down, along) = get_format(cast.format), cast.tile or (0, 0)
     if scale is None:
-        assert cast.rule is not None
+        rule = spec_of(cast).rule
+        assert rule is not None
         tiles, dims = scaled_tiles(weight, (down, along), -1)
-        scale = scale_of(tiles, dims, format, cast.rule, unit)
+        scale = scale_of(tiles, dims, format, rule, unit)
     if scale.dim():
         sizes = zip(weight.shape, (down, along), strict=True)
         scale = scale.reshape([-(-n // by) if by else 1 for n, by in sizes])
@@ -225,7 +228,10 @@ def stored(
         ratio = [n // by if by else 1 for n, by in sizes]
         scale = _widened(scale, torch.Size(entry.shape), (ratio[0], ratio[1]))
     if layout.values == "e4m3":
-        bits = (scale.log2() + E8M0_BIAS) if layout.dtype == torch.uint8 else scale * factor
+        if layout.dtype == torch.uint8:
+            bits = (scale.log2() + E8M0_BIAS).nan_to_num(E8M0_NAN)
+        else:
+            bits = scale * factor
         values = {"weight": units.to(torch.float8_e4m3fn).contiguous()}
         return values | {layout.scale: bits.to(layout.dtype).reshape(entry.shape)}
     assert unit is not None

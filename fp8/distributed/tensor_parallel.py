@@ -24,7 +24,8 @@ from ..recipes.recipe import Cast
 __all__ = ["gather_input_in_fp8"]
 
 SCALINGS = ("unit", "tensor")
-"""The supported scalings of an input's cast: those with one scale, which the processes share."""
+"""The supported scalings of an input's cast, whose copy serves the gradient of the weight too. By
+rows or blocks that casts the input again, along the tokens, from high precision."""
 
 
 def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) -> RemovableHandle:
@@ -54,27 +55,34 @@ def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) ->
     Raises:
         TypeError: if ``module`` is not a module.
         ValueError: if no layer in it has a recipe, or its layers cast their inputs differently, or
-            by a cast without a format of one byte and one scale; for a mesh of more dimensions.
+            by a cast without a format of one byte and a scaling in `SCALINGS`, or not for the
+            gradient of the weight; for a mesh of more dimensions.
     """
     check_module("gather_input_in_fp8", module)
     if mesh.ndim != 1:
         raise ValueError(f"gather_input_in_fp8 needs a mesh of one dimension, got {mesh.ndim}")
     recipes = [vars(m)["fp8_recipe"] for m in module.modules() if "fp8_recipe" in vars(m)]
-    casts = {recipe.input for recipe in recipes if recipe is not None}
+    pairs = {(recipe.input, recipe.grad_weight[1]) for recipe in recipes if recipe is not None}
     kind = bare_class(module).__name__
-    if len(casts) != 1:
-        found = "no layer with a recipe" if not casts else f"{len(casts)} casts of inputs"
+    if len(pairs) != 1:
+        found = "no layer with a recipe" if not pairs else f"{len(pairs)} casts of inputs"
         raise ValueError(f"{kind} has {found}: gather_input_in_fp8 needs one cast for all layers")
-    spec = spec_of(_checked(kind, casts.pop()))
+    spec = spec_of(_checked(kind, *pairs.pop()))
     return module.register_forward_pre_hook(partial(_gathered, mesh, dim, spec), prepend=True)
 
 
-def _checked(kind: str, cast: Cast | None) -> Cast:
+def _checked(kind: str, cast: Cast | None, again: Cast | None) -> Cast:
+    """``cast``, of the input. again: of the input in the gradient of the weight."""
     dtype = None if cast is None else format_of(spec_of(cast)).dtype
     if cast is None or cast.scaling not in SCALINGS or dtype is None or dtype.itemsize > 1:
         raise ValueError(
             f"{kind} casts its input as {cast}; gather_input_in_fp8 sends one byte per element and "
             f"takes scalings {' and '.join(map(repr, SCALINGS))}"
+        )
+    if again != cast:
+        raise ValueError(
+            f"{kind} casts its input as {cast}, and as {again} for the gradient of the weight; "
+            "what is gathered is one copy for both"
         )
     return cast
 

@@ -65,6 +65,25 @@ def test_values_are_current_at_each_iteration(recipe):
     assert {"0.bias", "2.bias"} < set(changed)
 
 
+def test_nonfinite_weights():
+    """NaN for what NaN or Inf make of their tile, and nothing else."""
+    for recipe in ("mxfp8", "nvfp4", "row", "block"):
+        model = nn.Sequential(nn.Linear(128, 128))
+        with torch.no_grad():
+            model[0].weight[0, 0], model[0].weight[1, 127] = torch.nan, torch.inf
+        found = dict(fp8.weights(fp8.convert(model, recipe)))
+        scale = next(t for name, t in found.items() if "weight_scale" in name)
+        if recipe == "mxfp8":
+            assert (scale == 255).nonzero().tolist() == [[0, 0], [1, 3]]
+        elif recipe == "nvfp4":
+            assert scale.float().isnan().any(1).sum() == 16
+            assert scale.float().isnan()[0].tolist() == [True, *[False] * 6, True]
+        else:
+            assert scale.isfinite().all()
+            where = found["0.weight"].float().isnan().nonzero()
+            assert where.tolist() == [[0, 0], [1, 127]]
+
+
 def test_nothing_is_copied():
     model = net("row")
     found = dict(fp8.weights(model))

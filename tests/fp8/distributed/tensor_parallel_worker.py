@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8
 from fp8.casts.casting import round_straight, rounded, spec_of
 from fp8.distributed.tensor_parallel import gather_input_in_fp8
+from tests.fp8.checkpoints.reading import same
 from tests.launch import as_rank
 from unit_scaling.transforms import unit_scale
 
@@ -167,6 +168,10 @@ def check_refused() -> None:
         gather_input_in_fp8(nn.Linear(4, 4), mesh)
     with pytest.raises(ValueError, match="e4m3, mx; gather_input_in_fp8 sends one byte"):
         gather_input_in_fp8(model, mesh)
+    tensor = fp8.Cast(format="e4m3", scaling="tensor")
+    halved = fp8.Recipe(name="halved", input=tensor, weight=tensor, grad_weight_input=None)
+    with pytest.raises(ValueError, match="and as None for the gradient of the weight"):
+        gather_input_in_fp8(fp8.convert(nn.Linear(16, 16), halved), mesh)
 
 
 class Sent(TorchDispatchMode):
@@ -191,6 +196,7 @@ def check_gathered_bytes() -> None:
         parallelize_module(model, mesh, plan(True))
         handle = gather_input_in_fp8(model.mlp, mesh) if in_fp8 else None
         x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(3))
+        x[0, 0, 0] = 1000  # the first process has the largest magnitude of all
         x = distribute_tensor(x, mesh, [Shard(1)])
         with Sent() as sent:
             y = model(x)
@@ -235,6 +241,8 @@ def check_two_dimensions(folder: Path) -> None:
             state = get_model_state_dict(target)
             dcp.load(state, checkpoint_id=path)
             set_model_state_dict(target, state)
+            sent = zip(fp8.weights(target), fp8.weights(model), strict=True)
+            assert all(same(a, b) for (_, a), (_, b) in sent)
             saved = model.state_dict()
             for name, tensor in target.state_dict().items():
                 assert torch.equal(full(tensor), full(saved[name])), name
