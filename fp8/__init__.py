@@ -1,7 +1,8 @@
 """Low-precision formats, casts, recipes, and matrix products computed with them."""
 
 from . import optim
-from .checkpoints.compressed_tensors import export
+from .checkpoints.export import export
+from .checkpoints.weights import weights
 from .common.pitfalls import (
     CheckpointWarning,
     ConvertWarning,
@@ -89,4 +90,5 @@ __all__ = [
     "stats",
     "store_frozen",
     "strict",
+    "weights",
 ]

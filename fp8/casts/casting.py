@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..common.compiler import apply, own
+from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, unreduced
 from ..formats.format import Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
@@ -25,6 +26,7 @@ from ..recipes.scaling import E8M0, history_scale, inverse_of, scale_of, scaled_
 from ..tensors.scaled_tensor import plain
 from .counts import observe
 from .measuring import measuring
+from .sharded import amax_of, scales_of
 
 __all__ = [
     "Spec",
@@ -42,6 +44,7 @@ __all__ = [
     "spec_of",
     "static_scale",
     "untiled",
+    "whole_scale",
     "without_autocast",
 ]
 
@@ -190,24 +193,30 @@ def rounded(
         return x, None
     x = plain(x)
     check_dtype(x)
+    if is_dtensor(x):
+        x = unreduced(x)
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis)
-    scale = _whole_scale(x, spec, history, record)
+    scale = whole_scale(x, spec, history, record)
     if not torch.is_grad_enabled():
         return _rounded(x, scale, spec, axis), scale
     return apply(_Round, x, scale, spec, axis), scale
 
 
-def _whole_scale(
-    x: Tensor, spec: Spec, history: Tensor | None, record: bool | None
+def whole_scale(
+    x: Tensor, spec: Spec, history: Tensor | None = None, record: bool | None = None
 ) -> Tensor | None:
+    """The scale factor of all of ``x``, as `rounded` returns it."""
     rule, margin = spec.rule, spec.margin
+    whole = rule is not None and spec.tile == (0, 0)
+    if whole and is_dtensor(x):
+        x = amax_of(x)
     if history is not None:
         record = torch.is_grad_enabled() if record is None else record
         return history_scale(x, history, format_of(spec), rule, margin, record)
     if rule is None:
         return static_scale(margin, x) if margin else None
-    if spec.tile != (0, 0) or not x.numel():
+    if not whole or not x.numel():
         return None
     return with_margin(scale_of(x, None, format_of(spec), rule), margin, rule)
 
@@ -235,6 +244,13 @@ def rounding_of(spec: Spec) -> dict[str, Any]:
 def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     """``x`` rounded to the spec's format and multiplied by its scale factors again. scale: that of
     all of x; None if each tile has its own. Not differentiable."""
+    if is_dtensor(x):
+        return as_shard(x, _round_part(part_of(x), scale, spec, axis, x))
+    return _round_part(x, scale, spec, axis, None)
+
+
+def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any) -> Tensor:
+    """`_rounded` for a tensor. of: the DTensor of which it is the local part; None for none."""
     rule, tile, label = spec.rule, spec.tile, spec.label
     format = format_of(spec)
     how = rounding_of(spec)
@@ -244,7 +260,11 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
         if scale is None:
-            scale = with_margin(scale_of(tiles, dims, format, rule), spec.margin, rule)
+            if of is None:
+                scale = scale_of(tiles, dims, format, rule)
+            else:
+                scale = scales_of(of, tiles, dims, format, rule, tile, axis)
+            scale = with_margin(scale, spec.margin, rule)
         how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
         y = untiled(quantize_operand(tiles, format, **how), x, tile, axis)
         whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
@@ -323,6 +343,10 @@ def rotated(x: Tensor, size: int, axis: int) -> Tensor:
     rotation spreads an outlier over its block. The axis is padded with zeros to a multiple of
     ``size``.
     """
+    if is_dtensor(x):
+        check_whole(x, axis, size)
+        divided: Any = x
+        return as_shard(x, rotated(divided.to_local(), size, axis))
     count = -(-x.shape[axis] // size)
     missing = count * size - x.shape[axis]
     if missing:

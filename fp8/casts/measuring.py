@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.dtensor import is_dtensor, unreduced
 from ..common.threads import Stack
 from ..recipes.scaling import second_moment
 from ..tensors.scaled_tensor import plain
@@ -32,7 +33,7 @@ class Measurement:
         if state is None or state.dim() > 1 or state.numel() != 1:
             return
         entry = self.moments.setdefault(state.data_ptr(), [state, 0.0, 0])
-        entry[1] = entry[1] + second_moment(plain(x))
+        entry[1] = entry[1] + second_moment(unreduced(x) if is_dtensor(x) else plain(x))
         entry[2] += x.numel()
 
     def gradient(self, state: Tensor | None, y: Tensor) -> Tensor:

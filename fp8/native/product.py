@@ -17,6 +17,7 @@ from torch.autograd import Function
 from ..casts.casting import Spec, format_of, shifted, spec_of
 from ..casts.saved_operands import SharedCasts, as_number, cached, check_single_backward
 from ..common.compiler import apply, own
+from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
 from ..tensors.scaled_tensor import ScaledTensor
@@ -100,7 +101,7 @@ def takes(backend: str, a: Tensor, b: Tensor) -> bool:
 
     Raises RuntimeError for "native" on a device without FP8 products.
     """
-    if backend == "simulate" or not fits(a, b):
+    if backend == "simulate" or not fits(a, b) or is_dtensor(a) or is_dtensor(b):
         return False
     why_not = why_not_device(a.device)
     if why_not and backend == "native":

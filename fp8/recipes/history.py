@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.dtensor import part_of
 from ..common.mixin import check_module
 
 __all__ = [
@@ -167,7 +168,7 @@ class LayerHistory(AmaxHistory):
     def tensor(self, name: str, length: int, device: torch.device) -> Tensor:
         """The buffer of an operand of the layer's product."""
         role = _ROLES[name.rpartition(".")[2]]
-        buffer: Tensor = getattr(self._layer, (_AMAX if length else _SCALE) + role)
+        buffer: Tensor = part_of(getattr(self._layer, (_AMAX if length else _SCALE) + role))
         if length or role in self._layer.fp8_known:
             return buffer
         if torch.compiler.is_compiling() or not _is_set(buffer):
@@ -208,7 +209,7 @@ def has_scales(layer: nn.Module) -> bool:
 def settle(layer: nn.Module) -> None:
     """Checks again which static scales of a layer are set, after they were written."""
     if _KNOWN in vars(layer):
-        kept = ((role, getattr(layer, _SCALE + role, None)) for role in _ROLES.values())
+        kept = ((role, part_of(getattr(layer, _SCALE + role, None))) for role in _ROLES.values())
         known = tuple(role for role, scale in kept if scale is not None and _is_positive(scale))
         vars(layer)[_KNOWN] = known
 
@@ -231,8 +232,9 @@ def _is_history(name: str) -> bool:
 
 
 def histories(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `remember` added to a model, by name."""
-    return {name: b for name, b in model.named_buffers() if _is_history(name)}
+    """The buffers that `remember` added to a model, by name. parallelize_module makes DTensors of
+    them, replicated: of these the local tensors."""
+    return {name: part_of(b) for name, b in model.named_buffers() if _is_history(name)}
 
 
 def reduce_amax(model: nn.Module, group: Group = None) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.dtensor import is_dtensor, part_of, reduced
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize
 from ..formats.rounding import LAYOUTS
@@ -24,6 +25,7 @@ __all__ = [
     "SCALINGS",
     "SMALLEST",
     "Scaling",
+    "Tile",
     "delayed_scale",
     "history_scale",
     "in_format",
@@ -97,12 +99,12 @@ def _exact(amax: Tensor, format: Format) -> Tensor:
     return amax / format.max
 
 
-def _e4m3(amax: Tensor, format: Format) -> Tensor:
+def _e4m3(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
     """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
     (NVFP4, arXiv:2509.25149, section 2). The e4m3 value is at least its smallest subnormal, 2**-9:
     TransformerEngine keeps subnormals, torchao stops at 2**-6."""
     scale_format = get_format("e4m3")
-    unit = _unit(amax, format)
+    unit = _unit(amax, format) if unit is None else unit
     scale = quantize(amax / format.max / unit, scale_format)
     return scale.clamp(min=scale_format.min_subnormal) * unit
 
@@ -211,8 +213,16 @@ def _defined(scale: Tensor, amax: Tensor) -> Tensor:
     return torch.where(usable, scale.clamp(2.0**SMALLEST, 2.0**LARGEST), 1.0)
 
 
-def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
+def scale_of(
+    x: Tensor,
+    dims: tuple[int, ...] | None,
+    format: Format,
+    rule: str,
+    unit: Tensor | None = None,
+) -> Tensor:
     """The scale factors of ``x``: one for all elements along ``dims`` (None: all of x).
+
+    unit: of the scales of rule "e4m3", 0-dim; None is `unit_of` x.
 
     Returns float32 (float64 for float64), with ``dims`` kept as 1, or 0-dim. It is computed from
     the finite values; Inf and NaN pass through the cast unchanged. It is 1 if the largest finite
@@ -235,7 +245,8 @@ def scale_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str)
     amax = torch.where(finite, amax, 0.0)
     small = amax < 1.0 if stored else torch.zeros_like(finite)  # the lower limit is halved
     amax = torch.where(small, 2 * amax, amax)
-    scale = _defined(RULES[name](amax, format), amax)
+    scale = RULES[name](amax, format) if unit is None else _e4m3(amax, format, unit)
+    scale = _defined(scale, amax)
     scale = torch.where(small & (amax > 0), scale / 2, scale)
     return torch.where(finite, scale, torch.nan)
 
@@ -304,6 +315,8 @@ def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record:
 def second_moment(x: Tensor) -> Tensor:
     """The sum of squares of ``x``, 0-dim. In float64, where squares of float32 neither overflow nor
     underflow; in float32 on devices without float64."""
+    if is_dtensor(x):
+        return reduced(x, second_moment(part_of(x)), range(x.dim()), "sum")
     dtype = torch.float32 if x.device.type == "mps" else torch.float64
     return aten.linalg_vector_norm.default(x.detach(), dtype=dtype).square()
 

@@ -17,7 +17,7 @@ from .layers import ACTIVATIONS, auto_of, candidates, layers_of
 from .roles import with_role
 from .where import Layers, blocks_of, within
 
-__all__ = ["Decision", "resolve"]
+__all__ = ["Decision", "bare_name", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,18 @@ def _matched(index: int, rule: Rule, model: nn.Module, layers: Layers) -> set[st
 def _matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a name, with or without the names that wrappers put in."""
     name = name or "(model)"  # as in reports
-    bare = name
-    for wrapper in _WRAPPERS:
-        bare = bare.replace(wrapper, "")
-    return any(n == pattern or fnmatchcase(n, pattern) for n in {name, bare})
+    return any(n == pattern or fnmatchcase(n, pattern) for n in {name, bare_name(name)})
 
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """The names under which torch.compile, FSDP1 and checkpoint_wrapper hold modules."""
+
+
+def bare_name(name: str) -> str:
+    """A name of a module, parameter or buffer without the names that wrappers put in."""
+    for wrapper in _WRAPPERS:
+        name = f"{name}.".replace(wrapper, "").removesuffix(".")
+    return name
 
 
 def _hint(pattern: str, layers: Layers) -> str:

@@ -91,13 +91,13 @@ def look(
     """Returns the plan for a call of ``module``, which is at ``path`` in the model of ``scope``.
 
     evaluate: run the copy in evaluation mode. actual: measurements from a step of the model itself.
-    Raises RuntimeError for a model sharded by FSDP2, which cannot be copied.
+    Raises RuntimeError for a model sharded by FSDP2 or parallelize_module, which cannot be copied.
     """
     if is_sharded(module):
         raise RuntimeError(
             f"{UNSEEN}, and cannot look at a sharded {type(module).__name__}: call the model "
-            "once before fully_shard, with arguments of the same form, in the same mode, and with "
-            "gradients if they are taken"
+            "once before fully_shard or parallelize_module, with arguments of the same form, in "
+            "the same mode, and with gradients if they are taken"
         )
     copies = [twin_of(module, scope, _Recorded(scope)) for _ in range(2)]
     if evaluate:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fp8.common.compiler import taken_as_constant
+from fp8.common.dtensor import is_dtensor
 from fp8.common.mixin import Gained, bare_class, check_not_scripted, gain, lose
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
@@ -222,9 +223,11 @@ def _run(
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP has sharded a submodule: these have methods to gather parameters."""
+    """Whether FSDP has sharded a submodule, which then has a method to gather parameters, or
+    parallelize_module has divided a parameter."""
     gathers = ("unshard", "summon_full_params")
-    return any(hasattr(child, name) for child in model.modules() for name in gathers)
+    by_fsdp = any(hasattr(child, name) for child in model.modules() for name in gathers)
+    return by_fsdp or any(map(is_dtensor, model.parameters()))
 
 
 def find_scope(model: nn.Module, kind: type) -> Any:

@@ -14,6 +14,8 @@ from torch import nn
 import fp8
 import unit_scaling as uu
 from fp8 import Cast, Recipe
+from fp8.casts.casting import round_straight, spec_of
+from tests.fp8.checkpoints.reading import loaded
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 with warnings.catch_warnings():
@@ -183,36 +185,139 @@ def in_high_precision(name: str) -> Recipe:
     return Recipe(name=f"weights of {name}", input=None, weight=recipe.weight)
 
 
-@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
 @pytest.mark.parametrize("scaled", ["plain", "preserve", "unit"])
-def test_blocks(recipe, scaled, tmp_path):
+def test_blocks(scaled, tmp_path):
     """Transformers multiplies weights by their scales where no GPU is: the logits are those of the
     recipe's weights and of inputs in high precision."""
-    model = fp8.convert(llama(), recipe, where="hidden")
+    model = fp8.convert(llama(), "block", where="hidden")
     if scaled != "plain":
         model = unit_scale(model, init=scaled)
     model = trained(model)
     report = fp8.export(model, tmp_path)
     assert {row.done for row in report} == {"FP8"}
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == {"block": "fp8", "mxfp8": "mxfp8"}[recipe]
+    assert config["quant_method"] == "fp8"
     assert config["modules_to_not_convert"] == ["lm_head"]
     stored = safetensors.load_file(tmp_path / "model.safetensors")
     scale = stored["model.layers.0.mlp.down_proj.weight_scale_inv"]
-    assert (scale.dtype, tuple(scale.shape)) == {
-        "block": (torch.float32, (1, 1)),
-        "mxfp8": (torch.uint8, (32, 2)),
-    }[recipe]
-    got = logits(served(tmp_path))
-    if scaled == "unit" and recipe == "mxfp8":  # factors are no powers of two: cast afterwards
-        model = fp8.convert(uu.fold(fp8.revert(model)), in_high_precision(recipe), where="hidden")
-    want = logits(fp8.convert(model, in_high_precision(recipe), where="hidden"))
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=10 * tolerance(want))
+    assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (1, 1))
+    want = logits(fp8.convert(model, in_high_precision("block"), where="hidden"))
+    torch.testing.assert_close(logits(served(tmp_path)), want, rtol=1e-4, atol=10 * tolerance(want))
 
 
-@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+@pytest.mark.parametrize("scaled", ["plain", "preserve", "unit"])
+def test_mxfp8(scaled, tmp_path):
+    """compressed-tensors casts inputs as well, and rounds their scales up as the recipe does, but
+    for blocks whose largest magnitude is 448 times a power of two, which get the next power.
+    Operands of other tokens are the same, and so are products to the bit."""
+    model = llama() if scaled == "unit" else llama().bfloat16()
+    model = fp8.convert(model, "mxfp8", where="hidden")
+    if scaled != "plain":
+        model = unit_scale(model, init=scaled)
+    model = trained(model)
+    fp8.export(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "mxfp8-quantized")
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    scale = stored["model.layers.0.mlp.down_proj.weight_scale"]
+    assert (scale.dtype, tuple(scale.shape)) == (torch.uint8, (32, 2))
+    plain = fp8.revert(model)
+    if scaled == "unit":  # factors are no powers of two: cast afterwards
+        plain = uu.fold(plain)
+        for layer in plain.model.layers.modules():
+            if isinstance(layer, nn.Linear):
+                spec = spec_of(fp8.RECIPES["mxfp8"].weight)
+                layer.weight.data = round_straight(layer.weight.detach(), spec)
+        plain = plain.bfloat16()
+    plain = fp8.convert(plain, "mxfp8", where="hidden")
+    reader = served(tmp_path, torch.bfloat16)
+    assert (logits(reader) - logits(plain)).norm() < 0.1 * logits(plain).norm()
+    for layer in ("self_attn.q_proj", "mlp.down_proj"):
+        theirs, ours = (m.model.layers[1].get_submodule(layer) for m in (reader, plain))
+        x = torch.randn(8, 128, ours.in_features).bfloat16()
+        mantissas = torch.frexp(x.unflatten(-1, (-1, 32)).abs().amax(-1).float())[0] * 2
+        same = (mantissas != 1.75).all(-1)
+        assert 0.9 < same.float().mean() < 1
+        with torch.no_grad():
+            assert torch.equal(theirs(x)[same], ours(x)[same])
+
+
+def nvfp4_oracle(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The values of torchao's NVFP4 under one scale for all ``weights``, in 16 x 16 squares: each
+    has the largest magnitude of a square in all of its rows."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+    unit = torch.stack([weight.abs().max() for weight in weights]).max() / (448 * 6)
+    found = []
+    for weight in weights:
+        rows, columns = weight.shape
+        squares = weight.view(rows // 16, 16, columns // 16, 16).transpose(1, 2)
+        largest = squares.abs().amax((2, 3), keepdim=True).expand(-1, -1, 16, 1)
+        # A seventeenth column with that magnitude makes each row's scale that of the square; a
+        # block of 16 leaves no room for it, so it takes the place of each value in turn.
+        values = torch.empty_like(squares)
+        for column in range(16):
+            probe = squares.clone()
+            probe[..., (column + 1) % 16 : (column + 1) % 16 + 1] = largest
+            flat = probe.transpose(1, 2).reshape(rows, columns)
+            cast = NVFP4Tensor.to_nvfp4(flat, per_tensor_scale=unit).dequantize(torch.float32)
+            back = cast.view(rows // 16, 16, columns // 16, 16).transpose(1, 2)
+            values[..., column] = back[..., column]
+        found.append(values.transpose(1, 2).reshape(rows, columns))
+    return found
+
+
+@pytest.mark.parametrize("scaled", ["plain", "preserve", "unit"])
+def test_nvfp4(scaled, tmp_path):
+    """The weights that Transformers unpacks are those of torchao's NVFP4 under the largest unit of
+    the layers beside each other. compressed-tensors unpacks to bfloat16."""
+    pytest.importorskip("torchao", reason="the oracle")
+    model = fp8.convert(llama(), "nvfp4", where="hidden")
+    if scaled != "plain":
+        model = unit_scale(model, init=scaled)
+    model = trained(model)
+    report = fp8.export(model, tmp_path)
+    assert report[0].why == "nvfp4: its inputs are served in high precision"
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "nvfp4-pack-quantized"
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert "model.layers.0.mlp.down_proj.weight" not in stored
+    shapes = {"packed": (torch.uint8, (32, 32)), "scale": (torch.float8_e4m3fn, (32, 4))}
+    for part, (dtype, shape) in (shapes | {"global_scale": (torch.float32, (1,))}).items():
+        tensor = stored[f"model.layers.0.mlp.down_proj.weight_{part}"]
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
+    plain = fp8.revert(model)
+    if scaled == "unit":
+        plain = uu.fold(plain)
+    reader = served(tmp_path, torch.bfloat16)
+    logits(reader)
+    for name in ("self_attn", "mlp"):
+        theirs = list(reader.model.layers[1].get_submodule(name).children())
+        ours = list(plain.model.layers[1].get_submodule(name).children())
+        pairs = zip(theirs, ours, strict=True)
+        pairs = [(a, b.weight.detach()) for a, b in pairs if isinstance(b, nn.Linear)]
+        for (layer, _), want in zip(pairs, nvfp4_oracle([w for _, w in pairs]), strict=True):
+            assert torch.equal(layer.weight, want.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["unit", "tensor", "row", "block", "mxfp8"])
+def test_weights_are_read_bit_for_bit(name, tmp_path):
+    """As the operands that the recipe casts them to."""
+    dtype = torch.bfloat16 if name == "mxfp8" else torch.float32  # compressed-tensors unpacks to it
+    model = trained(fp8.convert(llama(), name, where="hidden"))
+    fp8.export(model, tmp_path)
+    reader = served(tmp_path, dtype)
+    logits(reader)
+    for path, layer in model.model.layers.named_modules():
+        if isinstance(layer, nn.Linear):
+            cast = layer.fp8_recipe.weight
+            want = round_straight(layer.weight.detach(), spec_of(cast)).to(dtype)
+            assert torch.equal(reader.model.layers.get_submodule(path).weight, want), path
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4"])
 def test_blocks_that_are_not_whole(recipe, tmp_path):
-    """Readers take the size of a block from the number of scales."""
+    """Readers take the size of a block from the number of scales, or know it."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -223,8 +328,48 @@ def test_blocks_that_are_not_whole(recipe, tmp_path):
     assert report["wide"].done == "FP8"
     assert report["odd"].why.endswith("blocks: take recipe 'row'")
     stored = safetensors.load_file(tmp_path / "model.safetensors")
-    shapes = {"block": (2, 2), "mxfp8": (256, 8)}
-    assert tuple(stored["wide.weight_scale_inv"].shape) == shapes[recipe]
+    scale = "weight_scale_inv" if recipe == "block" else "weight_scale"
+    shapes = {"block": (2, 2), "mxfp8": (256, 8), "nvfp4": (256, 16)}
+    assert tuple(stored[f"wide.{scale}"].shape) == shapes[recipe]
+
+
+def read_back(model: nn.Module, folder: Any) -> nn.Module:
+    """A plain ``model`` with the weights of ``folder``, by compressed-tensors alone."""
+    config = json.loads((folder / "fp8.json").read_text())["quantization_config"]
+    return loaded(model, safetensors.load_file(folder / "model.safetensors"), config)
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (2, 8, 64), (2, 2, 8, 64)])
+def test_rows_of_inputs_of_any_dimension(shape, tmp_path):
+    """A scale for each token: compressed-tensors' strategy "token" has one for all of an input of
+    two dimensions, 2e-2 off."""
+    model = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
+    model = fp8.convert(model, exact("exact rows", "row"))
+    fp8.export(model, tmp_path)
+    plain = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
+    x = torch.randn(shape) * torch.logspace(-3, 3, shape[-2])[:, None]
+    with torch.no_grad():
+        want, got = model(x), read_back(plain, tmp_path)(x)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=tolerance(want))
+
+
+def test_rows_of_experts(tmp_path):
+    """Engines that fuse a list of experts insist on the strategy "token"."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleDict({"dense": nn.Linear(32, 32)})])
+    model.layers[0]["experts"] = nn.ModuleList([nn.Linear(32, 32) for _ in range(2)])
+    fp8.export(fp8.convert(model, "row"), tmp_path)
+    config = json.loads((tmp_path / "fp8.json").read_text())["quantization_config"]
+    found = {
+        name: group["input_activations"]["strategy"]
+        for group in config["config_groups"].values()
+        for name in group["targets"]
+    }
+    assert found == {
+        "layers.0.dense": "group",
+        "layers.0.experts.0": "token",
+        "layers.0.experts.1": "token",
+    }
 
 
 def test_one_layout_in_a_file(tmp_path):
@@ -232,7 +377,7 @@ def test_one_layout_in_a_file(tmp_path):
     model = nn.Sequential(fp8.convert(parts[0], "tensor"), fp8.convert(parts[1], "mxfp8"))
     report = fp8.export(model, tmp_path)
     assert [row.done for row in report] == ["FP8", "left alone"]
-    assert "layout 'compressed-tensors' and no other" in report[1].why
+    assert "layout 'float-quantized' and no other" in report[1].why
 
 
 @pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "mxfp8"])
@@ -327,8 +472,10 @@ def test_refused_by_name(tmp_path):
         fp8.export("model", tmp_path)
     with pytest.raises(ValueError, match=r"fp8\.convert was not called"):
         fp8.export(llama(), tmp_path)
-    with pytest.raises(ValueError, match="no layout for recipe 'nvfp4': convert the model"):
-        fp8.export(fp8.convert(llama(), "nvfp4"), tmp_path)
+    with pytest.raises(
+        ValueError, match="no layout for recipe 'mxfp6': e2m3, mx; convert the model"
+    ):
+        fp8.export(fp8.convert(llama(), "mxfp6"), tmp_path)
     with pytest.raises(ValueError, match=r"it stays in high precision"):
         fp8.export(fp8.convert(nn.Sequential(nn.Conv2d(16, 16, 3)), "tensor"), tmp_path)
     with pytest.raises(ValueError, match="no history yet: train the model first"):

@@ -1,0 +1,313 @@
+"""How engines for inference store the weights and casts of a recipe: `LAYOUTS`, `INPUTS`.
+
+The names, dtypes and shapes are those that compressed-tensors 0.20 (``compressors``,
+``quantization.quant_args``), Transformers 5 (``quantizers``), vLLM and SGLang (both
+``layers.quantization``) read. In all of them the scales multiply the stored values, except
+``weight_global_scale``, which divides.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..casts.casting import spec_of
+from ..formats.format import get_format
+from ..formats.quantize import quantize_operand
+from ..recipes.recipe import Cast, Recipe
+from ..recipes.scaling import SCALINGS, scale_of, scaled_tiles, unit_of
+
+__all__ = [
+    "INPUTS",
+    "LAYOUTS",
+    "Entry",
+    "Layout",
+    "configuration",
+    "global_unit",
+    "layout_of",
+    "misfit",
+    "rounded",
+    "stored",
+    "unfit",
+]
+
+E8M0_BIAS, E8M0_NAN = 127, 255
+"""OCP MX specification 1.0, section 5.4.1."""
+
+
+class Entry(NamedTuple):
+    """A tensor of a checkpoint, before it is computed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Layout(NamedTuple):
+    """A row of `LAYOUTS`."""
+
+    method: str
+    """The ``quant_method`` of the quantization_config."""
+    format: str
+    """The ``format`` of compressed-tensors; "" for other methods."""
+    values: str
+    """The format of the values: e4m3, under ``weight``, or e2m1, two to a byte, the first in the
+    lower four bits, under ``weight_packed``."""
+    tile: tuple[int, int]
+    """The values that share a stored scale, (outputs, inputs); 0: all."""
+    scale: str
+    """The name of the scales."""
+    dtype: torch.dtype
+    """The dtype of the scales: uint8 is a biased exponent (E8M0)."""
+    arguments: dict[str, Any]
+    """The arguments of the weights in a group of compressed-tensors' configuration."""
+
+    def entries(self, shape: torch.Size) -> dict[str, Entry]:
+        """The tensors of a weight (outputs, inputs), by the last part of their names."""
+        grid = [-(-n // by) if by else 1 for n, by in zip(shape, self.tile, strict=True)]
+        scales = {self.scale: Entry(tuple(grid) if self.tile[0] else (1,), self.dtype)}
+        if self.values == "e4m3":
+            return {"weight": Entry(tuple(shape), torch.float8_e4m3fn)} | scales
+        packed = {"weight_packed": Entry((shape[0], shape[1] // 2), torch.uint8)}
+        return packed | scales | {"weight_global_scale": Entry((1,), torch.float32)}
+
+
+_COMPRESSED = "compressed-tensors"
+_TENSOR = Layout(
+    *(_COMPRESSED, "float-quantized", "e4m3", (0, 0), "weight_scale", torch.float32),
+    {"num_bits": 8, "strategy": "tensor"},
+)
+
+LAYOUTS: dict[str, Layout] = {
+    "unit": _TENSOR,
+    "tensor": _TENSOR,
+    "delayed": _TENSOR,
+    "static": _TENSOR,
+    "row": _TENSOR._replace(tile=(1, 0), arguments={"num_bits": 8, "strategy": "channel"}),
+    # DeepSeek-V3's own files; Transformers' FineGrainedFP8Config.
+    "block": Layout("fp8", "", "e4m3", (128, 128), "weight_scale_inv", torch.float32, {}),
+    # compressed-tensors' presets MXFP8 and NVFP4A16. vLLM's method "mxfp8" reads no FP8 files.
+    "mx": Layout(
+        *(_COMPRESSED, "mxfp8-quantized", "e4m3", (1, 32), "weight_scale", torch.uint8),
+        {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+    ),
+    "nv": Layout(
+        *(_COMPRESSED, "nvfp4-pack-quantized", "e2m1", (1, 16)),
+        *("weight_scale", torch.float8_e4m3fn),
+        {
+            "num_bits": 4,
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+    ),
+}
+"""Scaling of a weight -> its layout."""
+
+_STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+
+INPUTS: dict[str, dict[str, Any] | None] = {
+    "unit": _STATIC,
+    "delayed": _STATIC,
+    "static": _STATIC,
+    "tensor": _STATIC | {"dynamic": True},
+    "row": {"num_bits": 8, "strategy": "token", "dynamic": True},
+    "block": {},
+    "mx": LAYOUTS["mx"].arguments | {"dynamic": True},
+    "nv": None,
+}
+"""Scaling of an input -> the arguments of the inputs in a group of compressed-tensors'
+configuration. "dynamic": the scale is computed at serving time. None: served in high precision,
+as NVFP4's engines need a constant for the inputs of each layer, which no recipe has."""
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """The layout for the weights of a recipe that is not `unfit`."""
+    assert recipe.weight is not None
+    return LAYOUTS[recipe.weight.scaling]
+
+
+def unfit(recipe: Recipe) -> str:
+    """Why the forward pass of a recipe has no layout; "" if it has one."""
+    weight, input = recipe.weight, recipe.input
+    none = f"no layout for recipe {recipe.name!r}"
+    then = "convert the model to 'tensor', 'row', 'block', 'mxfp8' or 'nvfp4' first"
+    if weight is None or weight.scaling not in LAYOUTS:
+        return f"{none}: {then}"
+    served = [(weight, LAYOUTS[weight.scaling].values, LAYOUTS[weight.scaling].tile)]
+    if INPUTS[weight.scaling] is not None:
+        scalings = {weight.scaling, None if input is None else input.scaling}
+        if input is None or (len(scalings) > 1 and scalings & {"block", "mx", "nv"}):
+            return f"{none}: {then}"
+        served.append((input, "e4m3", input.tile or (0, 0)))
+    for cast, format, tile in served:
+        usual = Cast(
+            format=format,
+            scaling=cast.scaling,
+            rule=cast.rule,
+            history=cast.history or None,
+            tile=cast.tile if cast is weight and SCALINGS[cast.scaling].free else None,
+        )
+        if cast != usual or any(by and n % by for n, by in zip(cast.tile or (), tile, strict=True)):
+            return f"{none}: {cast}; {then}"
+    return ""
+
+
+def misfit(layout: Layout, shape: torch.Size) -> str:
+    """Why a weight of a shape does not fit its layout; "" if it does. Readers infer the tiles of
+    method "fp8" from the number of scales: a weight consists of full ones, or is a part of one."""
+    pairs = list(zip(shape, layout.tile, strict=True))
+    partial = layout.method == "fp8"
+    if all(not by or n % by == 0 or (partial and n <= by) for n, by in pairs):
+        return ""
+    size = "x".join(map(str, layout.tile))
+    return f"its shape {tuple(shape)} is not made of whole {size} blocks: take recipe 'row'"
+
+
+class Rounded(NamedTuple):
+    """A weight under its cast. units: the values divided by their scales. scale: 0-dim, or one for
+    each tile of the cast, (outputs, inputs)."""
+
+    units: Tensor
+    scale: Tensor
+    values: Tensor
+
+
+def rounded(
+    weight: Tensor, cast: Cast, scale: Tensor | None = None, unit: Tensor | None = None
+) -> Rounded:
+    """A weight rounded as its cast does.
+
+    Args:
+        weight: float32, (outputs, inputs).
+        cast: its cast.
+        scale: the scale, for a cast that has one for the weight and does not compute it.
+        unit: of the scales of scaling "nv", 0-dim; None computes that of the weight.
+    """
+    format, (down, along) = get_format(cast.format), cast.tile or (0, 0)
+    if scale is None:
+        rule = spec_of(cast).rule
+        assert rule is not None
+        tiles, dims = scaled_tiles(weight, (down, along), -1)
+        scale = scale_of(tiles, dims, format, rule, unit)
+    if scale.dim():
+        sizes = zip(weight.shape, (down, along), strict=True)
+        scale = scale.reshape([-(-n // by) if by else 1 for n, by in sizes])
+    wide = _widened(scale, weight.shape, (down, along))
+    how: Any = {"rounding": "nearest", "overflow": "saturate", "random_bits": 31}
+    values = quantize_operand(weight, format, scale=wide, **how)
+    return Rounded(values / wide, scale, values)
+
+
+def _widened(scale: Tensor, shape: torch.Size, tile: tuple[int, int]) -> Tensor:
+    """``scale``, one for each tile, repeated for each element of ``shape``."""
+    if scale.dim() == 0:
+        return scale
+    for dim, by in enumerate(tile):
+        scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def stored(
+    layout: Layout, weight: Rounded, cast: Cast, factor: float, unit: Tensor | None
+) -> dict[str, Tensor]:
+    """The tensors of a weight, by the last part of their names.
+
+    factor: the one that the weight lacks, multiplied into float32 scales. unit: as in `rounded`.
+    """
+    units, scale, _ = weight
+    entry = layout.entries(units.shape)[layout.scale]
+    if scale.dim():
+        sizes = zip(cast.tile or (), layout.tile, strict=True)
+        ratio = [n // by if by else 1 for n, by in sizes]
+        scale = _widened(scale, torch.Size(entry.shape), (ratio[0], ratio[1]))
+    if layout.values == "e4m3":
+        if layout.dtype == torch.uint8:
+            bits = (scale.log2() + E8M0_BIAS).nan_to_num(E8M0_NAN)
+        else:
+            bits = scale * factor
+        values = {"weight": units.to(torch.float8_e4m3fn).contiguous()}
+        return values | {layout.scale: bits.to(layout.dtype).reshape(entry.shape)}
+    assert unit is not None
+    return {
+        "weight_packed": _packed(units),
+        layout.scale: (scale / unit).to(layout.dtype),
+        "weight_global_scale": (1 / (unit * factor)).reshape(1),
+    }
+
+
+def _packed(values: Tensor) -> Tensor:
+    """The e2m1 codes of ``values``, (rows, columns), two to a byte: the first in the lower bits."""
+    bounds = values.new_tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    codes = torch.bucketize(values.abs(), bounds) + 8 * values.signbit()
+    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+
+
+def global_unit(weight: Tensor, cast: Cast) -> Tensor:
+    """The unit of the scales of a weight under scaling "nv": 0-dim, float32."""
+    tiles, dims = scaled_tiles(weight, cast.tile or (0, 0), -1)
+    return unit_of(tiles, dims, get_format(cast.format))
+
+
+def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, Any]:
+    """The quantization_config.
+
+    Args:
+        layers: those in low precision, by name, under recipes of one layout.
+        ignore: the names of other linear layers.
+    """
+    first: Any = next(iter(layers.values()))
+    layout = LAYOUTS[first.fp8_recipe.weight.scaling]
+    if layout.method == "fp8":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(layout.tile),
+            "modules_to_not_convert": ignore,
+        }
+    groups: list[tuple[tuple[Any, Any], list[str]]] = []
+    for name, layer in layers.items():
+        arguments = _arguments(name, layer)
+        names = next((names for known, names in groups if known == arguments), None)
+        if names is None:
+            groups.append((arguments, names := []))
+        names.append(name)
+    return {
+        "quant_method": layout.method,
+        "format": layout.format,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": ignore,
+        "config_groups": {
+            f"group_{i}": {
+                "targets": ["Linear"] if len(groups) == 1 else names,
+                "weights": weights,
+                "input_activations": inputs,
+                "output_activations": None,
+            }
+            for i, ((weights, inputs), names) in enumerate(groups)
+        },
+    }
+
+
+def _arguments(name: str, layer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The arguments of weights and inputs of a layer in compressed-tensors' configuration."""
+    recipe, always = layer.fp8_recipe, {"type": "float", "symmetric": True}
+    weights = always | {"dynamic": False} | LAYOUTS[recipe.weight.scaling].arguments
+    if INPUTS[recipe.weight.scaling] is None:
+        return weights, None
+    inputs = INPUTS[recipe.input.scaling] or {}
+    if inputs.get("strategy") == "token" and sum(part.isdigit() for part in name.split(".")) < 2:
+        # compressed-tensors takes the first two dimensions for tokens, so that an input (tokens,
+        # features) would have a single scale. A group of all features is a scale for each token in
+        # every library. Engines that fuse a list of experts insist on "token" for these.
+        inputs = inputs | {"strategy": "group", "group_size": layer.in_features}
+    return weights, always | inputs

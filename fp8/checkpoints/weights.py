@@ -1,0 +1,345 @@
+"""`weights`: the tensors of a model for inference in low precision, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..casts.operands import static_exponent
+from ..common.dtensor import whole
+from ..common.mixin import bare_class, check_module
+from ..common.report import LEFT_ALONE, Report, Row
+from ..formats.format import get_format
+from ..recipes.history import histories
+from ..recipes.recipe import Cast, Recipe
+from ..recipes.scaling import history_scale
+from ..selection.layers import is_transposed
+from ..selection.policies import bare_name
+from ..surgery.swap import is_replacement
+from .layouts import (
+    INPUTS,
+    LAYOUTS,
+    Entry,
+    Rounded,
+    configuration,
+    global_unit,
+    layout_of,
+    misfit,
+    rounded,
+    stored,
+    unfit,
+)
+
+__all__ = ["Weights", "weights"]
+
+ROUNDED = "rounded"
+"""The report's word for a weight with FP8 values that is stored in high precision."""
+
+
+def weights(model: nn.Module) -> Weights:
+    """The tensors that `fp8.export` writes, for trainers that send them to an engine.
+
+        stream = fp8.weights(model)
+        engine.prepare(stream.manifest, stream.config)
+        for name, tensor in stream:  # after each optimizer step
+            engine.load(name, tensor)
+
+    Args:
+        model: converted by `fp8.convert`. It is not copied.
+
+    Returns:
+        The `Weights`.
+
+    Raises:
+        TypeError, ValueError: as `fp8.export`.
+    """
+    check_module("weights", model)
+    return Weights(model)
+
+
+class Weights:
+    """Iterates over pairs (name, tensor), each time from the current values of the model.
+
+    Names, dtypes and values are those of a checkpoint by `fp8.export`. Iteration holds one weight
+    in low precision at a time. A tensor that is not stored in low precision is the parameter
+    itself, detached: copy it to keep it. A parameter under several names comes once.
+
+    A sharded parameter (DTensor, of FSDP2 or tensor parallelism) is gathered when its turn comes.
+    Then all processes of its mesh iterate together, to the end.
+
+    Args:
+        model: the converted model.
+
+    Attributes:
+        model: the model, without the wrappers of torch.compile and DistributedDataParallel.
+        manifest: name -> shape and dtype of each tensor, in the order of iteration.
+        tied: other name of a parameter -> its name in the manifest.
+        config: the quantization_config; None if nothing is stored in low precision.
+        report: a row for each layer with a recipe, as `fp8.export` returns it.
+    """
+
+    manifest: dict[str, Entry]
+    tied: dict[str, str]
+    config: dict[str, Any] | None
+    report: Report[Row]
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model = _inner(model)
+        self._factors, self._ratios = _factors(model)
+        rows, self._layers = _layers(model)
+        if all(row.done == LEFT_ALONE for row in rows):
+            why = "; ".join(sorted({row.why for row in rows})) or "fp8.convert was not called"
+            kind = bare_class(model).__name__
+            raise ValueError(f"no layer of {kind} can be stored in FP8: {why}")
+        self.report = Report(rows)
+        self._rounded = {row.path: _modules(model)[row.path] for row in rows if row.done == ROUNDED}
+        self._check_histories()
+        linear = [name for name, module in _modules(model).items() if isinstance(module, nn.Linear)]
+        ignore = [name for name in linear if name not in self._layers]
+        self.config = configuration(self._layers, ignore) if self._layers else None
+        self.manifest, self.tied = {}, {}
+        first: dict[int, str] = {}
+        for name, (tensor, source) in self._state().items():
+            known = first.setdefault(id(source), name)
+            if known != name:
+                self.tied[name] = known
+            else:
+                self.manifest |= self._entries(name, tensor)
+
+    @property
+    def nbytes(self) -> int:
+        """The sum of bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.manifest.values())
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        units = self._units()
+        for name, (tensor, source) in self._state().items():
+            if name not in self.tied:
+                yield from self._stored(name, tensor, self._factors.get(id(source), 1.0), units)
+
+    def _state(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name -> (the tensor in the state_dict, the parameter or buffer), without histories."""
+        known = histories(self.model)
+        named = {bare_name(name): (name, t) for name, t in _named(self.model).items()}
+        state = {bare_name(name): tensor for name, tensor in self.model.state_dict().items()}
+        return {
+            name: (state[name], source)
+            for name, (full, source) in named.items()
+            if name in state and full not in known
+        }
+
+    def _entries(self, name: str, tensor: Tensor) -> dict[str, Entry]:
+        """The entries of the manifest for a tensor of the state_dict."""
+        path, _, last = name.rpartition(".")
+        layer = self._layers.get(path) if last == "weight" else None
+        if layer is None:
+            return {name: Entry(tuple(tensor.shape), tensor.dtype)}
+        recipe = layer.fp8_recipe
+        parts = LAYOUTS[recipe.weight.scaling].entries(tensor.shape)
+        if _has_input_scale(recipe):
+            parts["input_scale"] = Entry((1,), torch.float32)
+        return {f"{path}.{part}": entry for part, entry in parts.items()}
+
+    @torch.no_grad()
+    def _stored(
+        self, name: str, tensor: Tensor, factor: float, units: dict[str, Tensor]
+    ) -> list[tuple[str, Tensor]]:
+        """The tensors that are stored for one of the state_dict. factor: the one it lacks."""
+        tensor = whole(tensor)
+        path, _, last = name.rpartition(".")
+        layer = self._layers.get(path) if last == "weight" else None
+        if layer is not None:
+            unit = units.get(path)
+            parts = _parts(layer, tensor.float(), factor, self._ratios.get(path, 1.0), unit)
+            return [(f"{path}.{part}", stored) for part, stored in parts.items()]
+        if last == "weight" and path in self._rounded:
+            layer = self._rounded[path]
+            values = _cast(layer, tensor.float().t()).values * factor
+            tensor = values.t().to(tensor.dtype).contiguous()
+        elif factor != 1.0:
+            tensor = tensor * factor
+        return [(name, tensor)]
+
+    @torch.no_grad()
+    def _units(self) -> dict[str, Tensor]:
+        """Layer -> the unit of the e4m3 scales of its weight, for scaling "nv".
+
+        Layers beside each other have the same ``weight_global_scale``: engines fuse some of them
+        (queries, keys and values; gate and up) and take a single one for all.
+        """
+        found: dict[str, Tensor] = {}
+        largest: dict[str, Tensor] = {}
+        factors: dict[str, float] = {}
+        state = self._state()
+        for path, layer in self._layers.items():
+            if layer.fp8_recipe.weight.scaling != "nv":
+                continue
+            tensor, source = state[f"{path}.weight"]
+            factors[path] = self._factors.get(id(source), 1.0)
+            unit = global_unit(whole(tensor).float(), layer.fp8_recipe.weight) * factors[path]
+            parent = path.rpartition(".")[0]
+            largest[parent] = torch.maximum(largest.get(parent, unit), unit)
+        for path, factor in factors.items():
+            found[path] = largest[path.rpartition(".")[0]] / factor
+        return found
+
+    def _check_histories(self) -> None:
+        """Raises ValueError for a layer that needs a history and has none yet."""
+        for name, layer in (self._layers | self._rounded).items():
+            recipe = layer.fp8_recipe
+            used = [("weight", recipe.weight)]
+            used += [("input", recipe.input)] if _has_input_scale(recipe) else []
+            for role, cast in used:
+                if cast.keeps_history and not bool(_history(layer, role).any()):
+                    how = "train the model" if cast.history else "calibrate or train the model"
+                    raise ValueError(
+                        f"{name} has scaling {cast.scaling!r} and no history yet: {how} first"
+                    )
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The module inside of the wrappers of torch.compile and DistributedDataParallel."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:
+    """The factors that transforms removed from the model: id of a parameter or buffer -> the factor
+    it lacks; layer -> the ratio of its input to the input in the plain model."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("unit_scaling.layers"):
+            raise ValueError(
+                f"{name} is a module of unit_scaling: its factors are in no weight. Make the model "
+                "of torch's modules, and unit-scale it by unit_scaling.transforms.unit_scale"
+            )
+    names: dict[str, float] = {}
+    ratios: dict[str, float] = {}
+    for scope, _ in getattr(model, "_scopes", ()):
+        if not hasattr(scope, "outside"):
+            raise ValueError(f"{type(scope).__name__} is no part of the weights: export without it")
+        weights, inputs = scope.outside(model)
+        names |= weights
+        ratios |= inputs
+    known = _named(model)
+    return {id(known[name]): factor for name, factor in names.items()}, ratios
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers under all their names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _modules(model: nn.Module) -> dict[str, Any]:
+    """The modules, by the names they have without wrappers."""
+    return {bare_name(name): module for name, module in model.named_modules()}
+
+
+def _layers(model: nn.Module) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of the report, and the layers to store in low precision."""
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    rows, layers = [], dict[str, Any]()
+    for name, module in _modules(model).items():
+        if is_replacement(module):
+            raise ValueError(f"{name} is a layer of another library: fp8.revert the model first")
+        recipe = getattr(module, "fp8_recipe", None)
+        if recipe is None:
+            continue
+        why = _why_not(name, module, uses) or unfit(recipe)
+        is_rounded = is_transposed(module) and not why
+        if not (why or is_rounded):
+            first = next(iter(layers.values()), module).fp8_recipe
+            why = _other_file(recipe, first) or misfit(layout_of(recipe), module.weight.shape)
+        done = LEFT_ALONE if why else ROUNDED if is_rounded else "FP8"
+        if is_rounded:
+            why = "no layout has transposed weights: FP8's values in high precision"
+        elif not why and INPUTS[recipe.weight.scaling] is None:
+            why = f"{recipe.name}: its inputs are served in high precision"
+        rows.append(Row(name, bare_class(module).__name__, done, why or recipe.name))
+        if done == "FP8":
+            layers[name] = module
+    return rows, layers
+
+
+def _why_not(name: str, module: Any, uses: dict[int, int]) -> str:
+    """Why a layer cannot be stored under any recipe; "" if it can. uses: number of uses per
+    parameter."""
+    if not (isinstance(module, nn.Linear) or is_transposed(module)):
+        return "no layout has layers of this kind: it stays in high precision"
+    if not name:
+        return "the model itself: it has no name to be stored under; put it into nn.Sequential"
+    if "weight" not in dict(module.named_parameters(recurse=False)):
+        return "its weight is computed, not a parameter: remove its parametrization first"
+    if uses.get(id(module.weight), 0) != 1:
+        return "its weight is tied to another module's"
+    return ""
+
+
+def _other_file(recipe: Recipe, first: Recipe) -> str:
+    """Why a layer cannot be in a file with a layer under the recipe ``first``; "" if it can."""
+    layout, other = layout_of(recipe), layout_of(first)
+    if (layout.method, layout.format) == (other.method, other.format):
+        return ""
+    name = other.format or other.method
+    return f"the file has layout {name!r} and no other: convert all layers to one recipe"
+
+
+def _has_input_scale(recipe: Any) -> bool:
+    """Whether the scale of the input is stored."""
+    if INPUTS[recipe.weight.scaling] is None:
+        return False
+    return (INPUTS[recipe.input.scaling] or {}).get("dynamic") is False
+
+
+def _parts(
+    layer: Any, weight: Tensor, factor: float, ratio: float, unit: Tensor | None
+) -> dict[str, Tensor]:
+    """The tensors of a layer in low precision, by the last part of their names. factor: missing in
+    ``weight``. ratio: of its input to the input at serving time. unit: of scaling "nv"."""
+    recipe = layer.fp8_recipe
+    layout = LAYOUTS[recipe.weight.scaling]
+    if layout.dtype == torch.uint8:  # its scales are powers of two
+        weight, factor = weight * factor, 1.0
+    found = stored(layout, _cast(layer, weight, unit), recipe.weight, factor, unit)
+    if _has_input_scale(recipe):
+        scale = _known_scale(layer, weight, recipe.input, "input")
+        found["input_scale"] = torch.atleast_1d(scale / ratio)
+    return found
+
+
+def _cast(layer: Any, weight: Tensor, unit: Tensor | None = None) -> Rounded:
+    """`rounded` for the weight (outputs, inputs) of a layer."""
+    cast = layer.fp8_recipe.weight
+    scale = None
+    if cast.scaling == "unit":
+        scale = weight.new_full((), 2.0 ** static_exponent(layer.weight))
+    elif cast.keeps_history:
+        scale = _known_scale(layer, weight, cast, "weight")
+    return rounded(weight, cast, scale, unit)
+
+
+def _known_scale(layer: Any, x: Tensor, cast: Cast, role: str) -> Tensor:
+    """The scale, 0-dim, of an operand whose values do not determine it."""
+    if cast.scaling == "unit":
+        return x.new_ones(())
+    format, history = get_format(cast.format), _history(layer, role)
+    return history_scale(x, history, format, cast.rule, cast.margin, False)
+
+
+def _history(layer: Any, role: str) -> Tensor:
+    return next(tensor for name, tensor in histories(layer).items() if name.endswith(role))

@@ -1,0 +1,83 @@
+"""Tensors that are divided among processes: torch's `DTensor`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_shard", "check_whole", "is_dtensor", "part_of", "reduced", "unreduced", "whole"]
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether ``x`` is a DTensor. Does not import torch.distributed, which torch may lack."""
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def whole(x: Any) -> Any:
+    """``x``, gathered from all processes if it is a DTensor."""
+    return x.full_tensor() if is_dtensor(x) else x
+
+
+def part_of(x: Any) -> Any:
+    """``x``, or the local part of a DTensor, detached: it has the same memory."""
+    return x.detach().to_local() if is_dtensor(x) else x
+
+
+def unreduced(x: Any) -> Tensor:
+    """The DTensor with its partial sums added up, which a cast must not round one by one."""
+    if not any(p.is_partial() for p in x.placements):
+        return x
+    from torch.distributed.tensor import Replicate
+
+    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+
+
+def as_shard(x: Any, local: Tensor) -> Tensor:
+    """A DTensor like ``x`` with ``local`` as the part of this process. A dimension that is not
+    divided may have another size."""
+    from torch.distributed.tensor import DTensor
+
+    divided = {p.dim % x.dim() for p in x.placements if p.is_shard()}
+    shape = [size if d in divided else local.shape[d] for d, size in enumerate(x.shape)]
+    stride = x.stride()
+    if shape != list(x.shape):
+        stride = torch.empty(shape, device="meta").stride()
+    given: Any = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+    return DTensor.from_local(local, x.device_mesh, x.placements, **given)
+
+
+def reduced(x: Any, part: Tensor, dims: Iterable[int], how: str) -> Tensor:
+    """``part``, of the local part of ``x``, reduced over the processes that divide the dimensions
+    ``dims`` of ``x``. how: "sum" or "max"."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    divided = {d % x.dim() for d in dims}
+    spread = [p.is_shard() and p.dim % x.dim() in divided for p in x.placements]
+    if not any(spread):
+        return part
+    partial = [Partial(how) if yes else Replicate() for yes in spread]
+    result: Any = DTensor.from_local(part, x.device_mesh, partial, run_check=False)
+    return result.redistribute(placements=[Replicate()] * len(partial)).to_local()
+
+
+def check_whole(x: Any, dim: int, by: int) -> None:
+    """Raises ValueError unless each process has whole tiles of ``by`` along ``dim``."""
+    part = x.shape[dim]
+    for i, placement in enumerate(x.placements):
+        if placement.is_shard() and placement.dim % x.dim() == dim % x.dim():
+            processes = x.device_mesh.size(i)
+            part = -(-part // processes)  # as torch.chunk; the last one may have fewer
+            if part % by and processes > 1:
+                raise ValueError(
+                    f"{processes} processes divide dimension {dim % x.dim()} of an operand of "
+                    f"shape {tuple(x.shape)} into parts of {part}, which are not made of whole "
+                    f"tiles of {by} that share a scale. Choose a size that is a multiple of "
+                    f"{processes * by}, or recipe 'tensor' or 'row'"
+                )

@@ -1,0 +1,120 @@
+"""Sequence parallelism: activations gathered in one byte per element.
+
+`torch.distributed.tensor.parallel.parallelize_module` needs nothing of this module: products take
+DTensors (`fp8.casts.sharded`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
+
+from ..casts.casting import Spec, format_of, rounding_of, spec_of, whole_scale
+from ..common.mixin import bare_class, check_module
+from ..formats.quantize import quantize_operand
+from ..recipes.recipe import Cast
+
+__all__ = ["gather_input_in_fp8"]
+
+SCALINGS = ("unit", "tensor")
+"""The supported scalings of an input's cast, whose copy serves the gradient of the weight too. By
+rows or blocks that casts the input again, along the tokens, from high precision."""
+
+
+def gather_input_in_fp8(module: nn.Module, mesh: DeviceMesh, *, dim: int = 1) -> RemovableHandle:
+    """Makes ``module`` gather its input in FP8, as its layers cast it.
+
+    Call it before or after `parallelize_module`, for modules whose plan gathers the first argument:
+
+        plan = {"up": ColwiseParallel(input_layouts=Shard(1)), ...}
+        model = parallelize_module(fp8.convert(model), mesh, plan)
+        gather_input_in_fp8(model.up, mesh)
+
+    ``module`` is such a layer, or one that holds layers and whose input a `PrepareModuleInput`
+    gathers for all of them. A forward pre-hook rounds the part of each process, sends its bytes,
+    and passes the whole on as a replicated DTensor, which torch's own hooks take as it is. The
+    values are the operands of the layers: their casts do not change them again, so results are
+    those of a gathering in high precision. The gradient is reduced and divided in high precision.
+    NaN stays NaN; Inf stays Inf if the format has Inf and becomes NaN otherwise.
+
+    Args:
+        module: converted by `fp8.convert`.
+        mesh: of tensor parallelism, with one dimension.
+        dim: the dimension of the input that processes divide: 1 is the sequence.
+
+    Returns:
+        A handle whose ``remove()`` restores the gathering in high precision.
+
+    Raises:
+        TypeError: if ``module`` is not a module.
+        ValueError: if no layer in it has a recipe, or its layers cast their inputs differently, or
+            by a cast without a format of one byte and a scaling in `SCALINGS`, or not for the
+            gradient of the weight; for a mesh of more dimensions.
+    """
+    check_module("gather_input_in_fp8", module)
+    if mesh.ndim != 1:
+        raise ValueError(f"gather_input_in_fp8 needs a mesh of one dimension, got {mesh.ndim}")
+    recipes = [vars(m)["fp8_recipe"] for m in module.modules() if "fp8_recipe" in vars(m)]
+    pairs = {(recipe.input, recipe.grad_weight[1]) for recipe in recipes if recipe is not None}
+    kind = bare_class(module).__name__
+    if len(pairs) != 1:
+        found = "no layer with a recipe" if not pairs else f"{len(pairs)} casts of inputs"
+        raise ValueError(f"{kind} has {found}: gather_input_in_fp8 needs one cast for all layers")
+    spec = spec_of(_checked(kind, *pairs.pop()))
+    return module.register_forward_pre_hook(partial(_gathered, mesh, dim, spec), prepend=True)
+
+
+def _checked(kind: str, cast: Cast | None, again: Cast | None) -> Cast:
+    """``cast``, of the input. again: of the input in the gradient of the weight."""
+    dtype = None if cast is None else format_of(spec_of(cast)).dtype
+    if cast is None or cast.scaling not in SCALINGS or dtype is None or dtype.itemsize > 1:
+        raise ValueError(
+            f"{kind} casts its input as {cast}; gather_input_in_fp8 sends one byte per element and "
+            f"takes scalings {' and '.join(map(repr, SCALINGS))}"
+        )
+    if again != cast:
+        raise ValueError(
+            f"{kind} casts its input as {cast}, and as {again} for the gradient of the weight; "
+            "what is gathered is one copy for both"
+        )
+    return cast
+
+
+def _gathered(mesh: DeviceMesh, dim: int, spec: Spec, module: Any, args: Any) -> Any:
+    """The forward pre-hook."""
+    if not args:
+        kind = bare_class(module).__name__
+        raise ValueError(f"{kind} gathers its first argument, which must be positional")
+    x, *rest = args
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Shard(dim)], run_check=False)
+    return (_Gather.apply(x, spec) if x.placements[0].is_shard() else x, *rest)
+
+
+class _Gather(Function):
+    """A divided DTensor -> the whole, rounded under a spec, with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, spec: Spec) -> Any:
+        ctx.placements = x.placements
+        format, scale = format_of(spec), whole_scale(x, spec)
+        assert format.dtype is not None
+        part: Tensor = x.to_local()
+        y = quantize_operand(part, format, scale=scale, **rounding_of(spec))
+        bits = (y if scale is None else y / scale).to(format.dtype).view(torch.uint8)
+        given: Any = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+        sent = DTensor.from_local(bits, x.device_mesh, x.placements, **given)
+        values = sent.full_tensor().view(format.dtype).to(torch.float32)
+        values = (values if scale is None else values * scale).to(x.dtype)
+        return DTensor.from_local(values, x.device_mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad.redistribute(placements=ctx.placements), None

@@ -1,0 +1,28 @@
+"""Reads exported weights by compressed-tensors alone, without transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def loaded(model: nn.Module, tensors: dict[str, Tensor], config: dict[str, Any]) -> nn.Module:
+    """A plain ``model`` with exported ``tensors`` under their quantization_config."""
+    from compressed_tensors.compressors import compress_module, decompress_module
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    apply_quantization_config(model, QuantizationConfig.model_validate(config))
+    quantized = [m for m in model.modules() if hasattr(m, "quantization_scheme")]
+    for module in quantized:
+        compress_module(module)
+    model.load_state_dict(tensors, strict=True)
+    for module in quantized:
+        decompress_module(module)
+    return model
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two plain tensors have the same dtype and values."""
+    return a.dtype == b.dtype and torch.equal(a.float(), b.float())

@@ -1,0 +1,139 @@
+"""`fp8.weights`: what an export writes, one tensor at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import fp8
+from tests.fp8.checkpoints.reading import same
+from tests.launch import run_ranks
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+WORKER = Path(__file__).with_name("weights_worker.py")
+RECIPES = ["unit", "tensor", "row", "block", "mxfp8", "nvfp4"]
+
+
+def net(recipe: str) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32), nn.BatchNorm1d(32)]
+    return fp8.convert(nn.Sequential(*layers), recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_tensors_of_an_export(recipe, tmp_path):
+    model = net(recipe)
+    stream = fp8.weights(model)
+    found = dict(stream)
+    fp8.export(model, tmp_path)
+    written = safetensors.load_file(tmp_path / "model.safetensors")
+    assert found.keys() == written.keys()
+    assert all(same(found[name], written[name]) for name in found)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_manifest(recipe):
+    """Known before anything is cast."""
+    stream = fp8.weights(net(recipe))
+    found = dict(stream)
+    assert len(stream) == len(found)
+    assert stream.manifest == {n: (tuple(t.shape), t.dtype) for n, t in found.items()}
+    assert list(stream.manifest) == list(found)
+    assert stream.nbytes == sum(t.numel() * t.element_size() for t in found.values())
+    bits = {"nvfp4": 4.5, "mxfp8": 8.25}.get(recipe, 8)
+    elements = 128 * 64 + 32 * 128
+    rest = 4 * (128 + 32 + 4 * 32) + 8  # biases, the norm, its count of batches
+    assert 0 <= stream.nbytes - rest - elements * bits / 8 <= 4 * 160
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_are_current_at_each_iteration(recipe):
+    model = net(recipe)
+    stream = fp8.weights(model)
+    before = {name: tensor.clone() for name, tensor in stream}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    assert all(same(a, b) for (_, a), (_, b) in zip(stream, fp8.weights(model), strict=True))
+    changed = [n for n, t in stream if not torch.equal(t.float(), before[n].float())]
+    assert {"0.bias", "2.bias"} < set(changed)
+
+
+def test_nonfinite_weights():
+    """NaN for what NaN or Inf make of their tile, and nothing else."""
+    for recipe in ("mxfp8", "nvfp4", "row", "block"):
+        model = nn.Sequential(nn.Linear(128, 128))
+        with torch.no_grad():
+            model[0].weight[0, 0], model[0].weight[1, 127] = torch.nan, torch.inf
+        found = dict(fp8.weights(fp8.convert(model, recipe)))
+        scale = next(t for name, t in found.items() if "weight_scale" in name)
+        if recipe == "mxfp8":
+            assert (scale == 255).nonzero().tolist() == [[0, 0], [1, 3]]
+        elif recipe == "nvfp4":
+            assert scale.float().isnan().any(1).sum() == 16
+            assert scale.float().isnan()[0].tolist() == [True, *[False] * 6, True]
+        else:
+            assert scale.isfinite().all()
+            where = found["0.weight"].float().isnan().nonzero()
+            assert where.tolist() == [[0, 0], [1, 127]]
+
+
+def test_nothing_is_copied():
+    model = net("row")
+    found = dict(fp8.weights(model))
+    assert found["0.bias"].data_ptr() == model[0].bias.data_ptr()
+    assert not found["0.bias"].requires_grad
+
+
+def test_names_are_those_without_wrappers():
+    names = list(fp8.weights(net("row")).manifest)
+    assert list(fp8.weights(torch.compile(net("row"))).manifest) == names
+    inside = net("row")
+    inside[0] = torch.compile(inside[0])
+    inside[2] = checkpoint_wrapper(inside[2])
+    assert list(fp8.weights(inside).manifest) == names
+    assert "0.weight_scale" in names
+
+
+def test_ddp(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = net("row")
+        names = list(fp8.weights(model).manifest)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        assert list(fp8.weights(wrapped).manifest) == names
+        fp8.export(wrapped, tmp_path)
+        assert set(safetensors.load_file(tmp_path / "model.safetensors")) == set(names)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_nvfp4_layers_beside_each_other_share_a_scale():
+    """Engines fuse some of them, and take one scale for all."""
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
+    model["c"] = nn.ModuleDict({"d": nn.Linear(32, 32)})
+    with torch.no_grad():
+        model["b"].weight.mul_(5)
+    found = dict(fp8.weights(fp8.convert(model, "nvfp4")))
+    a, b, d = (found[f"{name}.weight_global_scale"].item() for name in ("a", "b", "c.d"))
+    assert a == b == pytest.approx(448 * 6 / model["b"].weight.abs().max().item())
+    assert d == pytest.approx(448 * 6 / model["c"]["d"].weight.abs().max().item())
+
+
+def test_refused():
+    with pytest.raises(TypeError, match=r"an nn\.Module, got int"):
+        fp8.weights(3)
+    with pytest.raises(ValueError, match=r"fp8\.convert was not called"):
+        fp8.weights(nn.Sequential(nn.Linear(2, 2)))
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
+def test_two_processes(tmp_path: Path):
+    pytest.importorskip("compressed_tensors", reason="reads what is sent")
+    run_ranks(WORKER, 2, tmp_path / "store", warnings="default")
