@@ -55,7 +55,8 @@ PRIVATE = {
         "torch.utils._python_dispatch": "return_and_correct_aliasing: compiled views share memory",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
-    "unit_scaling/transforms/capture/compiler_hooks.py": {
+    "fp8/common/compiler_hooks.py": {
+        "torch._grouped_mm": "what torch.nn.functional.grouped_mm calls",
         "torch._dynamo": "has read torch's list of overridable functions, if it is loaded",
     },
     "unit_scaling/transforms/measure/ranks.py": {

@@ -84,11 +84,21 @@ class CastRecorder:
         self._model = model
 
     def layers(self) -> dict[int, str]:
-        """id of a parameter -> the name of the module that owns it."""
+        """id of a parameter -> the name of the module that owns it; its own name, if it is one of
+        several stacks of weights."""
         found: dict[int, str] = {}
         for name, parameter in self._model.named_parameters():
-            found.setdefault(id(parameter), name.rpartition(".")[0] or "(model)")
+            module, _, own = name.rpartition(".")
+            stack = parameter.dim() == 3 and own != "weight"
+            found.setdefault(id(parameter), name if stack else module or "(model)")
         return found
+
+    def layer_of(self, weight: Tensor | None) -> str | None:
+        """The name in `layers` of a weight or a view of it."""
+        if weight is None:
+            return None
+        found = self.layers()
+        return found.get(id(weight)) or found.get(id(weight._base))
 
     def count(self, layer: str, operand: str, seen: Observed) -> None:
         """Adds the statistics of a cast operand."""
@@ -261,7 +271,7 @@ def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None 
     """A name for the casts of a product; "" if nothing records them."""
     if OPEN.recorders:
         recorder, unnamed = OPEN.recorders[-1]
-        layer = None if weight is None else recorder.layers().get(id(weight))
+        layer = recorder.layer_of(weight)
         if layer is None:
             unnamed[kind] += 1
             layer = f"{kind} {unnamed[kind]}"

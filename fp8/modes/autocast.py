@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN, look_here
 from ..common.compiler import FIRST_LOOK, called
+from ..common.compiler_hooks import reveal
 from ..common.threads import Setting
 from ..common.validation import check_name
 from ..context.activation_checkpointing import checkpointed, in_reentrant
@@ -39,7 +40,7 @@ from ..recipes.history import AmaxHistory
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from .by_layer import ByLayer, layers_by_policy
-from .dispatch import EXPANDED, OPAQUE, PRODUCTS
+from .dispatch import EXPANDED, OPAQUE, PRODUCTS, handler_of
 
 __all__ = [
     "EXPANDED",
@@ -53,6 +54,8 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+reveal()
 
 
 def _force_eager() -> AbstractContextManager[Any] | None:
@@ -110,7 +113,7 @@ class _Mode(TorchFunctionMode):
             if function in PRODUCTS:
                 product_recipe()  # raises if the block belongs to another task
             return called(function, args, kwargs)
-        handler = PRODUCTS.get(function)
+        handler = handler_of(function)
         if handler is not None:
             result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):

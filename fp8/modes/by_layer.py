@@ -43,7 +43,7 @@ def layers_by_policy(policy: Policy, model: nn.Module | None) -> Layers:
     # By name, as the resolution of names belongs to a higher layer of the package.
     resolve = importlib.import_module("fp8.surgery.policies").resolve
     own = source_of(policy.recipe)
-    found = resolve(policy, model)
+    found = resolve(policy, model, every=True)
     return {
         model.get_submodule(name): decision.recipe
         for name, decision in found.items()

@@ -38,6 +38,9 @@ def _of_matrices(a: Tensor, b: Tensor) -> _Sizes:
 
 
 def _of_grouped(a: Tensor, b: Tensor) -> _Sizes:
+    """All groups as one product: each row of a matrix is multiplied by the weight of one group."""
+    if a.dim() == 3 and b.dim() == 2:
+        return _Sizes(b.shape[1], a.shape[-1], a.shape[1], 1, a)
     rows = a.shape[:-1].numel()
     return _Sizes(rows, a.shape[-1], b.shape[-1], 1, b)
 

@@ -30,6 +30,8 @@ from .layers import (
     ADAPTERS,
     auto_of,
     candidates,
+    has_one_product,
+    holds_experts,
     is_transposed,
     is_unit_scaled,
     layers_of,
@@ -53,7 +55,6 @@ __all__ = [
 M = TypeVar("M", bound=nn.Module)
 
 _TWO_AXES = "it sums over two axes, and the recipe has scales along one"
-_NO_BUFFERS = "more than one product, and the recipe keeps a history of each"
 _MORE_KEYS = "add_bias_kv and add_zero_attn are not supported"
 
 _SET = (
@@ -320,7 +321,7 @@ def _set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
     if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
-        remember(module, recipe)
+        remember(module, recipe, not has_one_product(module))
 
 
 _HIGH = Recipe(name="high precision")
@@ -412,7 +413,7 @@ def _choose_static(module: Any) -> None:
     auto = set(module.fp8_sources) == {AUTO}
     if auto and module.fp8_recipe == PLAIN and not _unfit(module, STATIC):
         vars(module)["fp8_recipe"] = STATIC
-        remember(module, STATIC)
+        remember(module, STATIC, not has_one_product(module))
 
 
 def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
@@ -526,10 +527,14 @@ def _how(module: Any) -> str:
     none = "" if module.fp8_asked == "simulate" else why_not_recipe(recipe)
     if backend == "simulate":
         return f"{name}, simulated: {none}" if none else str(name)
-    if not isinstance(module, nn.Linear) and not module.fp8_transposed:
+    experts = holds_experts(module)
+    if not (experts or isinstance(module, nn.Linear) or module.fp8_transposed):
         return f"{name}, simulated: the kernels multiply matrices"
-    multiple, weight = module.fp8_multiple, module.weight
-    odd = [size for size in reversed(weight.shape) if size % multiple]
+    multiple = module.fp8_multiple
+    stacks = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+    weights = stacks if experts else [module.weight]
+    weight = weights[0]
+    odd = [size for w in weights for size in reversed(w.shape[-2:]) if size % multiple]
     if odd:
         return f"{name}, simulated: {odd[0]} is no multiple of {multiple}"
     predicted = backend == "auto" and weight.device.type != "cuda"
@@ -549,5 +554,4 @@ def _unfit(module: nn.Module, recipe: Recipe) -> str:
         module.bias_k is not None or module.add_zero_attn
     ):
         return _MORE_KEYS
-    many = isinstance(module, nn.Bilinear | nn.MultiheadAttention)
-    return _NO_BUFFERS if many and recipe.keeps_history else ""
+    return ""

@@ -35,7 +35,7 @@ class Decision:
     why: str = ""
 
 
-def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
+def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, Decision]:
     """The decision of ``policy`` for each layer of ``model`` that `fp8.convert` can convert.
 
     A switch is not applied: resolve ``policy.at(fraction)``.
@@ -43,6 +43,7 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
     Args:
         policy: a policy.
         model: not changed.
+        every: all layers with a weight, as `fp8.autocast` casts their products too.
 
     Returns:
         Name of the layer -> `Decision`, in the order of the model.
@@ -53,10 +54,12 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
             recipe has; the message names the rule and the layer.
     """
     if isinstance(model, DistributedDataParallel | DataParallel):
-        found = resolve(policy, model.module)
+        found = resolve(policy, model.module, every)
         return {f"module.{name}" if name else "module": d for name, d in found.items()}
     saves = any(isinstance(r, Recipe) and r.saved_activations for r in policy.recipes)
-    layers = candidates(model, saves)
+    layers: Layers = candidates(model, saves)
+    if every:
+        layers = {name: layer for name, layer, _ in layers_of(model, saves)}
     exceptions = _exceptions(policy, model, layers)
     matched = {i: _matched(i, rule, model, layers) for i, rule in enumerate(policy.rules)}
     found = {}
