@@ -9,24 +9,21 @@ plan.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 __all__ = ["HIDDEN", "reveal"]
 
-HIDDEN = {
-    F: (F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh),
-    torch: (torch._grouped_mm,),  # what F.grouped_mm calls
-}
-"""Namespace -> its functions."""
+HIDDEN = (F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh)
 
 
-def reveal() -> None:
-    """Adds these functions to torch's list, for the whole process."""
-    for namespace, functions in HIDDEN.items():
-        listed = torch.overrides.get_overridable_functions()[namespace]
-        listed += [function for function in functions if function not in listed]
+def reveal(*others: Callable[..., Any]) -> None:
+    """Adds these functions, and ``others``, to torch's list, for the whole process."""
+    listed = torch.overrides.get_overridable_functions()[F]
+    listed += [function for function in (*HIDDEN, *others) if function not in listed]
     compiler = sys.modules.get("torch._dynamo.variables.torch")
     if compiler is not None:  # it may have cached the list
         compiler.get_overridable_functions.cache_clear()

@@ -36,6 +36,7 @@ from ..context.active import (
 )
 from ..native.product import why_not_recipe
 from ..products.activations import ACTIVATIONS
+from ..products.spellings import SPELLINGS
 from ..recipes.history import AmaxHistory
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
@@ -55,7 +56,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-reveal()
+reveal(*SPELLINGS["grouped_mm"])
 
 
 def _force_eager() -> AbstractContextManager[Any] | None:

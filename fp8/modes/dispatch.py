@@ -265,6 +265,7 @@ _HANDLERS: dict[str, Handler] = {
     "mv": _two((2, 1)),
     "dot": _two((1, 1)),
     "vdot": _two((1, 1)),
+    "grouped_mm": _grouped,
     **_ADDED,
     **{f"{name}_": _in_place(handler) for name, handler in _ADDED.items()},
 }
@@ -286,7 +287,6 @@ PRODUCTS: dict[Callable[..., Any], Handler] = {
     F.conv_transpose3d: _layer(conv_transpose),
     F.scaled_dot_product_attention: _layer(attention),
     torch.ops.higher_order.flex_attention: _layer(flex_attention),
-    torch._grouped_mm: _grouped,  # what a mode receives for torch.nn.functional.grouped_mm
 }
 """Torch function -> its handler."""
 

@@ -57,6 +57,21 @@ def _(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) -> Tensor:
     return a.new_empty(_shape(a, b, offs))
 
 
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, offs, ctx.alpha = inputs
+    ctx.save_for_backward(a, b, offs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of `_multiply_groups`, for a second derivative of products without casts."""
+    a, b, offs = ctx.saved_tensors
+    multiply = torch.ops.fp8.multiply_groups
+    return multiply(grad, b.mT, offs, ctx.alpha), multiply(a.mT, grad, offs, ctx.alpha), None, None
+
+
+_multiply_groups.register_autograd(_differentiate, setup_context=_save)
+
+
 def _shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
     shape = [a.shape[-2], b.shape[-1]]
     if a.dim() == b.dim():
@@ -108,6 +123,8 @@ class _Grouped(Function):
         a, b, *rest = saved_operands(ctx, grad.dtype)
         offs = rest[0] if ctx.has_offs else None
         casts, history, split = ctx.casts, ctx.history, ctx.split
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(casts):
+            raise RuntimeError("create_graph=True: a grouped product with casts has one gradient")
         needs_a, needs_b, *_ = ctx.needs_input_grad
         multiply = torch.ops.fp8.multiply_groups
         da = db = for_a = None

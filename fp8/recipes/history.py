@@ -193,7 +193,7 @@ class LayerHistory(AmaxHistory):
         stacks = {n: p for n, p in self._layer.named_parameters(recurse=False) if p.dim() == 3}
         for operand in operands:
             for name, stack in stacks.items():
-                if operand._base is stack and operand.dim() == 2:
+                if operand.dim() == 2 and operand._base is not None and operand._base is stack:
                     offset = operand.storage_offset() - stack.storage_offset()
                     return f"{name}.{offset // stack.stride(0)}.{product}"
         return super().number(counter, product)

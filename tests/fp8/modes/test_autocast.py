@@ -30,7 +30,7 @@ from tests.fp8.products.test_matmul import randn
 def test_every_row_of_products_is_here():
     # torch has no gradients of the one on CPUs, and no float64 of the other: see test_products.py
     # and test_grouped.py.
-    elsewhere = {torch.ops.higher_order.flex_attention, torch._grouped_mm}
+    elsewhere = {torch.ops.higher_order.flex_attention, F.grouped_mm, torch._grouped_mm}
     assert set(CALLS) == set(PRODUCTS) - elsewhere
 
 
