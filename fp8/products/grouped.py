@@ -30,7 +30,7 @@ from ..native import product as native
 from ..recipes.recipe import Recipe
 from .matmul import ONES, Scales, check_scales, gemm, linear
 
-__all__ = ["grouped_mm"]
+__all__ = ["MULTIPLY_GROUPS", "grouped_mm"]
 
 
 @torch.library.custom_op(
@@ -65,11 +65,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of `_multiply_groups`, for a second derivative of products without casts."""
     a, b, offs = ctx.saved_tensors
-    multiply = torch.ops.fp8.multiply_groups
+    multiply = MULTIPLY_GROUPS
     return multiply(grad, b.mT, offs, ctx.alpha), multiply(a.mT, grad, offs, ctx.alpha), None, None
 
 
 _multiply_groups.register_autograd(_differentiate, setup_context=_save)
+
+MULTIPLY_GROUPS = torch.ops.fp8.multiply_groups
+"""The operator of all grouped products, as modes below autograd see it."""
 
 
 def _shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
@@ -105,7 +108,7 @@ class _Grouped(Function):
         again_a: bool,
         again_b: bool,
     ) -> Tensor:
-        return torch.ops.fp8.multiply_groups(cast_a, cast_b.mT, offs, s_y)
+        return MULTIPLY_GROUPS(cast_a, cast_b.mT, offs, s_y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -126,7 +129,7 @@ class _Grouped(Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(casts):
             raise RuntimeError("create_graph=True: a grouped product with casts has one gradient")
         needs_a, needs_b, *_ = ctx.needs_input_grad
-        multiply = torch.ops.fp8.multiply_groups
+        multiply = MULTIPLY_GROUPS
         da = db = for_a = None
         if needs_a:
             for_a, _ = cast_groups(grad, offs, casts.grad_for_a, split, -1, history, record=True)

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..common.step import Batch, call, untouched
+from ..products.grouped import MULTIPLY_GROUPS
 from .findings import Product
 
 __all__ = ["trace"]
@@ -62,6 +63,9 @@ _MATRICES: dict[Any, int] = {
 }
 """ATen product -> the position of its first factor; the second one follows."""
 
+_GROUPED = (aten._grouped_mm, MULTIPLY_GROUPS)
+"""Grouped products: torch's, and that of layers that are converted."""
+
 
 class _Weights:
     """Knows the layer that a weight belongs to, by its storage; of tied layers the one that is
@@ -105,7 +109,7 @@ class _Trace(TorchDispatchMode):
         elif op is aten.convolution:
             x, w, transposed, groups = args[0], args[1], args[6], args[8]
             self._add("convolution", _of_convolution(x, w, output, transposed, groups))
-        elif op is aten._grouped_mm:
+        elif op in _GROUPED:
             self._add("linear", _of_grouped(*args[:2]))
         return output
 
