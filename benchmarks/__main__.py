@@ -26,6 +26,7 @@ BENCHMARKS = (
     "gauges",
     "first_call",
     "recipe_loss",
+    "router",
     "preflight",
     "zoo",
     "strangers",

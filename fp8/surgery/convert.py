@@ -41,8 +41,10 @@ from .swap import Where, adapted, is_replacement, warn_nothing
 from .where import checked_where, choose
 
 __all__ = [
+    "Converted",
     "adapter",
     "advance",
+    "check_fits",
     "check_ready",
     "choose_recipes",
     "choose_static",
@@ -50,6 +52,7 @@ __all__ = [
     "expand",
     "report",
     "revert",
+    "set_recipe",
 ]
 
 M = TypeVar("M", bound=nn.Module)
@@ -74,7 +77,7 @@ def adapter(name: str) -> Any:
     return importlib.import_module(f"fp8.adapters.{name}")
 
 
-class _Converted(Gained):
+class Converted(Gained):
     """A layer whose products run under its ``fp8_recipe``."""
 
     fp8_recipe: Recipe
@@ -99,7 +102,7 @@ class _Converted(Gained):
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
-        alone = history is None and self._active == (_Converted,) and not FIRST_LOOK.items
+        alone = history is None and self._active == (Converted,) and not FIRST_LOOK.items
         if alone and _is_a_tensor(*args, **kwargs):
             if self._original is nn.Linear:
                 return _linear(self, self.weight, *args)
@@ -308,13 +311,13 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, re
 
 
 def _begin(module: nn.Module, sources: tuple[Source, ...], backend: str, why: str) -> None:
-    gain(module, _Converted)
+    gain(module, Converted)
     vars(module).update(fp8_sources=sources, fp8_asked=backend, fp8_why=why)
     vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
-    _set_recipe(module, sources)
+    set_recipe(module, sources)
 
 
-def _set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
+def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     """Sets the recipe of a converted layer, its backend, and the buffers that it needs."""
     recipe = composed(sources, auto_of(module)) or _HIGH
     backend = vars(module)["fp8_asked"]
@@ -377,14 +380,14 @@ def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
         return False
     vars(owner)["fp8_since"] = since
     for module in owner.modules():
-        if isinstance(module, _Converted) and module.fp8_switches:
+        if isinstance(module, Converted) and module.fp8_switches:
             now = module.fp8_sources
             for _, source in reached:
                 now = tuple(None if was is None else source for was in now)
             why = _unfit(module, composed(now, PLAIN) or _HIGH)
             if why:
                 now = module.fp8_sources
-            _set_recipe(module, now)
+            set_recipe(module, now)
             vars(module)["fp8_since"] = f"not switched: {why}" if why else _since(since)
     forget_looks(owner)
     return True
@@ -394,7 +397,7 @@ def choose_recipes(model: nn.Module) -> None:
     """Selects the recipe again for layers converted under "auto". Called when a model becomes
     unit-scaled."""
     for module in model.modules():
-        if isinstance(module, _Converted) and AUTO in module.fp8_sources:
+        if isinstance(module, Converted) and AUTO in module.fp8_sources:
             vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
             if not module.fp8_recipe.keeps_history:
                 forget(module)
@@ -405,7 +408,7 @@ def choose_static(model: nn.Module) -> None:
     """Selects "static" for layers converted under "auto" that are not unit-scaled. Called by
     calibration."""
     for module in model.modules():
-        if isinstance(module, _Converted):
+        if isinstance(module, Converted):
             _choose_static(module)
 
 
@@ -420,7 +423,7 @@ def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
     """Warns about layers whose recipe needs unit scaling, and if no layer was converted. chosen:
     the names that ``where`` selected."""
     found: list[tuple[str, Any]] = [
-        (name, layer) for name, layer in model.named_modules() if isinstance(layer, _Converted)
+        (name, layer) for name, layer in model.named_modules() if isinstance(layer, Converted)
     ]
     plain = [
         (name or "(model)", layer.fp8_recipe.name)
@@ -451,7 +454,7 @@ def expand(model: M) -> M:
 
 
 def _runs_in_fp8(module: nn.Module) -> bool:
-    return isinstance(module, _Converted) or is_replacement(module)
+    return isinstance(module, Converted) or is_replacement(module)
 
 
 def revert(model: M) -> M:
@@ -469,8 +472,8 @@ def revert(model: M) -> M:
         model = adapter(name).revert(model)
     for module in model.modules():
         lose(module, _Expanded)
-        if isinstance(module, _Converted):
-            lose(module, _Converted)
+        if isinstance(module, Converted):
+            lose(module, Converted)
             forget(module)
         for key in _SET:
             vars(module).pop(key, None)
@@ -493,7 +496,7 @@ def report(model: nn.Module) -> Report[Row]:
     rows = []
     for name, module, why_not in layers_of(model):
         kind = bare_class(module).__name__
-        if isinstance(module, _Converted):
+        if isinstance(module, Converted):
             rows.append(Row(name, kind, "converted", _how(module)))
         else:
             why = why_not or vars(module).get("fp8_why", "not chosen")
@@ -544,6 +547,12 @@ def _how(module: Any) -> str:
     tokens = module.fp8_ragged
     ragged = f"; {tokens} tokens filled up to {tokens + -tokens % multiple}" if tokens else ""
     return f"{name}, {where}{ragged}"
+
+
+def check_fits(name: str, module: nn.Module, recipe: Recipe | None) -> None:
+    """Raises ValueError if a layer cannot run under this recipe."""
+    if recipe is not None and (why := _unfit(module, recipe)):
+        raise ValueError(f"{name or '(model)'} cannot run under {recipe.name!r}: {why}")
 
 
 def _unfit(module: nn.Module, recipe: Recipe) -> str:

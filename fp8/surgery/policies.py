@@ -17,7 +17,7 @@ from .layers import ACTIVATIONS, auto_of, candidates, layers_of
 from .roles import with_role
 from .where import Layers, blocks_of, within
 
-__all__ = ["Decision", "resolve"]
+__all__ = ["Decision", "matches", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
 def _matched(index: int, rule: Rule, model: nn.Module, layers: Layers) -> set[str]:
     """The names of the layers that a rule matches. Raises ValueError if it matches none, except for
     a rule that leaves in high precision what is never cast."""
-    found = {name for name in layers if _matches(rule.layers, name)}
+    found = {name for name in layers if matches(rule.layers, name)}
     if found:
         return found
-    others = {name: why or "" for name, _, why in layers_of(model) if _matches(rule.layers, name)}
+    others = {name: why or "" for name, _, why in layers_of(model) if matches(rule.layers, name)}
     if others and rule.recipe is None:
         return found
     if others:
@@ -135,7 +135,7 @@ def _matched(index: int, rule: Rule, model: nn.Module, layers: Layers) -> set[st
     raise ValueError(f"{_said(index, rule)} matches no layer{_hint(rule.layers, layers)}")
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a name, with or without the names that wrappers put in."""
     name = name or "(model)"  # as in reports
     bare = name
