@@ -93,11 +93,16 @@ def rows() -> list[Row]:
     for (recipe, kept), numbers in found.items():
         moved, error, loss = (sum(each) / len(SEEDS) for each in zip(*numbers, strict=True))
         routers = "high precision" if kept else "cast"
-        row = {"recipe": recipe, "routers": routers, "tokens with other experts": round(moved, 4)}
-        table.append(row | {"gradient error": round(error, 4), "loss": round(loss, 5)})
+        row = {"name": recipe, "routers": routers, "rerouted": round(moved, 4)}
+        table.append(row | {"gradient_error": round(error, 4), "loss_gap": round(loss, 5)})
     return table
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run the benchmark."""
     report("router", "What does a router in low precision change?", rows())
-    sys.exit(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -256,3 +256,10 @@ def test_one_policy_for_experts_and_another_for_the_rest() -> None:
     model = fp8.convert(make("Qwen3Moe"), policy)
     assert block_of(model).experts.fp8_recipe.name.startswith("block (forward: mxfp8")
     assert F.cross_entropy(model(**batch()).logits.flatten(0, 1), batch()["labels"].flatten()) < 9
+
+
+def test_umup_leaves_experts_as_their_down_projection_joins_the_residual_stream() -> None:
+    rows = {r.path: r for r in fp8.report(fp8.convert(make("Mixtral"), "tensor", where="umup"))}
+    assert "down projections" in rows["model.layers.1.mlp.experts"].why
+    rows = {r.path: r for r in fp8.report(fp8.convert(make("Mixtral"), "tensor", where="hidden"))}
+    assert rows["model.layers.1.mlp.experts"].done == "converted"
