@@ -97,6 +97,15 @@ def _recipe_loss(rows: list[Row]) -> str:
     )
 
 
+def _router(rows: list[Row]) -> str:
+    shares: dict[str, list[str]] = {}
+    for row in rows:  # kept, then cast
+        shares.setdefault(row["name"], []).append(f"{row['rerouted']:.1%}")
+    return "Tokens routed to other experts, without and with: " + "; ".join(
+        f'"{name}": {kept} and {cast}' for name, (kept, cast) in shares.items()
+    )
+
+
 def _first_call(rows: list[Row]) -> str:
     return "; ".join(f"{row['name']}: {row['first_call_ms'] / 1000:.1f} s" for row in rows)
 
@@ -227,6 +236,7 @@ QUESTIONS: dict[str, Question] = {
     "recipe_loss": Question(
         text="How much held-out loss does each recipe cost?", answer=_recipe_loss
     ),
+    "router": Question(text="What does a router in low precision change?", answer=_router),
     "preflight": Question(
         text="Does `fp8.preflight` recommend the best policy?", answer=_preflight
     ),

@@ -30,10 +30,12 @@ from .norms.norm import LayerNorm2d, is_fast_norm, set_fast_norm
 from .recipes.history import AmaxHistory, reduce_amax
 from .recipes.policy import Policy, Rule
 from .recipes.recipe import RECIPES, Cast, Recipe, get_recipe
+from .studies.dump import dump
 from .studies.preflight import Preflight, PreflightError, preflight
 from .studies.stats import stats
 from .surgery.calibrate import calibrate, calibration
 from .surgery.convert import advance, convert, report, revert
+from .surgery.override import override
 from .tensors.scaled_tensor import ScaledTensor, scaled
 from .version import __version__
 
@@ -67,6 +69,7 @@ __all__ = [
     "calibration",
     "checkpoint_contexts",
     "convert",
+    "dump",
     "export",
     "export_weights",
     "get_format",
@@ -76,6 +79,7 @@ __all__ = [
     "low_precision_norms",
     "norm_report",
     "optim",
+    "override",
     "preflight",
     "quantize",
     "quantize_backward",

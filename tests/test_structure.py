@@ -43,7 +43,7 @@ PRIVATE = {
     "fp8/distributed/fsdp.py": {
         "torch.Tensor._make_wrapper_subclass": "FSDP2's extension asks for a tensor subclass",
     },
-    "fp8/modes/dispatch.py": {
+    "fp8/products/spellings.py": {
         "torch._grouped_mm": "what a mode sees of torch.nn.functional.grouped_mm",
     },
     "fp8/studies/trace.py": {
@@ -55,7 +55,7 @@ PRIVATE = {
         "torch.utils._python_dispatch": "return_and_correct_aliasing: compiled views share memory",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
-    "unit_scaling/transforms/capture/compiler_hooks.py": {
+    "fp8/common/compiler_hooks.py": {
         "torch._dynamo": "has read torch's list of overridable functions, if it is loaded",
     },
     "unit_scaling/transforms/measure/ranks.py": {

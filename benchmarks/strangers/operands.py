@@ -22,6 +22,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8.products.grouped import MULTIPLY_GROUPS
+
 __all__ = [
     "HIGH",
     "JUDGED",
@@ -61,6 +63,7 @@ PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten.addbmm: (1, 2),
     aten.baddbmm: (1, 2),
     aten._grouped_mm: (0, 1),
+    MULTIPLY_GROUPS: (0, 1),
     aten._trilinear: (0, 1, 2),
     aten.convolution: (0, 1),
     aten.convolution_backward: (0, 1, 2),

@@ -22,9 +22,17 @@ from ..formats.format import Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
 from ..recipes.recipe import Cast, Recipe
-from ..recipes.scaling import E8M0, history_scale, inverse_of, scale_of, scaled_tiles, with_margin
+from ..recipes.scaling import (
+    E8M0,
+    history_scale,
+    inverse_of,
+    scale_of,
+    scaled_tiles,
+    unit_of,
+    with_margin,
+)
 from ..tensors.scaled_tensor import plain
-from .counts import observe
+from .counts import Blocks, observe
 from .measuring import measuring
 from .sharded import amax_of, scales_of
 
@@ -252,7 +260,7 @@ def _rounded(x: Tensor, scale: Tensor | None, spec: Spec, axis: int) -> Tensor:
 def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any) -> Tensor:
     """`_rounded` for a tensor. of: the DTensor of which it is the local part; None for none."""
     rule, tile, label = spec.rule, spec.tile, spec.label
-    format = format_of(spec)
+    format, blocks = format_of(spec), None
     how = rounding_of(spec)
     if rule is None or x.numel() == 0:
         inverse = None if scale is None else inverse_of(scale, rule)
@@ -268,9 +276,12 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
         how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
         y = untiled(quantize_operand(tiles, format, **how), x, tile, axis)
         whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
+        if label and dims and rule == "e4m3":
+            unit = with_margin(unit_of(tiles, dims, format), spec.margin, rule)
+            blocks = Blocks(tiles.abs().amax(dims, keepdim=True), scale, unit)
     if label:
         measured = rule is None and not spec.margin and scale is not None
-        observe(label, x, y, whole, format, measured)
+        observe(label, x, y, whole, format, measured, blocks)
     return y
 
 

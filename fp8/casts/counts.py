@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.pitfalls import RecipeWarning, ScaleWarning, warn_once
-from ..formats.format import Format
+from ..formats.format import Format, get_format
 
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COUNTS",
     "OPEN",
+    "Blocks",
     "CastRecorder",
     "Look",
     "Observed",
@@ -42,9 +43,14 @@ __all__ = [
     "stride",
 ]
 
-COUNTS = ("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise")
-"""What is summed for an operand. Shares are of the sampled elements; nonfinite is counted over
-all."""
+COUNTS = (
+    *("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise"),
+    *("blocks", "flushed_blocks", "clipped_blocks", "casts", "unit"),
+)
+"""What is summed for an operand. Shares are of the sampled elements; nonfinite is counted over all.
+Of blocks with a scale of two levels (NVFP4): how many are not all zeros; how many have a scale
+that rounds to zero in e4m3, or one rounded so far down that their largest value is beyond the
+format; the casts, and the sum of the base-2 logarithms of their units, the level of the tensor."""
 
 
 class _Open(threading.local):
@@ -63,6 +69,29 @@ _RECORDERS: weakref.WeakValueDictionary[str, CastRecorder | Look] = weakref.Weak
 """Token -> recorder. The backward pass may run after the recorded pass is closed."""
 
 
+class Blocks(NamedTuple):
+    """The blocks of a cast with scales of two levels: the largest magnitude and the scale of each,
+    and the unit of the scales, that of the tensor."""
+
+    amax: Tensor
+    scale: Tensor
+    unit: Tensor
+
+    def counts(self, format: Format) -> list[Tensor]:
+        """The last five of `COUNTS`."""
+        amax, scale, unit = (t.detach().double() for t in self)
+        exact = amax / format.max / unit
+        used = (amax > 0) & amax.isfinite()
+        smallest = get_format("e4m3").min_subnormal
+        return [
+            used.sum(),
+            (used & (exact <= smallest / 2)).sum(),
+            (used & (amax > scale * format.max * (1 + 2.0**-20))).sum(),
+            torch.ones_like(unit),
+            unit.log2(),
+        ]
+
+
 class Observed(NamedTuple):
     """The arguments of `observe`: an operand before and after its cast."""
 
@@ -71,6 +100,7 @@ class Observed(NamedTuple):
     scale: Tensor | None
     format: Format
     static: bool
+    blocks: Blocks | None = None
 
 
 def stride(x: Tensor, sample: int) -> int:
@@ -79,7 +109,7 @@ def stride(x: Tensor, sample: int) -> int:
 
 
 class CastRecorder:
-    """Sums of COUNTS for each operand: (layer, operand, format) -> (8,), float64."""
+    """Sums of COUNTS for each operand: (layer, operand, format) -> float64."""
 
     def __init__(self, model: nn.Module, sample: int) -> None:
         self.sample = sample
@@ -90,15 +120,25 @@ class CastRecorder:
         self._model = model
 
     def layers(self) -> dict[int, str]:
-        """id of a parameter -> the name of the module that owns it."""
+        """id of a parameter -> the name of the module that owns it; its own name, if it is one of
+        several stacks of weights."""
         found: dict[int, str] = {}
         for name, parameter in self._model.named_parameters():
-            found.setdefault(id(parameter), name.rpartition(".")[0] or "(model)")
+            module, _, own = name.rpartition(".")
+            stack = parameter.dim() == 3 and own != "weight"
+            found.setdefault(id(parameter), name if stack else module or "(model)")
         return found
+
+    def layer_of(self, weight: Tensor | None) -> str | None:
+        """The name in `layers` of a weight or a view of it."""
+        if weight is None:
+            return None
+        found = self.layers()
+        return found.get(id(weight)) or found.get(id(weight._base))
 
     def count(self, layer: str, operand: str, seen: Observed) -> None:
         """Adds the statistics of a cast operand."""
-        x, y, scale, format, static = seen
+        x, y, scale, format, static, blocks = seen
         step = stride(x, self.sample)
         xs, ys = (t.detach().flatten()[::step].double() for t in (x, y))
         low, high = torch.ops.aten.aminmax.default(x.detach())
@@ -117,6 +157,7 @@ class CastRecorder:
             xs.new_zeros(()) if clean else x.numel() - x.isfinite().sum(),
             xs.square().sum(),
             (xs - ys).square().sum(),
+            *(blocks.counts(format) if blocks else [xs.new_zeros(())] * 5),
         )
         key = (layer, operand, str(format))
         total = torch.stack([count.double() for count in counts])
@@ -170,7 +211,7 @@ class Look:
 
     def count(self, layer: str, operand: str, seen: Observed) -> None:
         """As `CastRecorder.count`. Does nothing under `torch.vmap`, where values cannot be read."""
-        x, y, scale, format, _ = seen
+        x, y, scale, format, *_ = seen
         if self.warned or scale is not None or x.is_meta:
             return
         try:
@@ -267,7 +308,7 @@ def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None 
     """A name for the casts of a product; "" if nothing records them."""
     if OPEN.recorders:
         recorder, unnamed = OPEN.recorders[-1]
-        layer = None if weight is None else recorder.layers().get(id(weight))
+        layer = recorder.layer_of(weight)
         if layer is None:
             unnamed[kind] += 1
             layer = f"{kind} {unnamed[kind]}"
@@ -291,15 +332,16 @@ def observe(
     scale: Tensor | None,
     format: Format,
     static: bool = False,
+    blocks: Blocks | None = None,
 ) -> None:
     """Reports a cast to its recorder: operand ``x``, result ``y``, and ``scale`` per element or for
     all.
 
     Inf and NaN are counted in all of x, the rest in a sample of evenly spaced elements. static:
-    whether `fp8.calibrate` set the scale.
+    whether `fp8.calibrate` set the scale. blocks: of a cast with scales of two levels.
     """
     token, layer, operand = label.split("|")
     recorder = _RECORDERS.get(token)
     if recorder is None or x.numel() == 0:
         return
-    recorder.count(layer, operand, Observed(x, y, scale, format, static))
+    recorder.count(layer, operand, Observed(x, y, scale, format, static, blocks))

@@ -159,8 +159,10 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``data * scale``, computed in float32 or wider and rounded to ``dtype``."""
+    """``data * scale``, computed in float32 or wider and rounded to ``dtype``. scale: 0-dim, or
+    broadcastable to ``data``."""
     plain = type(data) is Tensor and data.device.type == "cpu" and data.dtype.itemsize == 1
+    plain = plain and (scale is None or not scale.dim())
     lookup = plain and not torch.compiler.is_compiling()  # a fifth of the time of a conversion
     codes = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
     values = codes.to(torch.promote_types(dtype, torch.float32))

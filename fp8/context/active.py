@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -202,12 +202,19 @@ _REENTRANT = (
 )
 
 
-def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | None) -> list[Any]:
+def histories(
+    recipe: Recipe | None,
+    product: str,
+    operands: Sequence[Tensor],
+    *casts: Cast | None,
+    groups: int = 0,
+) -> list[Any]:
     """The histories of the operands of a product and of its gradient; None where the scaling has
     none.
 
-    casts: one for each operand; the last is that of the gradient. The histories belong to the
-    enclosing `fp8.autocast`, which numbers its products.
+    casts: one for each operand; the last is that of the gradient. groups: the number of groups of a
+    grouped product, which have states of their own. The histories belong to the enclosing
+    `fp8.autocast`, which numbers its products.
     """
     if recipe is None or not recipe.keeps_history:
         return [None] * len(casts)
@@ -219,26 +226,25 @@ def histories(recipe: Recipe | None, product: str, like: Tensor, *casts: Cast | 
         )
     if (pass_ := measuring()) is not None:
         pass_.histories[id(block.history)] = block.history
-    block.counter[0] += 1
-    number = f"{block.counter[0]:03d}"
-    names = [f"{number}.{product}.{i}" for i in range(len(casts) - 1)]
+    product = block.history.number(block.counter, product, *operands)
+    names = [f"{product}.{i}" for i in range(len(casts) - 1)]
     return [
-        block.history.tensor(name, cast.history, like.device)
+        block.history.tensor(name, cast.history, operands[0].device, groups)
         if cast and cast.keeps_history and (pass_ is None or not cast.history)
         else None
-        for name, cast in zip([*names, f"{number}.{product}.grad"], casts, strict=True)
+        for name, cast in zip([*names, f"{product}.grad"], casts, strict=True)
     ]
 
 
 def layer_histories(
-    recipe: Recipe | None, product: str, a: Tensor, layer: bool = True
+    recipe: Recipe | None, product: str, a: Tensor, b: Tensor, layer: bool = True, groups: int = 0
 ) -> list[Any]:
     """`histories` of a product of an input and a weight (layer) or of two inputs, and of its
     gradient."""
     if recipe is None:
         return [None] * 3
-    b = recipe.weight if layer else recipe.input
-    return histories(recipe, product, a, recipe.input, b, recipe.grad)
+    casts = (recipe.input, recipe.weight if layer else recipe.input, recipe.grad)
+    return histories(recipe, product, (a, b), *casts, groups=groups)
 
 
 def chosen(recipe: Recipe | None, backend: str, unit: bool) -> tuple[Recipe | None, str]:

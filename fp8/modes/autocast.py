@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN, look_here
 from ..common.compiler import FIRST_LOOK, called
+from ..common.compiler_hooks import reveal
 from ..common.threads import Setting
 from ..common.validation import check_name
 from ..context.activation_checkpointing import checkpointed, in_reentrant
@@ -35,11 +36,12 @@ from ..context.active import (
 )
 from ..native.product import why_not_recipe
 from ..products.activations import ACTIVATIONS
+from ..products.spellings import SPELLINGS
 from ..recipes.history import AmaxHistory
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from .by_layer import ByLayer, layers_by_policy
-from .dispatch import EXPANDED, OPAQUE, PRODUCTS
+from .dispatch import EXPANDED, OPAQUE, PRODUCTS, handler_of
 
 __all__ = [
     "EXPANDED",
@@ -53,6 +55,8 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+reveal(*SPELLINGS["grouped_mm"])
 
 
 def _force_eager() -> AbstractContextManager[Any] | None:
@@ -110,7 +114,7 @@ class _Mode(TorchFunctionMode):
             if function in PRODUCTS:
                 product_recipe()  # raises if the block belongs to another task
             return called(function, args, kwargs)
-        handler = PRODUCTS.get(function)
+        handler = handler_of(function)
         if handler is not None:
             result = handler(product_recipe(), *args, **kwargs)
             if isinstance(result, str):

@@ -41,7 +41,7 @@ def layers_by_policy(policy: Policy, model: nn.Module | None) -> Layers:
             f"fp8.autocast(policy, model=model), not model={model!r}"
         )
     own = source_of(policy.recipe)
-    found = resolve(policy, model)
+    found = resolve(policy, model, every=True)
     return {
         model.get_submodule(name): decision.recipe
         for name, decision in found.items()

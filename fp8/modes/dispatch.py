@@ -23,11 +23,12 @@ from ..products import matmul
 from ..products.attention import attention, flex_attention
 from ..products.convolution import conv, conv_transpose
 from ..products.einsum import as_equation, einsum, sums_products
+from ..products.grouped import grouped_mm
 from ..products.multi_head import multi_head_attention_forward
 from ..products.spellings import by_function
 from ..recipes.recipe import Recipe
 
-__all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler"]
+__all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler", "handler_of"]
 
 Handler = Callable[..., Any]
 """(recipe, *args, **kwargs) -> the result; NotImplemented, if torch should compute the call; or, if
@@ -225,7 +226,7 @@ def _bilinear(
             "it sums over two axes one after the other, and a scale belongs to one; write it with @"
         )
     casts = (recipe.input, recipe.input, recipe.weight)
-    *of, of_grad = histories(recipe, "bilinear", input1, *casts, recipe.grad)
+    *of, of_grad = histories(recipe, "bilinear", (input1, input2), *casts, recipe.grad)
     name, roles = product_name("bilinear", weight, recipe), ("input 1", "input 2", "weight")
     static = static_exponents(recipe, input1, input2, weight)
     operands = zip((input1, input2, weight), casts, of, roles, static, strict=True)
@@ -234,6 +235,19 @@ def _bilinear(
     y = aten.bilinear.default(first, second, weight, None)
     y = cast_backward(y, recipe.grad, -1, of_grad, name)
     return y if bias is None else y + bias
+
+
+def _grouped(
+    recipe: Recipe,
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    if not _floating(input, mat2) or bias is not None or out_dtype not in (None, input.dtype):
+        return NotImplemented  # torch 2.13 supports neither
+    return grouped_mm(input, mat2, offs)
 
 
 _ADDED = {
@@ -251,6 +265,7 @@ _HANDLERS: dict[str, Handler] = {
     "mv": _two((2, 1)),
     "dot": _two((1, 1)),
     "vdot": _two((1, 1)),
+    "grouped_mm": _grouped,
     **_ADDED,
     **{f"{name}_": _in_place(handler) for name, handler in _ADDED.items()},
 }
@@ -275,6 +290,22 @@ PRODUCTS: dict[Callable[..., Any], Handler] = {
 }
 """Torch function -> its handler."""
 
+_OPERATORS: dict[str, Handler] = {
+    # transformers' grouped_mm where torch has none: compiled, in other dtypes than bfloat16.
+    "transformers.grouped_mm_fallback": _grouped,
+}
+"""Operator that another library registers -> its handler."""
+
+_Operator = type(aten.mm)
+
+
+def handler_of(function: Callable[..., Any]) -> Handler | None:
+    """The handler of a torch function, or of an operator of another library; None for others."""
+    if isinstance(function, _Operator):
+        return _OPERATORS.get(str(function))
+    return PRODUCTS.get(function)
+
+
 EXPANDED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
 }
@@ -282,7 +313,6 @@ EXPANDED: dict[Callable[..., Any], Callable[..., Any]] = {
 
 _RECURRENT = "one kernel computes all its products; write it out step by step"
 _SPARSE = "sparse operands have no cast"
-_GROUPED = "the products of a group have no recipe yet; write them as a loop of @"
 
 OPAQUE: dict[Callable[..., Any], str] = {
     torch.lstm: _RECURRENT,
@@ -301,6 +331,5 @@ OPAQUE: dict[Callable[..., Any], str] = {
     torch.smm: _SPARSE,
     torch.hspmm: _SPARSE,
     torch.sspaddmm: _SPARSE,
-    torch._grouped_mm: _GROUPED,  # what a mode receives for torch.nn.functional.grouped_mm
 }
 """Torch function whose products cannot run under a recipe -> the reason and an alternative."""

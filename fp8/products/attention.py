@@ -77,7 +77,7 @@ def _cast_around(
         return kernel(query, key, value)
     warn_unsummed(recipe, "attention")
     name, cast = product_name("attention", None, recipe), recipe.input
-    *of, of_grad = histories(recipe, "attention", query, cast, cast, cast, recipe.grad)
+    *of, of_grad = histories(recipe, "attention", (query,), cast, cast, cast, recipe.grad)
     query = cast_forward(query, cast, -1, of[0], name, "query")
     key = cast_forward(key, cast, -1, of[1], name, "key")
     value = cast_forward(value, cast, -2, of[2], name, "value")

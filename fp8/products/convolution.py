@@ -149,14 +149,14 @@ def _convolve(
     if recipe is None:
         return _as_it_is(x, weight, bias, scales, geometry)
     if (pass_ := measuring()) is not None:
-        histories = layer_histories(recipe, "conv", x)
+        histories = layer_histories(recipe, "conv", x, weight)
         y = _as_it_is(x, weight, bias, scales, geometry)
         return measured(pass_, histories, x, weight, y)
     warn_unsummed(recipe, "a convolution")
     static = static_exponents(recipe, x, weight)
     casts = casts_of(recipe, name=product_name("conv", weight, recipe), static=static)
     casts = Casts(*(spec and spec._replace(hadamard=0) for spec in casts))  # no rotation
-    of_x, of_w, of_grad = layer_histories(recipe, "conv", x)
+    of_x, of_w, of_grad = layer_histories(recipe, "conv", x, weight)
     shared = shared_casts(x, of_x, casts.a, casts.a_again)
     first, second, casts = with_copies(x, weight, casts)
     x, scale_x = _cast_maps(x, casts.a, -1, of_x)

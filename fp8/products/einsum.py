@@ -38,7 +38,7 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
     if not is_whole(recipe):
         return "a scale by rows or blocks needs one axis to sum over; write products of two"
     cast, name = recipe.input, product_name("einsum", None, recipe)
-    *of, of_grad = histories(recipe, "einsum", operands[0], *[cast] * len(operands), recipe.grad)
+    *of, of_grad = histories(recipe, "einsum", operands, *[cast] * len(operands), recipe.grad)
     operands = [
         cast_forward(t, cast, -1, history, name, f"input {i}", exponent)
         for i, (t, history, exponent) in enumerate(zip(operands, of, static, strict=True), 1)

@@ -56,7 +56,7 @@ def gradients(
     return [for_a, round_straight(grad, casts.grad_for_b, -2, history, record=True)]
 
 
-def _gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
+def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
     """``alpha * a @ b (+ bias)`` for two matrices or two batches of matrices. fuses: as
     `_fuses`."""
     if bias is not None:
@@ -105,7 +105,7 @@ class _Product(Function):
         shared: SharedCasts | None,
         fuses: bool,
     ) -> Tensor:
-        return _gemm(a, b.mT, s_y, fuses, bias)
+        return gemm(a, b.mT, s_y, fuses, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -134,7 +134,7 @@ class _Plain(Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales, fuses: bool) -> Tensor:
-        return _gemm(a, b.mT, scales[0], fuses, bias)
+        return gemm(a, b.mT, scales[0], fuses, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -170,10 +170,10 @@ def _both(
         for_a = for_b = for_a * s_a
         s_a = s_b = 1.0
     if b is not None:
-        da = _gemm(for_a, b, s_a, ctx.fuses)
+        da = gemm(for_a, b, s_a, ctx.fuses)
     if a is not None:
         first, second = (a.mT, for_b) if ctx.turned else (for_b.mT, a)
-        db = _gemm(first, second, s_b, ctx.fuses)
+        db = gemm(first, second, s_b, ctx.fuses)
         db = db.mT if ctx.turned else db
     return da, db
 
@@ -231,12 +231,12 @@ def _multiply(
         return _as_it_is(a, b, bias, scales)
     kind = "linear" if layer else "matmul"
     if (pass_ := measuring()) is not None:
-        histories = layer_histories(recipe, kind, a, layer)
+        histories = layer_histories(recipe, kind, a, b, layer)
         y = _multiply(a, b, bias, scales, None, backend, static, layer)
         return measured(pass_, histories, a, b, y)
     name = product_name(kind, b if layer else None, recipe)
     casts = casts_of(recipe, layer, name, static)
-    of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, layer)
+    of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, b, layer)
     shared = shared_casts(a, of_a, casts.a, casts.a_again)
     if recipe.accumulate is not None:
         like, bias = to_autocast_dtype(a[:0], bias)

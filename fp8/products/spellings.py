@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 __all__ = ["SPELLINGS", "by_function"]
 
@@ -35,6 +36,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], ...]] = {
     "addbmm_": (Tensor.addbmm_,),
     "baddbmm": (torch.baddbmm, Tensor.baddbmm),
     "baddbmm_": (Tensor.baddbmm_,),
+    "grouped_mm": (F.grouped_mm, torch._grouped_mm),  # a mode receives the second for both
 }
 """Product -> its spellings, which take the same arguments. A trailing _: in place."""
 

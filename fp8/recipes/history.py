@@ -22,6 +22,7 @@ __all__ = [
     "reduce_amax",
     "remember",
     "settle",
+    "static_scales",
 ]
 
 Group = torch.distributed.ProcessGroup | None
@@ -54,7 +55,7 @@ class AmaxHistory:
 
     Attributes:
         tensors: name of the operand, like "001.linear.0" -> float32, (history,), or () for
-            "static", 0 if not set.
+            "static", 0 if not set. Of a grouped product: (groups, history) or (groups,).
     """
 
     def __init__(self) -> None:
@@ -62,25 +63,28 @@ class AmaxHistory:
         #: The operands whose static scale is set.
         self.known: set[str] = set()
 
-    def tensor(self, name: str, length: int, device: torch.device) -> Tensor:
+    def tensor(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
         """The history of an operand, created with zeros if new. length: 0 for a static scale, which
-        is returned as by `_static`.
+        is returned as by `_static`. groups: the number of states, of a grouped product.
 
         Raises ValueError if it has another length, RuntimeError if it would be created while
         compiling.
         """
         if name not in self.tensors:
-            if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-                raise RuntimeError(
-                    f"there is no history of {name} yet: run the first pass in eager mode"
-                )
+            _check_creates(name)
             with torch.inference_mode(False):
-                self.tensors[name] = _zeros(length, device)
+                self.tensors[name] = _zeros(length, device, groups)
         known = self.tensors[name]
-        entries = known.numel() if known.dim() else 0
-        if entries != length:
-            raise ValueError(f"the history of {name} has {entries} entries, the recipe {length}")
-        return known if length else self._static(name, known)
+        if known.shape != _shape(length, groups):
+            raise ValueError(
+                _OTHER_SHAPE.format(name, *map(tuple, (known.shape, _shape(length, groups))))
+            )
+        return known if length or groups else self._static(name, known)
+
+    def number(self, counter: list[int], product: str, *operands: Tensor) -> str:
+        """The name of the next product. counter: [number of products so far]."""
+        counter[0] += 1
+        return f"{counter[0]:03d}.{product}"
 
     def _static(self, name: str, scale: Tensor) -> Tensor:
         """``scale``, or a view of shape (1,) if it is not set and is to be measured.
@@ -138,8 +142,20 @@ def _reduce(tensors: Iterable[Tensor], group: Group) -> None:
         tensor.copy_(largest.view_as(tensor))
 
 
-def _zeros(length: int, device: torch.device) -> Tensor:
-    return torch.zeros((length,) if length else (), device=device)
+_OTHER_SHAPE = "the history of {} has shape {}, and the recipe and the product need {}"
+
+
+def _check_creates(name: str) -> None:
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        raise RuntimeError(f"there is no history of {name} yet: run the first pass in eager mode")
+
+
+def _shape(length: int, groups: int = 0) -> torch.Size:
+    return torch.Size(size for size in (groups, length) if size)
+
+
+def _zeros(length: int, device: torch.device, groups: int = 0) -> Tensor:
+    return torch.zeros(_shape(length, groups), device=device)
 
 
 def _is_positive(scale: Tensor) -> bool:
@@ -156,49 +172,81 @@ _AMAX, _SCALE = "fp8_amax_", "fp8_scale_"
 _ROLES = {"0": "input", "1": "weight", "grad": "grad"}
 _KNOWN = "fp8_known"
 """The attribute of a layer that lists the roles whose static scale is set."""
+_BY_CALL = "fp8_by_call"
+"""The attribute of a layer that says whether it computes several products."""
 
 
 class LayerHistory(AmaxHistory):
-    """The history of a converted layer: the buffers ``fp8_amax_input``, ``fp8_amax_weight`` and
-    ``fp8_amax_grad``, or ``fp8_scale_input`` and so on, which `remember` creates."""
+    """The history of a converted layer, in its buffers.
+
+    A layer of one product has ``fp8_amax_input``, ``fp8_amax_weight`` and ``fp8_amax_grad``, or
+    ``fp8_scale_input`` and so on, which `remember` creates. A layer of several products names each
+    by its order in the forward pass, as in ``fp8_amax_001_grouped_mm_input``, and creates the
+    buffers in the first one. A product with one matrix of a stack of weights, of which a pass may
+    leave out some, is named after it: ``fp8_amax_down_proj_3_linear_input``.
+    """
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
 
-    def tensor(self, name: str, length: int, device: torch.device) -> Tensor:
-        """The buffer of an operand of the layer's product."""
-        role = _ROLES[name.rpartition(".")[2]]
-        buffer: Tensor = part_of(getattr(self._layer, (_AMAX if length else _SCALE) + role))
-        if length or role in self._layer.fp8_known:
-            return buffer
-        if torch.compiler.is_compiling() or not _is_set(buffer):
-            return buffer.view(1)
-        self._layer.fp8_known = (*self._layer.fp8_known, role)
-        return buffer
+    def number(self, counter: list[int], product: str, *operands: Tensor) -> str:
+        """As in `AmaxHistory`, or the name and index of the weight in a stack of the layer."""
+        stacks = {n: p for n, p in self._layer.named_parameters(recurse=False) if p.dim() == 3}
+        for operand in operands:
+            for name, stack in stacks.items():
+                if operand.dim() == 2 and operand._base is not None and operand._base is stack:
+                    offset = operand.storage_offset() - stack.storage_offset()
+                    return f"{name}.{offset // stack.stride(0)}.{product}"
+        return super().number(counter, product)
+
+    def tensor(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
+        """The buffer of an operand of a product of the layer."""
+        layer = self._layer
+        product, _, operand = name.rpartition(".")
+        role = _ROLES.get(operand, operand)
+        if layer.fp8_by_call:
+            role = f"{product.replace('.', '_')}_{role}"
+        buffer = (_AMAX if length else _SCALE) + role
+        if buffer not in layer._buffers:
+            _check_creates(name)
+            layer.register_buffer(buffer, _zeros(length, device, groups))
+        known: Tensor = part_of(getattr(layer, buffer))
+        if known.shape != _shape(length, groups):
+            raise ValueError(
+                _OTHER_SHAPE.format(name, *map(tuple, (known.shape, _shape(length, groups))))
+            )
+        if length or groups or role in layer.fp8_known:
+            return known
+        if torch.compiler.is_compiling() or not _is_set(known):
+            return known.view(1)
+        layer.fp8_known = (*layer.fp8_known, role)
+        return known
 
     def settle(self) -> None:
         """Checks again which static scales are set."""
         settle(self._layer)
 
 
-def remember(layer: Any, recipe: Any) -> None:
+def remember(layer: Any, recipe: Any, by_call: bool = False) -> None:
     """Adds the buffers that ``recipe`` needs to ``layer``, which has an input and a weight: zeros,
-    float32, on the device of the weight. Buffers of that name and shape stay."""
-    for role in _ROLES.values():
+    float32, on the device of the weight. Buffers of that name and shape stay. by_call: the layer
+    computes several products, and the buffers are created by its first pass."""
+    for role in () if by_call else _ROLES.values():
         cast = getattr(recipe, role)
         if cast is not None and cast.keeps_history:
             zeros = _zeros(cast.history, layer.weight.device)
             name = (_AMAX if cast.history else _SCALE) + role
             if getattr(layer, name, zeros[..., None]).shape != zeros.shape:
                 layer.register_buffer(name, zeros)
-    vars(layer)[_KNOWN] = ()
+    vars(layer).update({_KNOWN: (), _BY_CALL: by_call})
 
 
 def forget(layer: nn.Module) -> None:
     """Removes the buffers that `remember` adds."""
     for name in [name for name, _ in layer.named_buffers(recurse=False) if _is_history(name)]:
         delattr(layer, name)
-    vars(layer).pop(_KNOWN, None)
+    for attribute in (_KNOWN, _BY_CALL):
+        vars(layer).pop(attribute, None)
 
 
 def has_scales(layer: nn.Module) -> bool:
@@ -209,9 +257,9 @@ def has_scales(layer: nn.Module) -> bool:
 def settle(layer: nn.Module) -> None:
     """Checks again which static scales of a layer are set, after they were written."""
     if _KNOWN in vars(layer):
-        kept = ((role, part_of(getattr(layer, _SCALE + role, None))) for role in _ROLES.values())
-        known = tuple(role for role, scale in kept if scale is not None and _is_positive(scale))
-        vars(layer)[_KNOWN] = known
+        kept = dict(layer.named_buffers(recurse=False)).items()
+        scales = {n.removeprefix(_SCALE): part_of(x) for n, x in kept if n.startswith(_SCALE)}
+        vars(layer)[_KNOWN] = tuple(role for role, x in scales.items() if _is_positive(x))
 
 
 def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -219,12 +267,29 @@ def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) 
     the unconverted model loads. A state_dict without any parameter of the layer under this name,
     like safetensors files for a module's second name, is left unchanged."""
     own = {prefix + name: b for name, b in layer.named_buffers(recurse=False) if _is_history(name)}
+    if vars(layer).get(_BY_CALL):
+        for key in state:
+            name = key.removeprefix(prefix)
+            if key.startswith((prefix + _AMAX, prefix + _SCALE)) and name not in layer._buffers:
+                layer.register_buffer(name, torch.zeros_like(state[key]))
     known = any(prefix + name in state for name, _ in layer.named_parameters())
     if known and own.keys().isdisjoint(state):
         weight = state.get(prefix + "weight")
         for name, buffer in own.items():
             device = buffer.device if weight is None else weight.device
             state[name] = torch.zeros_like(buffer, device=device)
+
+
+def static_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The static scales among the tensors of an `AmaxHistory` or `histories`, 0-dim: of a grouped
+    product, one for each group, under its name and number."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        groups = tensor.dim() == 1 and "grouped_mm" in name and _AMAX not in name
+        parts = tensor.unbind() if groups else ()
+        found |= {f"{name}.{i}": part for i, part in enumerate(parts)}
+        found |= {name: tensor} if not tensor.dim() else {}
+    return found
 
 
 def _is_history(name: str) -> bool:

@@ -21,6 +21,8 @@ __all__ = [
     "LAYERS",
     "auto_of",
     "candidates",
+    "has_one_product",
+    "holds_experts",
     "inside_attention",
     "is_transposed",
     "is_unit_scaled",
@@ -42,7 +44,8 @@ LAYERS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose3d,
     nn.MultiheadAttention,
 )
-"""The layers that are converted, including subclasses: their work is a product with a weight."""
+"""The layers that are converted, including subclasses: their work is a product with a weight. And
+modules of any class that hold stacks of weights (`holds_experts`)."""
 
 ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.GELU, nn.SiLU, nn.GLU, nn.ReLU)
 """Also converted, including subclasses, if the recipe has `saved_activations`."""
@@ -112,6 +115,26 @@ def is_transposed(module: nn.Module) -> bool:
     return known is not None and isinstance(module, known.Conv1D)
 
 
+def holds_experts(module: nn.Module) -> bool:
+    """Whether all weights of a module are its own and belong to several experts: stacks of matrices
+    (experts, ., .), and biases (experts, .) if it has any. Not a class of torch: those are layers
+    of one weight."""
+    parameters = list(module.parameters())
+    if bare_class(module).__module__.startswith("torch.") or any(map(is_lazy, parameters)):
+        return False
+    stacks = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+    if not stacks or len(parameters) != len(list(module.parameters(recurse=False))):
+        return False
+    experts = stacks[0].shape[0]
+    return experts > 1 and all(p.dim() in (2, 3) and p.shape[0] == experts for p in parameters)
+
+
+def has_one_product(module: nn.Module) -> bool:
+    """Whether a layer computes one product, of an input and its weight."""
+    several = isinstance(module, nn.Bilinear | nn.MultiheadAttention)
+    return not several and (isinstance(module, LAYERS) or is_transposed(module))
+
+
 def _why_not(module: nn.Module, owner: str | None) -> str | None:
     if owner is not None:
         return f"computed by {owner}"
@@ -123,10 +146,11 @@ def _why_not(module: nn.Module, owner: str | None) -> str | None:
     for parameter in module.parameters(recurse=False):
         if not is_dense(parameter):
             return f"no recipe casts its weight: {parameter.dtype}, {parameter.layout}"
-    if isinstance(module, (*LAYERS, *ACTIVATIONS)) or is_transposed(module):
+    known = isinstance(module, (*LAYERS, *ACTIVATIONS)) or is_transposed(module)
+    if known or holds_experts(module):
         return _PATCHED if "forward" in vars(module) else None
-    known = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
-    return next(known, "its products are its own: run the model under fp8.autocast")
+    whys = (why for kind, why in EXCEPTIONS.items() if isinstance(module, kind))
+    return next(whys, "its products are its own: run the model under fp8.autocast")
 
 
 _QUANTIZERS = ("bitsandbytes", "torchao")

@@ -17,7 +17,7 @@ from .layers import ACTIVATIONS, auto_of, candidates, layers_of
 from .roles import with_role
 from .where import Layers, blocks_of, within
 
-__all__ = ["Decision", "bare_name", "resolve"]
+__all__ = ["Decision", "bare_name", "matches", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Decision:
     why: str = ""
 
 
-def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
+def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, Decision]:
     """The decision of ``policy`` for each layer of ``model`` that `fp8.convert` can convert.
 
     A switch is not applied: resolve ``policy.at(fraction)``.
@@ -43,6 +43,7 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
     Args:
         policy: a policy.
         model: not changed.
+        every: all layers with a weight, as `fp8.autocast` casts their products too.
 
     Returns:
         Name of the layer -> `Decision`, in the order of the model.
@@ -53,10 +54,12 @@ def resolve(policy: Policy, model: nn.Module) -> dict[str, Decision]:
             recipe has; the message names the rule and the layer.
     """
     if isinstance(model, DistributedDataParallel | DataParallel):
-        found = resolve(policy, model.module)
+        found = resolve(policy, model.module, every)
         return {f"module.{name}" if name else "module": d for name, d in found.items()}
     saves = any(isinstance(r, Recipe) and r.saved_activations for r in policy.recipes)
-    layers = candidates(model, saves)
+    layers: Layers = candidates(model, saves)
+    if every:
+        layers = {name: layer for name, layer, _ in layers_of(model, saves)}
     exceptions = _exceptions(policy, model, layers)
     matched = {i: _matched(i, rule, model, layers) for i, rule in enumerate(policy.rules)}
     found = {}
@@ -120,10 +123,10 @@ def _exceptions(policy: Policy, model: nn.Module, layers: Layers) -> dict[str, s
 def _matched(index: int, rule: Rule, model: nn.Module, layers: Layers) -> set[str]:
     """The names of the layers that a rule matches. Raises ValueError if it matches none, except for
     a rule that leaves in high precision what is never cast."""
-    found = {name for name in layers if _matches(rule.layers, name)}
+    found = {name for name in layers if matches(rule.layers, name)}
     if found:
         return found
-    others = {name: why or "" for name, _, why in layers_of(model) if _matches(rule.layers, name)}
+    others = {name: why or "" for name, _, why in layers_of(model) if matches(rule.layers, name)}
     if others and rule.recipe is None:
         return found
     if others:
@@ -132,7 +135,7 @@ def _matched(index: int, rule: Rule, model: nn.Module, layers: Layers) -> set[st
     raise ValueError(f"{_said(index, rule)} matches no layer{_hint(rule.layers, layers)}")
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a name, with or without the names that wrappers put in."""
     name = name or "(model)"  # as in reports
     return any(n == pattern or fnmatchcase(n, pattern) for n in {name, bare_name(name)})

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..common.mixin import bare_class
 from ..common.validation import check_name
+from .layers import holds_experts
 
 __all__ = [
     "WHERE",
@@ -41,6 +42,7 @@ _OUTSIDE = "outside of the blocks that the model repeats"
 _LAST = "the last layer of a model that repeats no block"
 _JOINS = "joins the residual stream: attention output or down projection"
 _WHOLE = "one module with the output projection of the attention"
+_EXPERTS = "one module with the down projections of the experts"
 
 
 def _hidden(model: nn.Module, layers: Layers) -> dict[str, str]:
@@ -57,12 +59,15 @@ def _umup(model: nn.Module, layers: Layers) -> dict[str, str]:
     """As "hidden", and also leaves alone the layers whose output is added to the residual stream:
     attention outputs and down projections stay in 16 bits (u-muP, arXiv:2407.17465, section 4).
     Such a layer is the last one of a part and its output has the width of the block. An
-    `nn.MultiheadAttention` is one layer.
+    `nn.MultiheadAttention` is one layer, and so is a module that holds stacks of weights of
+    experts.
     """
     left = _hidden(model, layers)
     for name, layer in layers.items():
         if isinstance(layer, nn.MultiheadAttention):
             left.setdefault(name, _WHOLE)
+        elif holds_experts(layer):
+            left.setdefault(name, _EXPERTS)
     for block in blocks_of(model, layers):
         inside = {name: layer for name, layer in layers.items() if within(name, block)}
         width = sizes_of(next(iter(inside.values())))[0]

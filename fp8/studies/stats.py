@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,7 +16,10 @@ from ..common.report import as_table
 from ..common.threads import Stack
 from ..modes.autocast import STANCE
 
-__all__ = ["Stats", "StatsRow", "stats"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Sampler", "Stats", "StatsRow", "stats"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,14 @@ class StatsRow:
         nonfinite: the number of Inf and NaN, counted over all elements of the sampled passes.
         sqnr: signal-to-quantization-noise ratio in dB, without Inf and NaN; inf if nothing was
             rounded, nan if all elements are zero.
+        blocks: with scales of two levels (NVFP4), the number of blocks that are not all zeros; 0
+            for other scalings.
+        flushed_blocks: the share of blocks whose scale rounds to zero in e4m3: they keep the
+            smallest scale, 2**-9 of the tensor's, and their values lose digits or become zero.
+        clipped_blocks: the share of blocks whose scale was rounded down so that their largest value
+            saturates.
+        unit: the float32 scale of the tensor, in units of which the scales of blocks are e4m3: the
+            geometric mean over casts; nan for other scalings.
     """
 
     layer: str
@@ -45,21 +57,27 @@ class StatsRow:
     saturated: float
     nonfinite: int
     sqnr: float
+    blocks: int = 0
+    flushed_blocks: float = 0.0
+    clipped_blocks: float = 0.0
+    unit: float = math.nan
 
 
-class Stats:
-    """Returned by `stats`. Use it as a context manager around a pass; call ``rows()`` or ``print``
-    at any time."""
+class Sampler:
+    """A context manager around a pass that opens a recorder of casts in some passes.
 
-    def __init__(self, recorder: CastRecorder, every: int = 1) -> None:
-        self.every = every
+    recorder: `CastRecorder`. takes: (number of the pass) -> whether it is recorded.
+    """
+
+    def __init__(self, recorder: CastRecorder, takes: Callable[[int], bool]) -> None:
         self.passes = 0
         self._recorder = recorder
+        self._takes = takes
         self._open = Stack()  # for each open pass of this thread, whether it is sampled
 
-    def __enter__(self) -> Stats:
+    def __enter__(self) -> Self:
         with self._recorder.lock:
-            sampled = self.passes % self.every == 0
+            sampled = self._takes(self.passes)
             self.passes += 1
         if sampled:
             STANCE.hold()
@@ -72,6 +90,15 @@ class Stats:
             mine = [r is self._recorder for r, _ in OPEN.recorders]
             del OPEN.recorders[len(mine) - 1 - mine[::-1].index(True)]
             STANCE.release()
+
+
+class Stats(Sampler):
+    """Returned by `stats`. Use it as a context manager around a pass; call ``rows()`` or ``print``
+    at any time."""
+
+    def __init__(self, recorder: CastRecorder, every: int = 1) -> None:
+        self.every = every
+        super().__init__(recorder, lambda number: number % every == 0)
 
     def reset(self) -> None:
         """Clears the counts; the next pass is sampled."""
@@ -86,8 +113,10 @@ class Stats:
         ]
 
     def __str__(self) -> str:
-        cells = [[field.name for field in fields(StatsRow)], *map(_cells, self.rows())]
-        return as_table(cells)
+        rows = self.rows()
+        names = [field.name for field in fields(StatsRow)]
+        shown = len(names) if any(row.blocks for row in rows) else names.index("blocks")
+        return as_table([names[:shown], *(_cells(row)[:shown] for row in rows)])
 
     __repr__ = __str__
 
@@ -143,10 +172,20 @@ def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> Stats
         saturated=sums["saturated"] / sampled,
         nonfinite=int(sums["nonfinite"]),
         sqnr=sqnr if signal else math.nan,
+        **_of_blocks(sums),
     )
 
 
+def _of_blocks(sums: dict[str, float]) -> dict[str, Any]:
+    if not sums["casts"]:
+        return {}
+    shares = {n: sums[n] / (sums["blocks"] or 1) for n in ("flushed_blocks", "clipped_blocks")}
+    return {"blocks": int(sums["blocks"]), **shares, "unit": 2 ** (sums["unit"] / sums["casts"])}
+
+
 def _cells(row: StatsRow) -> list[str]:
-    layer, operand, format, elements, *shares, nonfinite, sqnr = astuple(row)
-    percent = [f"{share:.3%}" for share in shares]
-    return [layer, operand, format, str(elements), *percent, str(nonfinite), f"{sqnr:.1f} dB"]
+    shares = ("zero", "subnormal", "saturated", "flushed_blocks", "clipped_blocks")
+    values = asdict(row)
+    shown = {name: f"{values[name]:.3%}" for name in shares}
+    shown |= {"sqnr": f"{row.sqnr:.1f} dB", "unit": f"{row.unit:.3g}"}
+    return [shown.get(name, str(value)) for name, value in values.items()]

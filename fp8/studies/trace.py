@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..common.step import Batch, call, untouched
+from ..products.grouped import MULTIPLY_GROUPS
 from .findings import Product
 
 __all__ = ["trace"]
@@ -38,6 +39,9 @@ def _of_matrices(a: Tensor, b: Tensor) -> _Sizes:
 
 
 def _of_grouped(a: Tensor, b: Tensor) -> _Sizes:
+    """All groups as one product: each row of a matrix is multiplied by the weight of one group."""
+    if a.dim() == 3 and b.dim() == 2:
+        return _Sizes(b.shape[1], a.shape[-1], a.shape[1], 1, a)
     rows = a.shape[:-1].numel()
     return _Sizes(rows, a.shape[-1], b.shape[-1], 1, b)
 
@@ -58,6 +62,9 @@ _MATRICES: dict[Any, int] = {
     aten.baddbmm: 1,
 }
 """ATen product -> the position of its first factor; the second one follows."""
+
+_GROUPED = (aten._grouped_mm, MULTIPLY_GROUPS)
+"""Grouped products: torch's, and that of layers that are converted."""
 
 
 class _Weights:
@@ -102,7 +109,7 @@ class _Trace(TorchDispatchMode):
         elif op is aten.convolution:
             x, w, transposed, groups = args[0], args[1], args[6], args[8]
             self._add("convolution", _of_convolution(x, w, output, transposed, groups))
-        elif op is aten._grouped_mm:
+        elif op in _GROUPED:
             self._add("linear", _of_grouped(*args[:2]))
         return output
 

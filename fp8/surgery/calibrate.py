@@ -12,7 +12,7 @@ from ..casts.measuring import MEASURING, Measurement
 from ..common.mixin import check_module
 from ..common.step import Batch, Loss, call, starts, untouched, unwrapped
 from ..modes.autocast import outside_compiler
-from ..recipes.history import AmaxHistory, histories, settle
+from ..recipes.history import AmaxHistory, histories, settle, static_scales
 from ..recipes.scaling import LARGEST, SMALLEST, nearest_power
 from .convert import choose_static
 
@@ -114,7 +114,7 @@ def calibration(model: nn.Module | AmaxHistory) -> dict[str, int | None]:
     Returns:
         Operand -> the exponent e of its scale factor ``2**e``, by which the operand is divided
         before its cast; None if the scale is not set yet. The operands of a layer are named after
-        it, as in "0.input", "0.weight" and "0.grad".
+        it, as in "0.input", "0.weight" and "0.grad"; those of a group end with its number.
     """
     scales = {name: float(state) for name, state in _states(model).items()}
     return {name: round(math.log2(scale)) if scale else None for name, scale in scales.items()}
@@ -123,10 +123,10 @@ def calibration(model: nn.Module | AmaxHistory) -> dict[str, int | None]:
 def _states(model: nn.Module | AmaxHistory) -> dict[str, Tensor]:
     """Operand -> its static scale, 0-dim."""
     if isinstance(model, AmaxHistory):
-        return {name: state for name, state in model.tensors.items() if not state.dim()}
+        return static_scales(model.tensors)
     check_module("calibrate", model)
-    kept = histories(unwrapped(model)).items()
-    return {name.replace("fp8_scale_", ""): state for name, state in kept if not state.dim()}
+    kept = static_scales(histories(unwrapped(model)))
+    return {name.replace("fp8_scale_", ""): state for name, state in kept.items()}
 
 
 def _settle(model: nn.Module | AmaxHistory) -> None:

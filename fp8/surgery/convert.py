@@ -30,6 +30,8 @@ from ..selection.layers import (
     ADAPTERS,
     auto_of,
     candidates,
+    has_one_product,
+    holds_experts,
     is_transposed,
     is_unit_scaled,
     layers_of,
@@ -39,8 +41,10 @@ from ..selection.where import Where, checked_where, choose
 from .swap import adapted, is_replacement, warn_nothing
 
 __all__ = [
+    "Converted",
     "adapter",
     "advance",
+    "check_fits",
     "check_ready",
     "choose_recipes",
     "choose_static",
@@ -48,12 +52,12 @@ __all__ = [
     "expand",
     "report",
     "revert",
+    "set_recipe",
 ]
 
 M = TypeVar("M", bound=nn.Module)
 
 _TWO_AXES = "it sums over two axes, and the recipe has scales along one"
-_NO_BUFFERS = "more than one product, and the recipe keeps a history of each"
 _MORE_KEYS = "add_bias_kv and add_zero_attn are not supported"
 
 _SET = (
@@ -73,7 +77,7 @@ def adapter(name: str) -> Any:
     return importlib.import_module(f"fp8.adapters.{name}")
 
 
-class _Converted(Gained):
+class Converted(Gained):
     """A layer whose products run under its ``fp8_recipe``."""
 
     fp8_recipe: Recipe
@@ -98,7 +102,7 @@ class _Converted(Gained):
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
         # and it can be compiled inside of a checkpoint.
-        alone = history is None and self._active == (_Converted,) and not FIRST_LOOK.items
+        alone = history is None and self._active == (Converted,) and not FIRST_LOOK.items
         if alone and _is_a_tensor(*args, **kwargs):
             if self._original is nn.Linear:
                 return _linear(self, self.weight, *args)
@@ -307,20 +311,20 @@ def _adapt(model: M, policy: Policy, adapter: Any, where: str | Where | None, re
 
 
 def _begin(module: nn.Module, sources: tuple[Source, ...], backend: str, why: str) -> None:
-    gain(module, _Converted)
+    gain(module, Converted)
     vars(module).update(fp8_sources=sources, fp8_asked=backend, fp8_why=why)
     vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
-    _set_recipe(module, sources)
+    set_recipe(module, sources)
 
 
-def _set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
+def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     """Sets the recipe of a converted layer, its backend, and the buffers that it needs."""
     recipe = composed(sources, auto_of(module)) or _HIGH
     backend = vars(module)["fp8_asked"]
     runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
     if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
-        remember(module, recipe)
+        remember(module, recipe, not has_one_product(module))
 
 
 _HIGH = Recipe(name="high precision")
@@ -376,14 +380,14 @@ def _advance(owner: nn.Module, policy: Policy, fraction: float) -> bool:
         return False
     vars(owner)["fp8_since"] = since
     for module in owner.modules():
-        if isinstance(module, _Converted) and module.fp8_switches:
+        if isinstance(module, Converted) and module.fp8_switches:
             now = module.fp8_sources
             for _, source in reached:
                 now = tuple(None if was is None else source for was in now)
             why = _unfit(module, composed(now, PLAIN) or _HIGH)
             if why:
                 now = module.fp8_sources
-            _set_recipe(module, now)
+            set_recipe(module, now)
             vars(module)["fp8_since"] = f"not switched: {why}" if why else _since(since)
     forget_looks(owner)
     return True
@@ -393,7 +397,7 @@ def choose_recipes(model: nn.Module) -> None:
     """Selects the recipe again for layers converted under "auto". Called when a model becomes
     unit-scaled."""
     for module in model.modules():
-        if isinstance(module, _Converted) and AUTO in module.fp8_sources:
+        if isinstance(module, Converted) and AUTO in module.fp8_sources:
             vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
             if not module.fp8_recipe.keeps_history:
                 forget(module)
@@ -404,7 +408,7 @@ def choose_static(model: nn.Module) -> None:
     """Selects "static" for layers converted under "auto" that are not unit-scaled. Called by
     calibration."""
     for module in model.modules():
-        if isinstance(module, _Converted):
+        if isinstance(module, Converted):
             _choose_static(module)
 
 
@@ -412,14 +416,14 @@ def _choose_static(module: Any) -> None:
     auto = set(module.fp8_sources) == {AUTO}
     if auto and module.fp8_recipe == PLAIN and not _unfit(module, STATIC):
         vars(module)["fp8_recipe"] = STATIC
-        remember(module, STATIC)
+        remember(module, STATIC, not has_one_product(module))
 
 
 def _warn(model: nn.Module, chosen: Sequence[str]) -> None:
     """Warns about layers whose recipe needs unit scaling, and if no layer was converted. chosen:
     the names that ``where`` selected."""
     found: list[tuple[str, Any]] = [
-        (name, layer) for name, layer in model.named_modules() if isinstance(layer, _Converted)
+        (name, layer) for name, layer in model.named_modules() if isinstance(layer, Converted)
     ]
     plain = [
         (name or "(model)", layer.fp8_recipe.name)
@@ -450,7 +454,7 @@ def expand(model: M) -> M:
 
 
 def _runs_in_fp8(module: nn.Module) -> bool:
-    return isinstance(module, _Converted) or is_replacement(module)
+    return isinstance(module, Converted) or is_replacement(module)
 
 
 def revert(model: M) -> M:
@@ -468,8 +472,8 @@ def revert(model: M) -> M:
         model = adapter(name).revert(model)
     for module in model.modules():
         lose(module, _Expanded)
-        if isinstance(module, _Converted):
-            lose(module, _Converted)
+        if isinstance(module, Converted):
+            lose(module, Converted)
             forget(module)
         for key in _SET:
             vars(module).pop(key, None)
@@ -492,7 +496,7 @@ def report(model: nn.Module) -> Report[Row]:
     rows = []
     for name, module, why_not in layers_of(model):
         kind = bare_class(module).__name__
-        if isinstance(module, _Converted):
+        if isinstance(module, Converted):
             rows.append(Row(name, kind, "converted", _how(module)))
         else:
             why = why_not or vars(module).get("fp8_why", "not chosen")
@@ -526,10 +530,14 @@ def _how(module: Any) -> str:
     none = "" if module.fp8_asked == "simulate" else why_not_recipe(recipe)
     if backend == "simulate":
         return f"{name}, simulated: {none}" if none else str(name)
-    if not isinstance(module, nn.Linear) and not module.fp8_transposed:
+    experts = holds_experts(module)
+    if not (experts or isinstance(module, nn.Linear) or module.fp8_transposed):
         return f"{name}, simulated: the kernels multiply matrices"
-    multiple, weight = module.fp8_multiple, module.weight
-    odd = [size for size in reversed(weight.shape) if size % multiple]
+    multiple = module.fp8_multiple
+    stacks = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+    weights = stacks if experts else [module.weight]
+    weight = weights[0]
+    odd = [size for w in weights for size in reversed(w.shape[-2:]) if size % multiple]
     if odd:
         return f"{name}, simulated: {odd[0]} is no multiple of {multiple}"
     predicted = backend == "auto" and weight.device.type != "cuda"
@@ -541,6 +549,12 @@ def _how(module: Any) -> str:
     return f"{name}, {where}{ragged}"
 
 
+def check_fits(name: str, module: nn.Module, recipe: Recipe | None) -> None:
+    """Raises ValueError if a layer cannot run under this recipe."""
+    if recipe is not None and (why := _unfit(module, recipe)):
+        raise ValueError(f"{name or '(model)'} cannot run under {recipe.name!r}: {why}")
+
+
 def _unfit(module: nn.Module, recipe: Recipe) -> str:
     """Why a layer cannot run under this recipe; "" if it can."""
     if isinstance(module, nn.Bilinear) and not is_whole(recipe):
@@ -549,5 +563,4 @@ def _unfit(module: nn.Module, recipe: Recipe) -> str:
         module.bias_k is not None or module.add_zero_attn
     ):
         return _MORE_KEYS
-    many = isinstance(module, nn.Bilinear | nn.MultiheadAttention)
-    return _NO_BUFFERS if many and recipe.keeps_history else ""
+    return ""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8.context.active import unit_products
+from fp8.products.grouped import grouped_mm as grouped_product
 from fp8.products.matmul import linear as linear_product
 from fp8.products.matmul import matmul as matrix_product
 from fp8.products.matmul import to_autocast_dtype
@@ -23,7 +24,7 @@ from ..rules.batch import row_scale
 from ..rules.table import Constraint, Scales, row, tie
 from ..scale import scale_each
 
-__all__ = ["addmm", "bilinear", "linear", "linear_readout", "matmul"]
+__all__ = ["addmm", "bilinear", "grouped_mm", "linear", "linear_readout", "matmul"]
 
 #: Exponents of 1/fan-in (output), 1/fan-out (input gradient) and 1/batch (weight gradient).
 ScalePower = tuple[float, float, float]
@@ -169,6 +170,67 @@ def matmul(left: Tensor, right: Tensor, constraint: str | None = "to_output_scal
     """Computes ``s * left @ right``, with the shapes and broadcasting of `torch.matmul`."""
     s = matmul_scales(left, right, constraint)
     return matrix_product(left, right, scales=(s["output"], s["left"], s["right"]), unit=True)
+
+
+def grouped_mm_scales(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    constraint: str | None = "to_output_scale",
+) -> Scales:
+    """As `linear_scales` for each group: 1/sqrt(k) for the output and 1/sqrt(n) for the gradient of
+    the tokens, tied, and for the weight, a stack, 1/sqrt of the rows of a group: on average, as
+    shapes do not tell the sizes of groups. Two matrices have no weight: all three are tied."""
+    k, m, n = left.shape[-1], left.shape[-2], right.shape[-1]
+    if offs is None:
+        return {"right": row_scale(m), **tie(constraint, output=inverse(k), left=inverse(n))}
+    tokens = {2: m, 3: n}[left.dim()] if left.dim() != right.dim() else k
+    rows = tokens / (offs.shape[0] or 1)
+    if left.dim() == right.dim():
+        sums = {"output": (rows or 1) ** -0.5, "left": inverse(n), "right": inverse(m)}
+        return tie(constraint, **sums)
+    weight, other, width = ("right", "left", n) if right.dim() == 3 else ("left", "right", m)
+    return {
+        weight: row_scale(rows),
+        **tie(constraint, output=inverse(k), **{other: inverse(width)}),
+    }
+
+
+def _torch_grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    if bias is not None or (out_dtype is not None and out_dtype != mat_a.dtype):
+        raise TypeError("unit-scaled grouped_mm has no bias and no other out_dtype, as torch's")
+    return {"left": mat_a, "right": mat_b, "offs": offs}
+
+
+@row(grouped_mm_scales, adapters=by_function({"grouped_mm": _torch_grouped_mm}))
+def grouped_mm(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    constraint: str | None = "to_output_scale",
+) -> Tensor:
+    """Computes ``s * left @ right`` by groups, with the shapes of `torch.nn.functional.grouped_mm`.
+
+    Args:
+        left: (tokens, k), (groups, m, k), (m, tokens) or (groups, m, k).
+        right: (groups, k, n), (groups, k, n), (tokens, n) or (k, tokens), respectively.
+        offs: (groups,), int32: the ends of the groups along the tokens. None for two stacks.
+        constraint: see `unit_scaling.constraints`. As for `linear`, the gradient of a weight (a
+            stack that is multiplied by tokens) has none.
+
+    Returns:
+        (tokens, n), (groups, m, n), (groups, m, n) or (m, tokens).
+    """
+    s = grouped_mm_scales(left, right, offs, constraint)
+    return grouped_product(
+        left, right, offs, scales=(s["output"], s["left"], s["right"]), unit=True
+    )
 
 
 def addmm_scales(

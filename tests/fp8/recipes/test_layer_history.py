@@ -138,12 +138,27 @@ def test_copies_and_casts():
         assert q.dtype == torch.float32
 
 
-def test_layers_of_several_products_are_left_alone():
-    model = nn.ModuleList([nn.MultiheadAttention(8, 2), nn.Bilinear(8, 8, 4), nn.Linear(8, 8)])
-    rows = {row.path: row for row in fp8.report(fp8.convert(model, "delayed"))}
-    assert "more than one product" in rows["0"].why
-    assert rows["1"].left_alone
-    assert rows["2"].done == "converted"
+SEVERAL = {
+    "bilinear": (lambda: nn.Bilinear(8, 8, 4), lambda m, x: m(x, x + 1), 4),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0], 12),
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+@pytest.mark.parametrize("recipe", ["delayed", "static"])
+def test_a_layer_of_several_products_has_histories_of_each(kind, recipe):
+    make, call, count = SEVERAL[kind]
+    layer, x = fp8.convert(make(), recipe), randn(6, 3, 8)
+    for _ in range(2):
+        call(layer, x).square().sum().backward()
+    state = layer.state_dict()
+    assert len([name for name in state if name.startswith("fp8_")]) == count
+    assert all(state[name].any() for name in state if name.startswith("fp8_"))
+    other = fp8.convert(make(), recipe)
+    other.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(call(other, x), call(layer, x))
+    assert not any(name.startswith("fp8_") for name in fp8.revert(other).state_dict())
 
 
 def test_native():

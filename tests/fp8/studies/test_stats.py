@@ -216,3 +216,26 @@ def test_refusals():
     with pytest.raises(Exception, match="Unsupported context manager"):
         torch.compile(inside, fullgraph=True, backend="eager")(randn(2))
     torch._dynamo.reset()
+
+
+def test_blocks_of_nvfp4_are_counted():
+    """Blocks of 16 by hand: the largest sets the unit; 2**-12 of it rounds to a zero scale; a scale
+    that e4m3 rounds down clips; a block of zeros does not count."""
+    blocks = torch.zeros(4, 16)
+    blocks[0] = 6.0 * 448
+    blocks[1] = 6.0 * 448 * 2**-20  # below half of the smallest scale, 2**-9
+    blocks[2] = 6.0 * 17.0  # scales from 16 are 16, 18, 20: a tie to even, 16
+    layer = nn.Linear(16, 16, bias=False)
+    seen = fp8.stats(layer, every=1)
+    with seen, fp8.autocast("nvfp4"), torch.no_grad():
+        layer(blocks)
+    rows = {row.operand: row for row in seen.rows()}
+    row = rows["input"]
+    assert (row.blocks, row.unit) == (3, 1.0)
+    assert row.flushed_blocks == row.clipped_blocks == pytest.approx(1 / 3)
+    assert "flushed_blocks" in str(seen)
+    other = fp8.stats(layer, every=1)
+    with other, fp8.autocast("mxfp8"), torch.no_grad():
+        layer(blocks)
+    assert "blocks" not in str(other)
+    assert {(row.blocks, row.flushed_blocks) for row in other.rows()} == {(0, 0.0)}

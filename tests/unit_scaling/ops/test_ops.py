@@ -49,6 +49,11 @@ CALLS = {
         "weight": normal(40, 24, 32),
         "bias": normal(40) * 0,
     },
+    "grouped_mm": lambda: {
+        "left": normal(4 * SIZE, 64),
+        "right": normal(4, 64, 96),
+        "offs": torch.arange(1, 5, dtype=torch.int32) * SIZE,
+    },
     "conv2d": lambda: {"input": normal(8, 16, 48, 40), "weight": normal(32, 16, 3, 5)},
     "conv3d": lambda: {"input": normal(2, 8, 16, 16, 16), "weight": normal(16, 8, 2, 3, 3)},
     "conv_transpose1d": lambda: {
@@ -124,8 +129,18 @@ FITTED = {
     "softmax": 1.6,
 }
 
+
 #: What an op is compared with, where torch has no such function or calls its arguments otherwise.
+def by_group(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    """grouped_mm, of which torch has none in float64."""
+    if left.dtype != torch.float64:
+        return F.grouped_mm(left, right, offs=offs)
+    parts = left.tensor_split(offs[:-1].long())
+    return torch.cat([x @ w for x, w in zip(parts, right.unbind(), strict=True)])
+
+
 PLAIN = {
+    "grouped_mm": by_group,
     "addmm": lambda input, mat1, mat2: torch.baddbmm(input, mat1, mat2),
     "einsum": lambda equation, left, right: torch.einsum(equation, left, right),
     "matmul": lambda left, right: left @ right,
@@ -140,6 +155,7 @@ SUMS = {"addmm": {"output"}}
 #: What torch cannot do with its own function.
 TORCH_LACKS = {
     "embedding_bag": {"double backward", "vmap"},
+    "grouped_mm": {"vmap"},
 }
 
 #: Arguments of the torch function that make it the same function, where defaults differ.

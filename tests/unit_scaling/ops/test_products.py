@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import fp8
 import unit_scaling.functional as U
+from fp8.products.grouped import grouped_mm
 from tests import reference
 from unit_scaling.rules.table import OPS
 
@@ -182,6 +183,30 @@ def test_bilinear():
     scales = [s[name] for name in ("output", "input1", "input2", "weight", "bias")]
     assert scales == pytest.approx([30**-0.5] * 3 + [0.5] * 2)
     assert_parallel(U.bilinear(x, y, w, b), F.bilinear(x, y, w, b), [x, y, w, b], scales)
+
+
+OFFS = torch.tensor([0, 3, 12, 32], dtype=torch.int32)
+GROUPED = {
+    "experts": ((32, 6), (4, 6, 10), OFFS, {"output": 6, "left": 10, "right": 8}, ("right",)),
+    "turned": ((4, 10, 6), (6, 32), OFFS, {"output": 6, "right": 10, "left": 8}, ("left",)),
+    "stacks": ((4, 5, 6), (4, 6, 10), None, {"output": 6, "left": 10, "right": 5}, ("right",)),
+    "summed": ((6, 32), (32, 10), OFFS, {"output": 8, "left": 10, "right": 6}, ()),
+}
+
+
+@pytest.mark.parametrize("constraint", [None, "to_output_scale"])
+@pytest.mark.parametrize("kind", GROUPED)
+def test_grouped_mm_has_the_rule_of_linear_for_each_group(kind, constraint):
+    left, right, offs, terms, weights = GROUPED[kind]
+    a, b = normal(*left), normal(*right)
+    s = OPS["grouped_mm"].rule(a, b, offs, constraint)
+    expected = {name: count**-0.5 for name, count in terms.items()}
+    if constraint:
+        tied = terms.keys() - set(weights)
+        expected |= dict.fromkeys(tied, expected["output"])
+    assert s == pytest.approx(expected)
+    y = U.grouped_mm(a, b, offs, constraint)
+    torch.testing.assert_close(y, s["output"] * grouped_mm(a, b, offs))
 
 
 # --- convolutions --------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from ..run.replay import Replay, factor_after
 
 __all__ = ["Watch"]
 
-_UNCAST = frozenset(["_grouped_mm", "chain_matmul", "multi_dot"])
+_UNCAST = frozenset(["chain_matmul", "multi_dot"])
 """Products that no recipe applies to; they are measured all the same."""
 
 _ATTENTION = "scaled_dot_product_attention"

@@ -26,7 +26,7 @@ from fp8.common.report import LEFT_ALONE
 from ...rules.table import find_op
 from ..capture.dataflow import Flow
 from ..capture.kinds import CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
-from ..capture.record import DISTRIBUTION, CallGraph, CallNode, is_sparse, tensors_in
+from ..capture.record import DISTRIBUTION, CallGraph, CallNode, is_sparse
 from .actions import CallRow, Decision, Plan, Settings, Step, with_slots
 from .arguments import Arguments
 from .attention import Attention
@@ -247,9 +247,6 @@ class _Planner:
     def _by_rule(self, index: int, node: CallNode, kind: str) -> Decision:
         assert node.function is not None
         op = find_op(node.function)
-        if kind == "grouped_mm":
-            width = dict(tensors_in(node.args))[(0,)].shape[-1] or 1
-            return Step(output=width**-0.5), "scaled", ""
         if op is None or is_sparse(node):
             return self._without_rule(node, kind)
         if kind in KEPT:

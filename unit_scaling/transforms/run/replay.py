@@ -17,7 +17,6 @@ from fp8.modes.autocast import EXPANDED
 
 from ...rules.table import OPS
 from ...scale import scale_edge
-from ..capture.compiler_hooks import reveal
 from ..capture.kinds import KINDS, RECURRENT, canonical
 from ..capture.record import Key, Slot, tensors_in
 from ..plan.actions import Plan, Step
@@ -209,9 +208,6 @@ def factor_after(step: Step, function: Callable[..., Any] | None, args: Any, kwa
         return step.output
     rule = OPS[step.op].scales(args, kwargs, func=function, **dict(step.settings))
     return step.output * rule["output"]
-
-
-reveal()
 
 
 def is_torch_function(function: Any) -> bool:

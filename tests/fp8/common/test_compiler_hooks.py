@@ -1,4 +1,4 @@
-"""Functions that the compiler would hide from a plan."""
+"""Functions that the compiler would hide from a plan or a recipe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from fp8.common.compiler_hooks import HIDDEN
 from tests.transforms.models import Net
 from unit_scaling.transforms import unit_scale
-from unit_scaling.transforms.capture.compiler_hooks import HIDDEN
 
 LATE = """
 import torch

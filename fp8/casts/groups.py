@@ -1,0 +1,175 @@
+"""Casts of grouped operands: every group is cast as the matrix that it is.
+
+A grouped operand is a stack of matrices (groups, rows, columns), or one matrix whose rows (axis
+-2) or columns (axis -1) are split into groups by the offsets of their ends. A group may be empty.
+As the sizes of groups are data, a compiled graph holds the casts of an operand as one opaque
+operator.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..tensors.scaled_tensor import plain
+from .casting import Spec, rounded
+
+__all__ = ["aligned", "bounds", "cast_groups", "group_states", "pieces"]
+
+
+def bounds(offs: Tensor, size: int) -> list[int]:
+    """The starts of the groups and the end of the last one, of ``size`` rows or columns.
+
+    Raises ValueError for offsets that descend or exceed ``size``.
+    """
+    ends = [0, *offs.tolist()]
+    if any(a > b for a, b in pairwise(ends)) or ends[-1] > size:
+        raise ValueError(
+            f"offs must ascend from 0 to at most {size}, the size that it splits, got {ends[1:]}"
+        )
+    return ends
+
+
+def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
+    """Views of the groups of ``x``. axis: the split one, if x is one matrix."""
+    if x.dim() == 3:
+        return list(x.unbind())
+    assert offs is not None
+    ends = bounds(offs, x.shape[axis])
+    return [x.narrow(axis, start, end - start) for start, end in pairwise(ends)]
+
+
+def group_states(history: Tensor) -> list[Tensor]:
+    """The state of each group, as one matrix has it: the amax history, or a static scale of shape
+    (1,) if it is not set."""
+    if history.dim() > 1:
+        return list(history.unbind())
+    return [state if float(state) else state.view(1) for state in history.unbind()]
+
+
+def aligned(offs: Tensor, multiple: int) -> Tensor:
+    """The ends of groups whose sizes are rounded up to a multiple, as rotations need; unchanged for
+    0."""
+    if not multiple:
+        return offs
+    sizes = torch.diff(offs, prepend=offs.new_zeros(1))
+    return (-(-sizes // multiple) * multiple).cumsum(0, dtype=torch.int32)
+
+
+def _like(x: Tensor, offs: Tensor | None, split: int, axis: int, hadamard: int) -> Tensor:
+    """Zeros for the cast operand: `rotated` fills the summed axis up to a multiple of its size, of
+    each group if it splits that axis."""
+    if not hadamard:
+        return torch.zeros_like(x)
+    shape = list(x.shape)
+    if offs is not None and x.dim() == 2 and split == axis:
+        shape[axis] += offs.shape[0] * (hadamard - 1)
+    else:
+        shape[axis] = -(-shape[axis] // hadamard) * hadamard
+    return x.new_zeros(shape)
+
+
+@torch.library.custom_op(
+    "fp8::cast_groups",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? offs, Tensor? history, int split, int axis, bool record, "
+    "str format, str? rule, int across, int along, int margin, str rounding, str overflow, "
+    "int random_bits, int hadamard, str label) -> (Tensor, Tensor, Tensor)",
+)
+def _cast_groups(
+    x: Tensor,
+    offs: Tensor | None,
+    history: Tensor | None,
+    split: int,
+    axis: int,
+    record: bool,
+    format: str,
+    rule: str | None,
+    across: int,
+    along: int,
+    *rest: int | str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cast operand, its scale factors, and the history afterwards. split: the axis that groups
+    split, if x is one matrix. axis: the axis that the product sums over."""
+    spec = Spec(format, rule, (across, along), *rest)  # type: ignore[arg-type]
+    y = _like(x, offs, split, axis, spec.hadamard)
+    scales = _no_scales(y, split)
+    after = x.new_empty(0) if history is None else history.clone()
+    states: list[Tensor] = [] if history is None else group_states(after)
+    ends = offs if offs is None or split != axis else aligned(offs, spec.hadamard)
+    parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
+    for i, (part, values, scaled) in enumerate(zip(*parts, strict=True)):
+        if part.numel():
+            state = states[i] if states else None
+            cast, scale = rounded(part, spec, axis, state, record)
+            values.copy_(cast)
+            if scale is not None:
+                scaled.copy_(scale)
+    return y, scales, after
+
+
+def _no_scales(x: Tensor, split: int) -> Tensor:
+    """Scale factors of 1, one for each group of a stack or for each row or column that is split."""
+    shape = [x.shape[0], 1, 1] if x.dim() == 3 else [1, 1]
+    if x.dim() == 2:
+        shape[split] = x.shape[split]
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.ones(shape, dtype=dtype, device=x.device)
+
+
+@_cast_groups.register_fake
+def _(
+    x: Tensor,
+    offs: Tensor | None,
+    history: Tensor | None,
+    split: int,
+    axis: int,
+    *rest: bool | int | str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    hadamard = rest[-2]
+    assert isinstance(hadamard, int)
+    y = _like(x, offs, split, axis, hadamard)
+    return y, _no_scales(y, split), x.new_empty(0) if history is None else history.clone()
+
+
+def cast_groups(
+    x: Tensor,
+    offs: Tensor | None,
+    spec: Spec | None,
+    split: int,
+    axis: int,
+    history: Tensor | None = None,
+    record: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable.
+
+    What lies outside of all groups becomes zero. An empty group leaves its history unchanged. If
+    rotated along the axis that groups split, the groups of the result end at `aligned`.
+
+    Args:
+        x: (groups, rows, columns), or (rows, columns).
+        offs: (groups,), int32: the ends of the groups of a matrix. None for a stack.
+        spec: the cast; None returns ``x``.
+        split: the axis of a matrix that ``offs`` splits, -2 or -1.
+        axis: the axis that the product sums over, -2 or -1.
+        history: (groups, length) or (groups,), float32: the state of each group.
+        record: as in `rounded`.
+
+    Returns:
+        The cast operand, and the scale factor of each group in a shape that broadcasts to ``x``;
+        None if all are 1, or if each tile has its own.
+    """
+    if spec is None:
+        return x, None
+    record = torch.is_grad_enabled() if record is None else record
+    format, rule, tile, *rest = spec
+    operator = torch.ops.fp8.cast_groups
+    arguments = (offs, history, split, axis, record, format, rule, *tile, *rest)
+    y, scales, after = operator(plain(x).detach(), *arguments)
+    if history is not None and record:
+        with torch.no_grad():
+            history.copy_(after)
+    scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
+    return y, scales if scaled else None

@@ -1,0 +1,311 @@
+"""Grouped matrix products: the product of each of several groups, as mixtures of experts need it.
+
+Each group is a product of two matrices, with the casts and GEMMs of `fp8.products.matmul`.
+Internally it is ``a b^T`` by groups, where a and b are stacks (groups, rows, inner) or matrices
+that are split by offsets. The ranks of both operands determine what is split:
+
+    a (tokens, k)       b (groups, n, k)   rows of a: the experts' layers
+    a (groups, m, k)    b (groups, n, k)   nothing: a product for each group
+    a (m, tokens)       b (n, tokens)      the summed axis of both: gradients of experts' weights
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..casts.counts import is_sampled, product_name
+from ..casts.groups import aligned, bounds, cast_groups, pieces
+from ..casts.measuring import Measurement, measuring
+from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
+from ..casts.saved_operands import save_operands, saved_operands
+from ..common.compiler import apply
+from ..context.active import chosen, layer_histories, static_exponents
+from ..formats.quantize import refuse_nested
+from ..native import product as native
+from ..recipes.recipe import Recipe
+from .matmul import ONES, Scales, check_scales, gemm, linear
+
+__all__ = ["MULTIPLY_GROUPS", "grouped_mm"]
+
+
+@torch.library.custom_op(
+    "fp8::multiply_groups",
+    mutates_args=(),
+    schema="(Tensor a, Tensor b, Tensor? offs, float alpha) -> Tensor",
+)
+def _multiply_groups(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) -> Tensor:
+    """``alpha * a @ b`` by groups, in the shapes of `torch.nn.functional.grouped_mm`; zero outside
+    of all groups."""
+    rank_a, rank_b = a.dim(), b.dim()
+    y = a.new_zeros(_shape(a, b, offs))
+    split = -1 if rank_a == 3 else -2
+    left = pieces(a, offs, -2 if rank_b == 3 else -1)
+    right = pieces(b, offs, -1 if rank_a == 3 else -2)
+    for x, w, into in zip(left, right, pieces(y, offs, split), strict=True):
+        if into.numel() and x.numel():
+            into.copy_(gemm(x, w, alpha, fuses=False))
+    return y
+
+
+@_multiply_groups.register_fake
+def _(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) -> Tensor:
+    return a.new_empty(_shape(a, b, offs))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, offs, ctx.alpha = inputs
+    ctx.save_for_backward(a, b, offs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of `_multiply_groups`, for a second derivative of products without casts."""
+    a, b, offs = ctx.saved_tensors
+    multiply = MULTIPLY_GROUPS
+    return multiply(grad, b.mT, offs, ctx.alpha), multiply(a.mT, grad, offs, ctx.alpha), None, None
+
+
+_multiply_groups.register_autograd(_differentiate, setup_context=_save)
+
+MULTIPLY_GROUPS = torch.ops.fp8.multiply_groups
+"""The operator of all grouped products, as modes below autograd see it."""
+
+
+def _shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        shape = [a.shape[0] if offs is None else offs.shape[0], *shape]
+    return shape
+
+
+class _Grouped(Function):
+    """``s_y * a b^T`` by groups. a and b are passed to receive gradients.
+
+    The cast operands, their scale factors, and the rest are as in `_Product`. again_a, again_b:
+    whether backward casts the operand instead of using the cast one. split: the axis of operands of
+    rank two that the offsets split.
+    """
+
+    @staticmethod
+    def forward(
+        a: Tensor,
+        b: Tensor,
+        offs: Tensor | None,
+        cast_a: Tensor,
+        cast_b: Tensor,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+        history: Tensor | None,
+        s_y: float,
+        s_a: float,
+        s_b: float,
+        casts: Casts,
+        split: int,
+        again_a: bool,
+        again_b: bool,
+    ) -> Tensor:
+        return MULTIPLY_GROUPS(cast_a, cast_b.mT, offs, s_y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, offs, cast_a, cast_b, scale_a, scale_b, ctx.history, *rest = inputs
+        _, ctx.s_a, ctx.s_b, ctx.casts, ctx.split, again_a, again_b = rest
+        ctx.turned, ctx.has_offs = b.mT.is_contiguous(), offs is not None
+        saved: list[Any] = [
+            (a, None, None) if again_a else (cast_a, ctx.casts.a, scale_a),
+            (b, None, None) if again_b else (cast_b, ctx.casts.b, scale_b),
+        ]
+        save_operands(ctx, *saved, *([] if offs is None else [(offs, None, None)]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, *rest = saved_operands(ctx, grad.dtype)
+        offs = rest[0] if ctx.has_offs else None
+        casts, history, split = ctx.casts, ctx.history, ctx.split
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(casts):
+            raise RuntimeError("create_graph=True: a grouped product with casts has one gradient")
+        needs_a, needs_b, *_ = ctx.needs_input_grad
+        multiply = MULTIPLY_GROUPS
+        da = db = for_a = None
+        if needs_a:
+            for_a, _ = cast_groups(grad, offs, casts.grad_for_a, split, -1, history, record=True)
+            again, _ = cast_groups(b, offs, casts.b_again, split, -2)
+            da = multiply(for_a, again, offs, ctx.s_a)
+        if needs_b:
+            for_b = for_a
+            if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
+                spec = casts.grad_for_b
+                for_b, _ = cast_groups(grad, offs, spec, split, -2, history, record=True)
+            again, _ = cast_groups(a, offs, casts.a_again, split, -2)
+            rotation = casts.grad_for_b.hadamard if casts.grad_for_b else 0
+            ends = offs if offs is None or split == -1 else aligned(offs, rotation)
+            if ctx.turned:
+                db = multiply(again.mT, for_b, ends, ctx.s_b).mT
+            else:
+                db = multiply(for_b.mT, again, ends, ctx.s_b)
+        return da, db, *[None] * 13
+
+
+def _product(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None,
+    scales: Scales,
+    recipe: Recipe | None,
+    backend: str,
+    static: Exponents,
+) -> Tensor:
+    """``a b^T`` by groups. b is cast as a weight if it is a stack."""
+    layer, split = b.dim() == 3, -2 if b.dim() == 3 else -1
+    groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
+    histories = layer_histories(recipe, "grouped_mm", a, b, layer, groups)
+    if (pass_ := measuring()) is not None and recipe is not None:
+        y = _product(a, b, offs, scales, None, backend, static)
+        return _measured(pass_, histories, a, b, y, offs, split)
+    name = product_name("grouped_mm", b if layer else None, recipe)
+    casts = casts_of(recipe, layer, name, static)
+    if recipe is not None and layer and _runs_native(recipe, backend, name, a, b):
+        return _by_group(a, b, offs, scales, recipe, backend, static)
+    first, second, needed = with_copies(a, b, casts)
+    of_a, of_b, of_grad = histories
+    cast_a, scale_a = cast_groups(a, offs, casts.a, split, -1, of_a)
+    cast_b, scale_b = cast_groups(b, offs, casts.b, split, -1, of_b)
+    operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
+    settings = (*scales, needed, split, first is not None, second is not None)
+    return apply(_Grouped, *operands, of_grad, *settings, written=of_grad)
+
+
+def _measured(
+    pass_: Measurement,
+    histories: list[Any],
+    a: Tensor,
+    b: Tensor,
+    y: Tensor,
+    offs: Tensor | None,
+    split: int,
+) -> Tensor:
+    """``y``, the uncast product; measures the groups of its operands and of its gradient."""
+
+    def measure(history: Tensor | None, x: Tensor) -> None:
+        if history is not None:
+            for state, part in zip(history, pieces(x, offs, split), strict=True):
+                pass_.operand(state, part)
+
+    of_a, of_b, of_grad = histories
+    measure(of_a, a)
+    measure(of_b, b)
+    if y.requires_grad:
+        y.register_hook(lambda grad: measure(of_grad, grad))
+    return y
+
+
+def _runs_native(recipe: Recipe, backend: str, name: str, a: Tensor, b: Tensor) -> bool:
+    """Whether each group is a product of two matrices that kernels may compute."""
+    if torch.compiler.is_compiling() or recipe.keeps_history or is_sampled(name):
+        return False
+    return native.takes(backend, a.flatten(0, -2), b[0])
+
+
+def _by_group(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None,
+    scales: Scales,
+    recipe: Recipe,
+    backend: str,
+    static: Exponents,
+) -> Tensor:
+    """The product of each group by `fp8.products.matmul.linear`, with its kernels."""
+    given: Any = {"scales": scales, "recipe": recipe, "backend": backend, "static": static}
+    if offs is None:
+        return torch.stack([linear(x, w, **given) for x, w in zip(a, b, strict=True)])
+    ends = bounds(offs, a.shape[0])
+    sizes = [end - start for start, end in pairwise(ends)]
+    *parts, rest = a.split([*sizes, a.shape[0] - ends[-1]])
+    y = [linear(x, w, **given) for x, w in zip(parts, b.unbind(), strict=True)]
+    return torch.cat([*y, y[0].new_zeros(rest.shape[0], b.shape[1])])
+
+
+def _check(left: Tensor, right: Tensor, offs: Tensor | None) -> None:
+    shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+    if not {left.dim(), right.dim()} <= {2, 3}:
+        raise ValueError(f"grouped_mm needs operands of 2 or 3 dimensions, got {shapes}")
+    if (offs is None) != (left.dim() == right.dim() == 3):
+        given = "without offs" if offs is None else "with offs"
+        raise ValueError(
+            f"grouped_mm needs offs if an operand is a matrix, not for two stacks; got {shapes} "
+            f"{given}"
+        )
+    if left.shape[-1] != right.shape[-2]:
+        raise ValueError(f"grouped_mm needs matching inner sizes, got shapes {shapes}")
+    counts = [x.shape[0] for x in (left, right) if x.dim() == 3]
+    if offs is not None:
+        if offs.dtype != torch.int32 or offs.dim() != 1:
+            raise ValueError(
+                f"offs must be int32 of one dimension, got {offs.dtype}, {tuple(offs.shape)}"
+            )
+        counts.append(offs.shape[0])
+    if len(set(counts)) != 1 or not counts[0]:
+        raise ValueError(
+            f"grouped_mm needs one number of groups, from 1; got {counts} from shapes {shapes}"
+        )
+
+
+def grouped_mm(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    *,
+    scales: Scales = ONES,
+    recipe: Recipe | None = None,
+    backend: str = "simulate",
+    static: Exponents | None = None,
+    unit: bool = False,
+) -> Tensor:
+    """``s_y * left @ right`` by groups, as `torch.nn.functional.grouped_mm`.
+
+    A stack (3 dimensions) that is multiplied by a matrix is the weight of the groups, one for each;
+    of two stacks, the second one is. Two matrices are two activations. Every group is cast as one
+    matrix: scales of whole operands ("tensor", "delayed", "static", the float32 level of "nv")
+    belong to a group, and blocks along tokens begin with a group. So do TransformerEngine
+    (GroupedLinear: one history and scale for each of its GEMMs), torchao (moe_training: scales by
+    token and by expert) and DeepSeek-V3 (arXiv:2412.19437, section 3.3: blocks) scale experts. A
+    group without tokens leaves its history as it is.
+
+    Under `torch.autocast` dtypes do not change, as in torch. Kernels of backend "native" compute
+    the groups one by one, in eager mode, under recipes without histories. NaN and Inf stay in their
+    group.
+
+    Args:
+        left: (tokens, k), (groups, m, k), (m, tokens) or (groups, m, k).
+        right: (groups, k, n), (groups, k, n), (tokens, n) or (k, tokens), respectively. All sizes
+            and floating-point dtypes are supported; both operands have the same.
+        offs: (groups,), int32: the ends of the groups, along the axis called tokens here. None for
+            two stacks. Rows beyond the last end are zero in the result and in gradients.
+        scales, recipe, backend, static, unit: as in `fp8.products.matmul.matmul`.
+
+    Returns:
+        (tokens, n), (groups, m, n), (groups, m, n) or (m, tokens), in the dtype of the operands.
+
+    Raises:
+        ValueError: for other shapes, for offsets that are not int32, and for offsets that descend
+            or exceed the number of tokens.
+        TypeError: for operands of different dtypes.
+    """
+    recipe, backend = chosen(recipe, backend, unit)
+    _check(left, right, offs)
+    if left.dtype != right.dtype:
+        raise TypeError(f"grouped_mm needs one dtype, got {left.dtype} and {right.dtype}")
+    if recipe is not None:
+        refuse_nested(left)
+    s_y, s_left, s_right = check_scales(scales)
+    if static is None:
+        static = (0, 0) if recipe is None else static_exponents(recipe, left, right)
+    if left.dim() == 3 and right.dim() == 2:  # the stack is the weight: (right^T left^T)^T
+        turned = (s_y, s_right, s_left)
+        return _product(right.mT, left, offs, turned, recipe, backend, static[::-1]).mT
+    return _product(left, right.mT, offs, (s_y, s_left, s_right), recipe, backend, static)

@@ -1,0 +1,99 @@
+"""`fp8.override`: other recipes for some layers, products or operands of a converted model, for as
+long as a block is open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..casts.counts import forget_looks
+from ..common.mixin import check_module
+from ..recipes.policy import CASTS, Rule, RuleTuple, Source, composed, source_of
+from ..selection.layers import auto_of
+from ..selection.policies import matches
+from .convert import Converted, check_fits, set_recipe
+
+__all__ = ["override"]
+
+_KEPT = (
+    *("fp8_recipe", "fp8_backend", "fp8_multiple", "fp8_since"),
+    *("fp8_known", "fp8_by_call", "_buffers"),
+)
+
+
+class override:
+    """Within the block, the layers of ``model`` that match take the recipes of the rules.
+
+    For debugging: which product of which layer makes a loss diverge? Rules are those of
+    `fp8.Policy`. They apply in order, on top of the recipe in force, to a layer, to one of its
+    products ("forward", "grad_input", "grad_weight"), to an operand ("input", "weight", "grad") or
+    to one cast ("grad_weight.grad"). None is high precision. Products whose forward pass runs in
+    the block have these casts also in their backward pass, wherever that runs. `report` shows them.
+
+    Afterwards every layer is as before, with its scales and histories: buffers stay while they are
+    not used. Blocks can be nested. A compiled model is compiled again at its next call. `advance`
+    belongs outside of the block. Under `fp8.autocast`, pass another policy instead.
+
+    Args:
+        model: a model that `fp8.convert` has converted, or a part of it.
+        rules: `Rule` objects, or tuples (layers, product, recipe), as in `fp8.Policy`.
+
+    Raises:
+        TypeError: if ``model`` is not a module, and for what is no rule.
+        ValueError: without rules; for a rule that matches no converted layer; for a combination of
+            casts that no recipe has, or that the layer does not support.
+
+    >>> import torch, fp8
+    >>> model = fp8.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), "mxfp8")
+    >>> with fp8.override(model, ("0", "grad_weight", None)):
+    ...     print(model[0].fp8_recipe.name)
+    mxfp8 (grad_weight: high precision)
+    >>> model[0].fp8_recipe.name
+    'mxfp8'
+    """
+
+    def __init__(self, model: nn.Module, *rules: Rule | RuleTuple) -> None:
+        check_module("override", model)
+        if not rules:
+            raise ValueError('override needs a rule: ("*.mlp.*", "grad_weight", None)')
+        self._model = model
+        self._rules = tuple(map(Rule.of, rules))
+        self._before: list[list[tuple[Any, dict[str, Any]]]] = []
+        self._sources()  # raises before anything changes
+
+    def _sources(self) -> dict[Any, tuple[Source, ...]]:
+        """Layer -> what its casts come from in the block."""
+        named: list[tuple[str, Any]] = [
+            (name, m) for name, m in self._model.named_modules() if isinstance(m, Converted)
+        ]
+        found: dict[Any, list[Source]] = {}
+        for rule in self._rules:
+            layers = {name: m for name, m in named if matches(rule.layers, name)}
+            if not layers:
+                names = ", ".join(repr(name) for name, _ in named[:8]) or "none"
+                raise ValueError(f"override: {rule} matches no converted layer; there are {names}")
+            for name, layer in layers.items():
+                sources = found.setdefault(layer, [vars(layer)["fp8_recipe"]] * len(CASTS))
+                for cast in rule.casts:
+                    sources[cast] = source_of(rule.recipe)
+                check_fits(name, layer, composed(tuple(sources), auto_of(layer)))
+        return {layer: tuple(sources) for layer, sources in found.items()}
+
+    def __enter__(self) -> override:
+        before = []
+        for layer, sources in self._sources().items():
+            kept = {key: vars(layer)[key] for key in _KEPT if key in vars(layer)}
+            before.append((layer, kept | {"_buffers": dict(layer._buffers)}))
+            set_recipe(layer, sources)
+            vars(layer)["fp8_since"] = "override"
+        self._before.append(before)
+        forget_looks(self._model)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for layer, kept in self._before.pop():
+            for key in _KEPT:
+                vars(layer).pop(key, None)
+            vars(layer).update(kept)
+        forget_looks(self._model)

@@ -1,0 +1,448 @@
+"""Grouped products: each group is the product of two matrices, whatever the recipe."""
+
+import copy
+import gc
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8
+from fp8.casts.casting import spec_of
+from fp8.casts.groups import cast_groups
+from fp8.products.grouped import grouped_mm
+from fp8.products.matmul import linear, matmul
+from fp8.studies.trace import trace
+
+K, N, GROUPS = 40, 24, 4
+ENDS = [3, 3, 41, 90]  # uneven, one empty
+TOKENS = 96  # the last six belong to no group
+OFFS = torch.tensor(ENDS, dtype=torch.int32)
+BF16 = torch.bfloat16
+
+
+def nearest(recipe):
+    """The recipe without stochastic rounding, whose bits depend on the order of casts."""
+    casts = {
+        name: replace(cast, rounding="nearest")
+        for name in ("grad", "grad_weight_grad")
+        if isinstance(cast := getattr(recipe, name), fp8.Cast)
+    }
+    return replace(recipe, **casts)
+
+
+RECIPES = {name: nearest(recipe) for name, recipe in fp8.RECIPES.items()}
+DYNAMIC = [name for name, recipe in RECIPES.items() if not recipe.keeps_history]
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def pieces(x, axis):
+    return [x.narrow(axis, a, b - a) for a, b in pairwise([0, *ENDS])]
+
+
+def experts(x, w, recipe):
+    """(tokens, k) x (groups, k, n), in a loop."""
+    y = [linear(p, q.mT, recipe=recipe) for p, q in zip(pieces(x, 0), w.unbind(), strict=True)]
+    return torch.cat([*y, x.new_zeros(TOKENS - ENDS[-1], w.shape[-1])])
+
+
+def stacks(x, w, recipe):
+    pairs = zip(x.unbind(), w.unbind(), strict=True)
+    return torch.stack([linear(p, q.mT, recipe=recipe) for p, q in pairs])
+
+
+def summed(a, b, recipe):
+    pairs = zip(pieces(a, 1), pieces(b, 0), strict=True)
+    return torch.stack([matmul(p, q, recipe=recipe) for p, q in pairs])
+
+
+def turned(w, x, recipe):
+    return experts(x.mT, w.mT, recipe).mT
+
+
+SHAPES = {
+    "2d_3d": (experts, (TOKENS, K), (GROUPS, N, K), OFFS),
+    "3d_3d": (stacks, (GROUPS, 32, K), (GROUPS, N, K), None),
+    "2d_2d": (summed, (N, TOKENS), (TOKENS, K), OFFS),
+    "3d_2d": (turned, (GROUPS, N, K), (K, TOKENS), OFFS),
+}
+
+
+def operands(shape, dtype=torch.float32):
+    loop, first, second, offs = SHAPES[shape]
+    a, b = randn(*first, dtype=dtype), randn(*second, seed=1, dtype=dtype)
+    right = b.mT if shape in ("2d_3d", "3d_3d") else b  # weights (groups, n, k), as modules do
+    return loop, a, b, right, offs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_is_a_loop_over_the_groups(shape, name, dtype):
+    """Bit for bit where scales are powers of two: then the sums of the products of 8-bit values are
+    exact or in one order. Otherwise the two may sum operands of different layouts: within the
+    rounding of K or N or the tokens of a group, at most 49 terms, each way."""
+    loop, a, b, right, offs = operands(shape, dtype)
+    recipe = RECIPES[name]
+    y, expected = grouped_mm(a, right, offs, recipe=recipe), loop(a, right, recipe)
+    g = randn(*y.shape, seed=2, dtype=dtype).detach()
+    got = (y, *torch.autograd.grad(y, (a, b), g))
+    wanted = (expected, *torch.autograd.grad(expected, (a, b), g))
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours.dtype == dtype
+        if name in ("nvfp4", "bf16", "fp16") and dtype != BF16:
+            bound = 49 * torch.finfo(dtype).eps * float(theirs.detach().abs().max())
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
+        else:
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_mode_computes_torchs_function(shape):
+    """Within the bound of float64: e4m3 and e5m2 round by 2**-4 and 2**-3 relative."""
+    loop, a, _, right, offs = operands(shape)
+    with fp8.autocast("tensor"):
+        y = F.grouped_mm(a, right, offs=offs)
+    with fp8.autocast("tensor"):
+        assert torch.equal(torch._grouped_mm(a, right, offs), y)
+    assert torch.equal(y, loop(a, right, fp8.RECIPES["tensor"]))
+    exact = loop(a.detach().double(), right.detach().double(), None)
+    size = loop(a.detach().double().abs(), right.detach().double().abs(), None)
+    assert ((y - exact).abs() <= (2 * 2**-4 + 2**-8) * size + 2**-9 * size.max()).all()
+    assert not torch.equal(y.double(), exact)
+
+
+@pytest.mark.parametrize("scales", [(0.5, 0.25, 3.0), (1.0, 1.0, 2.0)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scales_are_those_of_the_operands(shape, scales):
+    _, a, b, right, offs = operands(shape, torch.float64)
+    y = grouped_mm(a, right, offs, scales=scales)
+    plain = grouped_mm(a, right, offs)
+    g = randn(*y.shape, seed=2, dtype=torch.float64).detach()
+    torch.testing.assert_close(y, scales[0] * plain)
+    got, own = torch.autograd.grad(y, (a, b), g), torch.autograd.grad(plain, (a, b), g)
+    for ours, theirs, scale in zip(got, own, scales[1:], strict=True):
+        torch.testing.assert_close(ours, scale * theirs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_a_recipe_it_is_torchs(shape):
+    _, a, _, right, offs = operands(shape)
+    y, theirs = grouped_mm(a, right, offs), F.grouped_mm(a, right, offs=offs)
+    if shape in ("2d_3d", "3d_2d"):  # torch leaves the others undefined
+        axis = 0 if shape == "2d_3d" else 1
+        assert not y.narrow(axis, ENDS[-1], TOKENS - ENDS[-1]).any()
+        y, theirs = (t.narrow(axis, 0, ENDS[-1]) for t in (y, theirs))
+    torch.testing.assert_close(
+        y, theirs, rtol=0, atol=96 * 2**-23 * float(theirs.detach().abs().max())
+    )
+
+
+def test_every_group_has_its_own_scale():
+    """A group a million times larger than the others does not push them to zero; Inf stays in its
+    group."""
+    x, w = randn(TOKENS, K).detach(), randn(GROUPS, N, K, seed=1).detach()
+    x[41:90] *= 2.0**30
+    w[3] *= 2.0**20
+    recipe = RECIPES["tensor"]
+    y = grouped_mm(x, w.mT, OFFS, recipe=recipe)
+    assert torch.equal(y, experts(x, w.mT, recipe))
+    assert y[:41].abs().amin(1).min() > 0
+    x[50, 0] = torch.inf
+    assert grouped_mm(x, w.mT, OFFS, recipe=recipe)[:41].isfinite().all()
+
+
+def test_blocks_begin_with_a_group():
+    """MXFP8 blocks of 32 tokens in the gradient of the weight: another group changes nothing."""
+    x, w = randn(TOKENS, K), randn(GROUPS, N, K, seed=1)
+    g = randn(TOKENS, N, seed=2).detach()
+    (before,) = torch.autograd.grad(grouped_mm(x, w.mT, OFFS, recipe=RECIPES["mxfp8"]), w, g)
+    with torch.no_grad():
+        x[:3] *= 1000
+    (after,) = torch.autograd.grad(grouped_mm(x, w.mT, OFFS, recipe=RECIPES["mxfp8"]), w, g)
+    assert torch.equal(before[1:], after[1:])
+    assert not torch.equal(before[0], after[0])
+
+
+@pytest.mark.parametrize("name", ["delayed", "static"])
+def test_states_by_group(name):
+    """Each group's history is that of a loop with an own history, and an empty group keeps its."""
+    recipe = fp8.RECIPES[name]
+    history, own = fp8.AmaxHistory(), [fp8.AmaxHistory() for _ in range(GROUPS)]
+    w = randn(GROUPS, N, K, seed=1)
+    for step, scale in enumerate((1.0, 8.0, 0.5)):
+        x = (scale * randn(TOKENS, K, seed=step)).detach().requires_grad_()
+        with fp8.autocast(recipe, history=history):
+            y = F.grouped_mm(x, w.mT, offs=OFFS)
+        g = randn(*y.shape, seed=9).detach()
+        got = torch.autograd.grad(y, (x, w), g)
+        wanted = [torch.zeros_like(x), torch.zeros_like(w)]
+        for i, (start, end) in enumerate(pairwise([0, *ENDS])):
+            if start < end:
+                with fp8.autocast(recipe, history=own[i]):
+                    z = F.linear(x[start:end], w[i])
+                assert torch.equal(z, y[start:end])
+                dx, dw = torch.autograd.grad(z, (x, w), g[start:end])
+                wanted = [wanted[0] + dx, wanted[1] + dw]
+        assert all(map(torch.equal, got, wanted))
+    for operand in ("0", "1", "grad"):
+        states = history.tensors[f"001.grouped_mm.{operand}"]
+        assert states.shape == ((GROUPS, 16) if name == "delayed" else (GROUPS,))
+        for i in (0, 2, 3):
+            assert torch.equal(states[i], own[i].tensors[f"001.linear.{operand}"])
+    assert not history.tensors["001.grouped_mm.0"][1].any()
+    assert not history.tensors["001.grouped_mm.grad"][1].any()
+
+
+class Experts(nn.Module):
+    """As torchtitan's GroupedExperts: three stacks of weights, tokens sorted by expert."""
+
+    def __init__(self, dim=32, hidden=48, experts=GROUPS):
+        super().__init__()
+        self.w1 = nn.Parameter(0.2 * randn(experts, hidden, dim).detach())
+        self.w2 = nn.Parameter(0.2 * randn(experts, dim, hidden, seed=1).detach())
+        self.w3 = nn.Parameter(0.2 * randn(experts, hidden, dim, seed=2).detach())
+
+    def forward(self, x, counts):
+        offs = torch.cumsum(counts, 0, dtype=torch.int32)
+        w1, w2, w3 = (w.to(x.dtype).mT for w in (self.w1, self.w2, self.w3))
+        h = F.silu(F.grouped_mm(x, w1, offs=offs)) * F.grouped_mm(x, w3, offs=offs)
+        return F.grouped_mm(h, w2, offs=offs)
+
+
+COUNTS = torch.tensor([3, 0, 38, 49])
+
+
+def inputs(dtype=torch.float32):
+    return randn(90, 32, seed=5).detach().to(dtype), COUNTS
+
+
+@pytest.mark.parametrize("name", ["tensor", "mxfp8", "delayed", "static"])
+def test_convert(name):
+    model, args = Experts(), inputs()
+    plain = model(*args).detach()
+    history = fp8.AmaxHistory()
+    with fp8.autocast(fp8.RECIPES[name], history=history):
+        expected = copy.deepcopy(model)(*args)
+    fp8.convert(model, name)
+    (row,) = fp8.report(model).rows
+    assert (row.what, row.done) == ("Experts", "converted")
+    y = model(*args)
+    assert torch.equal(y, expected)
+    assert not torch.equal(y, plain)
+    y.sum().backward()
+    state = model.state_dict()
+    other = fp8.convert(Experts(), name)
+    other.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(other(*args), copy.deepcopy(model)(*args))
+        assert torch.equal(fp8.revert(other)(*args), plain)
+    assert state.keys() - other.state_dict().keys() == {n for n in state if "fp8" in n}
+
+
+def test_other_stacks_are_no_experts():
+    class Positions(nn.Module):
+        def __init__(self, *shape):
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(shape))
+
+    class Mixed(Experts):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(32, GROUPS)
+
+    model = nn.ModuleList(
+        [Positions(1, 8, 4), Positions(2, 3, 4, 5), Mixed(), nn.LayerNorm((2,) * 3)]
+    )
+    rows = {row.path: row for row in fp8.report(fp8.convert(model))}
+    assert all(rows[name].left_alone for name in ("0", "1", "2", "3"))
+    assert rows["2.gate"].done == "converted"
+
+
+def test_calibrate_sets_the_scale_of_every_expert():
+    model, args = fp8.convert(Experts(), "static"), inputs()
+    scales = fp8.calibrate(model, args)
+    x = args[0]
+    for i, (start, end) in enumerate(pairwise([0, *COUNTS.cumsum(0).tolist()])):
+        rms = x[start:end].square().mean().sqrt().log2() if start < end else None
+        got = scales[f"001_grouped_mm_input.{i}"]
+        assert got == (None if rms is None else round(float(rms)))
+        assert scales[f"001_grouped_mm_weight.{i}"] == round(
+            float(model.w1[i].detach().square().mean().sqrt().log2())
+        )
+    assert len(scales) == 3 * 3 * GROUPS
+    other = fp8.convert(Experts(), "static")
+    other(*args)
+    assert fp8.calibrate(other, scales=scales) == scales
+
+
+@pytest.mark.parametrize("name", ["tensor", "block", "mxfp8", "nvfp4", "static"])
+def test_compiled_is_eager(name):
+    """Also in float32, which torch itself does not compile."""
+    torch.compiler.reset()
+    model, args = fp8.convert(Experts(), RECIPES[name]), inputs(BF16)
+    if name == "static":
+        fp8.calibrate(model, args)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (model, compiled):
+        y = run(*args)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), model.parameters())))
+    assert all(map(torch.equal, *results))
+
+
+def test_compiled_under_autocast_in_float32():
+    torch.compiler.reset()
+    x, w = randn(TOKENS, K), randn(GROUPS, N, K, seed=1)
+
+    def product(x, w):
+        with fp8.autocast("mxfp8"):
+            return F.grouped_mm(x, w.mT, offs=OFFS)
+
+    eager, compiled = product(x, w), torch.compile(product, fullgraph=True)(x, w)
+    assert torch.equal(eager, compiled)
+    grads = [torch.autograd.grad(y.square().sum(), (x, w)) for y in (eager, compiled)]
+    assert all(map(torch.equal, *grads))
+
+
+def test_checkpointed():
+    model, args = fp8.convert(Experts(), "tensor"), inputs()
+    results = []
+    for run in (model, lambda *a: checkpoint(model, *a, use_reentrant=False)):
+        results.append(torch.autograd.grad(run(*args).square().sum(), model.parameters()))
+    assert all(map(torch.equal, *results))
+
+
+def saved_bytes(call):
+    found = {}
+
+    def pack(t):
+        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = call()
+    del y
+    gc.collect()
+    return sum(found.values())
+
+
+def test_operands_are_saved_in_one_byte():
+    x, w = randn(TOKENS, K), randn(GROUPS, N, K, seed=1)
+    saved = saved_bytes(lambda: grouped_mm(x, w.mT, OFFS, recipe=RECIPES["tensor"]))
+    assert saved == TOKENS * K + GROUPS * N * K + 4 * (TOKENS + GROUPS) + 4 * GROUPS
+
+
+def test_native_computes_each_group_by_kernels():
+    if torch.__version__ < "2.12":
+        pytest.skip("torch has no FP8 product for CPUs")
+    x, w = randn(TOKENS, 32), randn(GROUPS, 48, 32, seed=1)
+    one = fp8.Cast(format="e4m3", scaling="tensor")
+    recipe = fp8.Recipe(name="one", input=one, weight=one, grad=one)
+    results = []
+    for backend in ("native", "simulate"):
+        with fp8.autocast(recipe, backend=backend):
+            y = F.grouped_mm(x, w.mT, offs=OFFS)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
+    for native, simulated in zip(*results, strict=True):
+        torch.testing.assert_close(native, simulated, rtol=2**-10, atol=2**-10)
+
+
+def test_stats_name_the_stack():
+    model, args = fp8.convert(Experts(), "tensor"), inputs()
+    seen = fp8.stats(model, every=1)
+    with seen:
+        model(*args).sum().backward()
+    layers = {row.layer for row in seen.rows()}
+    assert layers == {"w1", "w2", "w3"}
+    (row,) = [r for r in seen.rows() if (r.layer, r.operand) == ("w1", "weight")]
+    assert row.elements == GROUPS * 48 * 32
+
+
+def test_bad_input():
+    x, w, offs = randn(TOKENS, K), randn(GROUPS, K, N), OFFS
+    for left, right, ends, what in (
+        (x, w, None, "needs offs"),
+        (w, w.mT, offs, "not for two stacks"),
+        (x[0], w, offs, "2 or 3 dimensions"),
+        (x, w.mT, offs, "matching inner sizes"),
+        (x, w[:3], offs, "one number of groups"),
+        (x, w, offs.long(), "int32"),
+        (x, w, torch.tensor([5, 3, 9, 9], dtype=torch.int32), "must ascend"),
+        (x, w, torch.tensor([5, 6, 9, 97], dtype=torch.int32), "at most 96"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            grouped_mm(left, right, ends, recipe=RECIPES["tensor"])
+    with pytest.raises(TypeError, match="one dtype"):
+        grouped_mm(x, w.double(), offs)
+    with fp8.autocast("tensor"), pytest.raises(RuntimeError, match="Bias not supported"):
+        F.grouped_mm(x, w, offs=offs, bias=torch.zeros(N))
+
+
+def test_trace_counts_the_flops_of_all_groups():
+    """torch's own counter has none. The layer is that of the weight."""
+    products = trace(nn.ModuleDict({"experts": Experts()})["experts"], inputs())
+    assert [(p.layer, p.weight_elements) for p in products] == [("(model)", GROUPS * 48 * 32)] * 2
+    assert sum(p.flops for p in products) == 3 * 2 * 90 * 32 * 48
+    for shape in SHAPES:
+        _, a, _, right, offs = operands(shape)
+
+        class Product(nn.Module):
+            def forward(self, a, b, offs=offs):
+                return F.grouped_mm(a, b, offs=offs)
+
+        (product,) = trace(Product(), (a.detach(), right.detach()))
+        rows = GROUPS * 32 if shape == "3d_3d" else TOKENS
+        assert product.flops == 2 * rows * K * N
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torchao = pytest.importorskip("torchao", reason="torchao is an oracle")
+    from torchao.prototype.moe_training import utils as ao
+    from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common import KernelPreference
+
+
+def test_mxfp8_is_torchaos():
+    """Forward and both gradients of its emulated grouped product, which multiplies the same bf16
+    values: groups are multiples of 32 there."""
+    offs = torch.tensor([32, 32, 64, 96], dtype=torch.int32)
+    x, w = randn(TOKENS, 64, dtype=BF16), randn(GROUPS, 32, 64, seed=1, dtype=BF16)
+    results = []
+    for ours in (True, False):
+        if ours:
+            y = grouped_mm(x, w.mT, offs, recipe=RECIPES["mxfp8"])
+        else:
+            y = _to_mxfp8_then_scaled_grouped_mm(
+                x,
+                w.mT,
+                offs=offs,
+                kernel_preference=KernelPreference.EMULATED,
+                scale_calculation_mode=ScaleCalculationMode.RCEIL,
+                pad_token_groups_for_grouped_mm=False,
+            )
+        g = randn(*y.shape, seed=2, dtype=BF16).detach()
+        results.append((y, *torch.autograd.grad(y, (x, w), g)))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_scales_by_column_of_a_group_are_torchaos():
+    x = randn(TOKENS, K).detach()
+    offs = torch.tensor([3, 41, 90, 96], dtype=torch.int32)
+    values, scales = ao.torch_to_float8_per_group_colwise(x, offs, round_scales_to_power_of_2=True)
+    spec = spec_of(fp8.Cast(format="e4m3", scaling="row", rule="up"))
+    ours, _ = cast_groups(x, offs, spec, -2, -2)
+    inverse = scales.view(4, K).repeat_interleave(torch.diff(offs, prepend=offs.new_zeros(1)), 0)
+    assert torch.equal(ours, values.float() / inverse)

@@ -1,0 +1,115 @@
+"""Recipes of layers, products and operands that are switched at run time, and back."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from fp8.recipes.policy import CONCERNS
+
+
+def model_and_input(recipe="tensor"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    return fp8.convert(model, recipe), torch.randn(8, 16)
+
+
+def step(model, x):
+    y = model(x)
+    return (y, *torch.autograd.grad(y.square().sum(), model.parameters()))
+
+
+def equal(a, b):
+    return [torch.equal(p, q) for p, q in zip(a, b, strict=True)]
+
+
+@pytest.mark.parametrize("concern", [None, *CONCERNS])
+def test_is_the_policy_with_these_rules_and_back(concern):
+    """Every product, operand and cast: in the block as converted under that policy."""
+    model, x = model_and_input("mxfp8")
+    before = step(model, x)
+    rule = ("2", concern, None)
+    other = fp8.convert(copy.deepcopy(model), fp8.Policy("mxfp8", rules=[rule]))
+    expected = step(other, x)
+    with fp8.override(model, rule):
+        assert all(equal(step(model, x), expected))
+        assert "override" in str(fp8.report(model))
+    assert not all(equal(before, expected))
+    assert all(equal(step(model, x), before))
+    assert "override" not in str(fp8.report(model))
+
+
+def test_the_backward_pass_may_run_after_the_block():
+    model, x = model_and_input()
+    with fp8.override(model, ("*", "grad", None)):
+        inside = step(model, x)
+        y = model(x)
+    late = torch.autograd.grad(y.square().sum(), model.parameters())
+    assert all(equal((y, *late), inside))
+
+
+def test_blocks_nest_and_rules_apply_in_order():
+    model, _ = model_and_input()
+    outer = fp8.override(model, ("*", None, None), ("2", "forward", "mxfp8"))
+    with outer:
+        assert model[0].fp8_recipe.name == "high precision"
+        assert model[2].fp8_recipe.input == fp8.RECIPES["mxfp8"].input
+        with fp8.override(model, ("0", None, "row")), outer:
+            assert model[0].fp8_recipe.name == "high precision"
+        assert model[0].fp8_recipe.name == "high precision"
+    assert [model[i].fp8_recipe.name for i in (0, 2)] == ["tensor"] * 2
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "static"])
+def test_histories_stay(recipe):
+    model, x = model_and_input(recipe)
+    step(model, x)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    for other in (None, "tensor"):
+        with fp8.override(model, ("*", None, other)):
+            step(model, 100 * x)
+    with fp8.override(model, ("0", None, "delayed")):
+        pass
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], t) for name, t in before.items())
+
+
+def test_buffers_that_a_recipe_needs_are_gone_afterwards():
+    model, x = model_and_input()
+    names = list(model.state_dict())
+    with fp8.override(model, ("*", None, "delayed")):
+        step(model, x)
+        assert "0.fp8_amax_input" in model.state_dict()
+    assert list(model.state_dict()) == names
+    step(model, x)
+
+
+def test_compiled():
+    torch.compiler.reset()
+    model, x = model_and_input("row")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    before = compiled(x)
+    with fp8.override(model, ("*", None, None)):
+        assert torch.equal(compiled(x), model(x))
+        assert not torch.equal(compiled(x), before)
+    assert torch.equal(compiled(x), before)
+
+
+def test_bad_input():
+    model, _ = model_and_input()
+    with pytest.raises(ValueError, match=r"'3' matches no converted layer; there are '0', '2'"):
+        fp8.override(model, ("3", None, None))
+    with pytest.raises(ValueError, match="needs a rule"):
+        fp8.override(model)
+    with pytest.raises(ValueError, match="unknown product"):
+        fp8.override(model, ("*", "dgrad", None))
+    with pytest.raises(TypeError, match="a rule is"):
+        fp8.override(model, "*")
+    with pytest.raises(TypeError, match=r"needs an nn\.Module"):
+        fp8.override("model", ("*", None, None))
+    bilinear = fp8.convert(nn.Bilinear(16, 16, 4), "tensor")
+    with pytest.raises(ValueError, match="cannot run under 'mxfp8'"):
+        fp8.override(bilinear, ("*", None, "mxfp8"))
