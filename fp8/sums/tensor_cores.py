@@ -236,7 +236,7 @@ TENSOR_CORES: dict[str, tuple[Instruction, ...]] = {
     ),
     "cdna3": (
         Instruction(
-            formats=("e4m3fnuz", "e5m2fnuz"), step=16, add=_in_halves, kept=24, of_zero=-999
+            formats=("e4m3fnuz", "e5m2fnuz"), step=16, add=_in_halves, kept=24, of_zero=-500
         ),
     ),
 }

@@ -24,6 +24,7 @@ MAGNITUDES = {
     "mixed": lambda shape: torch.randn(shape) * torch.exp2(torch.randint(-14, 8, shape).float()),
     "cancelling": lambda shape: torch.randn(shape).repeat_interleave(2, -1)[..., : shape[-1]],
     "sparse": lambda shape: torch.randn(shape) * (torch.rand(shape) < 0.02),
+    "large": lambda shape: torch.randn(shape).relu() * 2.0**15,
     "not finite": lambda shape: torch.where(
         torch.rand(shape) < 0.004,
         torch.tensor([torch.inf, -torch.inf, torch.nan])[torch.randint(3, shape)],
