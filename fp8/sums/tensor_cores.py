@@ -33,6 +33,11 @@ ABSENT = -(1 << 12)
 scales."""
 
 
+_HIGH = 90
+"""The largest exponent of a factor that makes terms whole numbers: above those of nonzero terms,
+kept + 30, and low enough that no operand overflows beside a zero."""
+
+
 class Matrix(NamedTuple):
     """An operand of an instruction.
 
@@ -117,8 +122,8 @@ def _aligned(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
     top = torch.maximum(_highest(a, b, range(how.step)) + shift, exponent_of(c))
     top = top.clamp_min(how.of_zero)
     wide = torch.float32 if how.fraction < 23 else torch.float64
-    unit = _power((how.kept - top + shift).clamp(-126, 120), torch.float32)
-    high, low = (120, -126) if wide == torch.float32 else (1000, -1000)
+    unit = _power((how.kept - top + shift).clamp(-126, _HIGH), torch.float32)
+    high, low = (_HIGH, -126) if wide == torch.float32 else (1000, -1000)
     whole = torch.trunc(c.to(wide) * _power((how.kept - top).clamp_max(high), wide))
     total = _truncated(a, b, unit, range(how.step), whole)
     return _toward_zero(total * _power((top - how.kept).clamp_min(low), wide), how.fraction)
@@ -185,7 +190,7 @@ def _in_halves(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
     halves = []
     for which in (range(0, how.step, 2), range(1, how.step, 2)):
         top = _highest(a, b, which).clamp_min(how.of_zero)
-        unit = _power((how.kept - top).clamp_max(120), torch.float32)
+        unit = _power((how.kept - top).clamp_max(_HIGH), torch.float32)
         halves.append((_truncated(a, b, unit, which, torch.zeros_like(c, dtype=wide)), top))
     (even, of_even), (odd, of_odd) = halves
     top = torch.maximum(of_even, of_odd)
