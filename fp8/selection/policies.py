@@ -43,7 +43,7 @@ def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, 
     Args:
         policy: a policy.
         model: not changed.
-        every: all layers with a weight, as `fp8.autocast` casts their products too.
+        every: also layers whose products are their own, which `fp8.autocast` casts too.
 
     Returns:
         Name of the layer -> `Decision`, in the order of the model.
@@ -59,7 +59,7 @@ def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, 
     saves = any(isinstance(r, Recipe) and r.saved_activations for r in policy.recipes)
     layers: Layers = candidates(model, saves)
     if every:
-        layers = {name: layer for name, layer, _ in layers_of(model, saves)}
+        layers = _with_own_products(model, layers, saves)
     exceptions = _exceptions(policy, model, layers)
     matched = {i: _matched(i, rule, model, layers) for i, rule in enumerate(policy.rules)}
     found = {}
@@ -73,6 +73,13 @@ def resolve(policy: Policy, model: nn.Module, every: bool = False) -> dict[str, 
         if isinstance(layer, ACTIVATIONS) and recipe and recipe.saved_activations is None:
             del found[name]
     return found
+
+
+def _with_own_products(model: nn.Module, layers: Layers, activations: bool) -> Layers:
+    """``layers``, and all others with a weight that contain none."""
+    every = {name: layer for name, layer, _ in layers_of(model, activations)}
+    holders = {name for name in every if any(not name or within(n, name) for n in every if n)}
+    return {n: layer for n, layer in every.items() if n in layers or n not in holders}
 
 
 def _decide(policy: Policy, name: str, layer: nn.Module, rules: dict[int, Rule]) -> Decision:

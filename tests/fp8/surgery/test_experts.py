@@ -263,3 +263,24 @@ def test_umup_leaves_experts_as_their_down_projection_joins_the_residual_stream(
     assert "down projections" in rows["model.layers.1.mlp.experts"].why
     rows = {r.path: r for r in fp8.report(fp8.convert(make("Mixtral"), "tensor", where="hidden"))}
     assert rows["model.layers.1.mlp.experts"].done == "converted"
+
+
+class Positions(nn.Module):
+    """A model that holds a parameter itself, beside its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(1, 28, 16))
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x + self.table))
+
+
+def test_a_policy_by_layer_reaches_layers_below_a_module_with_a_parameter() -> None:
+    model, x = Positions(), torch.randn(2, 28, 16)
+    for rules in ([("*", None, "mxfp8"), ("b", None, None)], [("b", None, "row")]):
+        policy = fp8.Policy("tensor", rules=rules)
+        with fp8.autocast(policy, model=model):
+            inside = model(x)
+        assert torch.equal(inside, fp8.convert(copy.deepcopy(model), policy)(x))
