@@ -89,6 +89,15 @@ def _kinds_of_models(rows: list[Row]) -> str:
     return "; ".join([*parts, f"unit-scaled FP8 against unit-scaled FP32: {costs}"])
 
 
+def _fine_tuning(rows: list[Row]) -> str:
+    tuned = [row for row in rows if "gap" in row]
+    gaps = [
+        f'"{r["name"]}": {r["gap"]:+.3f} ({r["gap_low"]:+.3f} to {r["gap_high"]:+.3f})'
+        for r in tuned
+    ]
+    return "Gap to FP32: " + "; ".join(gaps)
+
+
 def _recipe_loss(rows: list[Row]) -> str:
     found = named(rows)
     names = ("unit", "tensor", "block", "mxfp8", "nvfp4", "mxfp4")
@@ -237,6 +246,9 @@ QUESTIONS: dict[str, Question] = {
         text="How much held-out loss does each recipe cost?", answer=_recipe_loss
     ),
     "router": Question(text="What does a router in low precision change?", answer=_router),
+    "fine_tuning": Question(
+        text="How much held-out loss does FP8 cost in fine-tuning?", answer=_fine_tuning
+    ),
     "preflight": Question(
         text="Does `fp8.preflight` recommend the best policy?", answer=_preflight
     ),
