@@ -28,6 +28,7 @@ BENCHMARKS = (
     "first_call",
     "recipe_loss",
     "fine_tuning",
+    "sums",
     "router",
     "preflight",
     "zoo",

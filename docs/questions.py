@@ -228,6 +228,17 @@ def _optim(rows: list[Row]) -> str:
     return f"{low:.2f} to {high:.2f} of the time of torch's own"
 
 
+def _sums(rows: list[Row]) -> str:
+    long = [row for row in rows if row.get("operands") == "positive" and row["format"] == "e4m3"]
+    errors = ", ".join(f"{row['name']} {float(row['error_16384']):.1g}" for row in long)
+    gaps = "; ".join(f"{row['name']}: {row['gap']}" for row in rows if "gap" in row)
+    times = ", ".join(f"{row['name']} {row['ratio']:.0f}" for row in rows if "ratio" in row)
+    return (
+        f"Relative error of sums of 16384 positive products: {errors}; gap to FP32 in training: "
+        f"{gaps}; time of the simulation, relative to a product in FP32: {times}"
+    )
+
+
 QUESTIONS: dict[str, Question] = {
     "demo": Question(
         text="Which loss does a small GPT reach in FP32, BF16 and FP8 in `make demo`?", answer=_demo
@@ -245,6 +256,7 @@ QUESTIONS: dict[str, Question] = {
     "recipe_loss": Question(
         text="How much held-out loss does each recipe cost?", answer=_recipe_loss
     ),
+    "sums": Question(text="What do the sums of tensor cores cost?", answer=_sums),
     "router": Question(text="What does a router in low precision change?", answer=_router),
     "fine_tuning": Question(
         text="How much held-out loss does FP8 cost in fine-tuning?", answer=_fine_tuning
