@@ -377,8 +377,8 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
     auto: the recipe that "auto" stands for. None if nothing is cast. Saved activations are those of
     the first source.
 
-    Raises ValueError if no `Recipe` has this combination: a rotation of one operand only, or a
-    scaling with a history in the second product of an operand only.
+    Raises ValueError if no `Recipe` has this combination: a rotation of one operand only, a scaling
+    with a history in the second product of an operand only, or sums of different accelerators.
     """
     found = [auto if isinstance(source, str) else source for source in sources]
     if all(recipe == found[0] for recipe in found):
@@ -386,7 +386,16 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
     x, w, g, w_again, g_again, x_again = [
         _cast(recipe, name) for recipe, name in zip(found, CASTS, strict=True)
     ]
+    sums = {(recipe.accumulate, recipe.promote) for recipe in found if recipe is not None}
+    if len(sums) > 1:
+        raise ValueError(
+            f"the casts of a layer come from recipes with different sums, {_name(found)}: "
+            "accumulate and promote must be equal"
+        )
+    accumulate, promote = sums.pop()
     return Recipe(
+        accumulate=accumulate,
+        promote=promote,
         name=_name(found),
         input=x,
         weight=w,

@@ -197,6 +197,15 @@ def test_json_and_policies():
     assert fp8.Policy.from_json(policy.to_json()) == policy
 
 
+def test_rules_keep_the_sums_of_a_recipe():
+    policy = fp8.Policy(on("tensor", "hopper"), rules=[("*", "grad_weight", None)])
+    layer = fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), policy)[0]
+    assert layer.fp8_recipe.accumulate == "hopper"
+    mixed = fp8.Policy(on("tensor", "hopper"), rules=[("*", "grad_weight", "row")])
+    with pytest.raises(ValueError, match="different sums"):
+        fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), mixed)
+
+
 @pytest.mark.parametrize("kind", ["convolution", "attention"])
 def test_products_without_these_sums_warn(kind):
     maps, kernel, q = torch.randn(1, 4, 8), torch.randn(4, 4, 3), torch.randn(1, 2, 4, 16)
