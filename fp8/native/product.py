@@ -55,6 +55,8 @@ def _pairs(recipe: Recipe) -> Pairs:
 
 def why_not_recipe(recipe: Recipe) -> str:
     """Why no kernel computes the products of ``recipe`` on any device; "" if there are kernels."""
+    if recipe.accumulate is not None:
+        return f"the sums of accumulate={recipe.accumulate!r} are simulated"
     return next(filter(None, (kernel_of(*pair)[1] for pair in _pairs(recipe))), "")
 
 

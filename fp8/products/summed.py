@@ -99,6 +99,10 @@ class _Summed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "create_graph=True: products with accumulate= have no second derivative"
+            )
         casts, saved = ctx.casts, ctx.saved_tensors
         da = db = g = None
         if ctx.needs_input_grad[0]:

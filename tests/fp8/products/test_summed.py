@@ -197,6 +197,20 @@ def test_json_and_policies():
     assert fp8.Policy.from_json(policy.to_json()) == policy
 
 
+def test_no_kernel_computes_them():
+    with pytest.raises(ValueError, match="'hopper' are simulated"):
+        fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), on("tensor", "hopper"), backend="native")
+
+
+def test_a_second_derivative_is_refused():
+    x, w, _ = operands()
+    (dx,) = torch.autograd.grad(
+        linear(x, w, recipe=on("tensor", "hopper")).sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="."):
+        dx.sum().backward()
+
+
 def test_rules_keep_the_sums_of_a_recipe():
     policy = fp8.Policy(on("tensor", "hopper"), rules=[("*", "grad_weight", None)])
     layer = fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), policy)[0]
