@@ -204,11 +204,9 @@ def test_no_kernel_computes_them():
 
 def test_a_second_derivative_is_refused():
     x, w, _ = operands()
-    (dx,) = torch.autograd.grad(
-        linear(x, w, recipe=on("tensor", "hopper")).sum(), x, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="."):
-        dx.sum().backward()
+    y = linear(x, w, recipe=on("tensor", "hopper"))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 def test_rules_keep_the_sums_of_a_recipe():
