@@ -1,7 +1,8 @@
-"""What the documents of seven systems describe: the rows of docs/parity.md.
+"""The rows of docs/parity.md: what engines have, and what the documents of seven systems describe.
 
-`DOCUMENTS` are those that the rows are from. A test proves a row by the mark
-``@pytest.mark.proves(system, feature, how=...)``; ``how`` is a name in `HOW`.
+`PEERS` are the engines of `COMPARISONS`, `DOCUMENTS` the documents of `FEATURES`. A test proves a
+row by the mark ``@pytest.mark.proves(system, feature, how=...)``. ``system`` is `FIELD` for a row
+of `COMPARISONS`; ``how`` is a name in `HOW`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,32 @@ HOW = {
     "signatures": "bound to its published signatures",
     "own": "own implementation",
 }
+
+#: Marks of the rows of `COMPARISONS`.
+FIELD = "the field"
+
+#: Engine -> the version whose source its cells are from; MS-AMP's is of 2025, the others of 2026.
+PEERS = {
+    "TransformerEngine": "2.20.0.dev0 (commit d0067d0)",
+    "torchao": "0.19.0 (commit 36027d8)",
+    "Megatron-LM": "(commit d98e8a6)",
+    "torchtitan": "(commit b5bcd76)",
+    "Accelerate": "1.15.0",
+    "Lightning": "2.6.6",
+    "MS-AMP": "0.4.0 (commit 9746ea8)",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row of the table of engines. ``peers``: those that have it -> what it is there, by its name
+    in their code; others have nothing of it in their source. ``note``: what ours lacks, and why; a
+    row without a test has one."""
+
+    name: str
+    peers: dict[str, str]
+    note: str = ""
+
 
 _GUIDE = "Low Precision Training Methods, of Accelerate's documentation"
 
@@ -197,5 +224,261 @@ FEATURES = [
         "statistics in float32 whatever the dtype",
         "GroupNorm as well",
         ("Apex", "not needed: the kernels are our own"),
+    ),
+]
+
+_TE = "TransformerEngine's"
+_AO = "torchao's"
+_RECIPE = "not by name: `recipe` is documented as a `DelayedScaling`"
+
+COMPARISONS = [
+    Comparison(
+        "delayed scaling",
+        {
+            "TransformerEngine": "`DelayedScaling`",
+            "Megatron-LM": "`--fp8-recipe delayed`",
+            "Accelerate": f"{_TE}, `TERecipeKwargs`",
+            "Lightning": f"{_TE}, `TransformerEnginePrecision`",
+            "MS-AMP": "inputs and gradients of outputs, 16 steps",
+        },
+    ),
+    Comparison(
+        "a scale for each tensor, current",
+        {
+            "TransformerEngine": "`Float8CurrentScaling`",
+            "torchao": "`tensorwise`",
+            "Megatron-LM": "`--fp8-recipe tensorwise`",
+            "torchtitan": "no recipe of its converter, but `emulate=True`",
+            "Accelerate": f"{_AO}, `AORecipeKwargs`",
+            "Lightning": _RECIPE,
+            "MS-AMP": "weights and their gradients",
+        },
+    ),
+    Comparison(
+        "a scale for each row",
+        {
+            "TransformerEngine": "none of FP8; activations of NVFP4, `row_scaled_activation`",
+            "torchao": "`rowwise`, `rowwise_with_gw_hp`",
+            "torchtitan": "`Float8LinearConverter`",
+            "Accelerate": f"{_AO}, `AORecipeKwargs`",
+        },
+    ),
+    Comparison(
+        "blocks of 128 and of 128 x 128",
+        {
+            "TransformerEngine": "`Float8BlockScaling`",
+            "torchao": "prototype, `blockwise_fp8_training`",
+            "Megatron-LM": "`--fp8-recipe blockwise`",
+            "Lightning": _RECIPE,
+        },
+    ),
+    Comparison(
+        "MXFP8",
+        {
+            "TransformerEngine": "`MXFP8BlockScaling`",
+            "torchao": "prototype, `MXFP8TrainingOpConfig`",
+            "Megatron-LM": "`--fp8-recipe mxfp8`",
+            "torchtitan": "`MXFP8LinearConverter`",
+            "Accelerate": f"{_TE}, `use_mxfp8_block_scaling`",
+            "Lightning": _RECIPE,
+        },
+    ),
+    Comparison(
+        "NVFP4",
+        {
+            "TransformerEngine": "`NVFP4BlockScaling`",
+            "torchao": "prototype, `NVFP4Linear`",
+            "Megatron-LM": "`--fp4-format e2m1`",
+            "torchtitan": "`NVFP4LinearConverter`",
+            "Lightning": _RECIPE,
+            "MS-AMP": "none; simulated FP4 in its layers for Megatron",
+        },
+    ),
+    Comparison(
+        "attention in FP8",
+        {
+            "TransformerEngine": "`fp8_dpa`, `fp8_mha`",
+            "torchao": "prototype, forward pass only",
+            "Megatron-LM": "`fp8_dot_product_attention`, `fp8_multi_head_attention`",
+            "Lightning": f"{_TE}, for a model written with its attention",
+        },
+        "query, key, value and the gradient of the output; the probabilities inside of the fused "
+        "kernel stay in high precision",
+    ),
+    Comparison(
+        "grouped products of experts",
+        {
+            "TransformerEngine": "`GroupedLinear`",
+            "torchao": "prototype, `moe_training`: rows, blocks, MXFP8, NVFP4",
+            "Megatron-LM": _TE,
+            "torchtitan": "`Float8GroupedExpertsConverter`, `MXFP8GroupedExpertsConverter`",
+        },
+        "simulated; kernels run the groups one by one",
+    ),
+    Comparison(
+        "FSDP2, weights gathered in FP8",
+        {
+            "TransformerEngine": "`quantized_model_init`",
+            "torchao": "`enable_fsdp_float8_all_gather`, a scale for each tensor",
+            "Megatron-LM": "`fp8_param_gather`, of its own FSDP and distributed optimizer",
+            "torchtitan": "no: communication is in high precision",
+            "Accelerate": f"{_AO}, `enable_fsdp_float8_all_gather`",
+            "Lightning": f"{_AO}, called by hand (its FP8 example)",
+            "MS-AMP": "FSDP1, `FP8FullyShardedDataParallel`",
+        },
+        "recipes `unit` and `tensor`; scales along the cut dimension are refused",
+    ),
+    Comparison(
+        "tensor and sequence parallelism",
+        {
+            "TransformerEngine": "`tp_group`, `sequence_parallel`",
+            "torchao": "`Float8ColwiseParallel`; prototype, `NVFP4ColwiseParallel`",
+            "Megatron-LM": "yes",
+            "torchtitan": "yes, communication in high precision",
+            "Accelerate": "not known in FP8",
+            "Lightning": "not known in FP8",
+            "MS-AMP": "its layers for Megatron",
+        },
+        "torch's `parallelize_module`; products of DTensors are simulated on GPUs, too",
+    ),
+    Comparison(
+        "gradients reduced in FP8",
+        {
+            "Megatron-LM": "no: `--megatron-fsdp-grad-comm-dtype` is FP32, FP16 or BF16",
+            "torchtitan": "no: float32",
+            "Accelerate": "MS-AMP's, deprecated",
+            "MS-AMP": "`FP8DistributedDataParallel`",
+        },
+    ),
+    Comparison(
+        "all-to-all of tokens in FP8",
+        {
+            "TransformerEngine": "MXFP8, its expert parallelism on NCCL",
+            "torchao": "prototype, MXFP8, `a2a_dispatch`",
+            "Megatron-LM": "`moe_dispatch_fwd_dtype` mxfp8",
+            "torchtitan": "an argument of its DeepEP and HybridEP calls, off; no setting",
+        },
+        "not had: the engine dispatches tokens in its own code, which is not replaced here; its "
+        "experts' products are cast on arrival",
+    ),
+    Comparison(
+        "optimizer states in low precision",
+        {
+            "TransformerEngine": "`FusedAdam`: FP8, FP16, BF16",
+            "torchao": "`AdamW8bit`, `AdamW4bit`, `AdamWFp8`",
+            "Megatron-LM": "`--exp-avg-dtype`: fp8, bf16, fp16",
+            "torchtitan": "BF16, `fused_opt_states_bf16`",
+            "Accelerate": "MS-AMP's, deprecated",
+            "Lightning": "the user's optimizer (bitsandbytes)",
+            "MS-AMP": "O2: e4m3 and FP16",
+        },
+    ),
+    Comparison(
+        "master weights",
+        {
+            "TransformerEngine": "`FusedAdam(master_weights=True)`",
+            "torchao": "none: stochastic rounding of BF16 weights, `bf16_stochastic_round`",
+            "Megatron-LM": "`--main-params-dtype`: fp32, fp16",
+            "torchtitan": "float32 parameters",
+            "Accelerate": "float32 parameters, under autocast",
+            "Lightning": "float32 parameters in mixed precision; none beside TransformerEngine's",
+            "MS-AMP": "O3: FP16",
+        },
+    ),
+    Comparison(
+        "weights kept in FP8",
+        {
+            "TransformerEngine": "`quantized_model_init`",
+            "Megatron-LM": "`fp8_param`",
+            "Accelerate": "MS-AMP's O3 by DeepSpeed, deprecated",
+            "MS-AMP": "O3",
+        },
+    ),
+    Comparison(
+        "checkpoints for vLLM, SGLang, Transformers",
+        {
+            "torchao": "`save_pretrained` with a `TorchAoConfig`",
+            "Megatron-LM": "Model Optimizer's, quantized after training",
+            "torchtitan": "no: reads DeepSeek's FP8, writes high precision",
+        },
+        "experts stay in high precision; vLLM and SGLang were not run",
+    ),
+    Comparison(
+        "weights sent to a running engine",
+        {
+            "Megatron-LM": "to its own inference, `swap_model_weights`, also as MXFP8",
+            "torchtitan": "its RL experiment; not known in FP8",
+        },
+        "tensors one by one; how they are sent is the trainer's matter",
+    ),
+    Comparison(
+        "KV cache in FP8",
+        {
+            "TransformerEngine": "not known: its caches take a dtype, FP8 is not tested",
+            "torchtitan": 'no: "FP8 KV cache not supported yet"',
+        },
+        "not had: the cache belongs to the engine that serves, which casts it by its own setting",
+    ),
+    Comparison(
+        "precision by layer",
+        {
+            "TransformerEngine": "contexts; by role of a tensor, `CustomRecipe`",
+            "torchao": "`module_filter_fn`",
+            "Megatron-LM": "`--te-precision-config-file`, `--first-last-layers-bf16`",
+            "torchtitan": "`filter_fqns`, `fqns`",
+            "Accelerate": f"{_AO}, `module_filter_func`",
+            "MS-AMP": "`use_fp32_linear` of a layer",
+        },
+    ),
+    Comparison(
+        "late switch of precision",
+        {
+            "TransformerEngine": "by hand: another recipe in `autocast`, with a warning",
+            "torchtitan": "by hand: a checkpoint and a restart, in its guide to NVFP4",
+        },
+    ),
+    Comparison(
+        "single products in high precision, at run time",
+        {
+            "TransformerEngine": "`DisableFP8GEMM`, of its debug tools",
+            "torchao": "before training: casts that are disabled",
+            "Megatron-LM": "before training: `fp8_wgrad=False`",
+        },
+    ),
+    Comparison(
+        "statistics of casts",
+        {
+            "TransformerEngine": "`LogFp8TensorStats`, `LogNvfp4TensorStats`",
+            "torchao": "of one tensor, `fp8_tensor_statistics`",
+            "Megatron-LM": "not known; it depends on the tool that TransformerEngine's run in",
+        },
+    ),
+    Comparison(
+        "dumps of tensors",
+        {
+            "TransformerEngine": "`DumpTensors`",
+            "Megatron-LM": "not known, as above",
+        },
+    ),
+    Comparison(
+        "emulation on CPU",
+        {
+            "TransformerEngine": "no: it needs CUDA",
+            "torchao": "`emulate=True`; MXFP8 for experts, `KernelPreference.EMULATED`",
+            "torchtitan": f"{_AO}, `emulate=True` in eager mode, for tests",
+            "Accelerate": f"{_AO}, `AORecipeKwargs`",
+        },
+    ),
+    Comparison("sums of tensor cores", {}),
+    Comparison(
+        "unit scaling",
+        {"Megatron-LM": "no: μP alone, `use_mup`"},
+    ),
+    Comparison(
+        "which precision a model takes, measured before",
+        {
+            "torchao": "which layers get faster, by shape: `_auto_filter_for_recipe`",
+            "torchtitan": f"{_AO}, `auto_filter_small_kn`",
+        },
     ),
 ]

@@ -1,4 +1,4 @@
-"""docs/parity.md: what other systems describe, and the test that proves it here.
+"""docs/parity.md: what other systems have or describe, and the test that proves it here.
 
 The tests are read, not imported.
 """
@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from docs.build import table
-from docs.features import DOCUMENTS, FEATURES, HOW, Feature
+from docs.features import (
+    COMPARISONS,
+    DOCUMENTS,
+    FEATURES,
+    FIELD,
+    HOW,
+    PEERS,
+    Comparison,
+    Feature,
+)
 
 ROOT = Path(__file__).parents[1]
 PARITY = Path(__file__).with_name("parity.md")
@@ -19,9 +28,19 @@ PARITY = Path(__file__).with_name("parity.md")
 PREAMBLE = """\
 # Parity
 
-Written by `make docs`: what the documents of seven systems describe, and the tests that show it
-here: by running the real library, by code that is bound to its published signatures, or by an
-implementation of our own that nothing of it is needed for. Files are those of `tests/`."""
+Written by `make docs`: what engines have, what the documents of seven systems describe, and the
+tests that show it here: by running the real library, by code that is bound to its published
+signatures, or by an implementation of our own that nothing of it is needed for. Files are those of
+`tests/`."""
+
+ENGINES = """\
+## Engines
+
+Read in the source of {versions}.
+
+Names are those of their code. "no": nothing of it was found in the source; "not known": the source
+does not answer it. Accelerate also starts Megatron-LM, whose features are not repeated. Ours is
+simulated on any device; [what runs where](what-runs-where.md) lists what has run on kernels."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +76,37 @@ def _proof(mark: ast.expr, test: str) -> Proof:
         raise ValueError(f"{test}: the mark is proves(system, feature, how=...)") from error
 
 
+def tests_of(system: str, feature: str, found: list[Proof]) -> str:
+    """The tests of a feature, as a cell; empty without one."""
+    mine = [proof for proof in found if (proof.system, proof.feature) == (system, feature)]
+    return "<br>".join(f"`{proof.test.removeprefix('tests/')}`: {HOW[proof.how]}" for proof in mine)
+
+
 def line(feature: Feature, found: list[Proof]) -> list[str]:
     """The cells of a feature."""
-    key = (feature.system, feature.name)
-    mine = [proof for proof in found if (proof.system, proof.feature) == key]
-    tests = [f"`{proof.test.removeprefix('tests/')}`: {HOW[proof.how]}" for proof in mine]
-    return [feature.name, feature.where, "<br>".join(tests) or "none", feature.note]
+    tests = tests_of(feature.system, feature.name, found)
+    return [feature.name, feature.where, tests or "none", feature.note]
+
+
+def comparison(row: Comparison, found: list[Proof]) -> list[str]:
+    """The cells of a row of the table of engines, ours last."""
+    ours = [tests_of(FIELD, row.name, found), row.note]
+    peers = [row.peers.get(peer, "no") for peer in PEERS]
+    return [row.name, *peers, "<br>".join(filter(None, ours))]
+
+
+def engines(found: list[Proof]) -> str:
+    """The table of engines, with what its cells are from."""
+    versions = ", ".join(f"{peer} {version}" for peer, version in PEERS.items())
+    headings = " | ".join(["feature", *PEERS, "ours"])
+    rows = table(headings, [comparison(row, found) for row in COMPARISONS])
+    return f"{ENGINES.format(versions=versions)}\n\n{rows}"
 
 
 def render() -> str:
     """The text of docs/parity.md."""
     found = list(proofs())
-    parts = [PREAMBLE]
+    parts = [PREAMBLE, engines(found)]
     for system, (document, run) in DOCUMENTS.items():
         rows = [line(feature, found) for feature in FEATURES if feature.system == system]
         lines = table("feature | section | tests | remarks", rows)

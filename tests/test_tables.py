@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from docs import build, demo, parity, questions
-from docs.features import DOCUMENTS, FEATURES, HOW
+from docs.features import COMPARISONS, DOCUMENTS, FEATURES, FIELD, HOW, PEERS
 from notebooks.nanogpt.settings import PRESETS
 from notebooks.nanogpt.variants import VARIANTS
 
@@ -90,19 +90,35 @@ def test_parity_is_up_to_date():
     assert parity.PARITY.read_text(encoding="utf-8") == parity.render(), "run `make docs`"
 
 
+#: (system, feature) -> what is said of it beside its tests, for all rows of docs/parity.md.
+NOTES = {
+    **{(feature.system, feature.name): feature.note for feature in FEATURES},
+    **{(FIELD, row.name): row.note for row in COMPARISONS},
+}
+
+
 def test_every_feature_has_a_test_or_a_reason():
     found = {(proof.system, proof.feature) for proof in parity.proofs()}
-    bare = [f for f in FEATURES if (f.system, f.name) not in found and not f.note]
+    bare = [key for key, note in NOTES.items() if key not in found and not note]
     assert not bare, f"without a test and a reason: {bare}"
 
 
 def test_every_mark_names_a_feature():
-    known = {(feature.system, feature.name) for feature in FEATURES}
-    assert len(known) == len(FEATURES)
+    assert len(NOTES) == len(FEATURES) + len(COMPARISONS)
     assert {feature.system for feature in FEATURES} == DOCUMENTS.keys()
     for proof in parity.proofs():
-        assert (proof.system, proof.feature) in known, proof
+        assert (proof.system, proof.feature) in NOTES, proof
         assert proof.how in HOW, proof
+
+
+def test_every_engine_has_a_cell_in_every_row():
+    found = list(parity.proofs())
+    for row in COMPARISONS:
+        assert row.peers.keys() <= PEERS.keys(), row.name
+        cells = parity.comparison(row, found)
+        assert len(cells) == len(PEERS) + 2
+        assert all(cells), row.name
+        assert not any("|" in cell for cell in cells), row.name
 
 
 def test_marks_are_read(tmp_path: Path):

@@ -47,6 +47,7 @@ def wide(*shape: int, seed: int = 0) -> Tensor:
     return x
 
 
+@pytest.mark.proves("the field", "MXFP8", how="library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", MODES)
 @pytest.mark.parametrize("format", ELEMENTS)
@@ -62,6 +63,7 @@ def test_mx_is_bit_exact(format, rule, dtype):
     assert torch.equal(scale[used], theirs.scale.float()[used])
 
 
+@pytest.mark.proves("the field", "NVFP4", how="library")
 def test_nvfp4_scales_are_bit_exact_and_values_up_to_ties():
     """torchao multiplies by a rounded reciprocal, where we divide: the quotients differ by at most
     three roundings, 1.5 * 2**-23, so the values differ only that close to a midpoint of e2m1."""
@@ -119,6 +121,8 @@ def sqnr(got: Tensor, exact: Tensor) -> float:
     return 20 * math.log10(float(exact.norm() / (got.double() - exact).norm()))
 
 
+@pytest.mark.proves("the field", "a scale for each tensor, current", how="library")
+@pytest.mark.proves("the field", "a scale for each row", how="library")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tokens", [64, 48])
 @pytest.mark.parametrize("name", THEIRS)

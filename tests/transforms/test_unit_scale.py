@@ -129,6 +129,7 @@ def test_gpt_is_the_hand_written_one() -> None:
 
 
 @pytest.mark.proves("unit-scaling", "unit_scale(model)", how="own")
+@pytest.mark.proves("the field", "unit scaling", how="own")
 def test_every_tensor_has_unit_scale() -> None:
     torch.manual_seed(0)
     model = unit_scale(GPT(width=128, heads=2))

@@ -300,6 +300,7 @@ def test_nvfp4(scaled, tmp_path):
             assert torch.equal(layer.weight, want.bfloat16())
 
 
+@pytest.mark.proves("the field", "checkpoints for vLLM, SGLang, Transformers", how="library")
 @pytest.mark.parametrize("name", ["unit", "tensor", "row", "block", "mxfp8"])
 def test_weights_are_read_bit_for_bit(name, tmp_path):
     """As the operands that the recipe casts them to."""

@@ -133,6 +133,7 @@ def test_refused():
         fp8.weights(nn.Sequential(nn.Linear(2, 2)))
 
 
+@pytest.mark.proves("the field", "weights sent to a running engine", how="library")
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
 def test_two_processes(tmp_path: Path):
     pytest.importorskip("compressed_tensors", reason="reads what is sent")

@@ -21,6 +21,7 @@ from tests.launch import run_ranks
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
 
+@pytest.mark.proves("the field", "FSDP2, weights gathered in FP8", how="own")
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
 # torch's own: there is no process group in this process, and none is needed
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

@@ -64,6 +64,7 @@ def test_the_pre_scale_moves_where_saturation_costs_less_than_a_rounding():
     assert 1.016 < max(found) < 1.06
 
 
+@pytest.mark.proves("the field", "gradients reduced in FP8", how="own")
 @needs_gloo
 def test_four_processes(tmp_path: Path):
     run_ranks(Path(__file__).with_name("all_reduce_worker.py"), 4, tmp_path / "store")

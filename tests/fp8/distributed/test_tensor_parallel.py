@@ -10,6 +10,7 @@ from tests.launch import run_ranks
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 
 
+@pytest.mark.proves("the field", "tensor and sequence parallelism", how="own")
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch is built without gloo")
 @pytest.mark.parametrize("world", [2, 4])
 def test_parallelize_module(world, tmp_path: Path, monkeypatch):

@@ -52,6 +52,7 @@ def plain_model(model, recipe=None):
     return fp8.convert(other, recipe) if recipe else other
 
 
+@pytest.mark.proves("the field", "weights kept in FP8", how="own")
 @pytest.mark.parametrize("format", ["fp16", "e4m3"])
 @pytest.mark.parametrize("recipe", [None, "unit", "tensor", "row", "block", "nvfp4"])
 def test_it_computes_what_plain_weights_of_the_same_numbers_do(format, recipe):

@@ -59,6 +59,7 @@ def test_rows(function, dtype):
         assert torch.equal(call(), plain) or row.reference  # the block is over
 
 
+@pytest.mark.proves("the field", "attention in FP8", how="own")
 @pytest.mark.parametrize("function", CALLS, ids=name_of)
 def test_gradients(function):
     """Of each operand: what the product's own backward makes of cast operands and gradient."""

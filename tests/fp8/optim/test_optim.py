@@ -81,6 +81,7 @@ def test_neither_class_is_taken_for_the_other():
     assert distance(run(Adam, **decayed)[0], run(AdamW, **decayed)[0]) > 0.1
 
 
+@pytest.mark.proves("the field", "optimizer states in low precision", how="own")
 @each_low
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_low_precision_states_stay_near(name: str, formats):
@@ -279,6 +280,7 @@ def test_random_bits_follow_from_seed_and_step():
     assert not torch.equal(first[0], other[0])
 
 
+@pytest.mark.proves("the field", "master weights", how="own")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_master_weights(dtype):
     """The weights are those of a float32 run on the same gradients, rounded."""
@@ -295,6 +297,7 @@ def test_float32_master_weights(dtype):
     assert state_bytes(optimizer)["master"] == 4 * sum(p.numel() for p in ours)
 
 
+@pytest.mark.proves("the field", "master weights", how="own")
 def test_float16_master_weights():
     """In units of a scale: weights far below the range of float16 keep its precision, 2**-11 of a
     magnitude of up to 5e-9, and so steps of a quarter of that."""

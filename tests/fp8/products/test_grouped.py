@@ -84,6 +84,7 @@ def operands(shape, dtype=torch.float32):
     return loop, a, b, right, offs
 
 
+@pytest.mark.proves("the field", "grouped products of experts", how="own")
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", DYNAMIC)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -414,6 +415,7 @@ with warnings.catch_warnings():
     from torchao.quantization.quantize_.common import KernelPreference
 
 
+@pytest.mark.proves("the field", "grouped products of experts", how="library")
 def test_mxfp8_is_torchaos():
     """Forward and both gradients of its emulated grouped product, which multiplies the same bf16
     values: groups are multiples of 32 there."""

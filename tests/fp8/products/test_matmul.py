@@ -198,6 +198,7 @@ def test_gradients_only_where_asked_for(needs):
         assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
 
 
+@pytest.mark.proves("the field", "emulation on CPU", how="own")
 @every
 def test_operands_are_exactly_the_reference_s(recipe, dtype):
     """Seen through a product with the unit matrix, which every cast here leaves as it is."""

@@ -29,6 +29,7 @@ def step(model, x, history, recipe=SHORT, scale=1.0):
     return y.detach()
 
 
+@pytest.mark.proves("the field", "delayed scaling", how="own")
 def test_the_scale_is_that_of_the_passes_before():
     """Written out: input of history 3, weight of 1, gradient of 2 and a margin of 2."""
     torch.manual_seed(0)

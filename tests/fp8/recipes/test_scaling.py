@@ -90,6 +90,7 @@ TILES += [
 SHAPES = [(3, 5), (1, 1), (16, 32), (17, 33), (4, 130), (130, 3), (2, 5, 20), (2, 1, 33, 6)]
 
 
+@pytest.mark.proves("the field", "blocks of 128 and of 128 x 128", how="own")
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("scaling", "tile"), TILES, ids=str)

@@ -71,6 +71,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 X = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.proves("the field", "precision by layer", how="own")
 def test_later_rules_override_earlier_ones_and_exceptions_override_all():
     rules = [("blocks.*", None, "row"), ("*.down", None, "tensor"), ("blocks.2.down", None, None)]
     policy = Policy("mxfp8", rules=rules, first=1, last=1, keep=["readout"])
@@ -339,6 +340,7 @@ def test_calibration_and_unit_scaling_choose_again_under_auto():
 # The switch
 
 
+@pytest.mark.proves("the field", "late switch of precision", how="own")
 def test_the_switch_equals_a_model_converted_anew():
     rules = [("*.up", "grad_weight", None), ("head", None, "tensor")]
     policy = Policy("row", rules=rules, first=1, switch=[(0.5, "mxfp8"), (0.9, None)])

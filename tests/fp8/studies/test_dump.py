@@ -18,6 +18,7 @@ def make(recipe="tensor"):
     return fp8.convert(model, recipe), torch.randn(8, 16)
 
 
+@pytest.mark.proves("the field", "dumps of tensors", how="own")
 def test_files_hold_operands_and_casts(tmp_path):
     model, x = make()
     x.requires_grad_()

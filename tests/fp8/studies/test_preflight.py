@@ -33,6 +33,7 @@ def report():
     return fp8.preflight(setup, **QUICK)
 
 
+@pytest.mark.proves("the field", "which precision a model takes, measured before", how="own")
 def test_every_stage_leaves_its_findings(report):
     found = report.findings
     assert [p.layer for p in found.products] == ["first", "blocks.0", "blocks.1", "head"]

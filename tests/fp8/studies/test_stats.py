@@ -24,6 +24,7 @@ def wide(*shape, seed=0):
     return (randn(*shape, seed=seed) * torch.exp2(4 * randn(*shape, seed=seed + 9))).detach()
 
 
+@pytest.mark.proves("the field", "statistics of casts", how="own")
 @pytest.mark.parametrize("name", NOW)
 def test_shares_are_what_a_count_by_hand_gives(name):
     recipe = nearest(RECIPES[name])
@@ -218,6 +219,7 @@ def test_refusals():
     torch._dynamo.reset()
 
 
+@pytest.mark.proves("the field", "statistics of casts", how="own")
 def test_blocks_of_nvfp4_are_counted():
     """Blocks of 16 by hand: the largest sets the unit; 2**-12 of it rounds to a zero scale; a scale
     that e4m3 rounds down clips; a block of zeros does not count."""

@@ -25,6 +25,7 @@ def equal(a, b):
     return [torch.equal(p, q) for p, q in zip(a, b, strict=True)]
 
 
+@pytest.mark.proves("the field", "single products in high precision, at run time", how="own")
 @pytest.mark.parametrize("concern", [None, *CONCERNS])
 def test_is_the_policy_with_these_rules_and_back(concern):
     """Every product, operand and cast: in the block as converted under that policy."""
