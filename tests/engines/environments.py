@@ -4,7 +4,8 @@
 
 An environment is a folder in ``out/engines``. It sees the packages of the interpreter that runs
 this script, and has the engine and what else it needs by itself, so that engines with
-requirements that contradict each other, or ours, have no effect on the environment of the other tests.
+requirements that contradict each other, or ours, have no effect on that of the other
+tests.
 """
 
 from __future__ import annotations
