@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo record test test-all lint format bench notebooks docs clean
+.PHONY: help setup demo record test test-all test-engines lint format bench notebooks docs clean
 
 help:  ## list the targets and what each costs (times: 2 CPU cores)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## create .venv and install the tools of all targets (minutes: downloads torch)
 
@@ -35,6 +35,9 @@ test: $(STAMP)  ## run the tests (8 to 12 minutes, no GPU)
 
 test-all: $(STAMP)  ## run the tests and the exhaustive checks, every fp32 bit pattern (long)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m ''
+
+test-engines: $(STAMP)  ## make environments of torchtitan, litgpt, DeepSpeed, trl; run their tests (15 minutes)
+	$(BIN)/python -m tests.engines.environments
 
 lint: $(STAMP)  ## check with ruff and mypy (seconds)
 	$(BIN)/ruff check .

@@ -51,6 +51,7 @@ MODULES = (
     "fp8.adapters.msamp",
     "fp8.adapters.policies",
     "fp8.adapters.torchao",
+    "fp8.adapters.torchtitan",
     "fp8.adapters.transformer_engine",
     "unit_scaling",
     "unit_scaling.functional",

@@ -119,7 +119,8 @@ def _lr_scale(rule: str, param: ParameterData) -> float:
             f"shape {tuple(param.shape)}"
         )
     own = getattr(param, "mup_scale", 1.0) ** _SCALE_POWERS[rule]
-    return factors[param.mup_type](param.shape) * lr_scale_for_depth(param) * own
+    shape = param.shape[1:] if getattr(param, "mup_stacked", False) else param.shape
+    return factors[param.mup_type](shape) * lr_scale_for_depth(param) * own
 
 
 def _as_function(rule: LrScale | str) -> LrScale:

@@ -5,8 +5,10 @@
     mup_scale: a power of two, about the weight's RMS, that the weight is divided by before a cast
         to FP8 and multiplied by after it; set by `unit_scale(init="preserve")`, otherwise 1
     mup_divisor: the number that `unit_scale(init="unit")` divided a weight by, otherwise None
+    mup_stacked: whether the first dimension counts parameters of one shape (the weights of several
+        experts), so that a learning rate depends on the others alone
 
-The optimizers of `unit_scaling.optim` set learning rates by the first three.
+The optimizers of `unit_scaling.optim` set learning rates by all but mup_divisor.
 
 Tags survive `copy.deepcopy`, `pickle` and `torch.save`, but not the replacement of a parameter
 (``load_state_dict(assign=True)``, ``to_empty`` of a model on the meta device, FSDP2, a
@@ -59,6 +61,7 @@ class Tags(NamedTuple):
     mup_scaling_depth: int | None = None
     mup_scale: float = 1.0
     mup_divisor: float | None = None
+    mup_stacked: bool = False
 
 
 class ParameterData(Protocol):
@@ -80,6 +83,7 @@ def Parameter(
     mup_type: MupType,
     mup_scaling_depth: int | None = None,
     requires_grad: bool = True,
+    mup_stacked: bool = False,
 ) -> nn.Parameter:
     """Returns a `torch.nn.Parameter` with the tags that the optimizers of `unit_scaling.optim`
     read.
@@ -89,6 +93,7 @@ def Parameter(
         mup_type: see `tag`.
         mup_scaling_depth: see `tag`.
         requires_grad: as in torch.
+        mup_stacked: see `tag`. For the weights (experts, ., .) of `U.grouped_mm`.
 
     >>> p = Parameter(torch.randn(4, 8), mup_type="weight")
     >>> p.mup_type, p.mup_scaling_depth
@@ -96,7 +101,8 @@ def Parameter(
     """
     if not isinstance(data, Tensor):
         raise TypeError(f"data must be a Tensor, not {type(data).__name__}")
-    return tag(nn.Parameter(data, requires_grad), mup_type, mup_scaling_depth)
+    parameter = nn.Parameter(data, requires_grad)
+    return tag(parameter, mup_type, mup_scaling_depth, mup_stacked=mup_stacked)
 
 
 def tag(
@@ -105,6 +111,7 @@ def tag(
     mup_scaling_depth: int | None = None,
     mup_scale: float | None = None,
     mup_divisor: float | None = None,
+    mup_stacked: bool | None = None,
 ) -> nn.Parameter:
     """Tags ``parameter`` in place and returns it.
 
@@ -114,6 +121,7 @@ def tag(
         mup_scaling_depth: 1 or more, or None outside a residual stack.
         mup_scale: a power of two; None keeps the current value.
         mup_divisor: a positive number; None keeps the current value.
+        mup_stacked: whether the first dimension counts parameters; None keeps the current value.
 
     Raises:
         TypeError: ``parameter`` is not a tensor, or ``mup_scaling_depth`` not an int or None.
@@ -132,7 +140,9 @@ def tag(
     if not (scale > 0 and math.frexp(scale)[0] == 0.5):
         raise ValueError(f"mup_scale must be a power of two: got {scale}")
     divisor = before.mup_divisor if mup_divisor is None else mup_divisor
-    attributes: dict[str, Any] = Tags(mup_type, mup_scaling_depth, scale, divisor)._asdict()
+    stacked = before.mup_stacked if mup_stacked is None else mup_stacked
+    tags = Tags(mup_type, mup_scaling_depth, scale, divisor, stacked)
+    attributes: dict[str, Any] = tags._asdict()
     if type(parameter) is nn.Parameter:
         # torch copies and pickles a plain Parameter without its attributes. These methods replace
         # its own on this instance. The reference is weak, so that they keep nothing alive.
@@ -275,13 +285,14 @@ def restore_tags(model: nn.Module) -> None:
     for module in model.modules():
         tags: dict[str, Tags] = getattr(module, "mup_tags", {})
         _restore(module, tags)
-        for name, (mup_type, depth, scale, _) in tags.items():
+        for name, known in tags.items():
             if parametrize.is_parametrized(module, name):
                 shape = getattr(module, name).shape
                 parts = module.get_submodule(f"parametrizations.{name}")
                 for part in parts.parameters(recurse=False):
                     if not has_parameter_data(part):
-                        tag(part, mup_type if part.shape == shape else "norm", depth, scale)
+                        kind = known.mup_type if part.shape == shape else "norm"
+                        tag(part, kind, known.mup_scaling_depth, known.mup_scale)
 
 
 def _tags(module: nn.Module) -> dict[str, Tags]:

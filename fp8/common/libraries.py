@@ -6,9 +6,10 @@ import importlib
 import importlib.metadata
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["LIBRARIES", "Found", "Library", "need", "probe"]
+__all__ = ["LIBRARIES", "TRANSFORMS", "Found", "Library", "need", "probe", "transforms"]
 
 
 class Library(NamedTuple):
@@ -50,11 +51,17 @@ LIBRARIES: dict[str, Library] = {
         f"uv {_extra('composer')} --override FILE, where FILE says torch==2.13.0 and "
         "torchvision==0.28.0: by itself mosaicml asks for torch below 2.7.1",
     ),
+    "torchtitan": Library("torchtitan", "torchtitan", "pip install torchtitan triton"),
     "safetensors": Library("safetensors.torch", "safetensors", _extra("export")),
     "jinja2": Library("jinja2", "jinja2", _extra("preflight")),
     "matplotlib": Library("matplotlib", "matplotlib", _extra("preflight")),
 }
 """Name -> module, distribution and installation command of an optional library."""
+
+TRANSFORMS = "fp8.transforms"
+"""The group of entry points of transforms: functions of a model that return one that trains with
+the same optimizer. `unit_scaling` registers one. The attribute ``recipe`` of the function is the
+recipe to train it with."""
 
 
 class Found(NamedTuple):
@@ -107,3 +114,8 @@ def need(name: str) -> Any:
         state = "is not installed" if found.status == "missing" else f"is broken ({found.why})"
         raise ImportError(f"{name} {state}: {LIBRARIES[name].get}") from found.error
     return found.module
+
+
+def transforms() -> dict[str, Callable[[Any], Any]]:
+    """The transforms of installed packages, the entry points of the group `TRANSFORMS`, by name."""
+    return {entry.name: entry.load() for entry in importlib.metadata.entry_points(group=TRANSFORMS)}

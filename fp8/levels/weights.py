@@ -61,12 +61,25 @@ class _ScaledWeights(Gained):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """torch replaces each parameter by a new tensor; copies attributes and hooks to it."""
         attributes = {name: _attributes(parameter) for name, parameter in _own(self)}
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        try:
+            result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            if "swap" not in str(error):
+                raise
+            raise RuntimeError(_HELD) from error
         for name, parameter in _own(self):
             vars(parameter).update(attributes[name])
             for hooks in _HOOKS:
                 setattr(parameter, hooks, getattr(parameter, hooks))
         return result
+
+
+_HELD = (
+    "weights with a level cannot move or change dtype here, because other objects hold weak "
+    "references to them. Move a model before fp8.initialize. DeepSpeed's engine holds and moves "
+    "each weight: train with a level under DDP or FSDP2, or with DeepSpeed after fp8.convert, "
+    "without a level"
+)
 
 
 def _own(module: Any) -> Iterator[tuple[str, Any]]:

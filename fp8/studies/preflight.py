@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.libraries import transforms as installed
 from ..common.report import as_table
 from ..common.step import Batch, Loss
 from ..common.validation import check_name
@@ -29,11 +29,6 @@ __all__ = ["RECIPES_TRIED", "Preflight", "PreflightError", "preflight"]
 
 RECIPES_TRIED = ("bf16", "tensor", "static", "row", "block", "mxfp8", "nvfp4", "mxfp4", "unit")
 """The recipes that a preflight compares by default."""
-
-TRANSFORMS = "fp8.transforms"
-"""The group of entry points of transforms that are tried beside the plain model: functions of a
-model that return one that trains with the same optimizer. `unit_scaling` registers one. The
-attribute ``recipe`` of the function is the recipe to train it with."""
 
 
 class PreflightError(ValueError):
@@ -171,7 +166,7 @@ def preflight(
         target=target,
         max_seeds=max_seeds,
         hardware=tuple(map(get_hardware, hardware)),
-        transforms=_transforms() if transforms else {},
+        transforms=installed() if transforms else {},
     )
     before = Findings() if resume is None else Preflight.load(resume).findings
     flight = Flight(_source(model, batches, loss, optimizer), settings, before)
@@ -210,11 +205,6 @@ def _source(model: Any, batches: Any, loss: Any, optimizer: Any) -> Any:
     if any(value is not None for value in (batches, loss, optimizer)):
         raise TypeError("batches, loss and optimizer go with a model; a setup returns its own")
     return model
-
-
-def _transforms() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """The transforms of installed packages, by name."""
-    return {entry.name: entry.load() for entry in entry_points(group=TRANSFORMS)}
 
 
 def _cells(row: Candidate) -> tuple[str, ...]:

@@ -54,6 +54,15 @@ def test_fan_in(shape: tuple[int, ...], fan_in: int):
     assert lr_scale_func_sgd("to_output_scale")(p) == pytest.approx(fan_in**0.5)
 
 
+def test_a_stack_has_the_rate_of_one_of_its_matrices():
+    one, stack = Parameter(torch.ones(3, 5), "weight"), torch.ones(7, 3, 5)
+    many = Parameter(stack, "weight", mup_stacked=True)
+    for rule in (lr_scale_func_adam, lr_scale_func_sgd("to_output_scale")):
+        assert rule(many) == rule(one)
+        assert rule(copy.deepcopy(many)) == rule(one)
+    assert lr_scale_func_adam(Parameter(stack, "weight")) != lr_scale_func_adam(one)
+
+
 def test_rules():
     """Recorded from the library this one replaces; the convolution of two dimensions is ours."""
     conv2d = 60**-0.5

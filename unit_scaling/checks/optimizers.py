@@ -155,7 +155,7 @@ def _check_rate(optimizer: Optimizer) -> None:
 def _rate(optimizer: Optimizer, group: dict[str, Any]) -> float:
     """The rate that the group was created with or that a schedule starts from, ignoring warm-up."""
     given = (group.get("lr"), group.get("initial_lr"), optimizer.defaults.get("lr"))
-    return max(float(rate) for rate in given if rate is not None)
+    return max((float(rate) for rate in given if rate is not None), default=0.0)
 
 
 def _is_near_one(parameter: Tensor) -> bool:

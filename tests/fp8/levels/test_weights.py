@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -217,3 +218,12 @@ def test_gradients_in_high_precision_are_there_one_at_a_time():
     scale_weights(model, [layer.weight for layer in model], "fp16", "e4m3")
     model(torch.ones(2, 16)).sum().backward()
     assert most == [1] * 6
+
+
+def test_a_weight_that_others_hold_does_not_move():
+    """torch swaps it, which weak references forbid, as those of DeepSpeed's engine."""
+    model = build()
+    held = weakref.ref(model.head.weight)
+    with pytest.raises(RuntimeError, match=r"Move a model before fp8\.initialize"):
+        model.to(torch.float64)
+    assert held() is model.head.weight

@@ -290,7 +290,7 @@ def test_transforms_are_found_and_trained_with_the_users_optimizer(monkeypatch):
         return copy.deepcopy(model)
 
     transform.recipe = "tensor"
-    monkeypatch.setattr("fp8.studies.preflight._transforms", lambda: {"copied": transform})
+    monkeypatch.setattr("fp8.studies.preflight.installed", lambda: {"copied": transform})
     found = fp8.preflight(setup, **QUICK | {"transforms": True, "max_seeds": 1}).findings
     runs = {run.name: run for run in found.runs}
     assert seen

@@ -225,3 +225,14 @@ def test_weights_in_a_scale_of_their_own_take_torchs_rate():
     x: Tensor = torch.randn(4, 16) @ model.up @ model.down
     x.sum().backward()
     torch.optim.AdamW(model.parameters(), lr=1e-3).step()
+
+
+def test_an_optimizer_without_a_rate():
+    """A container of optimizers, as torchtitan's, has parameters and no rate of its own."""
+
+    class Container(torch.optim.Optimizer):
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            pass
+
+    model = unit_scale(plain())
+    step(model, Container(model.parameters(), {}))

@@ -13,7 +13,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from fp8.casts.operands import static_exponent
 from fp8.common.mixin import bare_class
 from fp8.common.report import LEFT_ALONE
-from fp8.selection.layers import why_quantized
+from fp8.selection.layers import holds_experts, why_quantized
 
 from ...parameter import has_parameter_data, remember_tags, tag, tags_of
 from .actions import CallRow, Weights
@@ -62,9 +62,11 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
         for path, module in reversed(list(model.named_modules()))
         for p in module.parameters(recurse=False)
     }
+    experts = {id(module) for module in model.modules() if holds_experts(module)}
     for name, parameter in model.named_parameters():
         module, path = owners[id(parameter)]
         leaf = name.rpartition(".")[2]
+        stacked = id(module) in experts
         if isinstance(module, ParametrizationList):
             why = "parametrized: the weight is scaled where it is used"
             rows.append(CallRow(path, leaf, "unchanged", why))
@@ -74,8 +76,8 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
             why = "a token of zeros, drawn from a standard normal"
             rows.append(CallRow(path, leaf, "unit scale", why))
             tag(parameter, "weight")
-        elif parameter.dim() > 1 and not _is_gain(parameter):
-            tag(parameter, "output" if name == readout else "weight")
+        elif parameter.dim() - stacked > 1 and not _is_gain(parameter):
+            tag(parameter, "output" if name == readout else "weight", mup_stacked=stacked)
             mask = getattr(module, f"{pruned(module).get(leaf)}_mask", None)
             rows.append(CallRow(path, leaf, *_rescale(parameter, init, mask)))
         elif leaf.endswith("bias") or leaf.startswith("bias_"):  # recurrent layers have bias_ih_l0

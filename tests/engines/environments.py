@@ -1,0 +1,84 @@
+"""`make test-engines`: an environment for each engine, and its test there.
+
+    python -m tests.engines.environments [NAME ...]
+
+An environment is a folder in ``out/engines``. It sees the packages of the interpreter that runs
+this script, and has the engine and what else it needs by itself, so that engines with
+requirements that contradict each other, or ours, have no effect on that of the other
+tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "out" / "engines"
+
+
+class Engine(NamedTuple):
+    """A row of ENGINES."""
+
+    packages: tuple[str, ...]
+    """What pip installs, the first with all that it requires."""
+    alone: tuple[str, ...] = ()
+    """What pip installs without its requirements, which contradict those of other libraries."""
+    python: tuple[int, int] = (3, 10)
+    """The oldest Python."""
+
+
+ENGINES: dict[str, Engine] = {
+    # It imports triton, which torch for CPUs does not bring.
+    "torchtitan": Engine(("torchtitan==0.3.0", "triton"), python=(3, 11)),
+    # It asks for a huggingface_hub that transformers 5 cannot use.
+    "litgpt": Engine(("jsonargparse[signatures]==4.41.0",), alone=("litgpt==0.5.13",)),
+    "deepspeed": Engine(("deepspeed==0.19.8",)),
+    "trl": Engine(("trl==1.16.0",), python=(3, 11)),
+}
+"""Name, that of the module and of tests/engines/test_NAME.py -> what its environment has."""
+
+
+def create(name: str) -> Path:
+    """The interpreter of the engine's environment, which is made if it is not complete."""
+    engine, folder = ENGINES[name], FOLDER / name
+    python, done = folder / "bin" / "python", folder / "complete"
+    wanted = repr(engine)
+    if done.exists() and done.read_text() == wanted:
+        return python
+    venv.create(folder, with_pip=True, clear=True)
+    inside = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    target = Path(subprocess.check_output(inside, text=True).strip())
+    (target / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip += ["-c", ROOT / "constraints.txt"]
+    if engine.alone:
+        subprocess.run([*pip, "--no-deps", *engine.alone], check=True)
+    subprocess.run([*pip, *engine.packages], check=True)
+    done.write_text(wanted)
+    return python
+
+
+def main(names: list[str]) -> int:
+    """Runs the tests of the engines; returns the number of those that failed."""
+    failed = 0
+    for name in names or ENGINES:
+        if sys.version_info < ENGINES[name].python:
+            print(f"{name}: skipped, needs Python {'.'.join(map(str, ENGINES[name].python))}")
+            continue
+        python = create(name)
+        test = ROOT / "tests" / "engines" / f"test_{name}.py"
+        # deepspeed compiles a part of itself at its first run, for minutes
+        settings = os.environ | {"TORCH_EXTENSIONS_DIR": str(FOLDER / name / "extensions")}
+        run = [python, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=900", test]
+        failed += subprocess.run(run, cwd=ROOT, env=settings).returncode != 0
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""DeepSpeed, run for real on the CPU: ZeRO of converted models, and what of a level it refuses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fp8
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+deepspeed = pytest.importorskip("deepspeed", reason="its own environment: make test-engines")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of deepspeed
+    pytest.mark.timeout(900),  # it compiles a part of itself at its first run
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group(tmp_path_factory: pytest.TempPathFactory):
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
+    store = tmp_path_factory.mktemp("store") / "file"
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
+    deepspeed.init_distributed("gloo")
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batches(n: int = 6) -> list[torch.Tensor]:
+    return list(torch.randn(n, 8, 32, generator=torch.Generator().manual_seed(1)))
+
+
+def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> nn.Module:
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("recipe", ["tensor", "delayed", "mxfp8"])
+def test_zero(recipe, stage):
+    """The losses are those of a plain loop, to the bit."""
+    model, optimizer = make()
+    fp8.convert(model, recipe)
+    expected = []
+    for x in batches():
+        loss = F.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    model, optimizer = make()
+    engine, found = engine_of(fp8.convert(model, recipe), optimizer, stage), []
+    for x in batches():
+        loss = F.mse_loss(engine(x), x)
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    assert found == expected
+    assert found != sorted(found)  # it trains: not the losses of one set of weights
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_levels_are_refused(level, stage):
+    model, optimizer = make()
+    model, optimizer = fp8.initialize(model, optimizer, level, "tensor")
+    with pytest.raises(RuntimeError, match="DeepSpeed's engine holds and moves each weight"):
+        engine_of(model, optimizer, stage)
+
+
+def test_checkpoint(tmp_path: Path):
+    """A checkpoint of the engine holds the plain model's weights, and trains on in another one."""
+    first = engine_of(*make(), 2)
+    fp8.convert(first.module, "tensor")
+    for x in batches(2):
+        first.backward(F.mse_loss(first(x), x))
+        first.step()
+    first.save_checkpoint(str(tmp_path))
+    model, optimizer = make()
+    second = engine_of(fp8.convert(model, "tensor"), optimizer, 2)
+    second.load_checkpoint(str(tmp_path))
+    losses = []
+    for engine in (first, second):
+        for x in batches():
+            loss = F.mse_loss(engine(x), x)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    assert losses[:6] == losses[6:]

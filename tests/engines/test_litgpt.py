@@ -1,0 +1,130 @@
+"""litgpt, run for real: its pretraining, with our plugin of Lightning's Fabric."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import fp8
+from fp8.adapters.lightning import FP8FabricPrecision
+from unit_scaling.transforms import unit_scale
+
+litgpt = pytest.importorskip("litgpt", reason="its own environment: make test-engines")
+import lightning  # noqa: E402
+from litgpt import pretrain  # noqa: E402
+from litgpt.args import EvalArgs, TrainArgs  # noqa: E402
+from litgpt.data import DataModule  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of litgpt and what it imports
+
+LENGTH, BATCH, STEPS = 16, 4, 6
+ROWS = torch.randint(64, (STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+CONFIG = {
+    "name": "tiny",
+    "block_size": LENGTH,
+    "vocab_size": 64,
+    "padded_vocab_size": 64,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 32,
+    "rotary_percentage": 1.0,
+    "parallel_residual": False,
+    "bias": False,
+    "norm_class_name": "RMSNorm",
+    "mlp_class_name": "LLaMAMLP",
+    "intermediate_size": 64,
+}
+
+
+class Tokens(DataModule):
+    def connect(self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: Any = 0) -> None:
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(ROWS, self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(ROWS[:BATCH], self.batch_size)
+
+
+@pytest.fixture(autouse=True)
+def _command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """litgpt saves the arguments of its command line beside the weights."""
+    monkeypatch.setattr(sys, "argv", ["litgpt", "pretrain", "tiny"])
+
+
+def pretrained(folder: Path, plugins: list[Any]) -> dict[str, Tensor]:
+    """The weights that ``litgpt pretrain`` saves, whose main function this is."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugins)
+    fabric.launch()
+    train = TrainArgs(
+        save_interval=100,
+        log_interval=1,
+        global_batch_size=BATCH,
+        micro_batch_size=BATCH,
+        max_tokens=STEPS * BATCH * LENGTH,
+        max_norm=1.0,
+        lr_warmup_steps=1,
+        tie_embeddings=False,
+    )
+    with torch.compiler.set_stance("force_eager"):  # it compiles the model
+        pretrain.main(
+            fabric=fabric,
+            devices=1,
+            seed=0,
+            initial_checkpoint_dir=None,
+            resume=False,
+            config=litgpt.Config(**CONFIG),
+            data=Tokens(),
+            out_dir=folder,
+            tokenizer_dir=None,
+            tokenizer=None,
+            train=train,
+            eval=EvalArgs(interval=100, max_iters=1),
+            optimizer="AdamW",
+        )
+    return torch.load(folder / "final" / "lit_model.pth", weights_only=False)["model"]
+
+
+def differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return any(not torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+def test_pretrain(tmp_path, monkeypatch):
+    """The plugin trains as a model that the caller has converted, to the bit."""
+    plugin = FP8FabricPrecision("tensor", where=lambda name, layer: name != "lm_head")
+    trained = pretrained(tmp_path / "plugin", [plugin])
+    plain = pretrained(tmp_path / "plain", [])
+    make = pretrain.GPT
+    monkeypatch.setattr(
+        pretrain,
+        "GPT",
+        lambda config: fp8.convert(make(config), "tensor", where=lambda n, m: n != "lm_head"),
+    )
+    by_hand = pretrained(tmp_path / "hand", [])
+    assert not differs(trained, by_hand)
+    assert differs(trained, plain)
+
+
+def test_unit_scaled(tmp_path, monkeypatch):
+    """litgpt makes a second model on the meta device, to count operations: that one stays plain."""
+    make = pretrain.GPT
+
+    def scaled(config: Any) -> Any:
+        model = make(config)
+        return model if model.lm_head.weight.is_meta else unit_scale(model, init="preserve")
+
+    plain = pretrained(tmp_path / "plain", [])
+    monkeypatch.setattr(pretrain, "GPT", scaled)
+    trained = pretrained(tmp_path / "scaled", [FP8FabricPrecision("auto")])
+    weights = {name: weight for name, weight in trained.items() if name in plain}
+    assert weights.keys() == plain.keys()
+    assert differs(weights, plain)
+    assert all(torch.isfinite(weight).all() for weight in weights.values())

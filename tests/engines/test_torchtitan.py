@@ -1,0 +1,83 @@
+"""torchtitan, run for real: its Trainer on the CPU, with our converter, on its debug models."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp8
+from fp8.adapters.torchtitan import FP8Converter
+
+if importlib.util.find_spec("torchtitan") is None:
+    pytest.skip("torchtitan: its own environment, make test-engines", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("torchtitan_worker.py")
+
+
+def run(folder: Path, model: str, *cases: str) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", WORKER, folder, model, *cases]
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cases = ("plain", "hand", "tensor", "file", "plain, whole", "preserve", "unit_scale", "chunked")
+    return run(tmp_path_factory.mktemp("llama"), "llama", *cases)
+
+
+def test_recipe(llama):
+    """The losses are those of torchtitan's own layers with their products under a mode."""
+    assert llama["tensor"] == llama["hand"]
+    assert llama["tensor"] != llama["plain"]
+    assert llama["tensor"][-1] < llama["tensor"][0]
+
+
+def test_policy_file(llama):
+    """Its rule leaves lm_head as it is: other losses than under the recipe alone."""
+    assert llama["file"] != llama["tensor"]
+    assert llama["file"] == pytest.approx(llama["plain"], rel=2**-4)  # e4m3's largest error
+
+
+def test_unit_scaling(llama):
+    """The entry point keeps the function: without casts, the plain model's losses, but for
+    float32's rounding, which Adam's first steps enlarge where gradients are near zero."""
+    assert llama["preserve"] == pytest.approx(llama["plain, whole"], rel=2**-10)
+    assert llama["unit_scale"] != llama["preserve"]
+    assert llama["unit_scale"] == pytest.approx(llama["plain, whole"], rel=2**-4)
+
+
+def test_what_a_transform_does_not_allow(llama):
+    assert "ChunkedLossWrapper calls lm_head outside of the model" in llama["chunked"]
+
+
+def test_deepseek(tmp_path):
+    found = run(tmp_path, "deepseek", "plain", "tensor", "file")
+    assert found["tensor"] != found["plain"] != found["file"]
+    assert found["file"] == pytest.approx(found["plain"], rel=2**-4)
+    assert found["file"][-1] < found["file"][0]
+
+
+def test_wrong_arguments(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown recipe 'tensr'; .* did you mean 'tensor'"):
+        FP8Converter("tensr")
+    with pytest.raises(ValueError, match=r"unknown transform 'unit'; choose one of 'unit_scale'"):
+        FP8Converter(transform="unit")
+    with pytest.raises(TypeError, match=r"transform must be a name or a function, got int"):
+        FP8Converter(transform=1)
+    with pytest.raises(ValueError, match=r"unknown backend 'torchao'"):
+        FP8Converter(backend="torchao")
+    with pytest.raises(ValueError, match=r"does not call fp8\.advance"):
+        FP8Converter(fp8.Policy("tensor", switch=((0.9, "bf16"),)))
+    with pytest.raises(FileNotFoundError):
+        FP8Converter(tmp_path / "policy.json")

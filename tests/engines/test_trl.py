@@ -1,0 +1,139 @@
+"""trl, run for real: its SFTTrainer with LoRA of PEFT, on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8
+from unit_scaling.transforms import unit_scale
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    trl = pytest.importorskip("trl", reason="its own environment: make test-engines")
+    peft = pytest.importorskip("peft", reason="LoRA")
+    import transformers
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of trl and what it imports
+
+STEPS = 6
+
+
+def tokenizer() -> Any:
+    """Of bytes."""
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {name: i for i, name in enumerate([*names, "<pad>", "<eos>"])}
+    made = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    kind = transformers.PreTrainedTokenizerFast
+    return kind(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=256,
+        eos_token_id=257,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def tuned(model: nn.Module, folder: Path, lora: bool = True) -> Any:
+    rows = [{"text": f"after {i} comes {i + 1}"} for i in range(32)]
+    arguments = trl.SFTConfig(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        max_length=32,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    targets = ["q_proj", "v_proj", "down_proj"]
+    adapters = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    trainer = trl.SFTTrainer(
+        model,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        peft_config=adapters if lora else None,
+    )
+    trainer.train()
+    return trainer
+
+
+def losses(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def preserved(model: nn.Module) -> nn.Module:
+    return unit_scale(model, init="preserve")
+
+
+def stored(model: nn.Module) -> nn.Module:
+    return fp8.store_frozen(model.requires_grad_(False))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses(tuned(llama(), tmp_path_factory.mktemp("plain")))
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fp8": fp8.convert,
+    "both": lambda model: fp8.convert(preserved(model)),
+    "stored, fp8": lambda model: fp8.convert(stored(model)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lora(way, plain, tmp_path):
+    """It trains in FP8: not the losses of the plain model, but near them.
+
+    A cast to e4m3 has a relative error of at most 2^-4: the loss of a model near its first
+    weights, whose logits are small, moves by less than that.
+    """
+    model = WAYS[way](llama())
+    trainer = tuned(model, tmp_path)
+    found = losses(trainer)
+    assert found != plain
+    assert found == pytest.approx(plain, rel=2**-4)
+    assert found[-1] < found[0]
+    done = {row.path: row.done for row in fp8.report(trainer.model).rows}
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert done[f"{layer}.base_layer"] == "converted"
+    trainer.save_model(str(tmp_path / "adapters"))
+    restored = peft.PeftModel.from_pretrained(llama(), str(tmp_path / "adapters"))
+    name = f"{layer}.lora_B.default.weight"
+    assert torch.equal(restored.state_dict()[name], trainer.model.state_dict()[name])
+
+
+def test_preserve_is_the_plain_model(plain, tmp_path):
+    """Unit scaling with init="preserve" and no casts: the same losses, but for float32's rounding,
+    which Adam's first steps enlarge where gradients are near zero."""
+    assert losses(tuned(preserved(llama()), tmp_path)) == pytest.approx(plain, rel=2**-10)
+
+
+def test_all_weights(tmp_path):
+    """Without adapters, trl trains the converted model's own weights."""
+    trainer = tuned(fp8.convert(llama(), "tensor"), tmp_path, lora=False)
+    found = losses(trainer)
+    assert found[-1] < found[0]
+    assert type(fp8.revert(trainer.model)) is transformers.LlamaForCausalLM
