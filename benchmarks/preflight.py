@@ -103,6 +103,28 @@ def measure(name: str, source: Callable[..., Any], *, steps: int) -> Result:
     first = found.runs[0]
     result.step_ms = 1000 * first.seconds / steps
     result.losses = first.losses[0], first.held_out
+    _conclude(result, found)
+    chosen = _selections(found)
+    policies = {c.name: Policy.from_dict(c.policy) for c in found.candidates}
+    policies |= {name: keeping(choice.recipe, choice.kept) for name, choice in chosen.items()}
+    runs, probes = exhaustive(Problem(source, steps, HELD_OUT), policies)
+    _compare(result, found.candidates, runs)
+    cast = sum(shares(found.products).values())
+    for selection, choice in chosen.items():
+        result.coarse = choice.recipe
+        errors = [probe(keeping(choice.recipe, choice.kept)).error for probe in probes]
+        result.kept[selection] = {
+            "layers": choice.kept,
+            "share": cast - choice.share,
+            "error": math.sqrt(statistics.fmean(error**2 for error in errors)),
+            "gap": list(_gap(runs, selection)[:3]),
+        }
+    result.seconds = time.perf_counter() - begun
+    return result
+
+
+def _conclude(result: Result, found: Findings) -> None:
+    """Writes what the preflight says."""
     result.verdict, result.notes = found.verdict, found.notes
     result.errors = {c.name: worst_error(c) for c in found.candidates}
     best = recommended(found.candidates, found.estimates)
@@ -110,22 +132,6 @@ def measure(name: str, source: Callable[..., Any], *, steps: int) -> Result:
     if not best:
         untried = finalists(found.candidates, found.estimates)
         result.first_to_try = {device: candidate.name for device, candidate in untried.items()}
-    chosen = _selections(found)
-    policies = {c.name: Policy.from_dict(c.policy) for c in found.candidates}
-    policies |= {name: keeping(choice.recipe, choice.kept) for name, choice in chosen.items()}
-    runs, probes = exhaustive(Problem(source, steps, HELD_OUT), policies)
-    _compare(result, found.candidates, runs)
-    for selection, choice in chosen.items():
-        result.coarse = choice.recipe
-        errors = [probe(keeping(choice.recipe, choice.kept)).error for probe in probes]
-        result.kept[selection] = {
-            "layers": choice.kept,
-            "share": sum(shares(found.products).values()) - choice.share,
-            "error": math.sqrt(statistics.fmean(error**2 for error in errors)),
-            "gap": list(_gap(runs, selection)[:3]),
-        }
-    result.seconds = time.perf_counter() - begun
-    return result
 
 
 def exhaustive(problem: Problem, policies: Mapping[str, Policy]) -> tuple[list[Run], list[Probe]]:

@@ -236,18 +236,32 @@ def _multiply(
         return measured(pass_, histories, a, b, y)
     name = product_name(kind, b if layer else None, recipe)
     casts = casts_of(recipe, layer, name, static)
-    of_a, of_b, of_grad = histories = layer_histories(recipe, kind, a, b, layer)
-    shared = shared_casts(a, of_a, casts.a, casts.a_again)
+    histories = layer_histories(recipe, kind, a, b, layer)
     if recipe.accumulate is not None:
         like, bias = to_autocast_dtype(a[:0], bias)
         dtype = dtype_name(like.dtype)
         return summed.product(a, b, bias, scales, casts, histories, recipe.sums, dtype)
+    shared = shared_casts(a, histories[0], casts.a, casts.a_again)
     sampled = is_sampled(name)  # sampled products are simulated
     if not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe, layer, static=static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
             return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, shared)
+    return _simulated(a, b, bias, scales, casts, histories, shared)
+
+
+def _simulated(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    scales: Scales,
+    casts: Casts,
+    histories: list[Any],
+    shared: SharedCasts | None,
+) -> Tensor:
+    """Casts the operands and multiplies their values."""
+    of_a, of_b, of_grad = histories
     first, second, casts = with_copies(a, b, casts)
     x, scale_x = rounded(a, casts.a, -1, of_a)
     w, scale_w = rounded(b, casts.b, -1, of_b)
