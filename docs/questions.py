@@ -234,8 +234,9 @@ def _sums(rows: list[Row]) -> str:
     gaps = "; ".join(f"{row['name']}: {row['gap']}" for row in rows if "gap" in row)
     times = ", ".join(f"{row['name']} {row['ratio']:.0f}" for row in rows if "ratio" in row)
     return (
-        f"Relative error of sums of 16384 positive products: {errors}; gap to FP32 in training: "
-        f"{gaps}; time of the simulation, relative to a product in FP32: {times}"
+        f"Relative error of sums of 16384 positive products: {errors}; "
+        + (f"gap to FP32 in training: {gaps}; " if gaps else "")
+        + f"time of the simulation, relative to a product in FP32: {times}"
     )
 
 
