@@ -154,6 +154,8 @@ def products() -> Iterable[list[str]]:
 
 def recipe(recipe: Recipe) -> list[str]:
     others = [f"`{field}`: {cast(other)}" for field, other in recipe.overrides.items()]
+    if recipe.accumulate is not None:
+        others.append(f'`accumulate="{recipe.accumulate}"`, `promote={recipe.promote}`')
     casts = map(cast, (recipe.input, recipe.weight, recipe.grad))
     return [f"`{recipe.name}`", *casts, "; ".join(others)]
 

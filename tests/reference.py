@@ -134,13 +134,13 @@ def _tile(x: Tensor, format: Format, scale: float) -> Tensor:
 
 
 def nearest(recipe: Recipe) -> Recipe:
-    """The recipe with every cast rounding to nearest: what has one right answer."""
+    """The recipe with casts rounding to nearest and torch's sums: what has one right answer."""
     casts = {
         field.name: dataclasses.replace(getattr(recipe, field.name), rounding="nearest")
         for field in dataclasses.fields(recipe)
         if isinstance(getattr(recipe, field.name), Cast)
     }
-    return dataclasses.replace(recipe, **casts)
+    return dataclasses.replace(recipe, accumulate=None, promote=0, **casts)
 
 
 def product(
