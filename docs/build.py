@@ -196,7 +196,8 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Rules",
-        "`fp8.recipes.scaling.RULES`: how a scale follows from the largest magnitude (amax).",
+        "`fp8.recipes.scaling.RULES`: how a scale follows from the largest magnitude (amax), and "
+        "from the error where there are two candidates.",
         "name | scale",
         documented(RULES),
     ),

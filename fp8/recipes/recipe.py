@@ -459,19 +459,19 @@ def _mxfp6() -> Recipe:
     )
 
 
-def _nvfp4() -> Recipe:
+def _nvfp4(name: str = "nvfp4", rule: str = "e4m3") -> Recipe:
     """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149), section 4: weights
     in 16 x 16 blocks, the same in both products; gradients rounded stochastically; both operands of
     the weight gradient rotated in blocks of 16."""
-    vector = Cast(format="e2m1", scaling="nv")
-    square = Cast(format="e2m1", scaling="nv", tile=(16, 16))
+    vector = Cast(format="e2m1", scaling="nv", rule=rule)
+    grad = replace(vector, rounding="stochastic")
     return Recipe(
-        name="nvfp4",
+        name=name,
         input=vector,
-        weight=square,
-        grad=Cast(format="e2m1", scaling="nv", rounding="stochastic"),
-        grad_weight_grad=Cast(format="e2m1", scaling="nv", rounding="stochastic", hadamard=16),
-        grad_weight_input=Cast(format="e2m1", scaling="nv", hadamard=16),
+        weight=replace(vector, tile=(16, 16)),
+        grad=grad,
+        grad_weight_grad=replace(grad, hadamard=16),
+        grad_weight_input=replace(vector, hadamard=16),
     )
 
 
@@ -500,6 +500,9 @@ RECIPES: dict[str, Recipe] = {
         # Exactly OCP MX specification 1.0, section 6.3: e2m1, scales by the floor rule.
         _all("mxfp4", "e2m1", "mx", rule="floor"),
         _nvfp4(),
+        # Cook et al. (arXiv:2512.02010), section 3: "nvfp4" with scales chosen by error in all
+        # casts.
+        _nvfp4("four_over_six", "e4m3_4_6"),
         # 16-bit operands.
         _all("bf16", "bf16"),
         _all("fp16", "fp16"),
