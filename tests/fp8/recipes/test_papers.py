@@ -93,3 +93,18 @@ def test_four_over_six_takes_the_better_of_two_scales():
     torch.testing.assert_close(got, best, rtol=1e-5, atol=1e-9)
     assert (error(six) < error(four)).any()
     assert (error(four) < error(six)).any()
+
+
+def test_mxfp8_and_nvfp4_are_the_recipes_of_nvidia():
+    """arXiv:2506.08027, section 3: e4m3 for weights, activations and gradients, scales rounded up.
+    arXiv:2509.25149, section 4: e2m1, weights in 16 x 16, stochastic gradients, a rotation of 16
+    in the weight gradient alone."""
+    mxfp8, nvfp4 = fp8.RECIPES["mxfp8"], fp8.RECIPES["nvfp4"]
+    assert {(c.format, c.scaling, c.rule, c.tile) for c in mxfp8.casts if c} == {
+        ("e4m3", "mx", "up", (1, 32))
+    }
+    grads = (nvfp4.grad_input[0], nvfp4.grad_weight[0])
+    assert all(c is not None and c.rounding == "stochastic" for c in grads)
+    assert {c.tile for c in (nvfp4.weight, nvfp4.grad_input[1]) if c} == {(16, 16)}
+    assert [c.hadamard for c in nvfp4.casts if c] == [0, 0, 0, 0, 16, 16]
+    assert {(c.format, c.rule) for c in nvfp4.casts if c} == {("e2m1", "e4m3")}
