@@ -154,6 +154,8 @@ def products() -> Iterable[list[str]]:
 
 def recipe(recipe: Recipe) -> list[str]:
     others = [f"`{field}`: {cast(other)}" for field, other in recipe.overrides.items()]
+    if recipe.accumulate is not None:
+        others.append(f'`accumulate="{recipe.accumulate}"`, `promote={recipe.promote}`')
     casts = map(cast, (recipe.input, recipe.weight, recipe.grad))
     return [f"`{recipe.name}`", *casts, "; ".join(others)]
 
@@ -194,7 +196,8 @@ SECTIONS: list[tuple[str, str, str, Iterable[list[str]]]] = [
     ),
     (
         "Rules",
-        "`fp8.recipes.scaling.RULES`: how a scale follows from the largest magnitude (amax).",
+        "`fp8.recipes.scaling.RULES`: how a scale follows from the largest magnitude (amax), and "
+        "from the error where there are two candidates.",
         "name | scale",
         documented(RULES),
     ),

@@ -36,7 +36,8 @@ def _cast_cell(cast: Cast | None) -> str:
 
 def _recipe_row(recipe: Recipe) -> tuple[str, ...]:
     casts = map(_cast_cell, (recipe.input, recipe.weight, recipe.grad))
-    others = (f"{field}: {_cast_cell(cast)}" for field, cast in recipe.overrides.items())
+    others = [f"{field}: {_cast_cell(cast)}" for field, cast in recipe.overrides.items()]
+    others += [f"sums of {recipe.sums}"] if recipe.sums else []
     return (recipe.name, *casts, "; ".join(others))
 
 

@@ -24,6 +24,7 @@ from ..formats.random_bits import KEY_START
 from ..recipes.recipe import Cast, Recipe
 from ..recipes.scaling import (
     E8M0,
+    UNITS,
     history_scale,
     inverse_of,
     scale_of,
@@ -276,8 +277,8 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
         how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
         y = untiled(quantize_operand(tiles, format, **how), x, tile, axis)
         whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
-        if label and dims and rule == "e4m3":
-            unit = with_margin(unit_of(tiles, dims, format), spec.margin, rule)
+        if label and dims and rule in UNITS:
+            unit = with_margin(unit_of(tiles, dims, format, rule), spec.margin, rule)
             blocks = Blocks(tiles.abs().amax(dims, keepdim=True), scale, unit)
     if label:
         measured = rule is None and not spec.margin and scale is not None

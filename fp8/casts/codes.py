@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..formats.quantize import quantize_operand
 from ..recipes.scaling import (
+    UNITS,
     history_scale,
     inverse_of,
     scale_of,
@@ -69,8 +70,8 @@ def codes(
         if tile[1]:
             assert dims is not None
             scale = scale.squeeze(dims)
-        if rule == "e4m3":
-            unit = with_margin(unit_of(tiles, dims, format), margin, rule)
+        if rule in UNITS:
+            unit = with_margin(unit_of(tiles, dims, format, rule), margin, rule)
     if axis == -2:
         y, scale = y.mT, scale.mT if scale.dim() else scale
     return Codes(y, scale, unit)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..common.dtensor import check_whole, part_of, reduced
 from ..formats.format import Format
-from ..recipes.scaling import Tile, largest_finite, scale_of, unit_of
+from ..recipes.scaling import UNITS, Tile, largest_finite, scale_of, unit_of
 
 __all__ = ["amax_of", "scales_of"]
 
@@ -40,8 +40,8 @@ def scales_of(
     for dim, by in zip((-2, -1), tile if axis == -1 else tile[::-1], strict=True):
         if by > 1:
             check_whole(x, dim, by)
-    if rule == "e4m3":
-        return scale_of(tiles, dims, format, rule, unit_of(amax_of(x), None, format))
+    if rule in UNITS:
+        return scale_of(tiles, dims, format, rule, unit_of(amax_of(x), None, format, rule))
     if 0 in tile:
         amax = reduced(x, largest_finite(tiles, dims), [axis], "max")
         return scale_of(amax, dims, format, rule)

@@ -252,7 +252,8 @@ def _packed(values: Tensor) -> Tensor:
 def global_unit(weight: Tensor, cast: Cast) -> Tensor:
     """The unit of the scales of a weight under scaling "nv": 0-dim, float32."""
     tiles, dims = scaled_tiles(weight, cast.tile or (0, 0), -1)
-    return unit_of(tiles, dims, get_format(cast.format))
+    assert cast.rule is not None
+    return unit_of(tiles, dims, get_format(cast.format), cast.rule)
 
 
 def configuration(layers: dict[str, nn.Module], ignore: list[str]) -> dict[str, Any]:

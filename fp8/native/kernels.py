@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ..casts.casting import Spec, format_of
 from ..casts.codes import codes
+from ..recipes.scaling import UNITS
 
 __all__ = [
     "ALIGNMENT",
@@ -112,7 +113,7 @@ def _kind(spec: Spec) -> str:
     if not along:
         return "row" if across else "tensor"
     kind = _ALONG.get(along, "")
-    rules = {"nv": rule == "e4m3", "mx": rule not in ("e4m3", "exact"), "block": rule != "e4m3"}
+    rules = {"nv": rule in UNITS, "mx": rule not in (*UNITS, "exact"), "block": rule not in UNITS}
     return kind if across in (1, along) and rules.get(kind) else ""
 
 

@@ -29,6 +29,7 @@ from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
 from .matmul import ONES, Scales, check_scales, gemm, linear
+from .summed import warn_unsummed
 
 __all__ = ["MULTIPLY_GROUPS", "grouped_mm"]
 
@@ -162,6 +163,8 @@ def _product(
     """``a b^T`` by groups. b is cast as a weight if it is a stack."""
     layer, split = b.dim() == 3, -2 if b.dim() == 3 else -1
     groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
+    if recipe is not None:
+        warn_unsummed(recipe, "a grouped product")
     histories = layer_histories(recipe, "grouped_mm", a, b, layer, groups)
     if (pass_ := measuring()) is not None and recipe is not None:
         y = _product(a, b, offs, scales, None, backend, static)

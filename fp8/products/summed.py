@@ -22,9 +22,11 @@ from ..casts.codes import Codes, codes
 from ..casts.operands import Casts, one_copy
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..formats.format import get_format
+from ..formats.quantize import check_dtype
 from ..recipes.recipe import Recipe
 from ..sums.dot import dot
 from ..sums.tensor_cores import Matrix, instruction_for
+from ..tensors.scaled_tensor import plain
 
 __all__ = ["product", "warn_unsummed"]
 
@@ -131,6 +133,8 @@ def _codes(
     x: Tensor, spec: Spec | None, axis: int, history: Tensor | None = None, record: bool = False
 ) -> Codes:
     """`fp8.casts.codes.codes`; of an operand that is not cast its values, with scale 1."""
+    if spec is not None:
+        check_dtype(plain(x))
     if spec is not None and x.numel():
         return codes(x, spec, axis, history, record)
     return Codes(x if axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
@@ -185,6 +189,8 @@ def _summed(
             for x, w in zip(_each(a, a_scale), _each(b, b_scale), strict=True)
         ]
         return torch.stack(batches) if batches else a.new_zeros(0, a.shape[1], b.shape[1]).float()
+    if not (a.numel() and b.numel()):  # what has no elements has no scales of tiles
+        return torch.zeros(a.shape[0], b.shape[0], device=a.device)
     chip, promote = sums.split()
     x = _Operand.of(a, a_scale, a_unit, formats[0], rules[0], tiles[:2])
     w = _Operand.of(b, b_scale, b_unit, formats[1], rules[1], tiles[2:])
@@ -192,7 +198,7 @@ def _summed(
     assert how is not None, "Recipe has checked it"
     inside = bool(how.scales)
     lengths = [int(promote), *(() if inside else (x.along, w.along))]
-    part = math.gcd(*lengths) or max(a.shape[1], 1)
+    part = math.gcd(*lengths) or a.shape[1]
     total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
     for start in range(0, a.shape[1], part):
         piece = dot(x.matrix(start, part, inside), w.matrix(start, part, inside), how)

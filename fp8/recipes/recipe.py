@@ -4,7 +4,7 @@ construction."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -427,11 +427,28 @@ def _row_gw_hp() -> Recipe:
 
 
 def _block() -> Recipe:
-    """DeepSeek-V3 (arXiv:2412.19437), section 3.3: e4m3 throughout, tiles of 1 x 128 for
-    activations and gradients, 128 x 128 for weights."""
+    """DeepSeek-V3 (arXiv:2412.19437), section 3.3.2: e4m3 throughout, tiles of 1 x 128 for
+    activations and gradients, 128 x 128 for weights; scales are powers of two, as section 3.3.3
+    has them for some activations and DeepGEMM on Blackwell for all. Sums are torch's."""
     vector = Cast(format="e4m3", scaling="block")
     square = Cast(format="e4m3", scaling="block", tile=(128, 128))
     return Recipe(name="block", input=vector, weight=square, grad=vector)
+
+
+def _deepseek_v3() -> Recipe:
+    """DeepSeek-V3 (arXiv:2412.19437), section 3.3, as trained: the tiles of "block", scales that
+    are the largest magnitude divided by 448, and the sums of Hopper's tensor cores, added in
+    float32 after every 128 products. Its power-of-two scales and its format E5M6 of a few
+    activations (section 3.3.3) are left out."""
+    vector = Cast(format="e4m3", scaling="block", rule="exact")
+    return Recipe(
+        name="deepseek_v3",
+        input=vector,
+        weight=replace(vector, tile=(128, 128)),
+        grad=vector,
+        accumulate="hopper",
+        promote=128,
+    )
 
 
 def _mxfp6() -> Recipe:
@@ -442,19 +459,19 @@ def _mxfp6() -> Recipe:
     )
 
 
-def _nvfp4() -> Recipe:
+def _nvfp4(name: str = "nvfp4", rule: str = "e4m3") -> Recipe:
     """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149), section 4: weights
     in 16 x 16 blocks, the same in both products; gradients rounded stochastically; both operands of
     the weight gradient rotated in blocks of 16."""
-    vector = Cast(format="e2m1", scaling="nv")
-    square = Cast(format="e2m1", scaling="nv", tile=(16, 16))
+    vector = Cast(format="e2m1", scaling="nv", rule=rule)
+    grad = replace(vector, rounding="stochastic")
     return Recipe(
-        name="nvfp4",
+        name=name,
         input=vector,
-        weight=square,
-        grad=Cast(format="e2m1", scaling="nv", rounding="stochastic"),
-        grad_weight_grad=Cast(format="e2m1", scaling="nv", rounding="stochastic", hadamard=16),
-        grad_weight_input=Cast(format="e2m1", scaling="nv", hadamard=16),
+        weight=replace(vector, tile=(16, 16)),
+        grad=grad,
+        grad_weight_grad=replace(grad, hadamard=16),
+        grad_weight_input=replace(vector, hadamard=16),
     )
 
 
@@ -475,6 +492,7 @@ RECIPES: dict[str, Recipe] = {
         _all("row", "e4m3", "row"),
         _row_gw_hp(),
         _block(),
+        _deepseek_v3(),
         # Mishra et al., "Recipes for pre-training LLMs with MXFP8" (arXiv:2506.08027): e4m3 for all
         # three, scales rounded up.
         _all("mxfp8", "e4m3", "mx"),
@@ -482,6 +500,9 @@ RECIPES: dict[str, Recipe] = {
         # Exactly OCP MX specification 1.0, section 6.3: e2m1, scales by the floor rule.
         _all("mxfp4", "e2m1", "mx", rule="floor"),
         _nvfp4(),
+        # Cook et al. (arXiv:2512.02010), section 3: "nvfp4" with scales chosen by error in all
+        # casts.
+        _nvfp4("four_over_six", "e4m3_4_6"),
         # 16-bit operands.
         _all("bf16", "bf16"),
         _all("fp16", "fp16"),

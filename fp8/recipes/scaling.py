@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..formats.format import Format, get_format
-from ..formats.quantize import quantize
+from ..formats.quantize import quantize, quantize_operand
 from ..formats.rounding import LAYOUTS
 
 __all__ = [
+    "BY_ERROR",
     "E8M0",
     "LARGEST",
     "RULES",
     "SCALINGS",
     "SMALLEST",
+    "UNITS",
     "Scaling",
     "Tile",
     "delayed_scale",
@@ -104,22 +106,42 @@ def _e4m3(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
     (NVFP4, arXiv:2509.25149, section 2). The e4m3 value is at least its smallest subnormal, 2**-9:
     TransformerEngine keeps subnormals, torchao stops at 2**-6."""
     scale_format = get_format("e4m3")
-    unit = _unit(amax, format) if unit is None else unit
+    unit = _unit_448(amax, format) if unit is None else unit
     scale = quantize(amax / format.max / unit, scale_format)
     return scale.clamp(min=scale_format.min_subnormal) * unit
 
 
-def _unit(amax: Tensor, format: Format) -> Tensor:
-    """The tensor-level unit of the e4m3 scales of tiles with these amax, all finite."""
+def _four_over_six(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
+    """``e4m3``, or that for 1.5 * amax, which maps the largest magnitude to 4 instead of 6 in e2m1:
+    for each tile the one with the smaller squared error, the first of equal ones. The unit has 256
+    in place of 448, so that 1.5 times the largest scale is an e4m3 value (four over six,
+    arXiv:2512.02010, section 3). Errors are those of rounding to nearest, whatever the cast's
+    rounding is."""
+    unit = _unit_256(amax, format) if unit is None else unit
+    return _e4m3(amax, format, unit)
+
+
+def _unit_448(amax: Tensor, format: Format) -> Tensor:
+    """The tensor-level unit of e4m3 scales up to 448, for tiles with these amax, all finite."""
     whole = amax.amax()
-    return _defined(whole / (get_format("e4m3").max * format.max), whole)
+    return _defined(whole / (448.0 * format.max), whole)
 
 
-def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format) -> Tensor:
-    """The tensor-level unit of the scales that `scale_of` returns for rule "e4m3": 0-dim, float32
-    (float64 for float64). x must not be empty."""
+def _unit_256(amax: Tensor, format: Format) -> Tensor:
+    """As `_unit_448`, for scales up to 256, and up to 384 for 1.5 * amax."""
+    whole = amax.amax()
+    return _defined(whole / (256.0 * format.max), whole)
+
+
+def _half_more(amax: Tensor) -> Tensor:
+    return 1.5 * amax
+
+
+def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
+    """The tensor-level unit of the scales that `scale_of` returns for a rule in UNITS: 0-dim,
+    float32 (float64 for float64). x must not be empty."""
     amax = _largest(x.detach(), dims).to(torch.promote_types(x.dtype, torch.float32))
-    return _unit(torch.where(amax < torch.inf, amax, 0.0), format)
+    return UNITS[rule](torch.where(amax < torch.inf, amax, 0.0), format)
 
 
 RULES: dict[str, Callable[[Tensor, Format], Tensor]] = {
@@ -129,8 +151,19 @@ RULES: dict[str, Callable[[Tensor, Format], Tensor]] = {
     "even": _even,
     "exact": _exact,
     "e4m3": _e4m3,
+    "e4m3_4_6": _four_over_six,
 }
-"""Name -> function of (largest magnitude of a tile, format) that returns the tile's scale."""
+"""Name -> function of (largest magnitude of a tile, format) that returns the tile's scale, or the
+first candidate of a rule in BY_ERROR."""
+
+BY_ERROR: dict[str, Callable[[Tensor], Tensor]] = {"e4m3_4_6": _half_more}
+"""Rule that chooses one of two scales by its squared error -> the largest magnitude that the second
+one is computed from, given that of the tile. (A function, because a compiler takes numbers in a
+table for variables.)"""
+
+UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {"e4m3": _unit_448, "e4m3_4_6": _unit_256}
+"""Rule whose scales are e4m3 values times a unit of the tensor -> function of (largest magnitudes
+of all tiles, format) that returns the unit."""
 
 
 class Scaling(NamedTuple):
@@ -174,7 +207,7 @@ SCALINGS: dict[str, Scaling] = {
     "nv": Scaling(
         "e4m3 times one float32 for the tensor, one for each 16 values along that axis",
         (1, 16),
-        ("e4m3",),
+        ("e4m3", "e4m3_4_6"),
         free=True,
     ),
 }
@@ -222,7 +255,7 @@ def scale_of(
 ) -> Tensor:
     """The scale factors of ``x``: one for all elements along ``dims`` (None: all of x).
 
-    unit: of the scales of rule "e4m3", 0-dim; None is `unit_of` x.
+    unit: of the scales of a rule in UNITS, 0-dim; None is `unit_of` x.
 
     Returns float32 (float64 for float64), with ``dims`` kept as 1, or 0-dim. It is computed from
     the finite values; Inf and NaN pass through the cast unchanged. It is 1 if the largest finite
@@ -230,25 +263,48 @@ def scale_of(
     half the format's smallest value become zero), and at most 2**127, which only float64 exceeds. x
     must not be empty.
 
-    A scale stored in eight bits (rule "e4m3", or a rule with suffix `E8M0`) is NaN if its tile has
-    Inf or NaN, and so becomes the whole tile, because formats of four and six bits have neither.
+    A scale stored in eight bits (a rule in UNITS, or with suffix `E8M0`) is NaN if its tile has Inf
+    or NaN, and so becomes the whole tile, because formats of four and six bits have neither.
     microxcaling does the same. torchao and the OCP specification agree for NaN (MX 1.0, section
     5.1); torchao treats Inf as a large number. E8M0 goes down to 2**-127.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     name, stored, _ = rule.partition(E8M0)
-    if not stored and rule != "e4m3":
+    if not stored and rule not in UNITS:
         amax = largest_finite(x.detach(), dims).to(dtype)
         return _defined(RULES[name](amax, format), amax)
     amax = _largest(x.detach(), dims).to(dtype)
     finite = amax < torch.inf
     amax = torch.where(finite, amax, 0.0)
-    small = amax < 1.0 if stored else torch.zeros_like(finite)  # the lower limit is halved
-    amax = torch.where(small, 2 * amax, amax)
+    if unit is None and rule in UNITS:
+        unit = UNITS[rule](amax, format)
+    scale = torch.where(finite, _in_eight_bits(amax, format, rule, unit), torch.nan)
+    if name not in BY_ERROR:
+        return scale
+    more = BY_ERROR[name](amax).clamp(max=torch.finfo(dtype).max)
+    other = torch.where(finite, _in_eight_bits(more, format, rule, unit), torch.nan)
+    better = _error(x, dims, format, other, scale) < _error(x, dims, format, scale, scale)
+    return torch.where(better, other, scale)
+
+
+def _in_eight_bits(amax: Tensor, format: Format, rule: str, unit: Tensor | None) -> Tensor:
+    """The scale of tiles with these amax, all finite, by a rule that is stored in eight bits."""
+    name, stored, _ = rule.partition(E8M0)
+    small = amax < 1.0 if stored else torch.zeros_like(amax, dtype=torch.bool)
+    amax = torch.where(small, 2 * amax, amax)  # the lower limit is halved
     scale = RULES[name](amax, format) if unit is None else _e4m3(amax, format, unit)
     scale = _defined(scale, amax)
-    scale = torch.where(small & (amax > 0), scale / 2, scale)
-    return torch.where(finite, scale, torch.nan)
+    return torch.where(small & (amax > 0), scale / 2, scale)
+
+
+def _error(
+    x: Tensor, dims: tuple[int, ...] | None, format: Format, scale: Tensor, by: Tensor
+) -> Tensor:
+    """The sum over ``dims`` of squared errors of rounding ``x`` to nearest, in units of ``by``."""
+    x = x.detach().to(scale.dtype)
+    how: Any = {"rounding": "nearest", "overflow": "saturate", "random_bits": 31}
+    square = ((quantize_operand(x, format, scale=scale, **how) - x) / by).square()
+    return square.sum() if dims is None else square.sum(dims, keepdim=True)
 
 
 def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:

@@ -268,7 +268,8 @@ def instruction_for(
 ) -> Instruction | None:
     """The instruction for operands cast by these rules, with tiles (across, along, across, along):
     one that applies the scales, or else one without scales."""
-    stored = ["e8m0" if rule.endswith(" e8m0") else rule for rule in rules]
+    # A rule for scales in e4m3 begins with that name.
+    stored = ["e8m0" if rule.endswith(" e8m0") else rule.partition("_")[0] for rule in rules]
     if stored[0] == stored[1] and tiles[1] == tiles[3]:
         found = instruction(chip, formats, tiles[1], stored[0]) if tiles[1] else None
         if found is not None:

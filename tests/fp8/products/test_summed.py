@@ -166,8 +166,9 @@ def test_compiled_is_eager():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_empty_products():
-    recipe = on("tensor", "hopper")
+@pytest.mark.parametrize("name", ["tensor", "block"])
+def test_empty_products(name):
+    recipe = on(name, "hopper")
     assert linear(torch.randn(0, IN), torch.randn(OUT, IN), recipe=recipe).shape == (0, OUT)
     y = linear(torch.randn(4, 0), torch.randn(OUT, 0), recipe=recipe)
     assert torch.equal(y, torch.zeros(4, OUT))
@@ -218,12 +219,14 @@ def test_rules_keep_the_sums_of_a_recipe():
         fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), mixed)
 
 
-@pytest.mark.parametrize("kind", ["convolution", "attention"])
+@pytest.mark.parametrize("kind", ["convolution", "attention", "grouped product"])
 def test_products_without_these_sums_warn(kind):
     maps, kernel, q = torch.randn(1, 4, 8), torch.randn(4, 4, 3), torch.randn(1, 2, 4, 16)
     functions = {
         "convolution": lambda: nn.functional.conv1d(maps, kernel),
         "attention": lambda: nn.functional.scaled_dot_product_attention(q, q, q),
+        "grouped product": lambda: nn.functional.grouped_mm(q[0], q[0].mT),
     }
-    with fp8.autocast(on("tensor", "hopper")), pytest.warns(fp8.RecipeWarning, match=kind):
+    raised = pytest.raises(fp8.RecipeWarning, match=kind)  # each is shown once per process
+    with fp8.strict(), fp8.autocast(on("tensor", "hopper")), raised:
         functions[kind]()

@@ -1,0 +1,110 @@
+"""Rows of `fp8.RECIPES` against numbers and identities of their papers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+import fp8
+from fp8.casts.casting import cast_forward
+from fp8.products.matmul import linear
+from fp8.sums.dot import dot
+from fp8.sums.tensor_cores import TENSOR_CORES, Matrix
+
+E4M3_LOW = -6
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def e4m3(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Codes of tiles of (rows, 128), and their scales: the largest magnitude / 448."""
+    tiles = x.unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
+    scale = tiles.abs().amax((1, 3), keepdim=True) / 448
+    codes = (tiles / scale).to(torch.float8_e4m3fn).float()
+    scale = scale.squeeze(3).expand(-1, rows, -1).flatten(0, 1)
+    return codes.flatten(2).flatten(0, 1), scale
+
+
+def test_deepseek_v3_adds_every_128_products_in_float32():
+    """Section 3.3.2: the tensor core sums 128 products, then the scales of both tiles multiply the
+    sum, which is added in float32."""
+    x, w = randn(5, 512), randn(256, 512, seed=1)
+    (a, of_a), (b, of_b) = e4m3(x, 1), e4m3(w, 128)
+    hopper = TENSOR_CORES["hopper"][0]
+    total = torch.zeros(5, 256, dtype=torch.float64)
+    for i, at in enumerate(range(0, 512, 128)):
+        operands = (Matrix(t[:, at : at + 128], E4M3_LOW) for t in (a, b))
+        total += dot(*operands, hopper).double() * (of_a[:, i, None] * of_b[None, :, i]).double()
+    got = linear(x, w, recipe=fp8.RECIPES["deepseek_v3"])
+    assert (got - total).abs().max() <= 4 * 2.0**-23 * total.abs().max()
+
+
+def test_deepseek_v3_promotion_removes_the_error_of_long_sums():
+    """Section 3.3.2: "a maximum relative error of nearly 2%" at K = 4096 without promotion. The
+    paper gives no distribution; operands in [0, 1) have 7% here. A sum of all 4096 products is
+    truncated relative to its own size in each of 128 steps, a promoted one in 4."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.rand(8, 4096, generator=generator) for _ in range(2))
+    recipe = fp8.RECIPES["deepseek_v3"]
+    one = fp8.Cast(format="e4m3", scaling="tensor")
+    long = dataclasses.replace(recipe, input=one, weight=one, grad=one, promote=0)
+
+    def error(recipe: fp8.Recipe) -> float:
+        exact = linear(x, w, recipe=dataclasses.replace(recipe, accumulate=None, promote=0))
+        return float(((linear(x, w, recipe=recipe) - exact) / exact).abs().max())
+
+    assert 0.02 < error(long) < 0.1
+    assert error(recipe) < error(long) * 4 / 128
+
+
+NV, FOUR_OVER_SIX = (fp8.RECIPES[name].input for name in ("nvfp4", "four_over_six"))
+
+
+def test_four_over_six_is_exact_where_its_paper_says():
+    """arXiv:2512.02010, section 3: the block 10, 20, 30, 40 has a mean squared error of 4.33 with
+    the scale 6.5 and none with the scale 10. The largest magnitude of the tensor makes its unit 1
+    under both rules: 6 * 448 and 6 * 256."""
+    block = torch.tensor([10.0, 20, 30, 40] * 4)
+    for cast, top, error in ((NV, 448, 4.33), (FOUR_OVER_SIX, 256, 0.0)):
+        x = torch.stack([block, torch.full((16,), 6.0 * top)])
+        found = (cast_forward(x, cast) - x)[0].square().mean()
+        assert round(float(found), 2) == error
+
+
+def test_four_over_six_takes_the_better_of_two_scales():
+    """With one unit, 1, no block has a larger error than under either scale alone."""
+    x = randn(512, 64) * torch.exp2(3 * randn(512, 1, seed=1))
+    x[0] = 6.0 * 256
+    tiles = x.unflatten(1, (-1, 16))
+    assert (x.abs() <= 6 * 256).all()
+
+    def error(scale: Tensor) -> Tensor:
+        y = fp8.quantize((tiles / scale), "e2m1") * scale
+        return (y - tiles).square().sum(-1)
+
+    amax = tiles.abs().amax(-1, keepdim=True)
+    six, four = (fp8.quantize(amax / top, "e4m3").clamp(min=2.0**-9) for top in (6, 4))
+    got = (cast_forward(x, FOUR_OVER_SIX).unflatten(1, (-1, 16)) - tiles).square().sum(-1)
+    best = torch.minimum(error(six), error(four))
+    torch.testing.assert_close(got, best, rtol=1e-5, atol=1e-9)
+    assert (error(six) < error(four)).any()
+    assert (error(four) < error(six)).any()
+
+
+def test_mxfp8_and_nvfp4_are_the_recipes_of_nvidia():
+    """arXiv:2506.08027, section 3: e4m3 for weights, activations and gradients, scales rounded up.
+    arXiv:2509.25149, section 4: e2m1, weights in 16 x 16, stochastic gradients, a rotation of 16
+    in the weight gradient alone."""
+    mxfp8, nvfp4 = fp8.RECIPES["mxfp8"], fp8.RECIPES["nvfp4"]
+    assert {(c.format, c.scaling, c.rule, c.tile) for c in mxfp8.casts if c} == {
+        ("e4m3", "mx", "up", (1, 32))
+    }
+    grads = (nvfp4.grad_input[0], nvfp4.grad_weight[0])
+    assert all(c is not None and c.rounding == "stochastic" for c in grads)
+    assert {c.tile for c in (nvfp4.weight, nvfp4.grad_input[1]) if c} == {(16, 16)}
+    assert [c.hadamard for c in nvfp4.casts if c] == [0, 0, 0, 0, 16, 16]
+    assert {(c.format, c.rule) for c in nvfp4.casts if c} == {("e2m1", "e4m3")}
