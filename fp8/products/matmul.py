@@ -237,12 +237,12 @@ def _multiply(
     name = product_name(kind, b if layer else None, recipe)
     casts = casts_of(recipe, layer, name, static)
     histories = layer_histories(recipe, kind, a, b, layer)
-    if recipe.accumulate is not None:
+    sampled = is_sampled(name)  # sampled products are simulated, with torch's sums
+    if recipe.accumulate is not None and not sampled:
         like, bias = to_autocast_dtype(a[:0], bias)
         dtype = dtype_name(like.dtype)
         return summed.product(a, b, bias, scales, casts, histories, recipe.sums, dtype)
     shared = shared_casts(a, histories[0], casts.a, casts.a_again)
-    sampled = is_sampled(name)  # sampled products are simulated
     if not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
         unnamed = casts_of(recipe, layer, static=static) if name else casts

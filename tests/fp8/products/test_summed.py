@@ -210,6 +210,16 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+def test_stats_count_their_casts():
+    layer, seen = nn.Linear(IN, OUT), {}
+    for recipe in (on("tensor", "hopper"), fp8.RECIPES["tensor"]):
+        with fp8.stats(layer) as counted, fp8.autocast(recipe):
+            layer(operands()[0])
+        seen[recipe.accumulate] = counted.rows()
+    assert seen["hopper"] == seen[None]
+    assert len(seen["hopper"]) == 2
+
+
 def test_rules_keep_the_sums_of_a_recipe():
     policy = fp8.Policy(on("tensor", "hopper"), rules=[("*", "grad_weight", None)])
     layer = fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), policy)[0]
