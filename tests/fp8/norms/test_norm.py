@@ -179,9 +179,9 @@ def test_the_next_product_takes_it_as_it_is(recipe: str, backend: str, monkeypat
         assert torch.equal(a, c)
     if backend == "native":
         casts: list[tuple[int, ...]] = []
-        real = fp8.native.kernels.quantize_operand
+        real = fp8.casts.codes.quantize_operand
         monkeypatch.setattr(
-            fp8.native.kernels,
+            fp8.casts.codes,
             "quantize_operand",
             lambda x, *a, **k: casts.append(tuple(x.shape)) or real(x, *a, **k),
         )
