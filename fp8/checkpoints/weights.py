@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..casts.operands import static_exponent
 from ..common.dtensor import whole
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
+from ..common.step import unwrapped
 from ..formats.format import get_format
 from ..recipes.history import histories
 from ..recipes.recipe import Cast, Recipe
@@ -88,7 +88,8 @@ class Weights:
     report: Report[Row]
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model = _inner(model)
+        self.model = model = unwrapped(model)
+        modules = _modules(model)
         self._factors, self._ratios = _factors(model)
         rows, self._layers = _layers(model)
         if all(row.done == LEFT_ALONE for row in rows):
@@ -96,9 +97,9 @@ class Weights:
             kind = bare_class(model).__name__
             raise ValueError(f"no layer of {kind} can be stored in FP8: {why}")
         self.report = Report(rows)
-        self._rounded = {row.path: _modules(model)[row.path] for row in rows if row.done == ROUNDED}
+        self._rounded = {row.path: modules[row.path] for row in rows if row.done == ROUNDED}
         self._check_histories()
-        linear = [name for name, module in _modules(model).items() if isinstance(module, nn.Linear)]
+        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
         ignore = [name for name in linear if name not in self._layers]
         self.config = configuration(self._layers, ignore) if self._layers else None
         self.manifest, self.tied = {}, {}
@@ -202,17 +203,6 @@ class Weights:
                     raise ValueError(
                         f"{name} has scaling {cast.scaling!r} and no history yet: {how} first"
                     )
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The module inside of the wrappers of torch.compile and DistributedDataParallel."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def _factors(model: nn.Module) -> tuple[dict[int, float], dict[str, float]]:

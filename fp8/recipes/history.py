@@ -75,10 +75,7 @@ class AmaxHistory:
             with torch.inference_mode(False):
                 self.tensors[name] = _zeros(length, device, groups)
         known = self.tensors[name]
-        if known.shape != _shape(length, groups):
-            raise ValueError(
-                _OTHER_SHAPE.format(name, *map(tuple, (known.shape, _shape(length, groups))))
-            )
+        _check_shape(name, known, length, groups)
         return known if length or groups else self._static(name, known)
 
     def number(self, counter: list[int], product: str, *operands: Tensor) -> str:
@@ -142,7 +139,13 @@ def _reduce(tensors: Iterable[Tensor], group: Group) -> None:
         tensor.copy_(largest.view_as(tensor))
 
 
-_OTHER_SHAPE = "the history of {} has shape {}, and the recipe and the product need {}"
+def _check_shape(name: str, known: Tensor, length: int, groups: int) -> None:
+    needed = _shape(length, groups)
+    if known.shape != needed:
+        raise ValueError(
+            f"the history of {name} has shape {tuple(known.shape)}, and the recipe and the "
+            f"product need {tuple(needed)}"
+        )
 
 
 def _check_creates(name: str) -> None:
@@ -211,10 +214,7 @@ class LayerHistory(AmaxHistory):
             _check_creates(name)
             layer.register_buffer(buffer, _zeros(length, device, groups))
         known: Tensor = part_of(getattr(layer, buffer))
-        if known.shape != _shape(length, groups):
-            raise ValueError(
-                _OTHER_SHAPE.format(name, *map(tuple, (known.shape, _shape(length, groups))))
-            )
+        _check_shape(name, known, length, groups)
         if length or groups or role in layer.fp8_known:
             return known
         if torch.compiler.is_compiling() or not _is_set(known):

@@ -97,7 +97,6 @@ class Stats(Sampler):
     at any time."""
 
     def __init__(self, recorder: CastRecorder, every: int = 1) -> None:
-        self.every = every
         super().__init__(recorder, lambda number: number % every == 0)
 
     def reset(self) -> None:

@@ -183,7 +183,6 @@ _OPERATORS = {
     ),
     "pow": ("__pow__", "__rpow__", "__ipow__", operator.pow, operator.ipow),
     "neg": ("__neg__", operator.neg),
-    "grouped_mm": ("_grouped_mm",),
     "matmul": ("__matmul__", "__rmatmul__", operator.matmul),
     "abs": ("__abs__",),
     "__getitem__": (operator.getitem,),
