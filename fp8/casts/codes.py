@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from ..formats.quantize import quantize_operand
 from ..recipes.scaling import (
     UNITS,
-    history_scale,
     inverse_of,
     scale_of,
     scaled_tiles,
@@ -18,10 +18,18 @@ from ..recipes.scaling import (
     with_margin,
 )
 from ..tensors.scaled_tensor import plain
-from .casting import Spec, format_of, rotated, rounding_of, static_scale, untiled
+from .casting import (
+    Spec,
+    format_of,
+    rotated,
+    rounding_of,
+    static_scale,
+    untiled,
+    whole_scale,
+)
 from .counts import observe
 
-__all__ = ["Codes", "codes"]
+__all__ = ["Codes", "codes", "widened"]
 
 
 class Codes(NamedTuple):
@@ -53,14 +61,13 @@ def codes(
     how = rounding_of(spec)
     x = plain(rotated(plain(x), spec.hadamard, axis) if spec.hadamard else x, torch.float32)
     unit = None
-    if history is not None:
-        scale = history_scale(x, history, format, rule, margin, record)
-        y = quantize_operand(x / scale, format, **how)
-    elif rule is None:
-        scale = static_scale(margin, x)
-        y = quantize_operand(x / scale if margin else x, format, **how)
-        if spec.label:
-            observe(spec.label, x / scale if margin else x, y, None, format)
+    scale = whole_scale(x, spec, history, record)
+    if rule is None or scale is not None:
+        units = x if scale is None else x / scale
+        y = quantize_operand(units, format, **how)
+        if spec.label and rule is None and history is None:
+            observe(spec.label, units, y, None, format)
+        scale = static_scale(0, x) if scale is None else scale
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
         scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
@@ -75,3 +82,12 @@ def codes(
     if axis == -2:
         y, scale = y.mT, scale.mT if scale.dim() else scale
     return Codes(y, scale, unit)
+
+
+def widened(scale: Tensor, shape: Sequence[int], tile: tuple[int, int]) -> Tensor:
+    """``scale``, one for each tile of the last two dimensions (0: all), repeated for each element
+    of ``shape``; 0-dim stays so."""
+    for dim, by in zip((-2, -1), tile, strict=True):
+        if scale.dim() and by != 1:
+            scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])
+    return scale

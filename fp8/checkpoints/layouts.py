@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..casts.casting import spec_of
+from ..casts.codes import widened
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
+from ..native.kernels import in_pairs
 from ..recipes.recipe import Cast, Recipe
 from ..recipes.scaling import SCALINGS, scale_of, scaled_tiles, unit_of
 
@@ -199,19 +201,10 @@ def rounded(
     if scale.dim():
         sizes = zip(weight.shape, (down, along), strict=True)
         scale = scale.reshape([-(-n // by) if by else 1 for n, by in sizes])
-    wide = _widened(scale, weight.shape, (down, along))
+    wide = widened(scale, weight.shape, (down, along))
     how: Any = {"rounding": "nearest", "overflow": "saturate", "random_bits": 31}
     values = quantize_operand(weight, format, scale=wide, **how)
     return Rounded(values / wide, scale, values)
-
-
-def _widened(scale: Tensor, shape: torch.Size, tile: tuple[int, int]) -> Tensor:
-    """``scale``, one for each tile, repeated for each element of ``shape``."""
-    if scale.dim() == 0:
-        return scale
-    for dim, by in enumerate(tile):
-        scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])
-    return scale
 
 
 def stored(
@@ -226,7 +219,7 @@ def stored(
     if scale.dim():
         sizes = zip(cast.tile or (), layout.tile, strict=True)
         ratio = [n // by if by else 1 for n, by in sizes]
-        scale = _widened(scale, torch.Size(entry.shape), (ratio[0], ratio[1]))
+        scale = widened(scale, entry.shape, (ratio[0], ratio[1]))
     if layout.values == "e4m3":
         if layout.dtype == torch.uint8:
             bits = (scale.log2() + E8M0_BIAS).nan_to_num(E8M0_NAN)
@@ -236,17 +229,10 @@ def stored(
         return values | {layout.scale: bits.to(layout.dtype).reshape(entry.shape)}
     assert unit is not None
     return {
-        "weight_packed": _packed(units),
+        "weight_packed": in_pairs(units),
         layout.scale: (scale / unit).to(layout.dtype),
         "weight_global_scale": (1 / (unit * factor)).reshape(1),
     }
-
-
-def _packed(values: Tensor) -> Tensor:
-    """The e2m1 codes of ``values``, (rows, columns), two to a byte: the first in the lower bits."""
-    bounds = values.new_tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    codes = torch.bucketize(values.abs(), bounds) + 8 * values.signbit()
-    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
 
 
 def global_unit(weight: Tensor, cast: Cast) -> Tensor:

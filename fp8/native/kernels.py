@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..casts.casting import Spec, format_of
-from ..casts.codes import codes
+from ..casts.codes import codes, widened
 from ..recipes.scaling import UNITS
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "KERNELS",
     "GemmKernel",
     "KernelOperand",
+    "in_pairs",
     "kernel_of",
     "multiply",
     "store",
@@ -189,18 +190,17 @@ def _tiled(y: Tensor, scale: Tensor, unit: Tensor | None, spec: Spec) -> KernelO
             columns = F.pad(scale.mT, (0, y.shape[0] - scale.shape[0]), value=1.0)
             return KernelOperand(data, columns.contiguous())
         return KernelOperand(data, F.pad(scale, (0, -scale.shape[1] % 4), value=1.0))
-    if across > 1:
-        scale = scale.repeat_interleave(across, 0)[: y.shape[0]]
+    scale = widened(scale, (y.shape[0], scale.shape[1]), (across, 1))
     scale = F.pad(scale, (0, y.shape[1] // along - scale.shape[1]), value=1.0)
     if unit is None:
         return KernelOperand(y.to(format_of(spec).dtype), swizzled(scale.to(torch.float8_e8m0fnu)))
     # Restores the e4m3 values of the rule; a value above their range occurs only for all-zero
     # tiles.
     scale = (scale / unit).clamp(max=448.0).to(torch.float8_e4m3fn)
-    return KernelOperand(_in_pairs(y), swizzled(scale), unit)
+    return KernelOperand(in_pairs(y), swizzled(scale), unit)
 
 
-def _in_pairs(y: Tensor) -> Tensor:
+def in_pairs(y: Tensor) -> Tensor:
     """Packs e2m1 values as uint8, two of a row in one; the first is in the lower four bits.
 
     The magnitudes 0 to 2 in steps of 0.5, 3, 4 and 6 have the codes 0 to 7. NaN becomes an

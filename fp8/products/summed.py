@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import Spec
-from ..casts.codes import Codes, codes
+from ..casts.codes import Codes, codes, widened
 from ..casts.operands import Casts, one_copy
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..formats.format import get_format
 from ..formats.quantize import check_dtype
 from ..recipes.recipe import Recipe
+from ..recipes.scaling import scale_format
 from ..sums.dot import dot
 from ..sums.tensor_cores import Matrix, instruction_for
 from ..tensors.scaled_tensor import plain
@@ -146,21 +147,15 @@ def _multiply(a: Codes, b: Codes, of_a: Spec | None, of_b: Spec | None, sums: st
         first, second = (_decoded(x, spec) for x, spec in ((a, of_a), (b, of_b)))
         return torch.matmul(first, second.mT)
     formats = [spec.format for spec in (of_a, of_b)]
-    rules = [spec.rule or "" for spec in (of_a, of_b)]
-    y: Tensor = _summed(*a, *b, formats, rules, [*of_a.tile, *of_b.tile], sums)
+    stored = [scale_format(spec.rule) for spec in (of_a, of_b)]
+    y: Tensor = _summed(*a, *b, formats, stored, [*of_a.tile, *of_b.tile], sums)
     return y
 
 
 def _decoded(x: Codes, spec: Spec | None) -> Tensor:
     """The values of an operand."""
-    if spec is None or not spec.tile[1]:
-        return x.values * x.scale.to(x.values.dtype)
-    scale = _by_rows(x.scale, spec.tile[0], x.values.shape[-2])
-    return x.values * scale.repeat_interleave(spec.tile[1], -1)[..., : x.values.shape[-1]]
-
-
-def _by_rows(scale: Tensor, across: int, rows: int) -> Tensor:
-    return scale.repeat_interleave(across, -2)[..., :rows, :] if across > 1 else scale
+    scale = x.scale if spec is None else widened(x.scale, x.values.shape, spec.tile)
+    return x.values * scale.to(x.values.dtype)
 
 
 # As an operator of its own, because a compiled graph cannot hold its loops.
@@ -168,7 +163,7 @@ def _by_rows(scale: Tensor, across: int, rows: int) -> Tensor:
     "fp8::summed",
     mutates_args=(),
     schema="(Tensor a, Tensor a_scale, Tensor? a_unit, Tensor b, Tensor b_scale, Tensor? b_unit, "
-    "str[] formats, str[] rules, int[] tiles, str sums) -> Tensor",
+    "str[] formats, str[] scale_formats, int[] tiles, str sums) -> Tensor",
 )
 def _summed(
     a: Tensor,
@@ -178,23 +173,24 @@ def _summed(
     b_scale: Tensor,
     b_unit: Tensor | None,
     formats: list[str],
-    rules: list[str],
+    scale_formats: list[str],
     tiles: list[int],
     sums: str,
 ) -> Tensor:
-    """The product of `Codes` a (..., m, k) and b (..., n, k), float32. rules: of the scales."""
+    """The product of `Codes` a (..., m, k) and b (..., n, k), float32. scale_formats: see
+    `scale_format`. tiles: that of a, that of b."""
     if a.dim() == 3:
         batches = [
-            _summed(*x, a_unit, *w, b_unit, formats, rules, tiles, sums)
+            _summed(*x, a_unit, *w, b_unit, formats, scale_formats, tiles, sums)
             for x, w in zip(_each(a, a_scale), _each(b, b_scale), strict=True)
         ]
         return torch.stack(batches) if batches else a.new_zeros(0, a.shape[1], b.shape[1]).float()
     if not (a.numel() and b.numel()):  # what has no elements has no scales of tiles
         return torch.zeros(a.shape[0], b.shape[0], device=a.device)
     chip, promote = sums.split()
-    x = _Operand.of(a, a_scale, a_unit, formats[0], rules[0], tiles[:2])
-    w = _Operand.of(b, b_scale, b_unit, formats[1], rules[1], tiles[2:])
-    how = instruction_for(chip, formats, rules, tiles)
+    x = _Operand.of(a, a_scale, a_unit, formats[0], scale_formats[0], tiles[:2])
+    w = _Operand.of(b, b_scale, b_unit, formats[1], scale_formats[1], tiles[2:])
+    how = instruction_for(chip, formats, tiles[1::2], scale_formats)
     assert how is not None, "Recipe has checked it"
     inside = bool(how.scales)
     lengths = [int(promote), *(() if inside else (x.along, w.along))]
@@ -240,18 +236,19 @@ class _Operand(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, scale: Tensor, unit: Tensor | None, format: str, rule: str, tile: list[int]
+        x: Tensor, scale: Tensor, unit: Tensor | None, format: str, stored: str, tile: list[int]
     ) -> _Operand:
-        """From the fields of `Codes`."""
+        """From the fields of `Codes`. stored: the format of its scales, "" for float32."""
         x, low = x.float(), get_format(format).min_exponent
         if not tile[1]:
             return _Operand(x, low, None, 0, scale.float().reshape(-1, 1), 0)
         one = torch.ones((1, 1), device=x.device)
-        scale = _by_rows(scale.float(), tile[0], x.shape[0])
+        scale = widened(scale.float(), (x.shape[0], scale.shape[1]), (tile[0], 1))
+        scale_low = get_format(stored).min_exponent if stored else 0
         if unit is None:
-            return _Operand(x, low, scale, tile[1], one, -127)
-        unit = unit.float()
-        return _Operand(x, low, (scale / unit).clamp(max=448.0), tile[1], one * unit, -6)
+            return _Operand(x, low, scale, tile[1], one, scale_low)
+        scale = (scale / unit.float()).clamp(max=get_format(stored).max)
+        return _Operand(x, low, scale, tile[1], one * unit, scale_low)
 
     def matrix(self, start: int, length: int, scaled: bool) -> Matrix:
         """A part of the columns; with its scales, if the instruction applies them."""

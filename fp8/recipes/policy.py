@@ -11,13 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from ..common.validation import check_name, check_whole
-from .recipe import AUTO, RECIPES, SAME, Cast, Recipe, check_keys, given_recipe
+from .recipe import (
+    AUTO,
+    OPERANDS,
+    PRODUCTS,
+    RECIPES,
+    SAME,
+    Cast,
+    Recipe,
+    check_keys,
+    given_recipe,
+)
 
 __all__ = [
     "CASTS",
     "CONCERNS",
-    "OPERANDS",
-    "PRODUCTS",
     "ROLES",
     "Policy",
     "Rule",
@@ -27,19 +35,6 @@ __all__ = [
     "name_of",
     "source_of",
 ]
-
-PRODUCTS = {
-    "forward": ("input", "weight"),
-    "grad_input": ("grad", "weight"),
-    "grad_weight": ("grad", "input"),
-}
-"""Product of a layer -> its operands, in the order of the properties of `Recipe` of these names."""
-
-OPERANDS = {
-    operand: tuple(name for name, operands in PRODUCTS.items() if operand in operands)
-    for operand in ("input", "weight", "grad")
-}
-"""Operand -> its products."""
 
 CASTS = tuple(f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands)
 """The casts of a layer: product.operand."""

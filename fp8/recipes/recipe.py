@@ -14,11 +14,13 @@ from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
 from ..sums.tensor_cores import TENSOR_CORES, instruction_for
-from .scaling import E8M0, RULES, SCALINGS
+from .scaling import RULES, SCALINGS, scale_format
 
 __all__ = [
     "AUTO",
+    "OPERANDS",
     "PLAIN",
+    "PRODUCTS",
     "RECIPES",
     "SAME",
     "STATIC",
@@ -160,9 +162,9 @@ class Cast:
         object.__setattr__(self, "tile", tile)
 
     @property
-    def stored_rule(self) -> str:
-        """The rule, with the suffix `E8M0` if the scale is stored in that format; "" for none."""
-        return (self.rule or "") + (E8M0 if self.scaling == "mx" else "")
+    def scale_format(self) -> str:
+        """The eight-bit format of the stored scales, "e8m0" or "e4m3"; "" for float32 or none."""
+        return "e8m0" if self.scaling == "mx" else scale_format(self.rule)
 
     @property
     def keeps_history(self) -> bool:
@@ -217,7 +219,19 @@ class Cast:
 SAME = "same"
 """In a Recipe: the same cast as in the operand's first product."""
 
-_OPERANDS = ("input", "weight", "grad")
+PRODUCTS = {
+    "forward": ("input", "weight"),
+    "grad_input": ("grad", "weight"),
+    "grad_weight": ("grad", "input"),
+}
+"""Product of a layer -> its operands, in the order of the properties of `Recipe` of these names."""
+
+OPERANDS = {
+    operand: tuple(name for name, operands in PRODUCTS.items() if operand in operands)
+    for operand in ("input", "weight", "grad")
+}
+"""Operand -> its products."""
+
 _OVERRIDES = ("grad_input_weight", "grad_weight_grad", "grad_weight_input")
 
 Pair = tuple[Cast | None, Cast | None]
@@ -277,7 +291,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"Recipe.name must be a name, not {self.name!r}")
-        for field in (*_OPERANDS, "saved_activations", *_OVERRIDES):
+        for field in (*OPERANDS, "saved_activations", *_OVERRIDES):
             cast = getattr(self, field)
             if not (
                 cast is None or isinstance(cast, Cast) or (field in _OVERRIDES and cast == SAME)
@@ -293,7 +307,7 @@ class Recipe:
             raise ValueError(
                 f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
             )
-        for product in ("forward", "grad_input", "grad_weight"):
+        for product in PRODUCTS:
             sizes = [cast.hadamard if cast else 0 for cast in getattr(self, product)]
             if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
                 needs = "no rotation" if product == "forward" else "both operands rotated or none"
@@ -309,19 +323,14 @@ class Recipe:
             return
         _check("accumulate", self.accumulate, TENSOR_CORES)
         _check_int("promote", self.promote, 0, 1 << 20)
-        for name in ("forward", "grad_input", "grad_weight"):
+        for name in PRODUCTS:
             casts = [cast for cast in getattr(self, name) if cast is not None]
+            if len(casts) < 2:
+                continue
             formats = [get_format(cast.format).name for cast in casts]
-            if (
-                len(casts) == 2
-                and instruction_for(
-                    self.accumulate,
-                    formats,
-                    [cast.stored_rule for cast in casts],
-                    [size for cast in casts for size in cast.tile],
-                )
-                is None
-            ):
+            along = [cast.tile[1] for cast in casts]
+            scales = [cast.scale_format for cast in casts]
+            if instruction_for(self.accumulate, formats, along, scales) is None:
                 raise ValueError(
                     f"accumulate={self.accumulate!r} multiplies "
                     f"{', '.join(TENSOR_CORES[self.accumulate][0].formats)}, not "
@@ -385,7 +394,7 @@ class Recipe:
         Raises as Recipe, and ValueError for an unknown or missing key.
         """
         names = (field.name for field in fields(Recipe))
-        check_keys("Recipe", values, names, ("name", *_OPERANDS))
+        check_keys("Recipe", values, names, ("name", *OPERANDS))
         read: dict[str, Any] = {
             k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
         }

@@ -34,6 +34,7 @@ __all__ = [
     "inverse_of",
     "largest_finite",
     "nearest_power",
+    "scale_format",
     "scale_of",
     "scaled_tiles",
     "second_moment",
@@ -164,6 +165,13 @@ table for variables.)"""
 UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {"e4m3": _unit_448, "e4m3_4_6": _unit_256}
 """Rule whose scales are e4m3 values times a unit of the tensor -> function of (largest magnitudes
 of all tiles, format) that returns the unit."""
+
+
+def scale_format(rule: str | None) -> str:
+    """The eight-bit format in which the scales of a rule are stored; "" for float32 or none."""
+    if rule is None:
+        return ""
+    return "e8m0" if rule.endswith(E8M0) else "e4m3" if rule in UNITS else ""
 
 
 class Scaling(NamedTuple):

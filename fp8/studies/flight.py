@@ -23,8 +23,8 @@ from ..adapters.policies import as_code
 from ..common.step import Batch
 from ..common.validation import check_whole
 from ..formats.format import get_format
-from ..recipes.policy import CASTS, PRODUCTS, Policy
-from ..recipes.recipe import AUTO, Recipe
+from ..recipes.policy import CASTS, Policy
+from ..recipes.recipe import AUTO, PRODUCTS, Recipe
 from ..selection.layers import candidates
 from ..selection.roles import roles
 from ..surgery.convert import convert, report

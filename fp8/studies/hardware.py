@@ -16,8 +16,7 @@ from ..common.validation import check_name, check_number, check_whole
 from ..formats.format import get_format
 from ..levels.initialize import LEVELS, Level
 from ..optim.encodings import ENCODINGS
-from ..recipes.policy import OPERANDS, PRODUCTS
-from ..recipes.recipe import SAME, Cast, Recipe, get_recipe
+from ..recipes.recipe import OPERANDS, PRODUCTS, SAME, Cast, Recipe, get_recipe
 from .findings import Estimate, LayerTime, Product
 
 __all__ = ["HARDWARE", "Hardware", "estimate", "get_hardware", "matmul_seconds"]

@@ -264,14 +264,13 @@ def instruction(
 
 
 def instruction_for(
-    chip: str, formats: Sequence[str], rules: Sequence[str], tiles: Sequence[int]
+    chip: str, formats: Sequence[str], along: Sequence[int], scale_formats: Sequence[str]
 ) -> Instruction | None:
-    """The instruction for operands cast by these rules, with tiles (across, along, across, along):
-    one that applies the scales, or else one without scales."""
-    # A rule for scales in e4m3 begins with that name.
-    stored = ["e8m0" if rule.endswith(" e8m0") else rule.partition("_")[0] for rule in rules]
-    if stored[0] == stored[1] and tiles[1] == tiles[3]:
-        found = instruction(chip, formats, tiles[1], stored[0]) if tiles[1] else None
-        if found is not None:
-            return found
-    return instruction(chip, formats)
+    """The instruction for two operands: one that applies their block scales, or else one without.
+
+    along: the elements of a row that share a scale, 0 for all. scale_formats: "" for float32.
+    """
+    found = None
+    if along[0] == along[1] > 0 and scale_formats[0] == scale_formats[1]:
+        found = instruction(chip, formats, along[0], scale_formats[0])
+    return found or instruction(chip, formats)

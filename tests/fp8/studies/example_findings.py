@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 
-from fp8.recipes.policy import PRODUCTS
+from fp8.recipes.recipe import PRODUCTS
 from fp8.studies.findings import (
     Candidate,
     CastScore,
