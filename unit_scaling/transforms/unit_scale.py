@@ -29,8 +29,6 @@ __all__ = ["register_transformers", "restore", "unit_scale"]
 M = TypeVar("M", bound=nn.Module)
 
 INITS = ("unit", "preserve")
-# The names of the maximum sequence length in model configurations, most common first.
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "n_ctx")
 
 
 def unit_scale(
@@ -63,9 +61,8 @@ def unit_scale(
             tags the parameters of the branches with the depth of their stack.
         strict: raise ValueError at the first call that is left alone.
         context_length: the number of keys that attention is scaled for, whatever the actual length,
-            so that a prompt and its continuation use the same factor. By default the maximum length
-            in the model's configuration (``max_position_embeddings``, ``n_positions``,
-            ``block_size``), or else the number of keys in the first call of each attention.
+            so that a prompt and its continuation use the same factor. By default the number of keys
+            in the first call of each attention.
         plan: the result of `unit_scaling.plan` for a model of the same architecture, init, residual
             and context_length. The weights are divided by the same numbers and the first call is
             not recorded.
@@ -97,8 +94,6 @@ def unit_scale(
         check_fits(inner, plan)
         given = (("init", init), ("residual", residual), ("context_length", context_length))
         init, residual, context_length = _of_plan(plan, dict(given), replace)
-    elif context_length is None:
-        context_length = _configured_length(inner)
     scope = UnitScale(
         prepare(inner, init),
         {function: _out_of_place(other) for function, other in dict(replace or {}).items()},
@@ -193,9 +188,3 @@ def _without_inplace(
     function: Callable[..., Any], *args: Any, inplace: bool = False, **kwargs: Any
 ) -> Any:
     return function(*args, **kwargs)
-
-
-def _configured_length(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    found = (getattr(config, name, None) for name in CONTEXT_NAMES)
-    return next((n for n in found if type(n) is int and n > 0), None)
