@@ -6,10 +6,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +22,10 @@ __all__ = ["from_function", "from_transformers", "shrunk"]
 
 WIDTH, LAYERS, HEADS, EXPERTS = 256, 4, 4, 4
 """The largest width and numbers of layers, heads and experts of a configuration that is trained."""
+
+VOCABULARY, LARGEST = 256, 50_000_000
+"""The words of the model that is trained, which reads bytes; and its largest number of
+parameters."""
 
 BATCH, CONTEXT, COUNT = 4, 128, 1024
 
@@ -82,14 +87,15 @@ def from_transformers(config: str | Path, text: str | Path) -> Callable[[int], S
 
     Raises:
         ImportError: without transformers.
-        ValueError: if the file is not a configuration of a causal language model.
+        ValueError: if the file is not a configuration of a causal language model, or one that
+            `shrunk` refuses.
     """
     transformers = need("transformers")
     values = json.loads(Path(config).read_text(encoding="utf-8"))
     if "model_type" not in values:
         raise ValueError(f"{config} has no model_type: it is no configuration of transformers")
     data = Path(text).read_bytes()
-    full = _config(transformers, values)
+    full = _config(transformers, values).get_text_config(decoder=True)
     small = shrunk(full)
 
     def setup(seed: int) -> Setup:
@@ -123,37 +129,122 @@ def _full_size(transformers: Any, config: Any) -> FullSize:
 def shrunk(config: Any) -> Any:
     """A copy of a configuration for two cores: at most 256 wide, 4 layers, 4 heads, 4 experts.
 
-    Every size (an int named ``*_size``, ``*_dim``, ``*_rank``, ``n_embd``, ``n_inner``, ``d_*``)
-    is multiplied by the same factor, 256 / hidden_size, and rounded to a multiple of 16; the
-    dimension of a head becomes at most 64. Heads of keys and values keep their ratio to the heads.
-    The vocabulary becomes 256 bytes. Lists with one entry per layer are cut.
+    Sizes are multiplied by 256 / hidden_size and rounded to a multiple of 16; the dimension of a
+    head becomes at most 64. Numbers of heads keep their ratios; so do numbers, lists and indices of
+    layers, of which each kind stays. The vocabulary becomes 256 bytes. Of a configuration with
+    several parts it is that of the language model. It is built and runs once.
+
+    Raises:
+        ValueError: if the model of the copy does not run.
     """
-    small = type(config).from_dict(config.to_dict())
-    depth, factor = config.num_hidden_layers, min(WIDTH / config.hidden_size, 1.0)
-    heads = config.num_attention_heads
-    ratio = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    for name, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == depth:
-            setattr(small, name, value[:LAYERS])
-        elif name.endswith("head_dim") and value:
-            setattr(small, name, min(value, WIDTH // HEADS))
-        elif isinstance(value, int) and not isinstance(value, bool) and _is_size(name):
-            setattr(small, name, max(16, round(value * factor / 16) * 16))
-        elif name.endswith("token_id"):
-            setattr(small, name, None)
-        elif "experts" in name and isinstance(value, int):
-            most = EXPERTS // 2 if "per_tok" in name else EXPERTS
-            setattr(small, name, min(value, most))
-        elif name in ("n_group", "topk_group"):  # of experts
-            setattr(small, name, 1)
-    small.num_hidden_layers = min(depth, LAYERS)
-    small.num_attention_heads = min(heads, HEADS)
-    if getattr(config, "num_key_value_heads", None):
-        small.num_key_value_heads = max(1, small.num_attention_heads // ratio)
-    small.vocab_size = 256
-    return small
+    config, why = config.get_text_config(decoder=True), ""
+    for share in _share_of_heads, _share_of_width:
+        try:
+            scale = _Scale(_share_of_width(config), share(config), config.num_hidden_layers)
+            small = type(config).from_dict(_scaled(config.to_dict(), scale))
+            why = _why_not(small)
+        except Exception as error:  # of the code of a model
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if not why:
+            return small
+    raise ValueError(
+        f"a configuration of {config.model_type!r} is not made smaller by rule ({why}): write a "
+        "function that returns the small model and its batches, and give FILE.py:function"
+    )
 
 
-def _is_size(name: str) -> bool:
-    ends = ("_size", "_dim", "_rank", "n_embd", "n_inner", "_ffn")
-    return (name.endswith(ends) or name.startswith("d_")) and "vocab" not in name
+def _share_of_width(config: Any) -> float:
+    return min(WIDTH / config.hidden_size, 1.0)
+
+
+def _share_of_heads(config: Any) -> float:
+    """Heads of state-space models have a fixed size: without others, their number follows the
+    width."""
+    heads = getattr(config, "num_attention_heads", None)
+    return min(HEADS / heads, 1.0) if heads else _share_of_width(config)
+
+
+class _Scale(NamedTuple):
+    """What sizes and numbers of heads are multiplied by. depth: the number of layers now."""
+
+    width: float
+    heads: float
+    depth: int
+
+    def layers(self, number: int) -> int:
+        """A number of layers, or an index of one."""
+        return number if self.depth <= LAYERS else round(number * LAYERS / self.depth)
+
+
+def _scaled(values: dict[str, Any], scale: _Scale) -> dict[str, Any]:
+    """The values of a configuration by `shrunk`."""
+    return {name: _scaled_value(name, value, scale) for name, value in values.items()}
+
+
+def _scaled_value(name: str, value: Any, scale: _Scale) -> Any:
+    if name.endswith("_config") and isinstance(value, dict):
+        return _scaled(value, scale)
+    if name == "use_cache":
+        return False
+    if isinstance(value, list):
+        return _scaled_list(name, value, scale)
+    if not isinstance(value, int) or isinstance(value, bool) or name == "type_vocab_size":
+        return value
+    for pattern, of in _BY_NAME.items():
+        if re.search(pattern, name):
+            return of(value, scale)
+    return value
+
+
+def _scaled_list(name: str, value: list[Any], scale: _Scale) -> list[Any]:
+    """One entry per layer: some, of each kind. Indices of layers: those of the same share. Tokens:
+    `NO_TEXT`."""
+    if name.endswith("token_id"):
+        return [NO_TEXT]
+    if len(value) == scale.depth:
+        return _thinned(value)
+    if "layer" in name and all(isinstance(entry, int) for entry in value):
+        return sorted({scale.layers(entry) for entry in value})
+    return value
+
+
+def _thinned(values: list[Any]) -> list[Any]:
+    """At most LAYERS entries in their order: the first of each kind, and others at equal
+    distances."""
+    if len(values) <= LAYERS:
+        return values
+    first = [i for i, value in enumerate(values) if values.index(value) == i]
+    even = [round(i * (len(values) - 1) / (LAYERS - 1)) for i in range(LAYERS)]
+    return [values[i] for i in sorted(list(dict.fromkeys([*first, *even]))[:LAYERS])]
+
+
+def _size(value: int, scale: _Scale) -> int:
+    return max(min(value, 16), round(value * scale.width / 16) * 16)
+
+
+_BY_NAME: dict[str, Callable[[int, _Scale], int]] = {
+    r"token_id$": lambda value, scale: NO_TEXT,
+    r"vocab_size": lambda value, scale: VOCABULARY,
+    r"(^|_)layers?$|_(period|offset)$": lambda value, scale: scale.layers(value),
+    r"per_tok$|(^|_)top_?k$|^moe_k$": lambda value, scale: min(value, EXPERTS // 2),
+    r"experts": lambda value, scale: min(value, EXPERTS),
+    r"^(n|topk)_group$": lambda value, scale: min(value, 1),
+    r"head_?dim$|_d_head$": lambda value, scale: min(value, WIDTH // HEADS),
+    r"heads?$": lambda value, scale: max(1, round(value * scale.heads)) if value else 0,
+    r"_(size|dim|rank|ffn|width)$|^n_(embd|inner)$|^d_": _size,
+}
+"""What a name in a configuration ends with or contains -> its value; the first that fits."""
+
+NO_TEXT = 255
+"""The token for all ids with a meaning: a byte that UTF-8 does not have."""
+
+
+def _why_not(config: Any) -> str:
+    """Why the model of a configuration cannot be trained here; "" if it can."""
+    model = need("transformers").AutoModelForCausalLM.from_config(config)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > LARGEST:
+        return f"{size:,} parameters are left"
+    ids = torch.arange(1, 33).reshape(2, 16)
+    loss = model(input_ids=ids, labels=ids).loss
+    return "" if loss is not None and bool(loss.isfinite()) else f"its loss is {loss}"

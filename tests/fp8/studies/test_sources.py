@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from fp8.__main__ import main
-from fp8.studies.sources import BASE_LR, BASE_WIDTH, from_function, from_transformers, shrunk
+from fp8.studies.sources import (
+    BASE_LR,
+    BASE_WIDTH,
+    _thinned,
+    from_function,
+    from_transformers,
+    shrunk,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,6 +115,12 @@ CONFIGURATIONS = {
     "qwen2": {"model_type": "qwen2", "num_hidden_layers": 28},
     "gemma2": {"model_type": "gemma2"},
     "deepseek_v3": {"model_type": "deepseek_v3"},
+    "gemma3": {"model_type": "gemma3"},  # its language model
+    "qwen3_next": {"model_type": "qwen3_next"},  # two kinds of layers
+    "bamba": {"model_type": "bamba", "attn_layer_indices": [9, 18, 27]},
+    "mamba2": {"model_type": "mamba2"},  # heads of a fixed size
+    "roberta": {"model_type": "roberta", "is_decoder": True},
+    "bart": {"model_type": "bart"},
 }
 
 
@@ -122,7 +135,21 @@ def test_shrunk_configurations_train(name):
     ids = torch.randint(256, (2, 16))
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    assert sum(p.numel() for p in model.parameters()) < 2e7
+    assert sum(p.numel() for p in model.parameters()) < 5e7
+
+
+def test_kinds_of_layers_stay():
+    kinds = ["linear"] * 20 + ["full"] + ["linear"] * 11
+    assert _thinned(kinds) == ["linear", "linear", "full", "linear"]
+    small = shrunk(transformers.AutoConfig.for_model("qwen3_next"))
+    assert set(small.layer_types) == {"linear_attention", "full_attention"}
+
+
+def test_a_configuration_that_is_not_made_smaller():
+    with pytest.raises(
+        ValueError, match="'blt' is not made smaller by rule .AttributeErr"
+    ):
+        shrunk(transformers.AutoConfig.for_model("blt"))
 
 
 def test_a_7b_configuration_is_traced_at_full_size_without_memory(tmp_path):
