@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -28,9 +29,23 @@ def native_marks(item: pytest.Item) -> list[pytest.Mark]:
     return [*item.iter_markers("native"), *([pytest.mark.native.mark] if named else [])]
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    sample(items)
     skip_native(items)
     skip_vmap(items)
+
+
+def sample(items: Sequence[pytest.Item]) -> None:
+    """Marks all but one of every N cases of a test with the marker sampled(N) as exhaustive."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            name = item.nodeid.partition("[")[0]
+            if cases[name] % mark.args[0]:
+                item.add_marker(pytest.mark.exhaustive)
+            cases[name] += 1
 
 
 def skip_native(items: Sequence[pytest.Item]) -> None:

@@ -105,6 +105,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.* has no sums of accumulate")
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("recipe", RECIPES)

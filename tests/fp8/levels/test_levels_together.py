@@ -45,6 +45,7 @@ def run(model, optimizer, count=3, call=None):
     return losses
 
 
+@pytest.mark.sampled(2)
 @each_level
 def test_compiled(level):
     """In one graph, and without compiling anew after a step: the first three losses are those of
@@ -85,6 +86,7 @@ def _one_process():
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.proves("MS-AMP", "communication in FP8", how="own")
 @each_level
 @pytest.mark.usefixtures("_one_process")
@@ -134,6 +136,7 @@ def test_a_master_that_a_broadcast_has_passed_by(monkeypatch):
     run(model, optimizer, 1)
 
 
+@pytest.mark.sampled(5)
 @each_level
 @pytest.mark.usefixtures("_one_process")
 @pytest.mark.parametrize("before", [0, 1])

@@ -79,6 +79,7 @@ def test_inductor():
     assert_close(results(compiled, model, x), results(block, model, x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("backend", "names"), [("aot_eager", ("row", "nvfp4")), ("inductor", ("mxfp8",))]
 )

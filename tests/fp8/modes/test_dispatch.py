@@ -236,6 +236,7 @@ def test_sparse_products_are_left_alone():
 # --- flex_attention, which has no gradients on CPUs
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 @pytest.mark.parametrize("recipe", ["unit", "tensor", "mxfp8"])
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -265,6 +265,7 @@ def test_unit_scaling_sees_layer_norm_2d():
     assert 0.5 < float(model[1].bias.grad.square().mean().sqrt()) < 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.proves("timm", "one operation over the channels", how="own")
 @pytest.mark.parametrize("around", [False, True])
 def test_compiled_it_is_unit_scaled_as_in_eager_mode(around: bool):

@@ -72,6 +72,7 @@ def longest_step(optimizer: type, grads: Tensor, **settings) -> float:
     return longest / 1e-3
 
 
+@pytest.mark.sampled(3)
 @each_format
 @pytest.mark.parametrize("gradients", GRADIENTS, ids=lambda f: f.__name__)
 def test_steps_are_no_longer_than_twice_those_of_float32(gradients, formats):

@@ -150,6 +150,7 @@ def test_what_a_whole_mlp_keeps(kind, name, backend, dtype, most):
         assert bytes_kept(run) <= most * bytes_kept(lambda: plain(x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "dtype", "backend", "compiler"),
     [  # The first compiler is inductor's choice of what to keep, without its kernels.

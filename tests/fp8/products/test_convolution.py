@@ -34,6 +34,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @every
 @pytest.mark.parametrize(("torchs", "ours", "input", "weight", "kwargs"), CASES)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")

@@ -73,6 +73,7 @@ def operands(shape, dtype=torch.float32):
     return loop, a, b, right, offs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.proves("the field", "grouped products of experts", how="own")
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", DYNAMIC)
@@ -275,6 +276,7 @@ def test_calibrate_sets_the_scale_of_every_expert():
     assert fp8.calibrate(other, scales=scales) == scales
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["tensor", "block", "mxfp8", "nvfp4", "static"])
 def test_compiled_is_eager(name):
     """Also in float32, which torch itself does not compile."""

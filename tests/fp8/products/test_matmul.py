@@ -52,6 +52,7 @@ def check(function, plain, operands, recipe, scales=SCALES, layer=True) -> None:
         assert_within(one.detach(), value, magnitude, dtype)
 
 
+@pytest.mark.sampled(3)
 @every
 @pytest.mark.parametrize(
     "shape", [(7,), (5, 7), (2, 3, 7), (2, 3, 4, 7), (0, 7), (5, 1), (2, 0, 7)]
@@ -61,6 +62,7 @@ def test_linear(shape, dtype, recipe):
     check(linear, F.linear, operands, recipe)
 
 
+@pytest.mark.sampled(3)
 @every
 @pytest.mark.parametrize(
     ("left", "right"),
@@ -92,6 +94,7 @@ def test_matmul(left, right, dtype, recipe):
     check(matmul, torch.matmul, operands, recipe, layer=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("shape", [(37, 131, 66), (129, 33, 20), (16, 128, 32)], ids=str)
 def test_operands_of_more_than_one_tile(shape, name):

@@ -146,9 +146,7 @@ def test_kinds_of_layers_stay():
 
 
 def test_a_configuration_that_is_not_made_smaller():
-    with pytest.raises(
-        ValueError, match="'blt' is not made smaller by rule .AttributeErr"
-    ):
+    with pytest.raises(ValueError, match="'blt' is not made smaller by rule"):
         shrunk(transformers.AutoConfig.for_model("blt"))
 
 

@@ -209,6 +209,7 @@ def moved(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plain_model_computes_the_same(name):
     make, given, tolerance = MODELS[name]

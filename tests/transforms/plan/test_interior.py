@@ -261,6 +261,7 @@ METHODS: dict[str, Function] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recipe", ["", "unit", "block"])
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_of_tensor_that_are_written_in_python_are_compiled(name: str, recipe: str) -> None:

@@ -379,6 +379,7 @@ whens = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(3)
 @whens
 def test_preserved_models(name, called, compiled):
     """As the same edit of the plain model."""
@@ -392,6 +393,7 @@ def test_preserved_models(name, called, compiled):
         torch.testing.assert_close(run(model, compiled), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @whens
 def test_unit_scaled_models(name, called, compiled):
     """As before the edit where that changes nothing; else as a model that was edited before it was

@@ -276,6 +276,7 @@ def test_autocast_around_and_inside() -> None:
         same(step(model), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.proves("unit-scaling", "with torch.compile", how="own")
 @pytest.mark.parametrize(
     "backend", [pytest.param("eager", marks=pytest.mark.exhaustive), "aot_eager"]

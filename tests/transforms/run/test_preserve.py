@@ -155,6 +155,7 @@ PRODUCTS: dict[str, tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = {
 COMPILED = ("linear", "conv", "part")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [*((name, False) for name in PRODUCTS), *((name, True) for name in COMPILED)],

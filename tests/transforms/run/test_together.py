@@ -60,6 +60,7 @@ def test_a_plan_does_not_depend_on_the_precision_of_norms(norm, after):
         torch.testing.assert_close(exponents, exponents[..., :1].round().expand_as(exponents))
 
 
+@pytest.mark.sampled(3)
 @each_norm
 @pytest.mark.parametrize("compiled", [False, True])
 def test_norms_that_follow_autocast_under_a_plan(norm, compiled):

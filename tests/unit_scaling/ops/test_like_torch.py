@@ -65,6 +65,7 @@ COMPLEX = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("name", COMPLEX)
