@@ -1,20 +1,31 @@
-"""Attention under a recipe."""
+"""Attention under a recipe: as one product, or as the two products inside of it.
+
+One product is torch's fused kernel on cast operands. Two products, if the recipe has
+`attention_scores` and `attention_values`, are the arithmetic that TransformerEngine publishes for
+its attention in FP8 (`FP8EmulationFunc` of its unfused attention): query, key and value, the
+probabilities, the gradient of the output and that of the scores are cast, the gradient of the
+probabilities is not. TransformerEngine calls the probabilities S and the scores P. The
+probabilities are cast after the softmax has normalized them, and after dropout.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..casts.casting import cast_backward, cast_forward
+from ..casts.casting import cast_backward, cast_forward, without_autocast
 from ..casts.counts import product_name
 from ..context.active import histories, product_recipe
-from .matmul import to_autocast_dtype
+from ..recipes.recipe import Recipe
+from .matmul import matmul, to_autocast_dtype
 from .summed import warn_unsummed
 
-__all__ = ["attention", "flex_attention"]
+__all__ = ["attention", "by_products", "flex_attention"]
 
 
 def attention(
@@ -38,8 +49,12 @@ def attention(
     Query, key and value are cast as the recipe's input, and the gradient of the output as its grad.
     The kernel is fused: its probabilities and inner gradients stay in high precision. Its backward
     pass reuses the operands cast in the forward pass: query and key along E, value along S; the
-    gradient is cast along V.
+    gradient is cast along V. A recipe with products of attention has `by_products` instead.
     """
+    recipe = product_recipe(unit)
+    if recipe is not None and recipe.attention:
+        given = (attn_mask, dropout_p, is_causal, scale, enable_gqa, unit)
+        return by_products(query, key, value, *given)[0]
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
@@ -47,7 +62,7 @@ def attention(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    (y,) = _cast_around(lambda *operands: (kernel(*operands),), query, key, value, unit)
+    (y,) = _cast_around(lambda *operands: (kernel(*operands),), query, key, value, recipe)
     return y
 
 
@@ -61,7 +76,10 @@ def flex_attention(
     PyTorch. Returns the output (B, H, L, V) and statistics of its rows.
     """
     kernel = torch.ops.higher_order.flex_attention
-    return _cast_around(lambda *operands: kernel(*operands, *args, **kwargs), query, key, value)
+    recipe = product_recipe()
+    return _cast_around(
+        lambda *operands: kernel(*operands, *args, **kwargs), query, key, value, recipe
+    )
 
 
 def _cast_around(
@@ -69,10 +87,9 @@ def _cast_around(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    unit: bool = False,
+    recipe: Recipe | None,
 ) -> tuple[Tensor, ...]:
     """Runs ``kernel`` on cast operands, and casts the gradient of its first result."""
-    recipe = product_recipe(unit)
     if recipe is None:
         return kernel(query, key, value)
     warn_unsummed(recipe, "attention")
@@ -83,3 +100,74 @@ def _cast_around(
     value = cast_forward(value, cast, -2, of[2], name, "value")
     y, *rest = kernel(query, key, value)
     return cast_backward(y, recipe.grad, -1, of_grad, name), *rest
+
+
+def by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    unit: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention as two products, each with its recipe.
+
+    Arguments as in `attention`. The products, the softmax and the gradients between them are
+    computed in at least float32, as on the chip of a fused kernel; scores and probabilities are in
+    memory. The casts of key and value are those after enable_gqa has repeated their heads. A fully
+    masked row gives zeros. NaN propagates.
+
+    Returns the output (..., L, V) and the probabilities (..., L, S) after dropout, before the cast,
+    in the dtype of the result.
+
+    Raises ValueError for is_causal with a mask, and for heads that key or value do not divide;
+    TypeError for operands of different dtypes, and for a mask of integers.
+    """
+    _check(query, key, value, attn_mask, is_causal)
+    (like,) = to_autocast_dtype(query[:0])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if enable_gqa:
+        key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
+    with without_autocast(query):
+        query, key, value = query.to(wide), key.to(wide), value.to(wide)
+        scales = (scale,) * 3
+        scores = matmul(query, key.mT, scales=scales, unit=unit, kind="attention_scores")
+        weights = _probabilities(scores, attn_mask, is_causal)
+        weights = F.dropout(weights, dropout_p) if dropout_p else weights
+        y = matmul(weights, value, unit=unit, kind="attention_values")
+    return y.to(like.dtype), weights.to(like.dtype)
+
+
+def _probabilities(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """The softmax of masked scores; 0 in rows without a key."""
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill(later, -math.inf).softmax(-1)
+    if mask is None:
+        return scores.softmax(-1)
+    boolean = mask.dtype == torch.bool
+    scores = scores.masked_fill(~mask, -math.inf) if boolean else scores + mask
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+
+
+def _repeated(query: Tensor, x: Tensor, name: str) -> Tensor:
+    """``x`` with as many heads as the query."""
+    heads, of = query.shape[-3], x.shape[-3]
+    if heads % of:
+        raise ValueError(f"enable_gqa needs heads that divide {heads}, got {of} of the {name}")
+    return x.repeat_interleave(heads // of, dim=-3)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
+    dtypes = [str(x.dtype) for x in (query, key, value)]
+    if len(set(dtypes)) > 1:
+        raise TypeError(f"query, key and value need one dtype, got {', '.join(dtypes)}")
+    if causal and mask is not None:
+        raise ValueError("is_causal=True needs attn_mask=None, got both")
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attn_mask must be boolean or floating point, not {mask.dtype}")

@@ -97,7 +97,7 @@ class Converted(Gained):
     fp8_ragged: int
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        history = LayerHistory(self) if self.fp8_recipe.keeps_history else None
+        history = LayerHistory(self) if self.fp8_recipe.needs_history else None
         if self.fp8_recipe.changes_scales and in_recomputation():
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
