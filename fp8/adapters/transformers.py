@@ -154,89 +154,94 @@ def _decoded(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (codes.to(scale.dtype) * scale).to(dtype)
 
 
+class _Stored:
+    """The methods of a layer of the cache that differ from DynamicLayer, the other base class."""
+
+    keys: Tensor
+    values: Tensor
+    dtype: torch.dtype
+    get_seq_length: Callable[[], int]
+
+    def __init__(self, format: Format, scaling: str, rule: str) -> None:
+        super().__init__()
+        self.format, self.scaling, self.rule = format, scaling, rule
+        self.key_scale: Tensor | None = None
+        self.value_scale: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (
+            x.new_empty((*x.shape[:-2], 0, x.shape[-1]), dtype=self.format.dtype)
+            for x in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    @torch.no_grad()
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends (batch, heads, new tokens, width); returns all keys and values, decoded."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.key_scale = self._append(self.keys, self.key_scale, key_states)
+        self.values, self.value_scale = self._append(self.values, self.value_scale, value_states)
+        return (
+            _decoded(self.keys, self.key_scale, self.dtype),
+            _decoded(self.values, self.value_scale, self.dtype),
+        )
+
+    def _append(
+        self, stored: Tensor, scale: Tensor | None, states: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """``states`` after the ``stored`` ones, and the scales of both."""
+        if not states.numel():
+            return stored, scale
+        wide = states.to(torch.promote_types(states.dtype, torch.float32))
+        frozen = scale is not None and self.scaling != "token"
+        dims = KV_SCALINGS[self.scaling]
+        new = scale_of(wide, dims, self.format, self.rule) if scale is None or not frozen else scale
+        codes = quantize(wide / new, self.format).to(stored.dtype)
+        both = [x.view(torch.uint8) for x in (stored, codes)]
+        scale = new if scale is None or frozen else torch.cat([scale, new], -2)
+        return torch.cat(both, -2).view(stored.dtype), scale
+
+    def _select(self, pick: Callable[[Tensor], Tensor]) -> None:
+        """Replaces the sequences of the batch by ``pick`` of them."""
+        if not self.get_seq_length():
+            return
+        for name in ("keys", "values"):
+            stored = getattr(self, name)
+            setattr(self, name, pick(stored.view(torch.uint8)).view(stored.dtype))
+        for name in ("key_scale", "value_scale") if self.scaling != "tensor" else ():
+            setattr(self, name, pick(getattr(self, name)))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(lambda x: x[indices, ...])
+
+    def crop(self, tokens: int) -> None:
+        super().crop(tokens)  # type: ignore[misc]
+        if self.scaling == "token" and self.key_scale is not None:
+            for name in ("key_scale", "value_scale"):
+                setattr(self, name, getattr(self, name)[..., : self.keys.shape[-2], :])
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.key_scale = self.value_scale = None
+
+
+def __getattr__(name: str) -> Any:
+    if name != "FP8Layer":  # which pickle looks up here
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _layer_class()
+
+
 @functools.cache
 def _layer_class() -> type[Any]:
-    library = need("transformers").cache_utils
-
-    class FP8Layer(library.DynamicLayer):  # type: ignore[name-defined]
-        """The keys and values of one layer, in a format of eight bits."""
-
-        def __init__(self, format: Format, scaling: str, rule: str) -> None:
-            super().__init__()
-            self.format, self.scaling, self.rule = format, scaling, rule
-            self.key_scale: Tensor | None = None
-            self.value_scale: Tensor | None = None
-
-        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-            self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys, self.values = (
-                x.new_empty((*x.shape[:-2], 0, x.shape[-1]), dtype=self.format.dtype)
-                for x in (key_states, value_states)
-            )
-            self.is_initialized = True
-
-        @torch.no_grad()
-        def update(
-            self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[Tensor, Tensor]:
-            """Appends (batch, heads, new tokens, width); returns all keys and values, decoded."""
-            if not self.is_initialized:
-                self.lazy_initialization(key_states, value_states)
-            self.keys, self.key_scale = self._append(self.keys, self.key_scale, key_states)
-            self.values, self.value_scale = self._append(
-                self.values, self.value_scale, value_states
-            )
-            return (
-                _decoded(self.keys, self.key_scale, self.dtype),
-                _decoded(self.values, self.value_scale, self.dtype),
-            )
-
-        def _append(
-            self, stored: Tensor, scale: Tensor | None, states: Tensor
-        ) -> tuple[Tensor, Tensor | None]:
-            """``states`` after the ``stored`` ones, and the scales of both."""
-            if not states.numel():
-                return stored, scale
-            wide = states.to(torch.promote_types(states.dtype, torch.float32))
-            own = scale_of(wide, KV_SCALINGS[self.scaling], self.format, self.rule)
-            if scale is None:
-                new = scale = own
-            elif self.scaling == "token":
-                new, scale = own, torch.cat([scale, own], -2)
-            else:
-                new = scale
-            codes = quantize(wide / new, self.format).to(stored.dtype)
-            both = [x.view(torch.uint8) for x in (stored, codes)]
-            return torch.cat(both, -2).view(stored.dtype), scale
-
-        def _select(self, pick: Callable[[Tensor], Tensor]) -> None:
-            """Replaces the sequences of the batch by ``pick`` of them."""
-            if not self.get_seq_length():
-                return
-            for name in ("keys", "values"):
-                stored = getattr(self, name)
-                setattr(self, name, pick(stored.view(torch.uint8)).view(stored.dtype))
-            for name in ("key_scale", "value_scale") if self.scaling != "tensor" else ():
-                setattr(self, name, pick(getattr(self, name)))
-
-        def reorder_cache(self, beam_idx: Tensor) -> None:
-            self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-        def batch_repeat_interleave(self, repeats: int) -> None:
-            self._select(lambda x: x.repeat_interleave(repeats, 0))
-
-        def batch_select_indices(self, indices: Tensor) -> None:
-            self._select(lambda x: x[indices, ...])
-
-        def crop(self, tokens: int) -> None:
-            super().crop(tokens)
-            if self.scaling == "token" and self.key_scale is not None:
-                for name in ("key_scale", "value_scale"):
-                    setattr(self, name, getattr(self, name)[..., : self.keys.shape[-2], :])
-
-        def reset(self) -> None:
-            super().reset()
-            self.key_scale = self.value_scale = None
-
-    FP8Layer.__qualname__ = "FP8Layer"
-    return FP8Layer
+    base = need("transformers").cache_utils.DynamicLayer
+    return type("FP8Layer", (_Stored, base), {"__module__": __name__})

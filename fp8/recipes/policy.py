@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..common.validation import check_name, check_whole
+from ..common.validation import check_keys, check_name, check_whole
 from .recipe import (
     ATTENTION,
     AUTO,
@@ -20,7 +20,6 @@ from .recipe import (
     SAME,
     Cast,
     Recipe,
-    check_keys,
     given_recipe,
 )
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..common.validation import check_name
+from ..common.validation import check_keys, check_name
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
@@ -28,7 +28,6 @@ __all__ = [
     "UNIT",
     "Cast",
     "Recipe",
-    "check_keys",
     "get_recipe",
     "given_recipe",
     "needs_unit_scale",
@@ -47,24 +46,6 @@ def _check(what: str, got: object, allowed: Iterable[str]) -> None:
 def _check_int(what: str, got: object, low: int, high: int) -> None:
     if isinstance(got, bool) or not (isinstance(got, int) and low <= got <= high):
         raise ValueError(f"{what} must be {low} to {high}, got {got!r}")
-
-
-def check_keys(
-    what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
-) -> None:
-    """Raises unless ``got`` is a mapping with only the keys ``allowed``, and all those ``needed``.
-    what: what is read from it."""
-    names = tuple(allowed)
-    if not isinstance(got, Mapping):
-        raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
-    for key in got:
-        _check(f"key of a {what}", key, names)
-    missing = [key for key in needed if key not in got]
-    if missing:
-        raise ValueError(
-            f"a {what} needs the keys {', '.join(map(repr, needed))}; got "
-            f"{', '.join(map(repr, got)) or 'none'}, without {', '.join(map(repr, missing))}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

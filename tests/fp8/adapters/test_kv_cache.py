@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import warnings
 
 import pytest
@@ -132,8 +133,7 @@ def test_generate_is_the_model_on_cast_keys_and_values(model, scaling):
 
 @pytest.mark.parametrize("scaling", KV_SCALINGS)
 def test_beam_search(scaling):
-    """Sequences of the batch change places: as without the cache, recomputing all of it, under
-    "token", whose values do not depend on the pass."""
+    """Sequences of the batch change places, with their scales, also in a copy from a file."""
     model = llama()
     how = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
     cache = kv_cache(model.config, scaling=scaling)
@@ -150,7 +150,7 @@ def test_beam_search(scaling):
     ):
         change(cache)
         keys = pick(keys)
-        again = copy.deepcopy(cache)
+        again = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
         new = torch.randn(keys.shape[0], HEADS, 1, WIDTH)
         assert torch.equal(again.update(new, new, 0)[0][:, :, :-1], keys)
     assert cache.get_seq_length() == 3
