@@ -17,9 +17,10 @@ from ..common.libraries import need
 from ..common.validation import check_name
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize
+from ..products.attention import by_products
 from ..recipes.scaling import SCALINGS, scale_of
 
-__all__ = ["KV_SCALINGS", "CacheError", "cache_errors", "kv_cache"]
+__all__ = ["KV_SCALINGS", "CacheError", "cache_errors", "kv_cache", "register_attention"]
 
 KV_SCALINGS: dict[str, tuple[int, ...] | None] = {
     "tensor": None,
@@ -72,6 +73,57 @@ def kv_cache(
             f"{type(config).__name__} has {', '.join(sorted(others))}"
         )
     return library.Cache(layers=[_layer_class()(chosen, scaling, rule) for _ in layers])
+
+
+def register_attention(name: str = "fp8") -> str:
+    """Registers a form of attention, for ``model.set_attn_implementation``.
+
+    As the form "eager" it returns the probabilities. Under a recipe with ``attention_scores`` and
+    ``attention_values`` its two products have these; "eager" computes products of its own, which
+    are cast as the recipe's input and grad. Models without that method have no forms to choose
+    from.
+
+    Args:
+        name: its name in transformers.
+
+    Returns:
+        The name.
+
+    Raises:
+        ImportError: without transformers.
+        NotImplementedError: from the model, if it changes scores in another way than by a mask
+            (softcap, sinks, a bias of positions).
+    """
+    library = need("transformers")
+    library.AttentionInterface.register(name, _attention)
+    masks = library.AttentionMaskInterface
+    masks.register(name, library.masking_utils.eager_mask)
+    return name
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """The arguments that transformers gives: query (batch, heads, L, E), key and value (batch,
+    fewer or as many heads, S, E). Returns (batch, L, heads, E) and the probabilities."""
+    used = [name for name, x in others.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    used += ["softcap"] if others.get("softcap") is not None else []
+    if used:
+        raise NotImplementedError(
+            f"{type(module).__name__} gives attention {', '.join(used)}, which the registered form "
+            'does not apply; "eager" does'
+        )
+    y, weights = by_products(
+        query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True
+    )
+    return y.transpose(1, 2).contiguous(), weights
 
 
 class CacheError(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
-import pickle
 import warnings
 
 import pytest
@@ -18,7 +18,12 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers", reason="its models")
     from transformers import DynamicCache
 
-from fp8.adapters.transformers import KV_SCALINGS, cache_errors, kv_cache
+from fp8.adapters.transformers import (
+    KV_SCALINGS,
+    cache_errors,
+    kv_cache,
+    register_attention,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own
 
@@ -64,6 +69,12 @@ def scale_of(x: Tensor, scaling: str) -> Tensor:
     """The smallest power of two for which nothing is beyond 448, of all that share it."""
     axes = {"tensor": (0, 1, 2, 3), "head": (2, 3), "token": (3,)}[scaling]
     return (x.float().abs().amax(axes, keepdim=True) / 448).log2().ceil().exp2()
+
+
+def saved_and_loaded(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -150,7 +161,7 @@ def test_beam_search(scaling):
     ):
         change(cache)
         keys = pick(keys)
-        again = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+        again = saved_and_loaded(copy.deepcopy(cache))
         new = torch.randn(keys.shape[0], HEADS, 1, WIDTH)
         assert torch.equal(again.update(new, new, 0)[0][:, :, :-1], keys)
     assert cache.get_seq_length() == 3
@@ -213,10 +224,12 @@ def test_mistakes():
 # --- attention of transformers under a recipe
 
 
+@pytest.mark.parametrize("form", ["sdpa", "registered"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_recipes_inside_of_attention(padded):
+def test_recipes_inside_of_attention(padded, form):
     """The eager form computes attention by two products of activations, which recipe "tensor" casts
-    as it does the operands inside of the sdpa form here: probabilities, gradients of scores."""
+    as it does the operands inside of the other forms here: probabilities, gradients of scores."""
+    form = register_attention("ours") if form == "registered" else form
     tensor = fp8.RECIPES["tensor"]
     inner = fp8.Recipe(name="inner", input=tensor.input, weight=tensor.input, grad=tensor.grad)
     inside = fp8.Recipe.from_dict(
@@ -234,8 +247,27 @@ def test_recipes_inside_of_attention(padded):
         logits[mask.bool()].square().mean().backward()
         return [logits.detach()[mask.bool()], *(p.grad for p in model.parameters())]
 
-    eager, sdpa = run("eager", tensor), run("sdpa", inside)
+    eager, ours = run("eager", tensor), run(form, inside)
     default = run("sdpa", tensor)
-    assert not torch.allclose(sdpa[0], default[0], rtol=1e-3, atol=1e-3)
-    for one, other in zip(sdpa, eager, strict=True):
+    assert not torch.allclose(ours[0], default[0], rtol=1e-3, atol=1e-3)
+    for one, other in zip(ours, eager, strict=True):
         assert float((one - other).norm()) <= 1e-5 * float(other.norm())
+
+
+def test_registered_attention_returns_its_probabilities():
+    """Those of the eager form; what it does not apply is refused by name."""
+    model = llama(attn_implementation="eager")
+    wanted = model(TOKENS, output_attentions=True)
+    model.set_attn_implementation(register_attention())
+    got = model(TOKENS, output_attentions=True)
+    torch.testing.assert_close(got.logits, wanted.logits)
+    for one, other in zip(got.attentions, wanted.attentions, strict=True):
+        torch.testing.assert_close(one, other)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    config = transformers.Gemma2Config(
+        vocab_size=64, intermediate_size=32, num_key_value_heads=2, **sizes
+    )
+    gemma = transformers.Gemma2ForCausalLM(config)
+    gemma.set_attn_implementation(register_attention())
+    with pytest.raises(NotImplementedError, match="Gemma2Attention gives attention softcap"):
+        gemma(TOKENS)
