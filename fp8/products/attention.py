@@ -1,11 +1,12 @@
 """Attention under a recipe: as one product, or as the two products inside of it.
 
 One product is torch's fused kernel on cast operands. Two products, if the recipe has
-`attention_scores` and `attention_values`, are the arithmetic that TransformerEngine publishes for
-its attention in FP8 (`FP8EmulationFunc` of its unfused attention): query, key and value, the
-probabilities, the gradient of the output and that of the scores are cast, the gradient of the
-probabilities is not. TransformerEngine calls the probabilities S and the scores P. The
-probabilities are cast after the softmax has normalized them, and after dropout.
+`attention_scores` and `attention_values`, are those that TransformerEngine emulates for its
+attention in FP8 (`FP8EmulationFunc` of `UnfusedDotProductAttention`, 2.20): query, key and value,
+the probabilities, the gradient of the output and that of the scores are cast, the gradient of the
+probabilities is not. The probabilities are cast after the softmax has normalized them, and after
+dropout. TransformerEngine also casts the output and the gradients of query, key and value, which
+are left here to the products that read them.
 """
 
 from __future__ import annotations

@@ -243,9 +243,9 @@ class Recipe:
             ReLU saves one bit per element. Scaling by tiles and histories are not supported. None:
             as torch does.
         accumulate: the accelerator whose sums matrix products have: "ada", "hopper", "blackwell" or
-            "cdna3", the rows of `fp8.sums.tensor_cores.TENSOR_CORES`. Convolutions and attention,
-            and products of which an operand is not cast, sum as torch does. On a CPU it takes about
-            50 times a product in float32. None: torch's sums.
+            "cdna3", the rows of `fp8.sums.tensor_cores.TENSOR_CORES`. Convolutions, attention
+            as one product, and products of which an operand is not cast, sum as torch does. On a
+            CPU it takes about 50 times a product in float32. None: torch's sums.
         promote: the number of products after which a sum of the accelerator ends and is added in
             float32; 0: after all. Needs ``accumulate``.
         grad_input_weight, grad_weight_grad, grad_weight_input: a different Cast (or None) of the
@@ -278,6 +278,8 @@ class Recipe:
 
     unscaled: ClassVar[bool] = False
     """Set per instance: whether it casts an operand without a scale."""
+    attention: ClassVar[tuple[Recipe, ...]] = ()
+    """Set per instance: the recipes of the products inside of attention; (): it is one product."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -304,6 +306,8 @@ class Recipe:
                 needs = "no rotation" if product == "forward" else "both operands rotated or none"
                 raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
         self._check_sums()
+        inner = tuple(filter(None, (self.attention_scores, self.attention_values)))
+        object.__setattr__(self, "attention", inner)
         self._check_attention()
         unscaled = any(cast is not None and cast.scaling == "unit" for cast in self.casts)
         unscaled = unscaled or any(inner.unscaled for inner in self.attention)
@@ -362,18 +366,13 @@ class Recipe:
     @property
     def needs_history(self) -> bool:
         """`keeps_history`, of the products inside of attention too."""
-        return any(recipe.keeps_history for recipe in (self, *self.attention))
+        return self.keeps_history or any(inner.keeps_history for inner in self.attention)
 
     @property
     def changes_scales(self) -> bool:
         """Whether a pass changes the scales of later passes: scaling "delayed"."""
         own = any(cast is not None and cast.history for cast in (*self.forward, self.grad))
         return own or any(inner.changes_scales for inner in self.attention)
-
-    @property
-    def attention(self) -> tuple[Recipe, ...]:
-        """The recipes of the products inside of attention; (): attention is one product."""
-        return tuple(filter(None, (self.attention_scores, self.attention_values)))
 
     @property
     def casts(self) -> tuple[Cast | None, ...]:

@@ -144,8 +144,8 @@ def test_the_form_that_transformer_engine_publishes():
     p = Emulated.apply(scores.softmax(-1), e4m3, False)
     y = Emulated.apply(p @ v, e5m2, True)
     wanted = [y.detach(), *torch.autograd.grad(y, leaves, g)]
-    # An operand next to a tie may be rounded to its other neighbour, as sums have another order:
-    # a step of e5m2 (2**-2 of the number) in one of 8 terms, of numbers up to the largest.
+    # No operand of this seed is next to a tie: only the order of sums of 8 and 16 terms differs, at
+    # most 3 after each other, by up to 16 * 2**-24 each of the largest numbers.
     for one, other in zip(run(inside(recipe, recipe), operands, g), wanted, strict=True):
         assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
 
@@ -331,6 +331,21 @@ def test_delayed_scales():
         *("001.attention_scores", "002.attention_values")
     ]
     assert all(bool(t[0] > 0) for t in history.tensors.values())
+
+
+def test_delayed_scales_of_what_is_inside_alone():
+    """As TransformerEngine's fused kernel has them: of the probabilities and of the gradient of the
+    scores. The second pass is cast with the scales of the first."""
+    delayed = RECIPES["delayed"]
+    scores = Recipe(name="scores", input=E4M3, weight=E4M3, grad=delayed.grad)
+    values = Recipe(name="values", input=delayed.input, weight=E4M3, grad=E5M2)
+    history = fp8.AmaxHistory()
+    q, k, v = (randn(2, 6, 16, seed=i) for i in range(3))
+    for factor in (1.0, 4.0):
+        with fp8.autocast(inside(scores, values, RECIPES["tensor"]), history=history):
+            F.scaled_dot_product_attention(factor * q, k, v).sum().backward()
+    assert sorted(history.tensors) == ["001.attention_scores.grad", "002.attention_values.0"]
+    assert all(int((t > 0).sum()) == 2 for t in history.tensors.values())
 
 
 def test_sums_of_an_accelerator():
