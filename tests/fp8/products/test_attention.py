@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 import fp8
+import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8 import RECIPES, Cast, Recipe
 from fp8.products.attention import by_products
@@ -292,6 +293,12 @@ def test_unit_scaled_attention():
         y = U.scaled_dot_product_attention(q, k, v)
         wanted = F.scaled_dot_product_attention(q, k, v, scale=1 / 16)
     torch.testing.assert_close(y, wanted * factor)
+    layer, x = uu.MultiheadAttention(32, 2, batch_first=True), randn(3, 6, 32).detach()
+    with fp8.autocast(INSIDE["tensor"]):
+        y, _ = layer(x, x, x, need_weights=False)
+        with_weights, _ = layer(x, x, x)
+    torch.testing.assert_close(y, with_weights)
+    assert not torch.allclose(y, layer(x, x, x)[0])
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
