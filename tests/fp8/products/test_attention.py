@@ -353,6 +353,11 @@ def test_delayed_scales_of_what_is_inside_alone():
             F.scaled_dot_product_attention(factor * q, k, v).sum().backward()
     assert sorted(history.tensors) == ["001.attention_scores.grad", "002.attention_values.0"]
     assert all(int((t > 0).sum()) == 2 for t in history.tensors.values())
+    layer = fp8.convert(nn.MultiheadAttention(16, 2), inside(scores, values, RECIPES["tensor"]))
+    layer(*[randn(6, 2, 16)] * 3)[0].sum().backward()
+    assert sorted(name for name, _ in layer.named_buffers()) == [
+        *("fp8_amax_001_attention_scores_grad", "fp8_amax_002_attention_values_input")
+    ]
 
 
 def test_sums_of_an_accelerator():
