@@ -250,15 +250,6 @@ def _grouped(
     return grouped_mm(input, mat2, offs)
 
 
-def _flex(recipe: Recipe, *args: Any, **kwargs: Any) -> Any:
-    if recipe.attention:
-        return (
-            f"recipe {recipe.name!r} casts the probabilities, which this kernel keeps inside; call "
-            "scaled_dot_product_attention, or use a recipe without attention_scores"
-        )
-    return _layer(flex_attention)(recipe, *args, **kwargs)
-
-
 _ADDED = {
     "addmm": _added("mat1", "mat2", (2, 2)),
     "addmv": _added("mat", "vec", (2, 1)),
@@ -295,7 +286,7 @@ PRODUCTS: dict[Callable[..., Any], Handler] = {
     F.conv_transpose2d: _layer(conv_transpose),
     F.conv_transpose3d: _layer(conv_transpose),
     F.scaled_dot_product_attention: _layer(attention),
-    torch.ops.higher_order.flex_attention: _flex,
+    torch.ops.higher_order.flex_attention: _layer(flex_attention),
 }
 """Torch function -> its handler."""
 

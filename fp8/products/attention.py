@@ -74,10 +74,14 @@ def flex_attention(
     `attention`.
 
     query (B, H, L, E), key (B, K, S, E), value (B, K, S, V); the other arguments are those of
-    PyTorch. Returns the output (B, H, L, V) and statistics of its rows.
+    PyTorch. Returns the output (B, H, L, V) and statistics of its rows. Under a recipe with
+    products of attention, score_mod and mask_mod are called once, with all scores and with indices
+    that broadcast to them, instead of once for each score.
     """
     kernel = torch.ops.higher_order.flex_attention
     recipe = product_recipe()
+    if recipe is not None and recipe.attention:
+        return _flex_by_products(query, key, value, *args, **kwargs)
     return _cast_around(
         lambda *operands: kernel(*operands, *args, **kwargs), query, key, value, recipe
     )
@@ -128,32 +132,72 @@ def by_products(
     TypeError for operands of different dtypes, and for a mask of integers.
     """
     _check(query, key, value, attn_mask, is_causal)
-    (like,) = to_autocast_dtype(query[:0])
-    wide = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
         key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
+
+    def masked(scores: Tensor) -> Tensor:
+        if is_causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            return scores.masked_fill(later, -math.inf)
+        if attn_mask is None or attn_mask.is_floating_point():
+            return scores if attn_mask is None else scores + attn_mask
+        return scores.masked_fill(~attn_mask, -math.inf)
+
+    y, weights, _ = _two_products(query, key, value, scale, masked, dropout_p, unit)
+    return y, weights
+
+
+def _flex_by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: Any = None,
+    score_buffers: tuple[Any, ...] = (),
+    mask_buffers: tuple[Any, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`flex_attention` as two products. The last item of block_mask is the mask_mod. Returns the
+    output, and the logarithm of the sum of exponentials and the maximum of the scores of each row,
+    both to base 2."""
+    key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
+
+    def masked(scores: Tensor) -> Tensor:
+        indices = [
+            torch.arange(size, device=scores.device).view([-1 if i == dim else 1 for i in range(4)])
+            for dim, size in enumerate(scores.shape)
+        ]
+        kept = block_mask[-1](*indices, *mask_buffers)
+        return score_mod(scores, *indices, *score_buffers).masked_fill(~kept, -math.inf)
+
+    y, _, scores = _two_products(query, key, value, scale, masked)
+    return y, scores.logsumexp(-1) / math.log(2), scores.amax(-1) / math.log(2)
+
+
+def _two_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    masked: Callable[[Tensor], Tensor],
+    dropout_p: float = 0.0,
+    unit: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and probabilities as in `by_products`, and the masked scores."""
+    (like,) = to_autocast_dtype(query[:0])
+    wide = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query):
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
         scales = (scale,) * 3
         scores = matmul(query, key.mT, scales=scales, unit=unit, kind="attention_scores")
-        weights = _probabilities(scores, attn_mask, is_causal)
+        scores = masked(scores)
+        empty = (scores == -math.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
         weights = F.dropout(weights, dropout_p) if dropout_p else weights
         y = matmul(weights, value, unit=unit, kind="attention_values")
-    return y.to(like.dtype), weights.to(like.dtype)
-
-
-def _probabilities(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """The softmax of masked scores; 0 in rows without a key."""
-    if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        return scores.masked_fill(later, -math.inf).softmax(-1)
-    if mask is None:
-        return scores.softmax(-1)
-    boolean = mask.dtype == torch.bool
-    scores = scores.masked_fill(~mask, -math.inf) if boolean else scores + mask
-    empty = (scores == -math.inf).all(-1, keepdim=True)
-    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return y.to(like.dtype), weights.to(like.dtype), scores
 
 
 def _repeated(query: Tensor, x: Tensor, name: str) -> Tensor:
@@ -161,7 +205,7 @@ def _repeated(query: Tensor, x: Tensor, name: str) -> Tensor:
     heads, of = query.shape[-3], x.shape[-3]
     if heads % of:
         raise ValueError(f"enable_gqa needs heads that divide {heads}, got {of} of the {name}")
-    return x.repeat_interleave(heads // of, dim=-3)
+    return x if heads == of else x.repeat_interleave(heads // of, dim=-3)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:

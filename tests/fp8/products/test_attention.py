@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
 
 import fp8
 import unit_scaling as uu
@@ -301,14 +306,59 @@ def test_unit_scaled_attention():
     assert not torch.allclose(y, layer(x, x, x)[0])
 
 
+BIAS = randn(4, 128, 128, seed=7).detach()
+DOCUMENTS = (torch.arange(128) // 40).expand(2, -1)
+
+MODS = {
+    "plain": (None, None),
+    "causal": (None, lambda b, h, q, k: q >= k),
+    "documents": (None, lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (q >= k)),
+    "no key": (None, lambda b, h, q, k: (q > 5) & (k > 2)),
+    "bias": (lambda s, b, h, q, k: s + BIAS[h, q, k], None),
+    "slopes": (lambda s, b, h, q, k: s - (k - q).abs() * torch.exp2(-(h + 1.0)), None),
+    "capped": (lambda s, b, h, q, k: 2 * torch.tanh(s / 2), lambda b, h, q, k: q >= k),
+}
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
-def test_flex_attention_is_refused():
-    q = randn(1, 2, 128, 32).detach()
-    with (
-        fp8.autocast(INSIDE["tensor"]),
-        pytest.raises(NotImplementedError, match="call scaled_dot_product_attention"),
-    ):
-        flex_attention(q, q, q)
+@pytest.mark.parametrize("name", MODS)
+def test_flex_attention(name):
+    """Without casts it is torch's, with its statistics; with casts that of a mask or bias."""
+    score_mod, mask_mod = MODS[name]
+    q = randn(2, 4, 128, 16).detach()
+    k, v = (randn(2, 2, 128, 16, seed=seed).detach() for seed in (1, 2))
+    mask = mask_mod and create_block_mask(mask_mod, 2, 4, 128, 128, device="cpu")
+
+    def run(recipe):
+        how = {"enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+        with fp8.autocast(recipe or NOTHING, enabled=recipe is not None):
+            y, statistics = flex_attention(q, k, v, score_mod, mask, scale=0.25, **how)
+        return [y, statistics.lse]
+
+    plain = run(None)
+    for one, other in zip(run(inside(NOTHING, NOTHING)), plain, strict=True):
+        torch.testing.assert_close(one, other)
+    cast = run(INSIDE["tensor"])[0]
+    assert not torch.allclose(cast, plain[0], rtol=1e-3, atol=1e-3)
+    if score_mod is None:
+        whole = mask_mod and create_mask(mask_mod, 2, 4, 128, 128, device="cpu")
+        with fp8.autocast(INSIDE["tensor"]):
+            wanted = F.scaled_dot_product_attention(q, k, v, whole, scale=0.25, enable_gqa=True)
+        torch.testing.assert_close(cast, wanted)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+def test_flex_attention_compiled():
+    q, k, v = (integers(2, 4, 128, 16, seed=i) for i in range(3))
+    mask = create_block_mask(MODS["documents"][1], 2, 4, 128, 128, device="cpu")
+
+    def run():
+        with fp8.autocast(INSIDE["head"]):
+            return flex_attention(q, k, v, MODS["bias"][0], mask)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(), run())
 
 
 def test_statistics_name_the_operands():
