@@ -249,10 +249,14 @@ def test_under_torch_autocast():
     assert torch.equal(y, wanted.bfloat16())
 
 
-def test_compiled():
-    recipe = inside(INSIDE["tensor"].attention_scores, INSIDE["mx"].attention_values)
-    q, k, v, g = (integers(2, 3, *shape, seed=i) for i, shape in enumerate(SHAPES))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+@pytest.mark.parametrize("learns", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_compiled(learns):
+    """In one graph, with the bits of eager code; of the gradients too."""
+    recipe = INSIDE["tensor"]
+    if learns:
+        recipe = inside(recipe.attention_scores, INSIDE["mx"].attention_values)
+    *operands, g = (integers(2, 3, *shape, seed=i) for i, shape in enumerate(SHAPES))
+    leaves = [x.clone().requires_grad_(learns) for x in operands]
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def attend(*operands):
@@ -260,8 +264,9 @@ def test_compiled():
             return F.scaled_dot_product_attention(*operands, is_causal=True)
 
     y = attend(*leaves)
-    eager = run(recipe, [q, k, v], g, is_causal=True)
-    for one, other in zip([y, *torch.autograd.grad(y, leaves, g)], eager, strict=True):
+    eager = run(recipe, operands, g, is_causal=True)
+    got = [y, *torch.autograd.grad(y, leaves, g)] if learns else [y]
+    for one, other in zip(got, eager, strict=learns):
         assert torch.equal(one, other)
 
 
