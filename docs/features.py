@@ -302,8 +302,9 @@ COMPARISONS = [
             "Megatron-LM": "`fp8_dot_product_attention`, `fp8_multi_head_attention`",
             "Lightning": f"{_TE}, for a model written with its attention",
         },
-        "query, key, value and the gradient of the output; the probabilities inside of the fused "
-        "kernel stay in high precision",
+        "named recipes: query, key, value and the gradient of the output, around the fused kernel; "
+        "with `attention_scores` and `attention_values` the probabilities and the gradient of the "
+        "scores too",
     ),
     Comparison(
         "grouped products of experts",
@@ -417,7 +418,7 @@ COMPARISONS = [
             "TransformerEngine": "not known: its caches take a dtype, FP8 is not tested",
             "torchtitan": 'no: "FP8 KV cache not supported yet"',
         },
-        "not had: the cache belongs to the engine that serves, which casts it by its own setting",
+        "for `generate` of transformers; engines that serve cast theirs by a setting of their own",
     ),
     Comparison(
         "precision by layer",

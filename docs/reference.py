@@ -53,6 +53,7 @@ MODULES = (
     "fp8.adapters.torchao",
     "fp8.adapters.torchtitan",
     "fp8.adapters.transformer_engine",
+    "fp8.adapters.transformers",
     "unit_scaling",
     "unit_scaling.functional",
     "unit_scaling.transforms",

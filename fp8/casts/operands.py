@@ -41,12 +41,17 @@ def static_exponent(weight: object) -> int:
 
 
 def casts_of(
-    recipe: Recipe | None, layer: bool = True, name: str = "", static: Exponents = (0, 0)
+    recipe: Recipe | None,
+    layer: bool = True,
+    name: str = "",
+    static: Exponents = (0, 0),
+    operands: tuple[str, str] | None = None,
 ) -> Casts:
     """The specs of a recipe.
 
     layer: whether b is a weight; otherwise it is cast like a. name: the name of the product, for
-    `fp8.stats`. static: the exponents of the static scale factors of a and b.
+    `fp8.stats`. static: the exponents of the static scale factors of a and b. operands: their names
+    for `fp8.stats`.
     """
     if recipe is None:
         return Casts()
@@ -61,9 +66,8 @@ def casts_of(
     casts = Casts(a, b, grad_for_a, b_again, grad_for_b, a_again)
     if not name:
         return casts
-    operands = ("input", "weight" if layer else "other", "grad")
-    again = [f"{operand} again" for operand in operands]
-    roles = (*operands, again[1], again[2], again[0])
+    first, second = operands or ("input", "weight" if layer else "other")
+    roles = (first, second, "grad", f"{second} again", "grad again", f"{first} again")
     return Casts(*map(labelled, casts, [name] * len(casts), roles))
 
 

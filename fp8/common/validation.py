@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 
-__all__ = ["check_flag", "check_name", "check_number", "check_whole", "nearest"]
+__all__ = ["check_flag", "check_keys", "check_name", "check_number", "check_whole", "nearest"]
 
 
 def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
@@ -26,6 +26,26 @@ def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
         hint = "" if near is None else f"; did you mean {near!r}?"
         listed = ", ".join(map(repr, names))
         raise ValueError(f"unknown {what} {got!r}; choose one of {listed}{hint}")
+
+
+def check_keys(
+    what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
+) -> None:
+    """Raises unless ``got`` is a mapping with only the keys ``allowed``, and all those ``needed``.
+    what: what is read from it."""
+    names = tuple(allowed)
+    if not isinstance(got, Mapping):
+        raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
+    for key in got:
+        if not isinstance(key, str):
+            raise TypeError(f"key of a {what} is a {type(key).__name__}; give a name")
+        check_name(f"key of a {what}", key, names)
+    missing = [key for key in needed if key not in got]
+    if missing:
+        raise ValueError(
+            f"a {what} needs the keys {', '.join(map(repr, needed))}; got "
+            f"{', '.join(map(repr, got)) or 'none'}, without {', '.join(map(repr, missing))}"
+        )
 
 
 def nearest(got: object, names: tuple[object, ...]) -> str | None:

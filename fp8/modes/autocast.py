@@ -370,7 +370,7 @@ _NEEDS_HISTORY = (
 
 
 def _check_history(recipe: Recipe, history: Any) -> None:
-    if recipe.keeps_history and not isinstance(history, AmaxHistory):
+    if recipe.needs_history and not isinstance(history, AmaxHistory):
         raise ValueError(_NEEDS_HISTORY.format(recipe.name, history))
 
 

@@ -1,20 +1,32 @@
-"""Attention under a recipe."""
+"""Attention under a recipe: as one product, or as the two products inside of it.
+
+One product is torch's fused kernel on cast operands. Two products, if the recipe has
+`attention_scores` and `attention_values`, are those that TransformerEngine emulates for its
+attention in FP8 (`FP8EmulationFunc` of `UnfusedDotProductAttention`, 2.20): query, key and value,
+the probabilities, the gradient of the output and that of the scores are cast, the gradient of the
+probabilities is not. The probabilities are cast after the softmax has normalized them, and after
+dropout. TransformerEngine also casts the output and the gradients of query, key and value, which
+are left here to the products that read them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ..casts.casting import cast_backward, cast_forward
+from ..casts.casting import cast_backward, cast_forward, without_autocast
 from ..casts.counts import product_name
 from ..context.active import histories, product_recipe
-from .matmul import to_autocast_dtype
+from ..recipes.recipe import Recipe
+from .matmul import matmul, to_autocast_dtype
 from .summed import warn_unsummed
 
-__all__ = ["attention", "flex_attention"]
+__all__ = ["attention", "by_products", "flex_attention"]
 
 
 def attention(
@@ -38,8 +50,12 @@ def attention(
     Query, key and value are cast as the recipe's input, and the gradient of the output as its grad.
     The kernel is fused: its probabilities and inner gradients stay in high precision. Its backward
     pass reuses the operands cast in the forward pass: query and key along E, value along S; the
-    gradient is cast along V.
+    gradient is cast along V. A recipe with products of attention has `by_products` instead.
     """
+    recipe = product_recipe(unit)
+    if recipe is not None and recipe.attention:
+        given = (attn_mask, dropout_p, is_causal, scale, enable_gqa, unit)
+        return by_products(query, key, value, *given)[0]
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
@@ -47,7 +63,7 @@ def attention(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    (y,) = _cast_around(lambda *operands: (kernel(*operands),), query, key, value, unit)
+    (y,) = _cast_around(lambda *operands: (kernel(*operands),), query, key, value, recipe)
     return y
 
 
@@ -58,10 +74,17 @@ def flex_attention(
     `attention`.
 
     query (B, H, L, E), key (B, K, S, E), value (B, K, S, V); the other arguments are those of
-    PyTorch. Returns the output (B, H, L, V) and statistics of its rows.
+    PyTorch. Returns the output (B, H, L, V) and statistics of its rows. Under a recipe with
+    products of attention, score_mod and mask_mod are called once, with all scores and with indices
+    that broadcast to them, instead of once for each score.
     """
     kernel = torch.ops.higher_order.flex_attention
-    return _cast_around(lambda *operands: kernel(*operands, *args, **kwargs), query, key, value)
+    recipe = product_recipe()
+    if recipe is not None and recipe.attention:
+        return _flex_by_products(query, key, value, *args, **kwargs)
+    return _cast_around(
+        lambda *operands: kernel(*operands, *args, **kwargs), query, key, value, recipe
+    )
 
 
 def _cast_around(
@@ -69,10 +92,9 @@ def _cast_around(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    unit: bool = False,
+    recipe: Recipe | None,
 ) -> tuple[Tensor, ...]:
     """Runs ``kernel`` on cast operands, and casts the gradient of its first result."""
-    recipe = product_recipe(unit)
     if recipe is None:
         return kernel(query, key, value)
     warn_unsummed(recipe, "attention")
@@ -83,3 +105,114 @@ def _cast_around(
     value = cast_forward(value, cast, -2, of[2], name, "value")
     y, *rest = kernel(query, key, value)
     return cast_backward(y, recipe.grad, -1, of_grad, name), *rest
+
+
+def by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    unit: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention as two products, each with its recipe.
+
+    Arguments as in `attention`. The products, the softmax and the gradients between them are
+    computed in at least float32, as on the chip of a fused kernel; scores and probabilities are in
+    memory. The casts of key and value are those after enable_gqa has repeated their heads. A fully
+    masked row gives zeros. NaN propagates.
+
+    Returns the output (..., L, V) and the probabilities (..., L, S) after dropout, before the cast,
+    in the dtype of the result.
+
+    Raises ValueError for is_causal with a mask, and for heads that key or value do not divide;
+    TypeError for operands of different dtypes, and for a mask of integers.
+    """
+    _check(query, key, value, attn_mask, is_causal)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if enable_gqa:
+        key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
+
+    def masked(scores: Tensor) -> Tensor:
+        if is_causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            return scores.masked_fill(later, -math.inf)
+        if attn_mask is None or attn_mask.is_floating_point():
+            return scores if attn_mask is None else scores + attn_mask
+        return scores.masked_fill(~attn_mask, -math.inf)
+
+    y, weights, _ = _two_products(query, key, value, scale, masked, dropout_p, unit)
+    return y, weights
+
+
+def _flex_by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: Any = None,
+    score_buffers: tuple[Any, ...] = (),
+    mask_buffers: tuple[Any, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`flex_attention` as two products. The last item of block_mask is the mask_mod. Returns the
+    output, and the logarithm of the sum of exponentials and the maximum of the scores of each row,
+    both to base 2."""
+    key, value = _repeated(query, key, "key"), _repeated(query, value, "value")
+
+    def masked(scores: Tensor) -> Tensor:
+        indices = [
+            torch.arange(size, device=scores.device).view([-1 if i == dim else 1 for i in range(4)])
+            for dim, size in enumerate(scores.shape)
+        ]
+        kept = block_mask[-1](*indices, *mask_buffers)
+        return score_mod(scores, *indices, *score_buffers).masked_fill(~kept, -math.inf)
+
+    y, _, scores = _two_products(query, key, value, scale, masked)
+    return y, scores.logsumexp(-1) / math.log(2), scores.amax(-1) / math.log(2)
+
+
+def _two_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    masked: Callable[[Tensor], Tensor],
+    dropout_p: float = 0.0,
+    unit: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and probabilities as in `by_products`, and the masked scores."""
+    (like,) = to_autocast_dtype(query[:0])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    with without_autocast(query):
+        query, key, value = query.to(wide), key.to(wide), value.to(wide)
+        scales = (scale,) * 3
+        scores = matmul(query, key.mT, scales=scales, unit=unit, kind="attention_scores")
+        scores = masked(scores)
+        empty = (scores == -math.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        weights = F.dropout(weights, dropout_p) if dropout_p else weights
+        y = matmul(weights, value, unit=unit, kind="attention_values")
+    return y.to(like.dtype), weights.to(like.dtype), scores
+
+
+def _repeated(query: Tensor, x: Tensor, name: str) -> Tensor:
+    """``x`` with as many heads as the query."""
+    heads, of = query.shape[-3], x.shape[-3]
+    if heads % of:
+        raise ValueError(f"enable_gqa needs heads that divide {heads}, got {of} of the {name}")
+    return x if heads == of else x.repeat_interleave(heads // of, dim=-3)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
+    dtypes = [str(x.dtype) for x in (query, key, value)]
+    if len(set(dtypes)) > 1:
+        raise TypeError(f"query, key and value need one dtype, got {', '.join(dtypes)}")
+    if causal and mask is not None:
+        raise ValueError("is_causal=True needs attn_mask=None, got both")
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attn_mask must be boolean or floating point, not {mask.dtype}")

@@ -30,7 +30,7 @@ from ..context.active import chosen, layer_histories, static_exponents
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
-from ..recipes.recipe import Recipe
+from ..recipes.recipe import ATTENTION, Recipe
 from . import summed
 
 __all__ = ["linear", "matmul"]
@@ -41,6 +41,15 @@ Scales = tuple[float, float, float]
 """Factors of the output and of the gradients of the first and second operand."""
 
 ONES: Scales = (1, 1, 1)  # ints: torch.compile would treat floats as dynamic
+
+OPERANDS = {
+    "linear": ("input", "weight"),
+    "matmul": ("input", "other"),
+    "attention_scores": ("query", "key"),
+    "attention_values": ("probabilities", "value"),
+}
+"""Kind of product -> the names of its operands for `fp8.stats`. Those of attention are fields of
+`Recipe`; the second operand of a "matmul" is cast as the input, of the others as the weight."""
 
 
 def gradients(
@@ -215,7 +224,7 @@ def _multiply(
     recipe: Recipe | None,
     backend: str,
     static: Exponents,
-    layer: bool = True,
+    kind: str = "linear",
 ) -> Tensor:
     """Casts the operands to the recipe's formats, then to autocast's dtype, and multiplies them.
 
@@ -229,13 +238,13 @@ def _multiply(
         scales = ONES
     if recipe is None:
         return _as_it_is(a, b, bias, scales)
-    kind = "linear" if layer else "matmul"
+    layer = kind != "matmul"
     if (pass_ := measuring()) is not None:
         histories = layer_histories(recipe, kind, a, b, layer)
-        y = _multiply(a, b, bias, scales, None, backend, static, layer)
+        y = _multiply(a, b, bias, scales, None, backend, static, kind)
         return measured(pass_, histories, a, b, y)
-    name = product_name(kind, b if layer else None, recipe)
-    casts = casts_of(recipe, layer, name, static)
+    name = product_name(kind, b if kind == "linear" else None, recipe)
+    casts = casts_of(recipe, layer, name, static, OPERANDS[kind])
     histories = layer_histories(recipe, kind, a, b, layer)
     sampled = is_sampled(name)  # sampled products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
@@ -360,14 +369,17 @@ def matmul(
     backend: str = "simulate",
     static: Exponents | None = None,
     unit: bool = False,
+    kind: str = "matmul",
 ) -> Tensor:
     """``s_y * left @ right`` with the shapes and broadcasting of `torch.matmul`.
 
     scales: (s_y, s_dleft, s_dright). unit: as in `linear`. Both operands are cast as the recipe's
-    input; in the gradient of the right one, the casts are those of grad_weight. Otherwise as
+    input; in the gradient of the right one, the casts are those of grad_weight. kind: a product
+    inside of attention has the recipe that this field of the recipe holds, if any. Otherwise as
     `linear`.
     """
     recipe, backend = chosen(recipe, backend, unit)
+    recipe, kind = _inside(recipe, kind)
     scales = check_scales(scales)
     if static is None:
         static = (0, 0) if recipe is None else static_exponents(recipe, left, right)
@@ -380,9 +392,16 @@ def matmul(
         )
     a = left.unsqueeze(0) if left.dim() == 1 else left
     b = right.unsqueeze(1) if right.dim() == 1 else right
-    y = _batched(a, b, scales, recipe, backend, static)
+    y = _batched(a, b, scales, recipe, backend, static, kind)
     y = y.squeeze(-1) if right.dim() == 1 else y
     return y.squeeze(-1 if right.dim() == 1 else -2) if left.dim() == 1 else y
+
+
+def _inside(recipe: Recipe | None, kind: str) -> tuple[Recipe | None, str]:
+    """The recipe and the kind of a product that may be one inside of attention."""
+    if recipe is None or kind not in ATTENTION or not recipe.attention:
+        return recipe, "matmul"
+    return getattr(recipe, kind), kind
 
 
 def _batched(
@@ -392,6 +411,7 @@ def _batched(
     recipe: Recipe | None,
     backend: str,
     static: Exponents,
+    kind: str,
 ) -> Tensor:
     """The product of two matrices or (broadcast) batches of them, in one call of `_Product`."""
     batch = a.shape[:-2]
@@ -402,5 +422,5 @@ def _batched(
             batch = torch.broadcast_shapes(batch, b.shape[:-2])
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         rows, b = (a, b) if len(batch) == 1 else (a.flatten(0, -3), b.flatten(0, -3))
-    y = _multiply(rows, b.mT, None, scales, recipe, backend, static, layer=False)
+    y = _multiply(rows, b.mT, None, scales, recipe, backend, static, kind)
     return y if y.dim() == a.dim() else y.reshape(*batch, a.shape[-2], b.shape[-1])

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..context.active import product_recipe
+from .attention import by_products
+
 __all__ = ["multi_head_attention_forward"]
 
 
@@ -64,6 +67,9 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Attention computed by separate products; returns the probabilities too."""
+    recipe = product_recipe()
+    if recipe is not None and recipe.attention:
+        return by_products(q, k, v, mask, dropout_p)
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
     if mask is not None:
         scores = scores + mask

@@ -10,8 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..common.validation import check_name, check_whole
+from ..common.validation import check_keys, check_name, check_whole
 from .recipe import (
+    ATTENTION,
     AUTO,
     OPERANDS,
     PRODUCTS,
@@ -19,7 +20,6 @@ from .recipe import (
     SAME,
     Cast,
     Recipe,
-    check_keys,
     given_recipe,
 )
 
@@ -369,8 +369,8 @@ def as_policy(given: Any) -> Policy:
 def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
     """The recipe of a layer whose casts, in the order of `CASTS`, come from ``sources``.
 
-    auto: the recipe that "auto" stands for. None if nothing is cast. Saved activations are those of
-    the first source.
+    auto: the recipe that "auto" stands for. None if nothing is cast. Saved activations and
+    the products of attention are those of the first source.
 
     Raises ValueError if no `Recipe` has this combination: a rotation of one operand only, a scaling
     with a history in the second product of an operand only, or sums of different accelerators.
@@ -388,9 +388,8 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
             "accumulate and promote must be equal"
         )
     accumulate, promote = sums.pop()
+    inside = {name: getattr(found[0], name, None) for name in ATTENTION}
     return Recipe(
-        accumulate=accumulate,
-        promote=promote,
         name=_name(found),
         input=x,
         weight=w,
@@ -399,6 +398,9 @@ def composed(sources: tuple[Source, ...], auto: Recipe) -> Recipe | None:
         grad_input_weight=SAME if w_again == w else w_again,
         grad_weight_grad=SAME if g_again == g else g_again,
         grad_weight_input=SAME if x_again == x else x_again,
+        accumulate=accumulate,
+        promote=promote,
+        **inside,
     )
 
 

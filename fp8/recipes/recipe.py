@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..common.validation import check_name
+from ..common.validation import check_keys, check_name
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
@@ -17,6 +17,7 @@ from ..sums.tensor_cores import TENSOR_CORES, instruction_for
 from .scaling import RULES, SCALINGS, scale_format
 
 __all__ = [
+    "ATTENTION",
     "AUTO",
     "OPERANDS",
     "PLAIN",
@@ -27,7 +28,6 @@ __all__ = [
     "UNIT",
     "Cast",
     "Recipe",
-    "check_keys",
     "get_recipe",
     "given_recipe",
     "needs_unit_scale",
@@ -46,24 +46,6 @@ def _check(what: str, got: object, allowed: Iterable[str]) -> None:
 def _check_int(what: str, got: object, low: int, high: int) -> None:
     if isinstance(got, bool) or not (isinstance(got, int) and low <= got <= high):
         raise ValueError(f"{what} must be {low} to {high}, got {got!r}")
-
-
-def check_keys(
-    what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
-) -> None:
-    """Raises unless ``got`` is a mapping with only the keys ``allowed``, and all those ``needed``.
-    what: what is read from it."""
-    names = tuple(allowed)
-    if not isinstance(got, Mapping):
-        raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
-    for key in got:
-        _check(f"key of a {what}", key, names)
-    missing = [key for key in needed if key not in got]
-    if missing:
-        raise ValueError(
-            f"a {what} needs the keys {', '.join(map(repr, needed))}; got "
-            f"{', '.join(map(repr, got)) or 'none'}, without {', '.join(map(repr, missing))}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +216,9 @@ OPERANDS = {
 
 _OVERRIDES = ("grad_input_weight", "grad_weight_grad", "grad_weight_input")
 
+ATTENTION = ("attention_scores", "attention_values")
+"""The products inside of attention that may have a recipe of their own."""
+
 Pair = tuple[Cast | None, Cast | None]
 
 
@@ -258,20 +243,24 @@ class Recipe:
             ReLU saves one bit per element. Scaling by tiles and histories are not supported. None:
             as torch does.
         accumulate: the accelerator whose sums matrix products have: "ada", "hopper", "blackwell" or
-            "cdna3", the rows of `fp8.sums.tensor_cores.TENSOR_CORES`. Convolutions and attention,
-            and products of which an operand is not cast, sum as torch does. On a CPU it takes about
-            50 times a product in float32. None: torch's sums.
+            "cdna3", the rows of `fp8.sums.tensor_cores.TENSOR_CORES`. Convolutions, attention
+            as one product, and products of which an operand is not cast, sum as torch does. On a
+            CPU it takes about 50 times a product in float32. None: torch's sums.
         promote: the number of products after which a sum of the accelerator ends and is added in
             float32; 0: after all. Needs ``accumulate``.
         grad_input_weight, grad_weight_grad, grad_weight_input: a different Cast (or None) of the
             weight, the gradient and the input in the product named first; "same": the cast above.
+        attention_scores, attention_values: the recipes of the products inside of attention. Scores:
+            input is the query, weight the key, grad the gradient of the scaled scores. Values:
+            input is the probabilities after dropout, weight the value, grad the gradient of the
+            output. None: attention is one product with ``input`` (query, key, value) and ``grad``.
 
     Raises:
-        TypeError: for a cast that is not a Cast.
+        TypeError: for a cast that is not a Cast, and one recipe of attention without the other.
         ValueError: for an accelerator without an instruction for the formats of a product; for a
             second cast with scaling "delayed" or "static"; if only one operand of a
             product, or one of the forward product, is rotated; for saved activations with a scale
-            per tile, a history or a rotation.
+            per tile, a history or a rotation; for recipes of attention inside of one.
     """
 
     name: str
@@ -284,9 +273,13 @@ class Recipe:
     grad_weight_input: Cast | str | None = SAME
     accumulate: str | None = None
     promote: int = 0
+    attention_scores: Recipe | None = None
+    attention_values: Recipe | None = None
 
     unscaled: ClassVar[bool] = False
     """Set per instance: whether it casts an operand without a scale."""
+    attention: ClassVar[tuple[Recipe, ...]] = ()
+    """Set per instance: the recipes of the products inside of attention; (): it is one product."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -313,7 +306,11 @@ class Recipe:
                 needs = "no rotation" if product == "forward" else "both operands rotated or none"
                 raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
         self._check_sums()
+        inner = tuple(filter(None, (self.attention_scores, self.attention_values)))
+        object.__setattr__(self, "attention", inner)
+        self._check_attention()
         unscaled = any(cast is not None and cast.scaling == "unit" for cast in self.casts)
+        unscaled = unscaled or any(inner.unscaled for inner in self.attention)
         object.__setattr__(self, "unscaled", unscaled)
 
     def _check_sums(self) -> None:
@@ -337,6 +334,19 @@ class Recipe:
                     f"{' by '.join(formats)} ({name})"
                 )
 
+    def _check_attention(self) -> None:
+        for field in ATTENTION if self.attention else ():
+            inner = getattr(self, field)
+            if not isinstance(inner, Recipe):
+                both = " and ".join(ATTENTION)
+                raise TypeError(
+                    f"Recipe.{field} must be a Recipe, if {both} are given, not {inner!r}"
+                )
+            if inner.attention:
+                raise ValueError(
+                    f"Recipe.{field} is one product: it has no {' or '.join(ATTENTION)}"
+                )
+
     @property
     def sums(self) -> str:
         """`accumulate` and `promote` as text; "" for torch's sums."""
@@ -350,13 +360,19 @@ class Recipe:
 
     @property
     def keeps_history(self) -> bool:
-        """Whether the recipe needs an `fp8.AmaxHistory`."""
+        """Whether state of an operand of a layer is kept between passes."""
         return any(cast is not None and cast.keeps_history for cast in (*self.forward, self.grad))
+
+    @property
+    def needs_history(self) -> bool:
+        """`keeps_history`, of the products inside of attention too."""
+        return self.keeps_history or any(inner.keeps_history for inner in self.attention)
 
     @property
     def changes_scales(self) -> bool:
         """Whether a pass changes the scales of later passes: scaling "delayed"."""
-        return any(cast is not None and cast.history for cast in (*self.forward, self.grad))
+        own = any(cast is not None and cast.history for cast in (*self.forward, self.grad))
+        return own or any(inner.changes_scales for inner in self.attention)
 
     @property
     def casts(self) -> tuple[Cast | None, ...]:
@@ -384,7 +400,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a dict of plain values, for ``json.dumps``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {k: v.to_dict() if isinstance(v, Cast) else v for k, v in values.items()}
+        return {k: v.to_dict() if isinstance(v, Cast | Recipe) else v for k, v in values.items()}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
@@ -396,7 +412,8 @@ class Recipe:
         names = (field.name for field in fields(Recipe))
         check_keys("Recipe", values, names, ("name", *OPERANDS))
         read: dict[str, Any] = {
-            k: Cast.from_dict(v) if isinstance(v, Mapping) else v for k, v in values.items()
+            k: (Recipe if k in ATTENTION else Cast).from_dict(v) if isinstance(v, Mapping) else v
+            for k, v in values.items()
         }
         return Recipe(**read)
 

@@ -97,7 +97,7 @@ class Converted(Gained):
     fp8_ragged: int
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        history = LayerHistory(self) if self.fp8_recipe.keeps_history else None
+        history = LayerHistory(self) if self.fp8_recipe.needs_history else None
         if self.fp8_recipe.changes_scales and in_recomputation():
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
         # A linear layer runs without a mode unless another mode must see its call. That is faster,
@@ -323,7 +323,7 @@ def set_recipe(module: nn.Module, sources: tuple[Source, ...]) -> None:
     backend = vars(module)["fp8_asked"]
     runs = "simulate" if why_not_recipe(composed(sources, PLAIN) or _HIGH) else backend
     vars(module).update(fp8_recipe=recipe, fp8_backend=runs, fp8_multiple=alignment(recipe))
-    if recipe.keeps_history and not isinstance(module, ACTIVATIONS):
+    if recipe.needs_history and not isinstance(module, ACTIVATIONS):
         remember(module, recipe, not has_one_product(module))
 
 
@@ -399,7 +399,7 @@ def choose_recipes(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Converted) and AUTO in module.fp8_sources:
             vars(module)["fp8_recipe"] = composed(module.fp8_sources, auto_of(module))
-            if not module.fp8_recipe.keeps_history:
+            if not module.fp8_recipe.needs_history:
                 forget(module)
     forget_looks(model)
 

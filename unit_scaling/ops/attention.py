@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,11 +120,12 @@ def attention_with_weights(
     settings = (dropout_p, is_causal, mult, None, context_length)
     s = scaled_dot_product_attention_scales(query, value, *settings)
     temperature = mult / query.shape[-1]
-    logits = matrix_product(query, key.mT, scales=(temperature,) * 3, unit=True)
+    how: Any = {"unit": True, "scales": (temperature,) * 3}
+    logits = matrix_product(query, key.mT, kind="attention_scores", **how)
     logits = logits if attn_mask is None else logits + attn_mask
     weights = F.dropout(F.softmax(logits, dim=-1), dropout_p)
-    scales = (s["output"], s["value"], s["value"])
-    return matrix_product(weights, value, scales=scales, unit=True), weights
+    how["scales"] = (s["output"], s["value"], s["value"])
+    return matrix_product(weights, value, kind="attention_values", **how), weights
 
 
 def rotary_scales() -> Scales:

@@ -1,0 +1,273 @@
+"""The cache of keys and values in FP8, in models of transformers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", reason="its models")
+    from transformers import DynamicCache
+
+from fp8.adapters.transformers import (
+    KV_SCALINGS,
+    cache_errors,
+    kv_cache,
+    register_attention,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # its own
+
+HEADS, WIDTH = 2, 16
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    torch.manual_seed(0)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def llama(**options) -> transformers.LlamaForCausalLM:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=4 * WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=None,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def gpt2() -> transformers.GPT2LMHeadModel:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 64}
+    config = transformers.GPT2Config(
+        **sizes, initializer_range=0.3, bos_token_id=0, eos_token_id=None
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+MODELS = {"llama": llama, "gpt2": gpt2}
+TOKENS = torch.arange(24).view(2, 12) % 64
+
+
+def scale_of(x: Tensor, scaling: str) -> Tensor:
+    """The smallest power of two for which nothing is beyond 448, of all that share it."""
+    axes = {"tensor": (0, 1, 2, 3), "head": (2, 3), "token": (3,)}[scaling]
+    return (x.float().abs().amax(axes, keepdim=True) / 448).log2().ceil().exp2()
+
+
+def saved_and_loaded(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaling", KV_SCALINGS)
+def test_decoded_values_are_those_of_quantize(scaling, dtype):
+    """The prompt sets the scales of "tensor" and "head"; each token has its own under "token"."""
+    cache = kv_cache(llama().config, scaling=scaling)
+    first, second = (torch.randn(3, HEADS, n, WIDTH).to(dtype) * 2 for n in (5, 4))
+    cache.update(first, -first, 0)
+    keys, values = cache.update(second, -second, 0)
+    scales = [scale_of(x, scaling) for x in (first, second if scaling == "token" else first)]
+    wanted = [
+        fp8.quantize(x, "e4m3", scale=s) for x, s in zip((first, second), scales, strict=True)
+    ]
+    assert keys.dtype == dtype
+    assert torch.equal(keys, torch.cat(wanted, -2))
+    assert torch.equal(values, -keys)
+    layer = cache.layers[0]
+    assert layer.keys.dtype == torch.float8_e4m3fn
+    assert layer.keys.shape == (3, HEADS, 9, WIDTH)
+    assert cache.get_seq_length() == 9
+    if scaling != "token":  # scales of the prompt: what is larger later saturates
+        keys, _ = cache.update(second * 1000, second, 0)
+        assert float(keys.abs().max()) <= 448 * float(scales[0].max())
+
+
+@pytest.mark.parametrize("scaling", KV_SCALINGS)
+def test_bytes(scaling):
+    """Half of bfloat16, and the scales: 4 bytes for each head of each token under "token"."""
+    model = llama(head_dim=64).to(torch.bfloat16)
+    (row,) = cache_errors(model, TOKENS, scalings=[scaling])
+    values = 2 * 2 * 2 * HEADS * 12 * 64  # keys and values, layers, batch
+    scales = 2 * 2 * {"tensor": 1, "head": 2 * HEADS, "token": 2 * HEADS * 12}[scaling]
+    assert row.plain_bytes == 2 * values
+    assert row.bytes == values + 4 * scales
+    assert row.bytes < 0.54 * row.plain_bytes
+
+
+@pytest.mark.proves("the field", "KV cache in FP8", how="library")
+@pytest.mark.parametrize("scaling", KV_SCALINGS)
+@pytest.mark.parametrize("model", MODELS)
+def test_generate_is_the_model_on_cast_keys_and_values(model, scaling):
+    """Greedy tokens and logits, against a cache in high precision that is given rounded states."""
+    model, scales = MODELS[model](), {}
+
+    class Rounded(DynamicCache):
+        def update(self, keys, values, index, *args, **kwargs):
+            states = []
+            for name, x in (("key", keys), ("value", values)):
+                scale = scale_of(x, scaling)
+                if scaling != "token":
+                    scale = scales.setdefault((name, index), scale)
+                states.append(fp8.quantize(x, "e4m3", scale=scale))
+            return super().update(*states, index, *args, **kwargs)
+
+    how = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    how |= {"output_logits": True}
+    cache = kv_cache(model.config, scaling=scaling)
+    got = model.generate(TOKENS, past_key_values=cache, **how)
+    wanted = model.generate(TOKENS, past_key_values=Rounded(config=model.config), **how)
+    plain = model.generate(TOKENS, **how)
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert torch.equal(torch.stack(got.logits), torch.stack(wanted.logits))
+    assert not torch.equal(got.logits[0], plain.logits[0])
+    assert cache.get_seq_length() == 12 + 8 - 1
+
+
+@pytest.mark.parametrize("scaling", KV_SCALINGS)
+def test_beam_search(scaling):
+    """Sequences of the batch change places, with their scales, also in a copy from a file."""
+    model = llama()
+    how = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
+    cache = kv_cache(model.config, scaling=scaling)
+    tokens = model.generate(TOKENS, past_key_values=cache, **how)
+    assert tokens.shape == (2, 18)
+    x = torch.randn(3, HEADS, 5, WIDTH) * torch.tensor([1.0, 30.0, 900.0])[:, None, None, None]
+    cache = kv_cache(model.config, scaling=scaling)
+    keys, _ = cache.update(x, x, 0)
+    for change, pick in (
+        (lambda c: c.reorder_cache(torch.tensor([2, 0, 0])), lambda x: x[[2, 0, 0]]),
+        (lambda c: c.batch_repeat_interleave(2), lambda x: x.repeat_interleave(2, 0)),
+        (lambda c: c.batch_select_indices(torch.tensor([0, 3])), lambda x: x[[0, 3]]),
+        (lambda c: c.crop(-2), lambda x: x[:, :, :-2]),
+    ):
+        change(cache)
+        keys = pick(keys)
+        again = saved_and_loaded(copy.deepcopy(cache))
+        new = torch.randn(keys.shape[0], HEADS, 1, WIDTH)
+        assert torch.equal(again.update(new, new, 0)[0][:, :, :-1], keys)
+    assert cache.get_seq_length() == 3
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(
+        cache.update(x, x, 0)[0], kv_cache(model.config, scaling=scaling).update(x, x, 0)[0]
+    )
+
+
+def test_continued_and_assisted():
+    """A cache goes on where generate ended; a draft model's rejected tokens are cropped."""
+    model = llama()
+    cache = kv_cache(model.config)
+    begun = model.generate(TOKENS, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    more = model.generate(begun, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    whole = kv_cache(model.config)
+    assert torch.equal(
+        more, model.generate(TOKENS, past_key_values=whole, max_new_tokens=8, do_sample=False)
+    )
+    torch.manual_seed(1)
+    options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": llama()}
+    helped = model.generate(TOKENS[:1], past_key_values=kv_cache(model.config), **options)
+    assert torch.equal(helped, more[:1])
+
+
+def test_errors_of_logits():
+    """The divergence is that of torch's own functions, of the logits of a pass in one piece."""
+    model = llama()
+    rows = {row.scaling: row for row in cache_errors(model, TOKENS, prompt=5)}
+    assert list(rows) == list(KV_SCALINGS)
+    with torch.no_grad():
+        plain = model(TOKENS).logits[:, 5:].double()
+        cast = model(TOKENS, past_key_values=kv_cache(model.config)).logits[:, 5:].double()
+    divergence = torch.nn.functional.kl_div(
+        cast.log_softmax(-1), plain.log_softmax(-1), reduction="none", log_target=True
+    )
+    row = rows["token"]
+    assert row.kl == pytest.approx(float(divergence.sum(-1).mean()), rel=1e-3)
+    assert row.largest == pytest.approx(float((cast - plain).abs().max()), rel=1e-3)
+    coarse = cache_errors(model, TOKENS, prompt=5, scalings=["token"], format="e5m2")[0]
+    assert 0 < row.kl < coarse.kl
+
+
+def test_mistakes():
+    config = llama().config
+    with pytest.raises(ValueError, match="unknown scaling 'row'"):
+        kv_cache(config, scaling="row")
+    with pytest.raises(ValueError, match="unknown rule 'e4m3'"):
+        kv_cache(config, rule="e4m3")
+    with pytest.raises(ValueError, match="one byte, not e2m1"):
+        kv_cache(config, format="e2m1")
+    mistral = transformers.MistralConfig(num_hidden_layers=2, sliding_window=8)
+    with pytest.raises(ValueError, match="MistralConfig has DynamicSlidingWindowLayer"):
+        kv_cache(mistral)
+    with pytest.raises(ValueError, match="prompt must be 1 to 11 of 12 tokens, got 12"):
+        cache_errors(llama(), TOKENS, prompt=12)
+
+
+# --- attention of transformers under a recipe
+
+
+@pytest.mark.parametrize("form", ["sdpa", "registered"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_recipes_inside_of_attention(padded, form):
+    """The eager form computes attention by two products of activations, which recipe "tensor" casts
+    as it does the operands inside of the other forms here: probabilities, gradients of scores."""
+    form = register_attention("ours") if form == "registered" else form
+    tensor = fp8.RECIPES["tensor"]
+    inner = fp8.Recipe(name="inner", input=tensor.input, weight=tensor.input, grad=tensor.grad)
+    inside = fp8.Recipe.from_dict(
+        tensor.to_dict()
+        | {"attention_scores": inner.to_dict(), "attention_values": inner.to_dict()}
+    )
+    mask = torch.ones_like(TOKENS)
+    mask[0, :3] = 1 - padded
+
+    def run(form: str, recipe: fp8.Recipe) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = llama(attn_implementation=form)
+        with fp8.autocast(recipe):
+            logits = model(TOKENS, attention_mask=mask).logits
+        logits[mask.bool()].square().mean().backward()
+        return [logits.detach()[mask.bool()], *(p.grad for p in model.parameters())]
+
+    eager, ours = run("eager", tensor), run(form, inside)
+    default = run("sdpa", tensor)
+    assert not torch.allclose(ours[0], default[0], rtol=1e-3, atol=1e-3)
+    for one, other in zip(ours, eager, strict=True):
+        assert float((one - other).norm()) <= 1e-5 * float(other.norm())
+
+
+def test_registered_attention_returns_its_probabilities():
+    """Those of the eager form; what it does not apply is refused by name."""
+    model = llama(attn_implementation="eager")
+    wanted = model(TOKENS, output_attentions=True)
+    model.set_attn_implementation(register_attention())
+    got = model(TOKENS, output_attentions=True)
+    torch.testing.assert_close(got.logits, wanted.logits)
+    for one, other in zip(got.attentions, wanted.attentions, strict=True):
+        torch.testing.assert_close(one, other)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    config = transformers.Gemma2Config(
+        vocab_size=64, intermediate_size=32, num_key_value_heads=2, **sizes
+    )
+    gemma = transformers.Gemma2ForCausalLM(config)
+    gemma.set_attn_implementation(register_attention())
+    with pytest.raises(NotImplementedError, match="Gemma2Attention gives attention softcap"):
+        gemma(TOKENS)
