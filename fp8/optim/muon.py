@@ -44,7 +44,7 @@ from .state import (
     weight_of,
 )
 
-__all__ = ["ALGORITHMS", "RATES", "Muon", "muon_groups"]
+__all__ = ["ALGORITHMS", "RATES", "Muon", "amplifies", "muon_groups", "orthogonalized"]
 
 ALGORITHMS = {"muon": "int8_block", "adamw": "e4m3"}
 """Algorithm of a group -> its default ``first_moment``."""
@@ -56,6 +56,10 @@ RATES: dict[str | None, Callable[[int, int], float]] = {
 """``adjust_lr_fn`` -> (shape of the matrix) -> factor of the learning rate: Jordan's, and that of
 arXiv:2502.16982, section 2.2, under which the RMS of an update is that of AdamW's."""
 RATES[None] = RATES["original"]
+
+
+_INITIAL = {"algorithm": "muon", "stochastic_weights": False, "maximize": False, "skipped_steps": 0}
+"""Settings of a group that are no arguments."""
 
 
 class Muon(LowPrecision):
@@ -143,20 +147,16 @@ class Muon(LowPrecision):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "algorithm": "muon",
             "betas": betas,
             "recipe": recipe,
             "first_moment": first_moment,
             "second_moment": second_moment,
             "master_weights": master_weights,
-            "stochastic_weights": False,
             "min_size": min_size,
             "seed": seed,
             "compile": compile,
-            "maximize": False,
-            "skipped_steps": 0,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults | _INITIAL)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = {name: param_group.get(name, self.defaults[name]) for name in _BY_ALGORITHM}
