@@ -44,6 +44,8 @@ from .state import (
     weight_of,
 )
 
+aten = torch.ops.aten  # which no mode casts, if a step is made inside of `fp8.autocast`
+
 __all__ = ["ALGORITHMS", "RATES", "Muon", "amplifies", "muon_groups", "orthogonalized"]
 
 ALGORITHMS = {"muon": "int8_block", "adamw": "e4m3"}
@@ -203,15 +205,18 @@ def _check(group: Group) -> None:
         raise ValueError(f"momentum must be less than 1, got {group['momentum']}")
     if not isinstance(group["seed"], int):
         raise TypeError(f"seed is an int, got {group['seed']!r}")
-    if len(group["ns_coefficients"]) != 3:
-        raise ValueError(f"ns_coefficients are three numbers, got {group['ns_coefficients']}")
-    for number in group["ns_coefficients"]:
+    coefficients: Any = group["ns_coefficients"]
+    if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
+        raise ValueError(f"ns_coefficients are three numbers, got {coefficients}")
+    for number in coefficients:
         check_number("ns_coefficients", number)
     if not (isinstance(group["ns_steps"], int) and 0 <= group["ns_steps"] < 100):
         raise ValueError(f"ns_steps must be 0 to 99, got {group['ns_steps']!r}")
     if group["recipe"] is not None:
+        if isinstance(group["recipe"], Recipe):
+            raise TypeError("recipe is a name in fp8.RECIPES, which a state_dict can hold")
         check_name("recipe", group["recipe"], (None, *RECIPES))
-        _check_recipe(get_recipe(group["recipe"]), group["ns_coefficients"])
+        _check_recipe(get_recipe(group["recipe"]), coefficients)
     for parameter in group["params"]:
         _check_matrix(parameter)
 
@@ -304,7 +309,7 @@ def orthogonalized(
     y = y.T if tall else y
     y = y / y.norm().clamp(min=eps)
     for _ in range(steps):
-        gram = y @ y.T if recipe is None else matmul(y, y.T, recipe=recipe)
+        gram = aten.mm(y, y.T) if recipe is None else matmul(y, y.T, recipe=recipe)
         y = _added(y, a, _added(gram, b, gram, gram, c, recipe), y, 1.0, recipe)
     return y.T if tall else y
 
@@ -314,7 +319,7 @@ def _added(
 ) -> Tensor:
     """``beta * x + alpha * left @ right``."""
     if recipe is None:
-        return torch.addmm(x, left, right, beta=beta, alpha=alpha)
+        return aten.addmm(x, left, right, beta=beta, alpha=alpha)
     return beta * x + alpha * matmul(left, right, recipe=recipe)
 
 

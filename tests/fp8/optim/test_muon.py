@@ -156,6 +156,16 @@ def test_the_recipe_is_used():
     assert all(torch.linalg.matrix_norm(update, 2) < 2**0.5 * 1e-3 for update in results)
 
 
+def test_a_step_inside_of_autocast_is_not_cast():
+    results = []
+    for enabled in (False, True):
+        (p,) = parameters(shapes=[(64, 96)])
+        with fp8.autocast("tensor", enabled=enabled):
+            steps(Muon([p], **EXACT), 2)
+        results.append(p.detach())
+    assert torch.equal(*results)
+
+
 def test_groups_of_adamw_are_those_of_adamw():
     (ours,), (theirs,), (matrix,) = (parameters(shapes=[(80, 60)]) for _ in range(3))
     settings = {"lr": 1e-2, "weight_decay": 0.2, "betas": (0.8, 0.9), "eps": 1e-7}
@@ -373,6 +383,8 @@ def test_unit_scaled_groups():
         ({"recipe": "delayed"}, ValueError, "'delayed' needs a history, which Muon does not keep"),
         ({"ns_steps": 100}, ValueError, "ns_steps must be 0 to 99, got 100"),
         ({"ns_coefficients": (1, 2)}, ValueError, "ns_coefficients are three numbers"),
+        ({"ns_coefficients": 2}, ValueError, "ns_coefficients are three numbers"),
+        ({"recipe": fp8.RECIPES["bf16"]}, TypeError, "recipe is a name in fp8.RECIPES"),
         ({"nesterov": 1}, TypeError, "nesterov must be True or False"),
         ({"master_weights": "e4m3"}, ValueError, "unknown master_weights 'e4m3'"),
     ],
