@@ -8,7 +8,7 @@ A group has ``algorithm``: "muon", the default, or "adamw".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -221,7 +221,7 @@ def _check(group: Group) -> None:
         _check_matrix(parameter)
 
 
-def _check_recipe(recipe: Recipe, coefficients: tuple[float, float, float]) -> None:
+def _check_recipe(recipe: Recipe, coefficients: Sequence[float]) -> None:
     if recipe.keeps_history:
         raise ValueError(f"recipe {recipe.name!r} needs a history, which Muon does not keep")
     low = recipe.input is not None and get_format(recipe.input.format).bits <= 8
