@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.optimizer_loss`` trains a plain GPT, half the size of the nanoGPT demo's
 preset `small`, with each optimizer and three seeds, all at one learning rate: Muon's updates have
-the RMS of AdamW's (``adjust_lr_fn="match_rms_adamw"``).
+the RMS of AdamW's (``adjust_lr_fn="match_rms_adamw"``). Run again, it continues with what is
+missing in --out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,46 +69,55 @@ RUNS: dict[str, tuple[torch.dtype, Make]] = {
 compared with."""
 
 
-def trained(name: str, run: Setting, seed: int) -> tuple[float, torch.optim.Optimizer]:
-    """The held-out loss at the end, and the optimizer."""
+def made(name: str, run: Setting, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer."""
     torch.manual_seed(seed)
     dtype, make = RUNS[name]
     model = GPT(run.settings.gpt(len(run.corpus.symbols))).to(dtype)
-    lr = run.settings.lr
-    optimizer = make(model, lr=lr, betas=run.settings.betas, weight_decay=0.0)
-    given: Any = {"corpus": run.corpus, "settings": run.settings, "lr": lr, "seed": seed}
-    training = Training(model, optimizer=optimizer, **given)
+    shared: Any = {"lr": run.settings.lr, "betas": run.settings.betas, "weight_decay": 0.0}
+    return model, make(model, **shared)
+
+
+def held_out_loss(name: str, run: Setting, seed: int) -> float:
+    """The loss after training."""
+    model, optimizer = made(name, run, seed)
+    given: Any = {"settings": run.settings, "lr": run.settings.lr, "seed": seed}
+    training = Training(model, optimizer=optimizer, corpus=run.corpus, **given)
     while not training.finished:
         training.advance()
-    return training.evaluate()[1], optimizer
+    return training.evaluate()[1]
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> float:
+def state_bytes(name: str, run: Setting) -> float:
     """For each parameter."""
-    count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    model, optimizer = made(name, run, seed=0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    count = sum(p.numel() for p in model.parameters())
     return sum(fp8.optim.state_bytes(optimizer).values()) / count
 
 
 def rows(run: Setting) -> list[Row]:
     """One row for each optimizer, of all seeds."""
     losses: dict[str, list[float]] = {name: [] for name in RUNS}
-    sizes: dict[str, float] = {}
+    shared = {"settings": run.settings.as_json(), "sha256": run.corpus.sha256}
     for seed, name in itertools.product(run.seeds, RUNS):
-        loss, optimizer = trained(name, run, seed)
+        about = {"run": name, "seed": seed, "torch": torch.__version__, **shared}
+        loss = run.finished.loss(about, partial(held_out_loss, name, run, seed))
         losses[name].append(loss)
-        sizes[name] = state_bytes(optimizer)
         print(f"seed {seed} {name:52} {loss:.4f}", flush=True)
     first = losses[next(iter(RUNS))]
     table = []
     for name, found in losses.items():
         cells = row(name, {run.settings.lr: found}, first)
-        table.append(cells | {"state_bytes": round(sizes[name], 2)})
+        table.append(cells | {"state_bytes": round(state_bytes(name, run), 2)})
     return table
 
 
 def main() -> int:
     """Trains, prints the rows and records them."""
-    run = asked("optimizer_loss", __doc__, 300)
+    run = asked("optimizer_loss", __doc__, 200)
     with deterministic(run.threads):
         seeds = ",".join(map(str, run.seeds))
         question = f"{run.question}, and its gap to AdamW with float32 states, seeds {seeds}"
