@@ -84,8 +84,8 @@ class Muon(LowPrecision):
         eps: the lowest norm that a matrix is divided by, and AdamW's eps.
         betas: of AdamW; by default those of arXiv:2502.16982, section 3.
         recipe: a name in `fp8.RECIPES`, without histories: the operands of the Newton-Schulz
-            products are cast as its input. None: bfloat16. A cast to 8 bits or fewer needs other
-            coefficients, (2, -1.5, 0.5): see `amplifies`.
+            products are cast as its input. None: bfloat16. The default coefficients amplify the
+            errors of 8 bits or fewer, which is warned of: see `amplifies`.
         first_moment: of a "muon" group, a name in `MOMENTA`. None: "int8_block", integers with a
             scale for each 128 elements, max / 127 (linear 8-bit Muon, arXiv:2509.23106), 1.03 bytes
             per element. Of an "adamw" group as in `fp8.optim.AdamW`; None: "e4m3".
@@ -229,8 +229,8 @@ def _check_recipe(recipe: Recipe, coefficients: Sequence[float]) -> None:
         warn_once(
             OptimizerWarning,
             f"the Newton-Schulz coefficients {tuple(coefficients)} amplify what recipe "
-            f"{recipe.name!r} rounds off, so that updates may get too long: use "
-            "ns_coefficients=(2, -1.5, 0.5), which do not",
+            f"{recipe.name!r} rounds off, so that an update may get too long. "
+            "ns_coefficients=(2, -1.5, 0.5) do not, but need more ns_steps",
             key=recipe.name,
         )
 
