@@ -14,6 +14,7 @@ BENCHMARKS = (
     "stats",
     "optim",
     "optimizers",
+    "optimizer_loss",
     "half_precision",
     "transforms",
     "training",

@@ -230,6 +230,7 @@ FEATURES = [
 _TE = "TransformerEngine's"
 _AO = "torchao's"
 _RECIPE = "not by name: `recipe` is documented as a `DelayedScaling`"
+_ENGINE = "run by `make test-engines`, not by `make test`: [engines](engines.md)"
 
 COMPARISONS = [
     Comparison(
@@ -359,8 +360,7 @@ COMPARISONS = [
             "Megatron-LM": "`moe_dispatch_fwd_dtype` mxfp8",
             "torchtitan": "an argument of its DeepEP and HybridEP calls, off; no setting",
         },
-        "not had: the engine dispatches tokens in its own code, which is not replaced here; its "
-        "experts' products are cast on arrival",
+        "`all_to_all`, for an engine's dispatcher to call: none is replaced; formats of one byte",
     ),
     Comparison(
         "optimizer states in low precision",
@@ -419,6 +419,32 @@ COMPARISONS = [
             "torchtitan": 'no: "FP8 KV cache not supported yet"',
         },
         "for `generate` of transformers; engines that serve cast theirs by a setting of their own",
+    ),
+    Comparison(
+        "in torchtitan's Trainer",
+        {
+            "torchao": "by torchtitan's converters",
+            "torchtitan": "its own converters",
+        },
+        _ENGINE,
+    ),
+    Comparison(
+        "in litgpt's pretraining",
+        {"Lightning": "`TransformerEnginePrecision`, as a plugin of Fabric"},
+        _ENGINE,
+    ),
+    Comparison(
+        "in DeepSpeed's ZeRO",
+        {
+            "Accelerate": f"{_TE}; MS-AMP's, deprecated",
+            "MS-AMP": "`msamp.deepspeed`, stages 1 and 2",
+        },
+        f"stages 0 to 2; levels are refused; {_ENGINE}",
+    ),
+    Comparison(
+        "in trl's SFTTrainer, with PEFT",
+        {"Accelerate": "not known with adapters"},
+        _ENGINE,
     ),
     Comparison(
         "precision by layer",

@@ -216,6 +216,12 @@ def _unit_adamw(rows: list[Row]) -> str:
     return "Gap to torch's AdamW: " + "; ".join(f"{n}: {found[n]['gap']:+.3f}" for n in names)
 
 
+def _optimizer_loss(rows: list[Row]) -> str:
+    return "Gap to AdamW with float32 states: " + "; ".join(
+        f"{row['name']}: {row['gap']:+.3f}" for row in rows if "gap" in row
+    )
+
+
 def _stats(rows: list[Row]) -> str:
     sampled = [row for row in rows if "cost_at_1_in_50" in row]
     return "Sampling 1 step in 50: " + "; ".join(
@@ -292,6 +298,10 @@ QUESTIONS: dict[str, Question] = {
     ),
     "unit_adamw": Question(
         text="Does `uu.optim.AdamW` reach the loss of torch's AdamW?", answer=_unit_adamw
+    ),
+    "optimizer_loss": Question(
+        text="What do 8-bit states, bfloat16 weights and Muon's products in FP8 cost in loss?",
+        answer=_optimizer_loss,
     ),
     "residual": Question(
         text="Which `residual=` of `unit_scale` reaches the lower loss?", answer=_residual

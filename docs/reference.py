@@ -40,6 +40,7 @@ MODULES = (
     "fp8.distributed.gradient_hook",
     "fp8.distributed.fsdp",
     "fp8.distributed.tensor_parallel",
+    "fp8.distributed.all_to_all",
     "fp8.checkpoints.weights",
     "fp8.checkpoints.layouts",
     "fp8.checkpoints.files",

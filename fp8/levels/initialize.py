@@ -108,7 +108,7 @@ def initialize(
 
     Args:
         model: changed in place.
-        optimizer: `torch.optim.Adam`, `AdamW` or `SGD`, or one of `unit_scaling.optim` or
+        optimizer: `torch.optim.Adam`, `AdamW`, `SGD` or `Muon`, or one of `unit_scaling.optim` or
             `fp8.optim`. None: an `fp8.optim.AdamW` with defaults. It becomes an instance of the
             class of `fp8.optim` with the same arithmetic, which computes in float32, and skips and
             counts (``skipped_steps``) steps with a gradient that is not finite.

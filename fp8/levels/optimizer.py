@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..optim import SGD, Adam, AdamW
+from ..optim import SGD, Adam, AdamW, Muon
 from ..optim.base import LowPrecision
 
 __all__ = ["settings_of", "take_over"]
@@ -19,6 +19,7 @@ KINDS: dict[type[Optimizer], type[LowPrecision]] = {
     torch.optim.SGD: SGD,
     torch.optim.AdamW: AdamW,
     torch.optim.Adam: Adam,
+    torch.optim.Muon: Muon,
 }
 """A torch class, subclasses first -> the class with the same arithmetic."""
 
@@ -37,7 +38,7 @@ def _kind_of(optimizer: Optimizer) -> type[LowPrecision]:
     known = next((kind for kind in KINDS if issubclass(cls, kind)), None)
     if known is None or inspect.unwrap(cls.step) is not inspect.unwrap(known.step):
         raise TypeError(
-            f"{cls.__name__} is not supported: initialize takes Adam, AdamW and SGD "
+            f"{cls.__name__} is not supported: initialize takes Adam, AdamW, SGD and Muon "
             "of torch.optim, unit_scaling.optim and fp8.optim"
         )
     if own := _own_methods(cls, known):
@@ -96,7 +97,7 @@ def settings_of(
     """
     kind: Any = _kind_of(optimizer)
     options = {name: value for name, value in formats.items() if name in kind.options}
-    defaults = kind([torch.zeros(1)], lr=0.0).defaults
+    defaults = kind([torch.zeros(1, 1)], lr=0.0).defaults
     given = {name: value for name, value in optimizer.defaults.items() if name in defaults}
     defaults = {**defaults, **given, **options}
     for group in optimizer.param_groups:

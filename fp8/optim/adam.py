@@ -48,10 +48,10 @@ from .encodings import (
     scale_for,
     write,
 )
-from .sgd import MOMENTUM
 from .state import (
     FIRST,
     MASTER,
+    MOMENTUM,
     PARTS,
     SECOND,
     Group,
@@ -65,7 +65,7 @@ from .state import (
     read,
 )
 
-__all__ = ["Adam", "AdamW", "state_bytes"]
+__all__ = ["Adam", "AdamW", "check_adam", "state_bytes", "step_units", "units_of"]
 
 HALF = 15
 """Random bits for each of the two moments, from one 32-bit word."""
@@ -304,7 +304,7 @@ def _split(flat: Tensor, targets: list[Tensor]) -> None:
         target.copy_(piece.view(target.shape))
 
 
-def _units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:
+def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool) -> list[_Unit]:
     """The units of a group's parameters that have a gradient; creates missing states.
 
     index: of the group's first parameter, among all parameters of the optimizer. Raises
@@ -349,7 +349,7 @@ def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
     return _How(weight, first, second, stochastic)
 
 
-def _step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
+def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
     """Updates all units, or none and returns False if a gradient or its square is not finite.
 
     parameters: all parameters of the optimizer; for sharded ones, all processes agree on the
@@ -428,7 +428,7 @@ def _sizes(read: Sequence[Tensor], unit: _Unit) -> tuple[int, int, int]:
     return COMPILED >> max(narrow - 1, 0).bit_length(), least, narrow
 
 
-def _check(group: dict[str, Any]) -> None:
+def check_adam(group: dict[str, Any]) -> None:
     """Raises ValueError or TypeError for invalid settings of a group."""
     for name, allowed in MOMENTS.items():
         check_name(name, group[name], allowed)
@@ -457,7 +457,7 @@ class _Adam(LowPrecision):
         "min_size",
         "compile",
     )
-    check = staticmethod(_check)
+    check = staticmethod(check_adam)
     converted = staticmethod(convert)
 
     decoupled: bool
@@ -507,9 +507,9 @@ class _Adam(LowPrecision):
     def step_all(self) -> bool:
         index, units = 0, []
         for group in self.param_groups:
-            units += _units_of(group, self.state, index, self.decoupled)
+            units += units_of(group, self.state, index, self.decoupled)
             index += len(group["params"])
-        return _step_units(units, parameters_of(self))
+        return step_units(units, parameters_of(self))
 
 
 class Adam(_Adam):

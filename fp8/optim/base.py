@@ -16,14 +16,16 @@ from torch.optim.optimizer import Optimizer
 
 from ..common.validation import check_name, check_number
 from ..formats.format import dtype_name
-from ..tensors.scaled_tensor import DTYPES
+from ..tensors.scaled_tensor import DTYPES, plain
 from .encodings import ENCODINGS, MASTERS, decode
 from .state import (
     MASTER,
     Group,
     State,
+    everywhere,
     has,
     keep,
+    local,
     numbers_of,
     parameters_of,
     read,
@@ -31,7 +33,7 @@ from .state import (
     warn_of_broadcasts,
 )
 
-__all__ = ["LowPrecision", "check_group", "refuse"]
+__all__ = ["LowPrecision", "check_group", "finite_everywhere", "refuse"]
 
 
 def refuse(**options: bool | None) -> None:
@@ -58,11 +60,25 @@ def check_group(group: dict[str, Any], *fields: str) -> None:
             raise TypeError(f"cannot step a parameter of {parameter.dtype}; allowed are {listed}")
 
 
+def finite_everywhere(optimizer: Optimizer, trained: list[Any]) -> bool:
+    """Whether the gradients of the parameters ``trained`` are finite, on all processes that have a
+    shard of a parameter. Raises RuntimeError for a sparse gradient."""
+    for parameter in trained:
+        if parameter.grad.layout != torch.strided:
+            kind = type(optimizer).__name__
+            raise RuntimeError(f"{kind} needs dense gradients, got {parameter.grad.layout}")
+    finite = [plain(local(p.grad)).isfinite().all().cpu() for p in trained]
+    ours = not finite or bool(torch.stack(finite).all())
+    return everywhere(ours, parameters_of(optimizer))
+
+
 class LowPrecision(Optimizer):
     """Base class. Subclasses check a group, update the parameters, and convert states."""
 
     #: The options that load_state_dict does not change.
     options: ClassVar[tuple[str, ...]]
+    #: Other settings that a saved group may lack.
+    optional: ClassVar[tuple[str, ...]] = ("skipped_steps", "seed", "maximize", "differentiable")
 
     @staticmethod
     def check(group: Group) -> None:
@@ -200,7 +216,7 @@ def _place(before: list[dict[str, Any]], optimizer: Any) -> None:
     for group, old in zip(optimizer.param_groups, before, strict=True):
         if group.get("amsgrad"):
             raise ValueError("the state is of amsgrad=True, which is not supported")
-        optional = {"skipped_steps", "seed", "maximize", "differentiable", *optimizer.options}
+        optional = {*optimizer.optional, *optimizer.options}
         missing = sorted(optimizer.defaults.keys() - group.keys() - optional)
         group.update({**old, **group, **{name: old[name] for name in optimizer.options}})
         for parameter in group["params"]:

@@ -11,26 +11,25 @@ from torch.optim.sgd import sgd
 
 from ..common.validation import check_number
 from ..tensors.scaled_tensor import plain
-from .base import LowPrecision, check_group, refuse
+from .base import LowPrecision, check_group, finite_everywhere, refuse
 from .encodings import ENCODINGS, decode
 from .state import (
     MASTER,
+    MOMENTUM,
     Group,
     State,
     check_numbers,
-    everywhere,
     has,
     is_plain,
     keep,
     local,
     numbers_of,
-    parameters_of,
+    put_weight,
     read,
+    weight_of,
 )
 
 __all__ = ["SGD"]
-
-MOMENTUM = "momentum_buffer"
 
 
 def _check(group: Group) -> None:
@@ -124,12 +123,7 @@ class SGD(LowPrecision):
         trained = [
             (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
-        for parameter, _ in trained:
-            if parameter.grad.layout != torch.strided:
-                raise RuntimeError(f"SGD needs dense gradients, got {parameter.grad.layout}")
-        finite = [plain(local(p.grad)).isfinite().all().cpu() for p, _ in trained]
-        ours = not finite or bool(torch.stack(finite).all())
-        if not everywhere(ours, parameters_of(self)):
+        if not finite_everywhere(self, [p for p, _ in trained]):
             return False
         for parameter, group in trained:
             _step(parameter, self.state[parameter], group)
@@ -138,20 +132,11 @@ class SGD(LowPrecision):
 
 def _step(parameter: Any, state: State, group: Group) -> None:
     master = _master(parameter, group)
-    if not master:
-        weight = plain(local(parameter).detach(), torch.float32)  # an alias of a float32 weight
-    elif has(state, MASTER):
-        weight = decode(read(state, MASTER)).view(parameter.shape)
-    else:
-        weight = numbers_of(parameter).view(parameter.shape)
+    weight = weight_of(parameter, state, master)
     buffers = [state.get(MOMENTUM)]
     arguments = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     gradient = plain(local(parameter.grad), torch.float32)
     sgd([weight], [gradient], buffers, foreach=False, **{k: group[k] for k in arguments})
     if buffers[0] is not None:
         state[MOMENTUM] = buffers[0]
-    if master:
-        encoding = ENCODINGS[group["master_weights"]]
-        keep(state, MASTER, parameter, encoding, weight.flatten())
-        weight = decode(read(state, MASTER)).view(parameter.shape)
-    parameter.copy_(weight)
+    put_weight(parameter, state, weight, ENCODINGS[group["master_weights"]] if master else None)

@@ -18,6 +18,7 @@ from .encodings import ENCODINGS, Encoded, Encoding, decode, scale_for, write, z
 __all__ = [
     "FIRST",
     "MASTER",
+    "MOMENTUM",
     "SECOND",
     "carried",
     "check_numbers",
@@ -30,13 +31,16 @@ __all__ = [
     "numbers_of",
     "parameters_of",
     "prepare",
+    "put_weight",
     "read",
     "rounds_to",
     "warn_of_broadcasts",
+    "weight_of",
 ]
 
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
-"""Names of the tensors in a state. The first two are those of torch."""
+MOMENTUM = "momentum_buffer"
+"""Names of the tensors in a state. All but the master are those of torch."""
 
 PARTS = ("_values", "_scale", "_amax")
 """Suffixes of these names for a tensor that is stored with a scale."""
@@ -77,7 +81,10 @@ def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     float32 weights have no master, unless they are of a tensor subclass (ScaledTensor), which may
     be coarser."""
     small = parameter.numel() < group["min_size"]
-    moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
+    if group.get("algorithm") == "muon":
+        moments = {MOMENTUM: group["first_moment"]}
+    else:
+        moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
     coarse = parameter.dtype != torch.float32 or _stands_for(parameter)
     if group["master_weights"] is not None and coarse:
         moments[MASTER] = group["master_weights"]
@@ -114,6 +121,25 @@ def numbers_of(parameter: Tensor) -> Tensor:
     return plain(weight, torch.float32).reshape(-1)
 
 
+def weight_of(parameter: Any, state: State, master: bool) -> Tensor:
+    """The values of a weight to update: float32, of its shape. Those of its master, if it has one;
+    a float32 weight itself."""
+    if not master:
+        return plain(local(parameter).detach(), torch.float32)
+    if has(state, MASTER):
+        return decode(read(state, MASTER)).view(parameter.shape)
+    return numbers_of(parameter).view(parameter.shape)
+
+
+def put_weight(parameter: Any, state: State, weight: Tensor, master: Encoding | None) -> None:
+    """Writes updated values to a weight. master: the encoding of its master, which is written
+    first, and which the weight is rounded from."""
+    if master is not None:
+        keep(state, MASTER, parameter, master, weight.flatten())
+        weight = decode(read(state, MASTER)).view(parameter.shape)
+    parameter.copy_(weight)
+
+
 def carried(parameter: Tensor) -> Tensor | None:
     """The values that a weight was rounded from, if they are attached to it (``loaded``): by
     `initialize` or by loading a checkpoint. None if the weight was written since."""
@@ -145,9 +171,14 @@ def warn_of_broadcasts() -> None:
 
 
 def keep(
-    state: State, name: str, parameter: Tensor, encoding: Encoding, numbers: Tensor | None
+    state: State,
+    name: str,
+    parameter: Tensor,
+    encoding: Encoding,
+    numbers: Tensor | None,
+    bits: Tensor | None = None,
 ) -> None:
-    """Encodes float32 ``numbers`` (None: zeros) into ``state``."""
+    """Encodes float32 ``numbers`` (None: zeros) into ``state``. bits: as in `write`."""
     here = local(parameter)
     stored = zeros(here.numel(), encoding, here.device)
     if numbers is not None and len(numbers):
@@ -157,7 +188,7 @@ def keep(
             stored.scale.fill_(scale)
             stored.amax.copy_(amax)
         unit = None if scale is None else 1 / scale
-        write(numbers, stored, encoding, unit, away=name == SECOND)
+        write(numbers, stored, encoding, unit, away=name == SECOND, bits=bits)
     _put(state, name, stored, here.shape)
 
 
@@ -179,19 +210,23 @@ def read(state: State, name: str) -> Encoded:
 
 
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
-    """Converts ``saved``, the state of an Adam of torch or of `fp8.optim`, to the encodings of
-    ``group``.
+    """Converts ``saved``, the state of an Adam or Muon of torch or of `fp8.optim`, to the encodings
+    of ``group``.
 
     A master without a counterpart in ``group`` is written to the parameter. Raises ValueError for
     other states, missing parts, an invalid step count, and moments that no optimizer can produce.
     """
     kept = names(parameter, group)
-    known = {"step", *(n + part for n in (FIRST, SECOND, MASTER) for part in ("", *PARTS))}
+    adam = SECOND in kept
+    moments = (FIRST, SECOND) if adam else (MOMENTUM,)
+    known = {"step", *(n + part for n in (*moments, MASTER) for part in ("", *PARTS))}
     if unknown := sorted(saved.keys() - known):
         advice = "; amsgrad is not supported" if "max_exp_avg_sq" in unknown else ""
-        raise ValueError(f"{', '.join(unknown)} is not part of the state of Adam{advice}")
-    state: State = {"step": _step_of(saved)}
-    for name in (FIRST, SECOND):
+        kind = "Adam" if adam else "Muon"
+        raise ValueError(f"{', '.join(unknown)} is not part of the state of {kind}{advice}")
+    counts = adam or "step" in saved  # torch's Muon counts no steps
+    state: State = {"step": _step_of(saved) if counts else torch.zeros(())}
+    for name in moments:
         _convert(state, name, parameter, kept[name], saved)
     if MASTER in kept:
         if has(saved, MASTER):
@@ -260,7 +295,7 @@ def _check_parts(saved: State, name: str) -> None:
         missing = [name + part for part in parts if name + part not in saved]
     if missing:
         raise ValueError(
-            f"the state of a parameter has no {', '.join(missing)}: it is not that of Adam"
+            f"the state of a parameter has no {', '.join(missing)}: it is that of another optimizer"
         )
 
 

@@ -62,6 +62,8 @@ class AmaxHistory:
         self.tensors: dict[str, Tensor] = {}
         #: The operands whose static scale is set.
         self.known: set[str] = set()
+        #: Number of a product -> the matrix of a stack of weights that it multiplies.
+        self.matrices: dict[int, str] = {}
 
     def tensor(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
         """The history of an operand, created with zeros if new. length: 0 for a static scale, which
@@ -79,9 +81,23 @@ class AmaxHistory:
         return known if length or groups else self._static(name, known)
 
     def number(self, counter: list[int], product: str, *operands: Tensor) -> str:
-        """The name of the next product. counter: [number of products so far]."""
-        counter[0] += 1
-        return f"{counter[0]:03d}.{product}"
+        """The name of the next product. counter: [number of products so far].
+
+        Raises ValueError if it multiplies another matrix of a stack of weights than the product of
+        this number did before: a loop over experts that leaves out some has no fixed order.
+        """
+        name = _numbered(counter, product)
+        if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
+            matrix = next(filter(None, map(_in_stack, operands)), "none")
+            known = self.matrices.setdefault(counter[0], matrix)
+            if matrix != known:
+                raise ValueError(
+                    f"product {counter[0]} multiplied {known} of a stack of weights before, and "
+                    f"{matrix} now. Products are numbered in call order, which changes if a loop "
+                    "over experts leaves out those without tokens: use fp8.convert, which names "
+                    "them by expert, or grouped products"
+                )
+        return name
 
     def _static(self, name: str, scale: Tensor) -> Tensor:
         """``scale``, or a view of shape (1,) if it is not set and is to be measured.
@@ -127,6 +143,21 @@ class AmaxHistory:
         torch.distributed is not initialized.
         """
         _reduce([self.tensors[name] for name in sorted(self.tensors)], group)
+
+
+def _numbered(counter: list[int], product: str) -> str:
+    counter[0] += 1
+    return f"{counter[0]:03d}.{product}"
+
+
+def _in_stack(operand: Tensor) -> str:
+    """Which matrix of a stack of weights (a parameter of 3 dimensions) an operand is a view of; ""
+    if of none."""
+    stack = operand._base
+    if operand.dim() != 2 or not isinstance(stack, nn.Parameter) or stack.dim() != 3:
+        return ""
+    offset = operand.storage_offset() - stack.storage_offset()
+    return f"matrix {offset // stack.stride(0)}"
 
 
 def _reduce(tensors: Iterable[Tensor], group: Group) -> None:
@@ -200,7 +231,7 @@ class LayerHistory(AmaxHistory):
                 if operand.dim() == 2 and operand._base is not None and operand._base is stack:
                     offset = operand.storage_offset() - stack.storage_offset()
                     return f"{name}.{offset // stack.stride(0)}.{product}"
-        return super().number(counter, product)
+        return _numbered(counter, product)
 
     def tensor(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
         """The buffer of an operand of a product of the layer."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8
+from tests.launch import run_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed = pytest.importorskip("deepspeed", reason="its own environment: make test-engines")
@@ -51,6 +52,7 @@ def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) ->
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
+@pytest.mark.proves("the field", "in DeepSpeed's ZeRO", how="library")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("recipe", ["tensor", "delayed", "mxfp8"])
 def test_zero(recipe, stage):
@@ -104,3 +106,9 @@ def test_checkpoint(tmp_path: Path):
             engine.step()
             losses.append(loss.item())
     assert losses[:6] == losses[6:]
+
+
+def test_two_processes(tmp_path: Path):
+    """The losses are those of DistributedDataParallel, to the bit, over a checkpoint too."""
+    worker = Path(__file__).with_name("deepspeed_worker.py")
+    run_ranks(worker, 2, tmp_path / "store", timeout=600, warnings="ignore")

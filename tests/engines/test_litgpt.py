@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import fp8
 from fp8.adapters.lightning import FP8FabricPrecision
+from tests.launch import run_ranks
 from unit_scaling.transforms import unit_scale
 
 litgpt = pytest.importorskip("litgpt", reason="its own environment: make test-engines")
@@ -59,15 +61,18 @@ def _command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["litgpt", "pretrain", "tiny"])
 
 
-def pretrained(folder: Path, plugins: list[Any]) -> dict[str, Tensor]:
+def pretrained(
+    folder: Path, plugins: list[Any], devices: int = 1, strategy: str = "auto"
+) -> dict[str, Tensor]:
     """The weights that ``litgpt pretrain`` saves, whose main function this is."""
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugins)
+    settings: Any = {"devices": devices, "strategy": strategy, "plugins": plugins}
+    fabric = lightning.Fabric(accelerator="cpu", **settings)
     fabric.launch()
     train = TrainArgs(
         save_interval=100,
         log_interval=1,
         global_batch_size=BATCH,
-        micro_batch_size=BATCH,
+        micro_batch_size=BATCH // devices,
         max_tokens=STEPS * BATCH * LENGTH,
         max_norm=1.0,
         lr_warmup_steps=1,
@@ -76,7 +81,7 @@ def pretrained(folder: Path, plugins: list[Any]) -> dict[str, Tensor]:
     with torch.compiler.set_stance("force_eager"):  # it compiles the model
         pretrain.main(
             fabric=fabric,
-            devices=1,
+            devices=devices,
             seed=0,
             initial_checkpoint_dir=None,
             resume=False,
@@ -89,6 +94,7 @@ def pretrained(folder: Path, plugins: list[Any]) -> dict[str, Tensor]:
             eval=EvalArgs(interval=100, max_iters=1),
             optimizer="AdamW",
         )
+    fabric.barrier()
     return torch.load(folder / "final" / "lit_model.pth", weights_only=False)["model"]
 
 
@@ -97,6 +103,7 @@ def differs(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return any(not torch.equal(weight, other[name]) for name, weight in one.items())
 
 
+@pytest.mark.proves("the field", "in litgpt's pretraining", how="library")
 def test_pretrain(tmp_path, monkeypatch):
     """The plugin trains as a model that the caller has converted, to the bit."""
     plugin = FP8FabricPrecision("tensor", where=lambda name, layer: name != "lm_head")
@@ -128,3 +135,12 @@ def test_unit_scaled(tmp_path, monkeypatch):
     assert weights.keys() == plain.keys()
     assert differs(weights, plain)
     assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def test_two_processes(tmp_path, monkeypatch):
+    """As `test_pretrain`, with DistributedDataParallel."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(found.getsockname()[1]))
+    worker = Path(__file__).with_name("litgpt_worker.py")
+    run_ranks(worker, 2, tmp_path / "store", warnings="ignore")

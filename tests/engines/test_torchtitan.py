@@ -36,6 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("llama"), "llama", *cases)
 
 
+@pytest.mark.proves("the field", "in torchtitan's Trainer", how="library")
 def test_recipe(llama):
     """The losses are those of torchtitan's own layers with their products under a mode."""
     assert llama["tensor"] == llama["hand"]

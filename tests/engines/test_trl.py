@@ -103,6 +103,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.proves("the field", "in trl's SFTTrainer, with PEFT", how="library")
 @pytest.mark.parametrize("way", WAYS)
 def test_lora(way, plain, tmp_path):
     """It trains in FP8: not the losses of the plain model, but near them.

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8
@@ -272,3 +272,26 @@ def test_what_would_be_recomputed_or_has_no_place_for_it_is_refused():
         torch.utils.checkpoint.checkpoint(
             layer, randn(5, 8), use_reentrant=False, context_fn=fp8.checkpoint_contexts
         )
+
+
+def loop_over(stack: nn.Parameter, experts: list[int], history: AmaxHistory) -> Tensor:
+    x = torch.ones(2, 16)
+    with fp8.autocast("delayed", history=history):
+        for expert in experts:
+            x = nn.functional.linear(x, stack[expert])
+        return x @ torch.eye(16)
+
+
+@pytest.mark.parametrize("experts", [[0, 2, 3], [0, 1, 3], [0], []], ids=str)
+def test_a_loop_that_leaves_out_other_experts_is_an_error(experts):
+    """Products after the first that is left out would be scaled by the history of another."""
+    stack = nn.Parameter(torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(0)))
+    history = AmaxHistory()
+    for _ in range(2):
+        loop_over(stack, [0, 1, 2], history)
+    before = history.state_dict()
+    with pytest.raises(ValueError, match=r"multiplied matrix . of a stack of weights before, and"):
+        loop_over(stack, experts, history)
+    with torch.no_grad():
+        loop_over(stack, [0, 1, 2], history)
+    assert history.state_dict().keys() == before.keys()
