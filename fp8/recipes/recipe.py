@@ -14,7 +14,7 @@ from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
 from ..sums.tensor_cores import TENSOR_CORES, instruction_for
-from .scaling import RULES, SCALINGS, scale_format
+from .scaling import CORRECTED, RULES, SCALINGS, scale_format
 
 __all__ = [
     "AUTO",
@@ -35,6 +35,9 @@ __all__ = [
 
 AUTO = "auto"
 """Instead of a recipe: "unit" for unit-scaled tensors, "tensor" for all others."""
+
+SIGNS = ("fixed", "random")
+"""Of rotations: see `Cast.signs`."""
 
 
 def _check(what: str, got: object, allowed: Iterable[str]) -> None:
@@ -84,12 +87,16 @@ class Cast:
             stays Inf if the format has Inf, and becomes NaN otherwise. Stochastic rounding uses a
             new seed each time.
         hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
-            of this size along the axis that the product sums over. 0: no rotation. Both operands of
-            a product need the same value; only the products of the gradients may be rotated.
+            of this size along the axis that the product sums over, which cancels in the product. 0:
+            no rotation. Both operands of a product need the same value. Only products of matrices
+            have rotations; convolutions, attention and what is no single product leave them out.
+        signs: of the rotation: "fixed", the same ones everywhere (arXiv:2509.25149, section 4.2);
+            "random": drawn anew for each product, the same ones for both operands.
 
     Raises:
         ValueError: for an unknown name, an unsigned format, a rule or tile that the scaling does
-            not support, and overflow="nonfinite" with a format that has neither Inf nor NaN.
+            not support, random signs without a rotation, a rotation with a scaling that keeps state
+            between passes, and overflow="nonfinite" with a format that has neither Inf nor NaN.
         TypeError: for a name that is not a string.
     """
 
@@ -103,6 +110,7 @@ class Cast:
     overflow: str = "saturate"
     random_bits: int = 31
     hadamard: int = 0
+    signs: str = "fixed"
 
     text: ClassVar[str]
     """Set per instance: its fields in one string, for the reason given at `Format.text`."""
@@ -123,9 +131,18 @@ class Cast:
             raise ValueError(
                 f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
             )
+        if self.rule in CORRECTED:
+            self._check_corrected()
+        _check("signs", self.signs, SIGNS)
+        if self.signs == "random" and not self.hadamard:
+            raise ValueError("random signs need a rotation: give hadamard too")
+        if self.hadamard and self.keeps_history:
+            raise ValueError(
+                f"scaling {self.scaling!r} has no rotation: its state is that of the plain operand"
+            )
         inner = self.format.text if isinstance(self.format, Format) else self.format
         numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits, self.hadamard)
-        names = (self.scaling, self.rule or "", self.rounding, self.overflow)
+        names = (self.scaling, self.rule or "", self.rounding, self.overflow, self.signs)
         object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
 
     def _complete(self) -> None:
@@ -161,6 +178,19 @@ class Cast:
                 raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
         object.__setattr__(self, "tile", tile)
 
+    def _check_corrected(self) -> None:
+        across, along = self.tile or (0, 0)
+        if self.rounding != "nearest":
+            raise ValueError(
+                f"rule {self.rule!r} rounds values to nearest and scales stochastically, got "
+                f"rounding={self.rounding!r}"
+            )
+        if across != 1 or self.hadamard % along:
+            raise ValueError(
+                f"rule {self.rule!r} needs blocks of one row, and rotations of whole blocks; got "
+                f"tile {self.tile} and hadamard={self.hadamard}"
+            )
+
     @property
     def scale_format(self) -> str:
         """The eight-bit format of the stored scales, "e8m0" or "e4m3"; "" for float32 or none."""
@@ -186,6 +216,7 @@ class Cast:
             f"margin {self.margin}" if self.margin else "",
             f"history {self.history}" if self.history else "",
             f"rotated by {self.hadamard}" if self.hadamard else "",
+            "random signs" if self.signs == "random" else "",
         ]
         return ", ".join(filter(None, [str(self.format), scaling, *unusual]))
 
@@ -269,9 +300,9 @@ class Recipe:
     Raises:
         TypeError: for a cast that is not a Cast.
         ValueError: for an accelerator without an instruction for the formats of a product; for a
-            second cast with scaling "delayed" or "static"; if only one operand of a
-            product, or one of the forward product, is rotated; for saved activations with a scale
-            per tile, a history or a rotation.
+            second cast with scaling "delayed" or "static"; if the two operands of a
+            product are not rotated alike; for saved activations with a scale per tile, a history or
+            a rotation.
     """
 
     name: str
@@ -308,10 +339,12 @@ class Recipe:
                 f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
             )
         for product in PRODUCTS:
-            sizes = [cast.hadamard if cast else 0 for cast in getattr(self, product)]
-            if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
-                needs = "no rotation" if product == "forward" else "both operands rotated or none"
-                raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
+            casts = getattr(self, product)
+            turns = [(cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts]
+            if turns[0] != turns[1]:
+                raise ValueError(
+                    f"{product} needs both operands rotated alike, got (hadamard, signs)={turns}"
+                )
         self._check_sums()
         unscaled = any(cast is not None and cast.scaling == "unit" for cast in self.casts)
         object.__setattr__(self, "unscaled", unscaled)
@@ -380,6 +413,16 @@ class Recipe:
             _or_same(self.grad_weight_grad, self.grad),
             _or_same(self.grad_weight_input, self.input),
         )
+
+    def unrotated(self) -> Recipe:
+        """The recipe without rotations."""
+        casts = {field: getattr(self, field) for field in (*OPERANDS, *_OVERRIDES)}
+        plain: dict[str, Any] = {
+            field: replace(cast, hadamard=0, signs="fixed")
+            for field, cast in casts.items()
+            if isinstance(cast, Cast)
+        }
+        return replace(self, **plain)
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a dict of plain values, for ``json.dumps``."""
@@ -468,6 +511,41 @@ def _mxfp6() -> Recipe:
     )
 
 
+def _quartet2() -> Recipe:
+    """Quartet II (arXiv:2601.22813) and its published code: four over six in blocks of one row
+    forward, without square blocks; MS-EDEN for all operands of both gradients, rotated in blocks of
+    128 with random signs. There backward casts the values of the forward pass again; here it casts
+    the operands from high precision."""
+    forward = Cast(format="e2m1", scaling="nv", rule="e4m3_4_6")
+    eden = replace(forward, rule="e4m3_eden", hadamard=128, signs="random")
+    return Recipe(
+        name="quartet2",
+        input=forward,
+        weight=forward,
+        grad=eden,
+        grad_input_weight=eden,
+        grad_weight_input=eden,
+    )
+
+
+def _tetrajet2() -> Recipe:
+    """TetraJet-v2 (arXiv:2510.27527) and its published code: blocks of one row, rounded to nearest
+    forward; stochastic rounding of all operands of both gradients, rotated in blocks of 16 with
+    random signs. There the float32 level of scales belongs to 128 values, and backward casts the
+    values of the forward pass again; here it belongs to the tensor, and all casts are from high
+    precision. The reset of oscillating weights and outlier channels in MXFP8 are left out."""
+    forward = Cast(format="e2m1", scaling="nv")
+    back = replace(forward, rounding="stochastic", hadamard=16, signs="random")
+    return Recipe(
+        name="tetrajet2",
+        input=forward,
+        weight=forward,
+        grad=back,
+        grad_input_weight=back,
+        grad_weight_input=back,
+    )
+
+
 def _nvfp4(name: str = "nvfp4", rule: str = "e4m3") -> Recipe:
     """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149), section 4: weights
     in 16 x 16 blocks, the same in both products; gradients rounded stochastically; both operands of
@@ -512,6 +590,8 @@ RECIPES: dict[str, Recipe] = {
         # Cook et al. (arXiv:2512.02010), section 3: "nvfp4" with scales chosen by error in all
         # casts.
         _nvfp4("four_over_six", "e4m3_4_6"),
+        _quartet2(),
+        _tetrajet2(),
         # 16-bit operands.
         _all("bf16", "bf16"),
         _all("fp16", "fp16"),
