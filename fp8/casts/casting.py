@@ -21,7 +21,8 @@ from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, unreduc
 from ..formats.format import Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
-from ..recipes.recipe import Cast, Recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import Recipe
 from ..recipes.scaling import (
     CORRECTED,
     E8M0,

@@ -18,7 +18,8 @@ from ..casts.codes import widened
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
 from ..native.kernels import in_pairs
-from ..recipes.recipe import Cast, Recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import Recipe
 from ..recipes.scaling import CORRECTED, SCALINGS, scale_of, scaled_tiles, unit_of
 
 __all__ = [

@@ -27,7 +27,8 @@ from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
 from ..optim.encodings import decode
 from ..optim.state import PARTS, parameters_of, read
-from ..recipes.recipe import AUTO, Cast, Recipe, given_recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import AUTO, Recipe, given_recipe
 from ..recipes.scaling import largest_finite, scale_of
 from ..selection.layers import LAYERS, auto_of
 from ..selection.where import checked_function

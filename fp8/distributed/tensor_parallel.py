@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..casts.casting import Spec, format_of, rounding_of, spec_of, whole_scale
 from ..common.mixin import bare_class, check_module
 from ..formats.quantize import quantize_operand
-from ..recipes.recipe import Cast
+from ..recipes.cast import Cast
 
 __all__ = ["gather_input_in_fp8"]
 

@@ -10,16 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..common.validation import check_name, check_whole
+from ..common.validation import check_keys, check_name, check_whole
+from .cast import Cast
 from .recipe import (
     AUTO,
     OPERANDS,
     PRODUCTS,
     RECIPES,
     SAME,
-    Cast,
     Recipe,
-    check_keys,
     given_recipe,
 )
 

@@ -16,7 +16,8 @@ from ..common.validation import check_name, check_number, check_whole
 from ..formats.format import get_format
 from ..levels.initialize import LEVELS, Level
 from ..optim.encodings import ENCODINGS
-from ..recipes.recipe import OPERANDS, PRODUCTS, SAME, Cast, Recipe, get_recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import OPERANDS, PRODUCTS, SAME, Recipe, get_recipe
 from ..sums.tensor_cores import TENSOR_CORES
 from .findings import Estimate, LayerTime, Product
 

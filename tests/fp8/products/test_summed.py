@@ -14,7 +14,8 @@ from fp8.casts.casting import spec_of
 from fp8.casts.codes import codes
 from fp8.products import matmul
 from fp8.products.matmul import linear
-from fp8.recipes.recipe import Cast, Recipe
+from fp8.recipes.cast import Cast
+from fp8.recipes.recipe import Recipe
 from fp8.sums.dot import dot
 from fp8.sums.tensor_cores import Matrix, instruction
 
