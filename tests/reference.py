@@ -240,13 +240,13 @@ def _maps(
     function: Product, x: Tensor, w: Tensor, g: Tensor, recipe: Recipe
 ) -> tuple[list[Product], list[tuple[Tensor, Tensor]]]:
     """As `_matrices`, of a convolution. Operands are matrices with the channels last."""
+    recipe = recipe.unrotated()
     batched = x.dim() == w.dim()
     transposed = function(x.double(), w.double()).shape[-w.dim() + 1] != w.shape[0]
 
     def maps(t: Tensor, how: Cast | None, axis: int) -> Tensor:
         t = t if batched else t[None]
         last = t.detach().movedim(1, -1)
-        how = how and dataclasses.replace(how, hadamard=0)
         y = cast(last.flatten(0, -2), how, axis).reshape(last.shape).movedim(-1, 1)
         return y if batched else y[0]
 

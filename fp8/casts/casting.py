@@ -405,9 +405,17 @@ def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
 
 def turn_of(spec: Spec | None, like: Tensor) -> Tensor | None:
     """Random signs for the rotation of both operands of a product, one of which has this spec:
-    (hadamard,), 1 or -1, float32; None if the signs are fixed."""
+    (hadamard,), 1 or -1, float32; None if the signs are fixed.
+
+    Raises ValueError for a DTensor: processes would draw signs of their own.
+    """
     if spec is None or spec.signs == "fixed":
         return None
+    if is_dtensor(like):
+        raise ValueError(
+            "random signs of a rotation differ between processes of tensor parallelism; take "
+            'signs="fixed"'
+        )
     return 1.0 - 2.0 * torch.randint(2, (spec.hadamard,), device=like.device)
 
 
