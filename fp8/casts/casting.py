@@ -84,6 +84,8 @@ class Spec(NamedTuple):
     rounding: str
     overflow: str
     random_bits: int
+    mean: bool
+    """As in `Cast`."""
     hadamard: int
     """The size of the Hadamard rotation; 0: none."""
     signs: str = "fixed"
@@ -120,11 +122,11 @@ def spec_of(cast: Cast | None) -> Spec | None:
 
 
 def _spec(text: str) -> Spec:
-    format, scaling, rule, rounding, overflow, signs, *numbers = text.rsplit(";", 11)
+    format, scaling, rule, rounding, overflow, signs, *numbers = text.rsplit(";", 12)
     rule += E8M0 if scaling == "mx" else ""
-    across, along, margin, _, random_bits, hadamard = [int(number) for number in numbers]
+    across, along, margin, _, random_bits, mean, hadamard = [int(number) for number in numbers]
     tile = (across, along)
-    rest = (margin, rounding, overflow, random_bits, hadamard, signs)
+    rest = (margin, rounding, overflow, random_bits, bool(mean), hadamard, signs)
     return Spec(format, rule or None, tile, *rest)
 
 
@@ -230,12 +232,27 @@ def rounded(
     check_dtype(x)
     if is_dtensor(x):
         x = unreduced(x)
+    if spec.mean:
+        return _around_mean(x, spec, axis, turn), None
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, turn)
     scale = whole_scale(x, spec, history, record)
     if not torch.is_grad_enabled():
         return _rounded(x, scale, spec, axis), scale
     return apply(_Round, x, scale, spec, axis), scale
+
+
+def _around_mean(x: Tensor, spec: Spec, axis: int, turn: Tensor | None) -> Tensor:
+    """The mean of the rows of ``x`` plus the rest, which is rounded under the spec."""
+    if is_dtensor(x):
+        raise ValueError("a cast with mean=True is not supported under tensor parallelism")
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.detach().mean(-2, keepdim=True) if wide.shape[-2] else wide.detach()
+    y = round_straight(wide - mean, spec._replace(mean=False), axis, turn=turn)
+    whole = mean.expand_as(wide)
+    if spec.hadamard:
+        whole = rotated(whole, spec.hadamard, axis, turn)
+    return (y + whole).to(x.dtype)
 
 
 def whole_scale(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..common.validation import check_between, check_choice, check_keys
+from ..common.validation import check_between, check_choice, check_flag, check_keys
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
@@ -38,6 +38,10 @@ class Cast:
         rounding, overflow, random_bits: as in `fp8.quantize`, except that Inf does not saturate: it
             stays Inf if the format has Inf, and becomes NaN otherwise. Stochastic rounding uses a
             new seed each time.
+        mean: whether the mean over the rows of the operand, which are tokens for activations and
+            gradients, is subtracted before the cast and added again afterwards, in high precision:
+            a product is that of the means and that of the rest, which alone is cast ("The curse and
+            blessing of mean bias", arXiv:2603.10444). Simulated. Inf and NaN reach their column.
         hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
             of this size along the axis that the product sums over, which cancels in the product. 0:
             no rotation. Both operands of a product need the same value. Only products of matrices
@@ -47,8 +51,9 @@ class Cast:
 
     Raises:
         ValueError: for an unknown name, an unsigned format, a rule or tile that the scaling does
-            not support, random signs without a rotation, a rotation with a scaling that keeps state
-            between passes, and overflow="nonfinite" with a format that has neither Inf nor NaN.
+            not support, random signs without a rotation, a mean or a rotation with a scaling that
+            keeps state between passes, and overflow="nonfinite" with a format that has neither Inf
+            nor NaN.
         TypeError: for a name that is not a string.
     """
 
@@ -61,6 +66,7 @@ class Cast:
     rounding: str = "nearest"
     overflow: str = "saturate"
     random_bits: int = 31
+    mean: bool = False
     hadamard: int = 0
     signs: str = "fixed"
 
@@ -88,12 +94,15 @@ class Cast:
         check_choice("signs", self.signs, SIGNS)
         if self.signs == "random" and not self.hadamard:
             raise ValueError("random signs need a rotation: give hadamard too")
-        if self.hadamard and self.keeps_history:
+        check_flag("mean", self.mean)
+        if (self.hadamard or self.mean) and self.keeps_history:
             raise ValueError(
-                f"scaling {self.scaling!r} has no rotation: its state is that of the plain operand"
+                f"scaling {self.scaling!r} has no mean and no rotation: its state is that of the "
+                "plain operand"
             )
         inner = self.format.text if isinstance(self.format, Format) else self.format
-        numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits, self.hadamard)
+        numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits)
+        numbers = (*numbers, int(self.mean), self.hadamard)
         names = (self.scaling, self.rule or "", self.rounding, self.overflow, self.signs)
         object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
 
@@ -167,6 +176,7 @@ class Cast:
             self.overflow if self.overflow != "saturate" else "",
             f"margin {self.margin}" if self.margin else "",
             f"history {self.history}" if self.history else "",
+            "around its mean" if self.mean else "",
             f"rotated by {self.hadamard}" if self.hadamard else "",
             "random signs" if self.signs == "random" else "",
         ]

@@ -82,7 +82,8 @@ class Recipe:
 
     Raises:
         TypeError: for a cast that is not a Cast.
-        ValueError: for an accelerator without an instruction for the formats of a product; for a
+        ValueError: for an accelerator without an instruction for the formats of a product, or with
+            a cast around a mean; for a
             second cast with scaling "delayed" or "static"; if the two operands of a
             product are not rotated alike; for saved activations with a scale per tile, a history or
             a rotation.
@@ -117,9 +118,12 @@ class Recipe:
                     f'{field} cannot have scaling "{cast.scaling}": one history, one cast'
                 )
         saved = self.saved_activations
-        if saved is not None and (saved.tile != (0, 0) or saved.keeps_history or saved.hadamard):
+        if saved is not None and (
+            saved.tile != (0, 0) or saved.keeps_history or saved.mean or saved.hadamard
+        ):
             raise ValueError(
-                f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
+                'saved_activations needs scaling "unit" or "tensor", no mean and no rotation, got '
+                f"{saved}"
             )
         for product in PRODUCTS:
             casts = getattr(self, product)
@@ -141,6 +145,8 @@ class Recipe:
         check_between("promote", self.promote, 0, 1 << 20)
         for name in PRODUCTS:
             casts = [cast for cast in getattr(self, name) if cast is not None]
+            if any(cast.mean for cast in casts):
+                raise ValueError(f"accumulate={self.accumulate!r} has no mean=True ({name})")
             if len(casts) < 2:
                 continue
             formats = [get_format(cast.format).name for cast in casts]

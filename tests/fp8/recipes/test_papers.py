@@ -219,3 +219,44 @@ def test_mx_scales_by_error_are_the_best_of_all_rules():
     others = torch.stack([errors(rule) for rule in ("up", "floor", "ceil", "even")])
     assert torch.equal(found, others.amin(0))
     assert (found < others).any(1).all()  # each of the four is worse somewhere
+
+
+def test_a_mean_is_multiplied_in_high_precision():
+    """arXiv:2603.10444: rows with a common mean, large in a few channels, which determine the
+    scales of blocks. A product is that of the mean, uncast, and of the rest; so is its gradient."""
+    x = (randn(64, 96) + 40 * (randn(96, seed=1) > 1.5)).requires_grad_()
+    w, g = randn(48, 96, seed=2).requires_grad_(), randn(64, 48, seed=3)
+    mean = x.detach().mean(0)
+    rest = x.detach() - mean
+
+    def close(got: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+    for scaling, format in (("nv", "e2m1"), ("tensor", "e4m3")):
+        plain = fp8.Cast(format=format, scaling=scaling)
+        around = dataclasses.replace(plain, mean=True)
+        y = linear(x, w, recipe=fp8.Recipe(name="mean", input=around, weight=plain))
+        dx, dw = torch.autograd.grad(y, (x, w), g)
+        weight = cast_forward(w.detach(), plain)
+        close(y.detach(), cast_forward(rest, plain) @ weight.mT + mean @ weight.mT)
+        close(dx, g @ cast_forward(w.detach(), plain, -2))
+        close(dw, g.mT @ cast_forward(rest, plain, -2) + g.sum(0)[:, None] * mean)
+        errors = [float((cast_forward(x, cast) - x).detach().norm()) for cast in (around, plain)]
+        assert errors[0] < errors[1] / 3
+
+
+def test_a_mean_is_rotated_with_the_rest():
+    """With a format as precise as float32, along both axes; float16 is rounded once."""
+    wide = fp8.Format(name="wide", exponent_bits=8, mantissa_bits=23, bias=127, max=2.0**127)
+    cast = fp8.Cast(format=wide, mean=True, hadamard=16)
+    recipe = fp8.Recipe(name="mean", input=cast, weight=cast, grad=cast)
+    x, w, g = randn(40, 24), randn(20, 24, seed=1), randn(40, 20, seed=2)
+    found = []
+    for chosen in (recipe, None):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        y = linear(*leaves, recipe=chosen)
+        found.append((y, *torch.autograd.grad(y, leaves, g)))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
+    half = x.half()
+    assert torch.equal(cast_forward(half, dataclasses.replace(cast, hadamard=0)), half)

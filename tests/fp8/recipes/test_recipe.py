@@ -105,8 +105,8 @@ def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
         ({"hadamard": 12}, "power of two from 2 to 128, got 12"),
         ({"signs": "random"}, "random signs need a rotation"),
         ({"signs": "odd", "hadamard": 16}, "unknown signs 'odd'; choose one of 'fixed'"),
-        ({"scaling": "delayed", "hadamard": 16}, "'delayed' has no rotation"),
-        ({"scaling": "static", "hadamard": 16}, "'static' has no rotation"),
+        ({"scaling": "delayed", "hadamard": 16}, "'delayed' has no mean and no rotation"),
+        ({"scaling": "static", "mean": True}, "'static' has no mean and no rotation"),
         ({"scaling": "nv", "rule": "e4m3_eden", "rounding": "stochastic"}, "values to nearest"),
         ({"scaling": "nv", "rule": "e4m3_eden", "tile": (16, 16)}, "blocks of one row"),
         ({"scaling": "nv", "rule": "e4m3_eden", "hadamard": 8}, "blocks of one row"),
@@ -146,6 +146,17 @@ def test_both_operands_are_rotated_or_none():
     other = dataclasses.replace(turned, signs="random")
     with pytest.raises(ValueError, match="forward needs both operands rotated alike"):
         Recipe(name="mine", input=turned, weight=other, grad=turned)
+
+
+def test_a_mean_is_a_flag_that_sums_of_an_accelerator_refuse():
+    with pytest.raises(TypeError, match="mean must be True or False, got 1"):
+        Cast(format="e4m3", mean=1)
+    with pytest.raises(ValueError, match=r"accumulate='hopper' has no mean=True \(forward\)"):
+        Recipe(name="mine", input=Cast(format="e4m3", mean=True), accumulate="hopper")
+    with pytest.raises(
+        ValueError, match="no mean and no rotation, got e4m3, unit, around its mean"
+    ):
+        Recipe(name="mine", saved_activations=Cast(format="e4m3", mean=True))
 
 
 def test_unrotated_leaves_the_rest():
