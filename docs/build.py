@@ -25,8 +25,9 @@ from fp8.formats.format import FORMATS, Format
 from fp8.levels.initialize import LEVELS
 from fp8.modes.dispatch import EXPANDED, OPAQUE, PRODUCTS
 from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTA, MOMENTS, Encoding
+from fp8.recipes.cast import Cast
 from fp8.recipes.policy import ROLES
-from fp8.recipes.recipe import RECIPES, Cast, Recipe
+from fp8.recipes.recipe import RECIPES, Recipe
 from fp8.recipes.scaling import RULES, SCALINGS, Scaling
 from fp8.selection.where import WHERE
 from fp8.studies.hardware import ACHIEVED, HARDWARE, UNITS, Hardware

@@ -27,9 +27,10 @@ from .norms.low_precision import (
     revert_norms,
 )
 from .norms.norm import LayerNorm2d, is_fast_norm, set_fast_norm
+from .recipes.cast import Cast
 from .recipes.history import AmaxHistory, reduce_amax
 from .recipes.policy import Policy, Rule
-from .recipes.recipe import RECIPES, Cast, Recipe, get_recipe
+from .recipes.recipe import RECIPES, Recipe, get_recipe
 from .studies.dump import dump
 from .studies.preflight import Preflight, PreflightError, preflight
 from .studies.stats import stats

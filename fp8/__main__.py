@@ -13,7 +13,8 @@ from typing import Any
 from .common.report import as_table
 from .formats.format import FORMATS, Format
 from .levels.initialize import LEVELS, Level
-from .recipes.recipe import RECIPES, Cast, Recipe
+from .recipes.cast import Cast
+from .recipes.recipe import RECIPES, Recipe
 from .studies import command, doctor
 from .version import __version__
 

@@ -48,7 +48,10 @@ def scale_of(
         return next(fitting, 2.0**127)
     if rule == "exact":
         return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**127)
-    if rule in ("e4m3", "e4m3_4_6"):
+    if rule == "e4m3_eden":
+        share = real(17 / 16 * 0.93)
+        amax, whole = float(real(amax) * share), float(real(whole) * share)
+    if rule in ("e4m3", "e4m3_4_6", "e4m3_eden"):
         unit, largest = 1.0, 448 if rule == "e4m3" else 256
         if 0 < whole < math.inf:
             unit = min(max(real(whole) / real(largest * format.max), 2.0**-126), 2.0**127)
@@ -64,12 +67,15 @@ def scale_of(
 
 
 def scale_by_error(x: Tensor, format: Format, rule: str, whole: float, *rest) -> float:
-    """`scale_of` of a tile; under "e4m3_4_6" the better one of it and of that for 1.5 * amax."""
+    """`scale_of` of a tile; under "e4m3_4_6" the better one of it and of that for 1.5 * amax, under
+    "error" of floor and of that for 2 * amax."""
+    times = {"e4m3_4_6": 1.5, "error": 2.0}.get(rule)
+    rule = "floor" if rule == "error" else rule
     scale = scale_of(_largest(x), format, rule, whole, *rest)
-    if rule != "e4m3_4_6":
+    if times is None:
         return scale
     most = float(np.finfo(rest[0] if rest else np.float32).max)
-    other = scale_of(min(1.5 * _largest(x), most), format, rule, whole, *rest)
+    other = scale_of(min(times * _largest(x), most), format, rule, whole, *rest)
     errors = [(_tile(x, format, s) - x.double()).square().sum() for s in (scale, other)]
     return other if errors[1] < errors[0] else scale
 
@@ -145,11 +151,18 @@ def _tile(x: Tensor, format: Format, scale: float) -> Tensor:
 
 
 def nearest(recipe: Recipe) -> Recipe:
-    """The recipe with casts rounding to nearest and torch's sums: what has one right answer."""
+    """The recipe with casts rounding to nearest, fixed rotations and torch's sums: what has one
+    right answer."""
+    fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     casts = {
-        field.name: dataclasses.replace(getattr(recipe, field.name), rounding="nearest")
-        for field in dataclasses.fields(recipe)
-        if isinstance(getattr(recipe, field.name), Cast)
+        name: dataclasses.replace(
+            cast,
+            rounding="nearest",
+            signs="fixed",
+            rule="e4m3" if cast.rule == "e4m3_eden" else cast.rule,
+        )
+        for name, cast in fields.items()
+        if isinstance(cast, Cast)
     }
     return dataclasses.replace(recipe, accumulate=None, promote=0, **casts)
 
@@ -199,7 +212,7 @@ def _matrices(
     right = transposed.expand(*batch, outputs, inner)
     grad = g.reshape(*batch, *rows, outputs)
     forward = recipe.forward if layer else (recipe.input, recipe.input)
-    grad_input = recipe.grad_input if layer else (recipe.grad, recipe.input)
+    grad_input = recipe.grad_input if layer else (recipe.grad, _turned(recipe.input, recipe.grad))
     pairs = [
         (cast(left, forward[0]), cast(right, forward[1])),
         (cast(grad, grad_input[0]), cast(right, grad_input[1], -2)),
@@ -218,17 +231,22 @@ def _matrices(
     return computes, pairs
 
 
+def _turned(how: Cast | None, like: Cast | None) -> Cast | None:
+    """A cast with the rotation of another one, which casts the other operand."""
+    return how and dataclasses.replace(how, hadamard=like.hadamard if like else 0)
+
+
 def _maps(
     function: Product, x: Tensor, w: Tensor, g: Tensor, recipe: Recipe
 ) -> tuple[list[Product], list[tuple[Tensor, Tensor]]]:
     """As `_matrices`, of a convolution. Operands are matrices with the channels last."""
+    recipe = recipe.unrotated()
     batched = x.dim() == w.dim()
     transposed = function(x.double(), w.double()).shape[-w.dim() + 1] != w.shape[0]
 
     def maps(t: Tensor, how: Cast | None, axis: int) -> Tensor:
         t = t if batched else t[None]
         last = t.detach().movedim(1, -1)
-        how = how and dataclasses.replace(how, hadamard=0)
         y = cast(last.flatten(0, -2), how, axis).reshape(last.shape).movedim(-1, 1)
         return y if batched else y[0]
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..common.libraries import need
-from ..recipes.recipe import RECIPES, Cast, Recipe, given_recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import RECIPES, Recipe, given_recipe
 
 __all__ = ["delayed_scaling", "format_of", "scale_of_one", "te_recipe"]
 

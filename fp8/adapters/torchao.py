@@ -13,7 +13,8 @@ from ..common.libraries import need
 from ..common.mixin import bare_class, gain
 from ..formats.format import get_format
 from ..native.kernels import ALIGNMENT, why_not_device
-from ..recipes.recipe import AUTO, RECIPES, Cast, Recipe, given_recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import AUTO, RECIPES, Recipe, given_recipe
 from ..selection.layers import inside_attention
 from ..selection.where import Where, checked_function
 from ..surgery.swap import forget, swap, why_not_exact

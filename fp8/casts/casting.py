@@ -21,10 +21,13 @@ from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, unreduc
 from ..formats.format import Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
-from ..recipes.recipe import Cast, Recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import Recipe
 from ..recipes.scaling import (
+    CORRECTED,
     E8M0,
     UNITS,
+    corrected,
     history_scale,
     inverse_of,
     scale_of,
@@ -52,6 +55,9 @@ __all__ = [
     "shifted",
     "spec_of",
     "static_scale",
+    "tiles_together",
+    "turn_of",
+    "unrotated",
     "untiled",
     "whole_scale",
     "without_autocast",
@@ -78,15 +84,26 @@ class Spec(NamedTuple):
     rounding: str
     overflow: str
     random_bits: int
+    mean: bool
+    """As in `Cast`."""
     hadamard: int
     """The size of the Hadamard rotation; 0: none."""
+    signs: str = "fixed"
+    """As in `Cast`."""
     label: str = ""
     """The operand's label for `fp8.stats`; "": not sampled."""
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """All fields but the label. Casts with equal settings compute the same."""
+        """All fields but the label. Casts with equal settings compute the same, but for random
+        bits."""
         return self[:-1]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether two casts of one operand differ."""
+        random = self.rounding == "stochastic" or self.signs == "random"
+        return random or self.rule in CORRECTED
 
 
 @overload
@@ -105,11 +122,12 @@ def spec_of(cast: Cast | None) -> Spec | None:
 
 
 def _spec(text: str) -> Spec:
-    format, scaling, rule, rounding, overflow, *numbers = text.rsplit(";", 10)
+    format, scaling, rule, rounding, overflow, signs, *numbers = text.rsplit(";", 12)
     rule += E8M0 if scaling == "mx" else ""
-    across, along, margin, _, random_bits, hadamard = [int(number) for number in numbers]
+    across, along, margin, _, random_bits, mean, hadamard = [int(number) for number in numbers]
     tile = (across, along)
-    return Spec(format, rule or None, tile, margin, rounding, overflow, random_bits, hadamard)
+    rest = (margin, rounding, overflow, random_bits, bool(mean), hadamard, signs)
+    return Spec(format, rule or None, tile, *rest)
 
 
 _known_spec = cache(_spec)
@@ -133,6 +151,11 @@ def is_symmetric(spec: Spec | None) -> bool:
     return spec is None or (spec.tile[0] == spec.tile[1] and not spec.hadamard)
 
 
+def unrotated(spec: Spec | None) -> Spec | None:
+    """The spec without its rotation."""
+    return spec and spec._replace(hadamard=0, signs="fixed")
+
+
 def is_whole(recipe: Recipe) -> bool:
     """Whether no operand is scaled by rows or blocks, so that no cast depends on the summed
     axis."""
@@ -151,12 +174,13 @@ def cast_forward(
     """``x`` rounded under ``cast``; straight-through gradient, also where values saturate.
 
     name: the name of the product, for `fp8.stats`. exponent: as in `shifted`. While `fp8.calibrate`
-    measures, ``x`` is measured and returned unchanged.
+    measures, ``x`` is measured and returned unchanged. A rotation is left out, because only a
+    product whose other operand is rotated too cancels it.
     """
     if cast is not None and (pass_ := measuring()) is not None:
         pass_.operand(history, x)
         return x
-    spec = labelled(shifted(spec_of(cast), exponent), name, operand)
+    spec = labelled(shifted(unrotated(spec_of(cast)), exponent), name, operand)
     return round_straight(x, spec, axis, history)
 
 
@@ -167,10 +191,11 @@ def cast_backward(
     history: Tensor | None = None,
     name: str = "",
 ) -> Tensor:
-    """``x`` unchanged; its gradient is rounded under ``cast``, or measured as in `cast_forward`."""
+    """``x`` unchanged; its gradient is rounded under ``cast``, or measured as in `cast_forward`.
+    A rotation is left out."""
     if cast is not None and (pass_ := measuring()) is not None:
         return pass_.gradient(history, x)
-    spec = labelled(spec_of(cast), name, "grad")
+    spec = labelled(unrotated(spec_of(cast)), name, "grad")
     return apply(_RoundGradient, x, history, spec, axis, written=history) if spec is not None else x
 
 
@@ -180,13 +205,15 @@ def round_straight(
     axis: int = -1,
     history: Tensor | None = None,
     record: bool | None = None,
+    turn: Tensor | None = None,
 ) -> Tensor:
     """``x`` rounded (and rotated, if specified) under a spec, with a straight-through gradient.
 
     history: the operand's history, for scaling "delayed" or "static". record: whether x is added to
-    it (None: if gradients are recorded).
+    it (None: if gradients are recorded). turn: the `turn_of` the product, which its other operand
+    has too.
     """
-    return rounded(x, spec, axis, history, record)[0]
+    return rounded(x, spec, axis, history, record, turn)[0]
 
 
 def rounded(
@@ -195,6 +222,7 @@ def rounded(
     axis: int = -1,
     history: Tensor | None = None,
     record: bool | None = None,
+    turn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`round_straight`, and the scale factor of all of ``x``; None if that is 1 or if each tile has
     its own. A static scale factor does not depend on ``x``."""
@@ -204,12 +232,27 @@ def rounded(
     check_dtype(x)
     if is_dtensor(x):
         x = unreduced(x)
+    if spec.mean:
+        return _around_mean(x, spec, axis, turn), None
     if spec.hadamard:
-        x = rotated(x, spec.hadamard, axis)
+        x = rotated(x, spec.hadamard, axis, turn)
     scale = whole_scale(x, spec, history, record)
     if not torch.is_grad_enabled():
         return _rounded(x, scale, spec, axis), scale
     return apply(_Round, x, scale, spec, axis), scale
+
+
+def _around_mean(x: Tensor, spec: Spec, axis: int, turn: Tensor | None) -> Tensor:
+    """The mean of the rows of ``x`` plus the rest, which is rounded under the spec."""
+    if is_dtensor(x):
+        raise ValueError("a cast with mean=True is not supported under tensor parallelism")
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.detach().mean(-2, keepdim=True) if wide.shape[-2] else wide.detach()
+    y = round_straight(wide - mean, spec._replace(mean=False), axis, turn=turn)
+    whole = mean.expand_as(wide)
+    if spec.hadamard:
+        whole = rotated(whole, spec.hadamard, axis, turn)
+    return (y + whole).to(x.dtype)
 
 
 def whole_scale(
@@ -274,16 +317,44 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
             else:
                 scale = scales_of(of, tiles, dims, format, rule, tile, axis)
             scale = with_margin(scale, spec.margin, rule)
-        how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
-        y = untiled(quantize_operand(tiles, format, **how), x, tile, axis)
+        if rule in CORRECTED:
+            values, scale = _corrected(tiles, dims, scale, spec, of)
+        else:
+            how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
+            values = quantize_operand(tiles, format, **how)
+        y = untiled(values, x, tile, axis)
         whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
         if label and dims and rule in UNITS:
-            unit = with_margin(unit_of(tiles, dims, format, rule), spec.margin, rule)
+            unit = _unit(tiles, dims, spec, of)
             blocks = Blocks(tiles.abs().amax(dims, keepdim=True), scale, unit)
     if label:
         measured = rule is None and not spec.margin and scale is not None
         observe(label, x, y, whole, format, measured, blocks)
     return y
+
+
+def _unit(tiles: Tensor, dims: tuple[int, ...] | None, spec: Spec, of: Any) -> Tensor:
+    """The unit of the scales of a rule in UNITS. of: as in `_round_part`."""
+    assert spec.rule is not None
+    of_all = (tiles, dims) if of is None else (amax_of(of), None)
+    unit = unit_of(*of_all, format_of(spec), spec.rule)
+    return with_margin(unit, spec.margin, spec.rule)
+
+
+def _corrected(
+    tiles: Tensor, dims: tuple[int, ...] | None, scale: Tensor, spec: Spec, of: Any
+) -> tuple[Tensor, Tensor]:
+    """Tiles rounded under a spec with a rule in CORRECTED, and the scales that multiply them."""
+    assert dims is not None
+    x = tiles.detach().to(scale.dtype) / scale
+    values = quantize_operand(x, format_of(spec), **rounding_of(spec))
+    scale = corrected(x, values, scale, _unit(tiles, dims, spec, of), dims, tiles_together(spec))
+    return (values * scale).to(tiles.dtype), scale
+
+
+def tiles_together(spec: Spec) -> int:
+    """The number of tiles that are rotated together."""
+    return max(spec.hadamard // spec.tile[1], 1)
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:
@@ -334,38 +405,57 @@ class _RoundGradient(Function):
         return g, None, None, None
 
 
-def _hadamard_matrix(size: int) -> list[list[float]]:
+def _hadamard_matrix(size: int, like: Tensor) -> Tensor:
     """Sylvester's Hadamard matrix with fixed random column signs, scaled to be orthogonal.
 
     Entry (i, j) is (-1)**popcount(i & j) * sign[j] / sqrt(size). The signs are the first bits of
     the fraction of pi, the same for all layers and steps (arXiv:2509.25149, section 4.2). size is a
     power of two.
     """
-    signs = [(KEY_START >> (62 - j % 63)) & 1 for j in range(size)]
-    return [
-        [(-1.0) ** ((i & j).bit_count() + signs[j]) / math.sqrt(size) for j in range(size)]
-        for i in range(size)
-    ]
+    index = torch.arange(size, device=like.device)
+    bits = (index[:, None] >> torch.arange(size.bit_length(), device=like.device) & 1).float()
+    negative = aten.matmul.default(bits, bits.mT).remainder(2)
+    signs = [1.0 - 2.0 * (KEY_START >> (62 - j % 63) & 1) for j in range(size)]
+    signed = (1 - 2 * negative) * torch.tensor(signs, device=like.device)
+    return signed.to(like.dtype) * (1 / math.sqrt(size))
 
 
-def rotated(x: Tensor, size: int, axis: int) -> Tensor:
+def turn_of(spec: Spec | None, like: Tensor) -> Tensor | None:
+    """Random signs for the rotation of both operands of a product, one of which has this spec:
+    (hadamard,), 1 or -1, float32; None if the signs are fixed.
+
+    Raises ValueError for a DTensor: processes would draw signs of their own.
+    """
+    if spec is None or spec.signs == "fixed":
+        return None
+    if is_dtensor(like):
+        raise ValueError(
+            "random signs of a rotation differ between processes of tensor parallelism; take "
+            'signs="fixed"'
+        )
+    return 1.0 - 2.0 * torch.randint(2, (spec.hadamard,), device=like.device)
+
+
+def rotated(x: Tensor, size: int, axis: int, turn: Tensor | None = None) -> Tensor:
     """Multiplies ``x`` by an orthogonal matrix along ``axis``, in blocks of ``size`` elements.
 
     The product of two operands does not change if both are rotated along the summed axis, and the
     rotation spreads an outlier over its block. The axis is padded with zeros to a multiple of
-    ``size``.
+    ``size``. turn: signs, one for each element of a block, which multiply it first.
     """
     if is_dtensor(x):
         check_whole(x, axis, size)
         divided: Any = x
-        return as_shard(x, rotated(divided.to_local(), size, axis))
+        return as_shard(x, rotated(divided.to_local(), size, axis, turn))
     count = -(-x.shape[axis] // size)
     missing = count * size - x.shape[axis]
     if missing:
         x = aten.constant_pad_nd.default(x, [0, missing] if axis == -1 else [0, 0, 0, missing])
-    matrix = torch.tensor(_hadamard_matrix(size), dtype=x.dtype, device=x.device)
     blocks = torch.unflatten(x, axis, (count, size))
+    if turn is not None:
+        blocks = blocks * (turn if axis == -1 else turn[:, None]).to(x.dtype)
     with without_autocast(x):
+        matrix = _hadamard_matrix(size, x)
         if axis == -1:
             return aten.matmul.default(blocks, matrix.mT).flatten(-2)
         return aten.matmul.default(matrix, blocks).flatten(-3, -2)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..formats.quantize import quantize_operand
 from ..recipes.scaling import (
+    CORRECTED,
     UNITS,
+    corrected,
     inverse_of,
     scale_of,
     scaled_tiles,
@@ -24,6 +26,7 @@ from .casting import (
     rotated,
     rounding_of,
     static_scale,
+    tiles_together,
     untiled,
     whole_scale,
 )
@@ -49,17 +52,23 @@ class Codes(NamedTuple):
 
 
 def codes(
-    x: Tensor, spec: Spec, axis: int = -1, history: Tensor | None = None, record: bool = False
+    x: Tensor,
+    spec: Spec,
+    axis: int = -1,
+    history: Tensor | None = None,
+    record: bool = False,
+    turn: Tensor | None = None,
 ) -> Codes:
     """Casts ``x``, or with axis -2 its transpose, under a spec.
 
-    axis: the axis that the product sums over. history, record: as in
+    axis: the axis that the product sums over. history, record, turn: as in
     `fp8.casts.casting.round_straight`.
     """
     format = format_of(spec)
     rule, tile, margin = spec.rule, spec.tile, spec.margin
     how = rounding_of(spec)
-    x = plain(rotated(plain(x), spec.hadamard, axis) if spec.hadamard else x, torch.float32)
+    x = rotated(plain(x), spec.hadamard, axis, turn) if spec.hadamard else x
+    x = plain(x, torch.float32)
     unit = None
     scale = whole_scale(x, spec, history, record)
     if rule is None or scale is not None:
@@ -73,12 +82,16 @@ def codes(
         scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
         inverse = inverse_of(scale, rule)
         units = tiles / scale if inverse is None else tiles * inverse
-        y = untiled(quantize_operand(units, format, **how), x, tile, axis)
-        if tile[1]:
-            assert dims is not None
-            scale = scale.squeeze(dims)
+        values = quantize_operand(units, format, **how)
+        y = untiled(values, x, tile, axis)
         if rule in UNITS:
             unit = with_margin(unit_of(tiles, dims, format, rule), margin, rule)
+        if tile[1]:
+            assert dims is not None
+            if rule in CORRECTED:
+                assert unit is not None
+                scale = corrected(units, values, scale, unit, dims, tiles_together(spec))
+            scale = scale.squeeze(dims)
     if axis == -2:
         y, scale = y.mT, scale.mT if scale.dim() else scale
     return Codes(y, scale, unit)

@@ -74,14 +74,16 @@ def _like(x: Tensor, offs: Tensor | None, split: int, axis: int, hadamard: int) 
 @torch.library.custom_op(
     "fp8::cast_groups",
     mutates_args=(),
-    schema="(Tensor x, Tensor? offs, Tensor? history, int split, int axis, bool record, "
-    "str format, str? rule, int across, int along, int margin, str rounding, str overflow, "
-    "int random_bits, int hadamard, str label) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor? offs, Tensor? history, Tensor? turn, int split, int axis, "
+    "bool record, str format, str? rule, int across, int along, int margin, str rounding, "
+    "str overflow, int random_bits, bool mean, int hadamard, str signs, str label) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def _cast_groups(
     x: Tensor,
     offs: Tensor | None,
     history: Tensor | None,
+    turn: Tensor | None,
     split: int,
     axis: int,
     record: bool,
@@ -103,7 +105,7 @@ def _cast_groups(
     for i, (part, values, scaled) in enumerate(zip(*parts, strict=True)):
         if part.numel():
             state = states[i] if states else None
-            cast, scale = rounded(part, spec, axis, state, record)
+            cast, scale = rounded(part, spec, axis, state, record, turn)
             values.copy_(cast)
             if scale is not None:
                 scaled.copy_(scale)
@@ -124,11 +126,12 @@ def _(
     x: Tensor,
     offs: Tensor | None,
     history: Tensor | None,
+    turn: Tensor | None,
     split: int,
     axis: int,
     *rest: bool | int | str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    hadamard = rest[-2]
+    hadamard = rest[-3]
     assert isinstance(hadamard, int)
     y = _like(x, offs, split, axis, hadamard)
     return y, _no_scales(y, split), x.new_empty(0) if history is None else history.clone()
@@ -142,6 +145,7 @@ def cast_groups(
     axis: int,
     history: Tensor | None = None,
     record: bool | None = None,
+    turn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`fp8.casts.casting.rounded` of every group of ``x``, not differentiable.
 
@@ -155,7 +159,7 @@ def cast_groups(
         split: the axis of a matrix that ``offs`` splits, -2 or -1.
         axis: the axis that the product sums over, -2 or -1.
         history: (groups, length) or (groups,), float32: the state of each group.
-        record: as in `rounded`.
+        record, turn: as in `rounded`.
 
     Returns:
         The cast operand, and the scale factor of each group in a shape that broadcasts to ``x``;
@@ -166,7 +170,7 @@ def cast_groups(
     record = torch.is_grad_enabled() if record is None else record
     format, rule, tile, *rest = spec
     operator = torch.ops.fp8.cast_groups
-    arguments = (offs, history, split, axis, record, format, rule, *tile, *rest)
+    arguments = (offs, history, turn, split, axis, record, format, rule, *tile, *rest)
     y, scales, after = operator(plain(x).detach(), *arguments)
     if history is not None and record:
         with torch.no_grad():

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..recipes.recipe import Recipe
-from .casting import Spec, is_symmetric, labelled, shifted, spec_of
+from .casting import Spec, is_symmetric, labelled, shifted, spec_of, unrotated
 
 __all__ = ["Casts", "Exponents", "casts_of", "one_copy", "static_exponent", "with_copies"]
 
@@ -49,9 +49,9 @@ def casts_of(
 ) -> Casts:
     """The specs of a recipe.
 
-    layer: whether b is a weight; otherwise it is cast like a. name: the name of the product, for
-    `fp8.stats`. static: the exponents of the static scale factors of a and b. operands: their names
-    for `fp8.stats`.
+    layer: whether b is a weight; otherwise it is cast like a, and in the backward pass rotated like
+    the gradient that it is multiplied by. name: the name of the product, for `fp8.stats`. static:
+    the exponents of the static scale factors of a and b. operands: their names for `fp8.stats`.
     """
     if recipe is None:
         return Casts()
@@ -59,7 +59,8 @@ def casts_of(
     grad_for_a, b_again = (spec_of(cast) for cast in recipe.grad_input)
     grad_for_b, a_again = (spec_of(cast) for cast in recipe.grad_weight)
     if not layer:
-        b = b_again = a
+        b, b_again = a, _turned_like(a, grad_for_a)
+        grad_for_a = unrotated(grad_for_a) if a is None else grad_for_a
     if any(static):
         a, a_again = (shifted(spec, static[0]) for spec in (a, a_again))
         b, b_again = (shifted(spec, static[1]) for spec in (b, b_again))
@@ -69,6 +70,13 @@ def casts_of(
     first, second = operands or ("input", "weight" if layer else "other")
     roles = (first, second, "grad", f"{second} again", "grad again", f"{first} again")
     return Casts(*map(labelled, casts, [name] * len(casts), roles))
+
+
+def _turned_like(spec: Spec | None, other: Spec | None) -> Spec | None:
+    """``spec`` with the rotation of ``other``, the operand that it is multiplied by."""
+    if spec is None or other is None:
+        return unrotated(spec)
+    return spec._replace(hadamard=other.hadamard, signs=other.signs)
 
 
 def one_copy(first: Spec | None, second: Spec | None) -> bool:

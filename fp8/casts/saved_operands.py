@@ -62,12 +62,12 @@ def shared_casts(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Shar
     """What the preceding product saved of ``x``, so that this one can share it.
 
     None if each product saves its own: without casts; in compiled code, where the compiler handles
-    it; for a subclass of Tensor; under stochastic rounding; and with a history, unless scale
-    factors can be read without a device synchronization (on a CPU).
+    it; for a subclass of Tensor; for casts with random bits or signs; and with a history, unless
+    scale factors can be read without a device synchronization (on a CPU).
     """
     if not any(specs) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    by_chance = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
+    by_chance = any(spec is not None and spec.is_random for spec in specs)
     unknown = history is not None and x.device.type != "cpu"
     if type(x) is not Tensor or by_chance or unknown or x.is_inference():  # no _version
         return None
@@ -137,7 +137,7 @@ def check_single_backward(ctx: Any) -> None:
 
 def _dtype(x: Tensor, spec: Spec | None) -> torch.dtype | None:
     """The dtype in which ``x`` is saved; None for its own, as on devices without FP8 dtypes."""
-    if spec is None or spec.tile != (0, 0) or x.device.type == "mps":
+    if spec is None or spec.tile != (0, 0) or spec.mean or x.device.type == "mps":
         return None
     dtype = format_of(spec).dtype
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None

@@ -18,8 +18,9 @@ from ..casts.codes import widened
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
 from ..native.kernels import in_pairs
-from ..recipes.recipe import Cast, Recipe
-from ..recipes.scaling import SCALINGS, scale_of, scaled_tiles, unit_of
+from ..recipes.cast import Cast
+from ..recipes.recipe import Recipe
+from ..recipes.scaling import CORRECTED, SCALINGS, scale_of, scaled_tiles, unit_of
 
 __all__ = [
     "INPUTS",
@@ -156,7 +157,8 @@ def unfit(recipe: Recipe) -> str:
             history=cast.history or None,
             tile=cast.tile if cast is weight and SCALINGS[cast.scaling].free else None,
         )
-        if cast != usual or any(by and n % by for n, by in zip(cast.tile or (), tile, strict=True)):
+        unlike = cast != usual or cast.rule in CORRECTED
+        if unlike or any(by and n % by for n, by in zip(cast.tile or (), tile, strict=True)):
             return f"{none}: {cast}; {then}"
     return ""
 

@@ -14,8 +14,9 @@ from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
 from ..common.step import unwrapped
 from ..formats.format import get_format
+from ..recipes.cast import Cast
 from ..recipes.history import histories
-from ..recipes.recipe import Cast, Recipe
+from ..recipes.recipe import Recipe
 from ..recipes.scaling import history_scale
 from ..selection.layers import is_transposed
 from ..selection.policies import bare_name

@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_flag", "check_keys", "check_name", "check_number", "check_whole", "nearest"]
+__all__ = [
+    "check_between",
+    "check_choice",
+    "check_flag",
+    "check_keys",
+    "check_name",
+    "check_number",
+    "check_whole",
+    "nearest",
+]
 
 
 def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
@@ -26,26 +35,6 @@ def check_name(what: str, got: object, allowed: Iterable[object]) -> None:
         hint = "" if near is None else f"; did you mean {near!r}?"
         listed = ", ".join(map(repr, names))
         raise ValueError(f"unknown {what} {got!r}; choose one of {listed}{hint}")
-
-
-def check_keys(
-    what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
-) -> None:
-    """Raises unless ``got`` is a mapping with only the keys ``allowed``, and all those ``needed``.
-    what: what is read from it."""
-    names = tuple(allowed)
-    if not isinstance(got, Mapping):
-        raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
-    for key in got:
-        if not isinstance(key, str):
-            raise TypeError(f"key of a {what} is a {type(key).__name__}; give a name")
-        check_name(f"key of a {what}", key, names)
-    missing = [key for key in needed if key not in got]
-    if missing:
-        raise ValueError(
-            f"a {what} needs the keys {', '.join(map(repr, needed))}; got "
-            f"{', '.join(map(repr, got)) or 'none'}, without {', '.join(map(repr, missing))}"
-        )
 
 
 def nearest(got: object, names: tuple[object, ...]) -> str | None:
@@ -101,3 +90,34 @@ def check_flag(what: str, got: object) -> None:
     """
     if not isinstance(got, bool):
         raise TypeError(f"{what} must be True or False, got {got!r}")
+
+
+def check_choice(what: str, got: object, allowed: Iterable[str]) -> None:
+    """`check_name`; raises TypeError for what is not a string."""
+    if not isinstance(got, str):
+        raise TypeError(f"{what} is a {type(got).__name__}; give a name")
+    check_name(what, got, allowed)
+
+
+def check_between(what: str, got: object, low: int, high: int) -> None:
+    """Raises ValueError unless ``got`` is an int (not a bool) from ``low`` to ``high``."""
+    if isinstance(got, bool) or not (isinstance(got, int) and low <= got <= high):
+        raise ValueError(f"{what} must be {low} to {high}, got {got!r}")
+
+
+def check_keys(
+    what: str, got: Mapping[str, Any], allowed: Iterable[str], needed: Iterable[str] = ()
+) -> None:
+    """Raises unless ``got`` is a mapping with only the keys ``allowed``, and all those ``needed``.
+    what: what is read from it."""
+    names = tuple(allowed)
+    if not isinstance(got, Mapping):
+        raise TypeError(f"a {what} is read from a dict, not from a {type(got).__name__}")
+    for key in got:
+        check_choice(f"key of a {what}", key, names)
+    missing = [key for key in needed if key not in got]
+    if missing:
+        raise ValueError(
+            f"a {what} needs the keys {', '.join(map(repr, needed))}; got "
+            f"{', '.join(map(repr, got)) or 'none'}, without {', '.join(map(repr, missing))}"
+        )

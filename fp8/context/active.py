@@ -14,7 +14,8 @@ from ..casts.measuring import measuring
 from ..common.compiler import called
 from ..common.validation import check_name
 from ..native import product as native
-from ..recipes.recipe import Cast, Recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import Recipe
 from .activation_checkpointing import in_reentrant
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from ..casts.casting import static_scale
+from ..casts.casting import spec_of, static_scale
 from ..casts.operands import static_exponent
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
@@ -27,7 +27,8 @@ from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
 from ..optim.encodings import decode
 from ..optim.state import PARTS, parameters_of, read
-from ..recipes.recipe import AUTO, Cast, Recipe, given_recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import AUTO, Recipe, given_recipe
 from ..recipes.scaling import largest_finite, scale_of
 from ..selection.layers import LAYERS, auto_of
 from ..selection.where import checked_function
@@ -189,7 +190,7 @@ def _checked(recipe: Recipe) -> Cast:
             f"recipe {recipe.name!r} has weights with scaling {cast.scaling!r}, which goes along "
             f"what FSDP2 cuts; gather_in_fp8 takes {' and '.join(map(repr, SCALINGS))}"
         )
-    if cast.rounding == "stochastic" or recipe.grad_input[1] != cast:
+    if spec_of(cast).is_random or cast.mean or cast.hadamard or recipe.grad_input[1] != cast:
         raise ValueError(
             f"recipe {recipe.name!r} casts weights anew for each product; what is gathered is one "
             "copy for all"

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..casts.casting import Spec, format_of, rounding_of, spec_of, whole_scale
 from ..common.mixin import bare_class, check_module
 from ..formats.quantize import quantize_operand
-from ..recipes.recipe import Cast
+from ..recipes.cast import Cast
 
 __all__ = ["gather_input_in_fp8"]
 
@@ -79,7 +79,7 @@ def _checked(kind: str, cast: Cast | None, again: Cast | None) -> Cast:
             f"{kind} casts its input as {cast}; gather_input_in_fp8 sends one byte per element and "
             f"takes scalings {' and '.join(map(repr, SCALINGS))}"
         )
-    if again != cast:
+    if again != cast or cast.mean or cast.hadamard:
         raise ValueError(
             f"{kind} casts its input as {cast}, and as {again} for the gradient of the weight; "
             "what is gathered is one copy for both"

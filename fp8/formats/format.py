@@ -250,6 +250,8 @@ FORMATS.update(
         Format(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0),
         Format(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5),
         Format(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0),
+        # The uniform grid of 4 bits: 0 to 7 quarters and a sign ("UFP4", arXiv:2606.20381).
+        Format(name="e1m2", exponent_bits=1, mantissa_bits=2, bias=1, max=1.75),
         Format(
             name="e8m0",
             exponent_bits=8,

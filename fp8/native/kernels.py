@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..casts.casting import Spec, format_of
 from ..casts.codes import codes, widened
-from ..recipes.scaling import UNITS
+from ..recipes.scaling import CORRECTED, UNITS
 
 __all__ = [
     "ALIGNMENT",
@@ -90,6 +90,10 @@ def kernel_of(a: Spec | None, b: Spec | None) -> tuple[str, str]:
         return "", "an operand stays in high precision"
     known = {name for row in KERNELS.values() for pair in row.formats for name in pair}
     for spec in (a, b):
+        if spec.signs == "random":
+            return "", "random signs of a rotation are simulated"
+        if spec.mean:
+            return "", "casts around a mean are simulated"
         if spec.format not in known:
             return "", f"the kernels have no format {format_of(spec).name!r}"
         if not _kind(spec):
@@ -114,7 +118,11 @@ def _kind(spec: Spec) -> str:
     if not along:
         return "row" if across else "tensor"
     kind = _ALONG.get(along, "")
-    rules = {"nv": rule in UNITS, "mx": rule not in (*UNITS, "exact"), "block": rule not in UNITS}
+    rules = {
+        "nv": rule in UNITS and rule not in CORRECTED,
+        "mx": rule not in (*UNITS, "exact"),
+        "block": rule not in UNITS,
+    }
     return kind if across in (1, along) and rules.get(kind) else ""
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import Spec, format_of, shifted, spec_of
+from ..casts.operands import one_copy
 from ..casts.saved_operands import SharedCasts, as_number, cached, check_single_backward
 from ..common.compiler import apply, own
 from ..common.dtensor import is_dtensor
@@ -128,8 +129,8 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
 
 def _handed_on(x: Tensor, spec: Spec) -> KernelOperand | None:
     """The bytes and scale of a ScaledTensor that is already in the format of a cast without a rule;
-    None for others."""
-    if not isinstance(x, ScaledTensor) or spec.rule is not None:
+    None for others, and for a cast with a rotation."""
+    if not isinstance(x, ScaledTensor) or spec.rule is not None or spec.hadamard:
         return None
     same = x.stored.dtype == format_of(spec).dtype
     return KernelOperand(x.stored, x.scale) if same else None
@@ -211,7 +212,7 @@ def _first(y: Tensor, rows: int) -> Tensor:
 def _again(x: Tensor, stored: KernelOperand, spec: Spec, other: Spec) -> KernelOperand | None:
     """``x`` for a product along its other axis; None if ``stored``, which has one scale, can be
     reused."""
-    one = spec.settings == other.settings and not stored.scale.dim()
+    one = one_copy(spec, other) and not stored.scale.dim()
     return None if one else store(x, other, -2)
 
 

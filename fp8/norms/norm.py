@@ -23,7 +23,7 @@ from ..formats.format import Format, get_format
 from ..formats.quantize import quantize_forward
 from ..native.kernels import store
 from ..products.matmul import to_autocast_dtype
-from ..recipes.recipe import Cast
+from ..recipes.cast import Cast
 from ..tensors.scaled_tensor import ScaledTensor
 from .layer_norm2d import layer_norm2d as over_channels
 from .layer_norm2d import permuted, wide

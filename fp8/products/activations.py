@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..casts.casting import Spec, rounded, spec_of
 from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply
-from ..recipes.recipe import Cast
+from ..recipes.cast import Cast
 
 __all__ = ["ACTIVATIONS", "KERNELS", "ActivationKernel"]
 

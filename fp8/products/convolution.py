@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, round_straight, rounded
+from ..casts.casting import Spec, round_straight, rounded, unrotated
 from ..casts.counts import product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of, one_copy, with_copies
@@ -155,7 +155,7 @@ def _convolve(
     warn_unsummed(recipe, "a convolution")
     static = static_exponents(recipe, x, weight)
     casts = casts_of(recipe, name=product_name("conv", weight, recipe), static=static)
-    casts = Casts(*(spec and spec._replace(hadamard=0) for spec in casts))  # no rotation
+    casts = Casts(*map(unrotated, casts))
     of_x, of_w, of_grad = layer_histories(recipe, "conv", x, weight)
     shared = shared_casts(x, of_x, casts.a, casts.a_again)
     first, second, casts = with_copies(x, weight, casts)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ..casts.casting import Spec, turn_of
 from ..casts.counts import is_sampled, product_name
 from ..casts.groups import aligned, bounds, cast_groups, pieces
 from ..casts.measuring import Measurement, measuring
@@ -83,6 +84,11 @@ def _shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
     return shape
 
 
+def _ends(offs: Tensor | None, spec: Spec | None) -> Tensor | None:
+    """The ends of groups along a summed axis, as its rotation under a spec fills them up."""
+    return offs if offs is None or spec is None else aligned(offs, spec.hadamard)
+
+
 class _Grouped(Function):
     """``s_y * a b^T`` by groups. a and b are passed to receive gradients.
 
@@ -109,7 +115,8 @@ class _Grouped(Function):
         again_a: bool,
         again_b: bool,
     ) -> Tensor:
-        return MULTIPLY_GROUPS(cast_a, cast_b.mT, offs, s_y)
+        ends = _ends(offs, casts.a) if split == -1 else offs
+        return MULTIPLY_GROUPS(cast_a, cast_b.mT, ends, s_y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -133,17 +140,17 @@ class _Grouped(Function):
         multiply = MULTIPLY_GROUPS
         da = db = for_a = None
         if needs_a:
-            for_a, _ = cast_groups(grad, offs, casts.grad_for_a, split, -1, history, record=True)
-            again, _ = cast_groups(b, offs, casts.b_again, split, -2)
+            turn, spec = turn_of(casts.grad_for_a, grad), casts.grad_for_a
+            for_a, _ = cast_groups(grad, offs, spec, split, -1, history, True, turn)
+            again, _ = cast_groups(b, offs, casts.b_again, split, -2, turn=turn)
             da = multiply(for_a, again, offs, ctx.s_a)
         if needs_b:
-            for_b = for_a
+            for_b, turn = for_a, turn_of(casts.grad_for_b, grad)
             if for_b is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
                 spec = casts.grad_for_b
-                for_b, _ = cast_groups(grad, offs, spec, split, -2, history, record=True)
-            again, _ = cast_groups(a, offs, casts.a_again, split, -2)
-            rotation = casts.grad_for_b.hadamard if casts.grad_for_b else 0
-            ends = offs if offs is None or split == -1 else aligned(offs, rotation)
+                for_b, _ = cast_groups(grad, offs, spec, split, -2, history, True, turn)
+            again, _ = cast_groups(a, offs, casts.a_again, split, -2, turn=turn)
+            ends = _ends(offs, casts.grad_for_b) if split == -2 else offs
             if ctx.turned:
                 db = multiply(again.mT, for_b, ends, ctx.s_b).mT
             else:
@@ -175,8 +182,9 @@ def _product(
         return _by_group(a, b, offs, scales, recipe, backend, static)
     first, second, needed = with_copies(a, b, casts)
     of_a, of_b, of_grad = histories
-    cast_a, scale_a = cast_groups(a, offs, casts.a, split, -1, of_a)
-    cast_b, scale_b = cast_groups(b, offs, casts.b, split, -1, of_b)
+    turn = turn_of(casts.a, a)
+    cast_a, scale_a = cast_groups(a, offs, casts.a, split, -1, of_a, turn=turn)
+    cast_b, scale_b = cast_groups(b, offs, casts.b, split, -1, of_b, turn=turn)
     operands = (a, b, offs, cast_a.detach(), cast_b.detach(), scale_a, scale_b)
     settings = (*scales, needed, split, first is not None, second is not None)
     return apply(_Grouped, *operands, of_grad, *settings, written=of_grad)

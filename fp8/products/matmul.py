@@ -20,17 +20,19 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import round_straight, rounded
+from ..casts.casting import round_straight, rounded, turn_of
 from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import SharedCasts, save_operands, saved_operands, shared_casts
 from ..common.compiler import apply, apply_eagerly, in_graph
+from ..common.dtensor import is_dtensor, unreduced
 from ..context.active import chosen, layer_histories, static_exponents
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import ATTENTION, Recipe
+from ..tensors.scaled_tensor import plain
 from . import summed
 
 __all__ = ["linear", "matmul"]
@@ -53,16 +55,22 @@ OPERANDS = {
 
 
 def gradients(
-    grad: Tensor, casts: Casts, history: Tensor | None, needs_a: bool, needs_b: bool
+    grad: Tensor,
+    casts: Casts,
+    history: Tensor | None,
+    needs: tuple[bool, bool],
+    turns: tuple[Tensor | None, Tensor | None],
 ) -> list[Any]:
-    """The output's gradient (rows, columns), cast for the products for a and for b;
-    differentiable."""
-    for_a = round_straight(grad, casts.grad_for_a, -1, history, record=True) if needs_a else None
-    if for_a is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
-        return [for_a, for_a]
-    if not needs_b:
-        return [for_a, None]
-    return [for_a, round_straight(grad, casts.grad_for_b, -2, history, record=True)]
+    """The output's gradient (rows, columns), cast for the products for a and for b, those that are
+    needed; differentiable. turns: the `turn_of` both."""
+    for_a = for_b = None
+    if needs[0]:
+        for_a = round_straight(grad, casts.grad_for_a, -1, history, True, turns[0])
+    if needs[1]:
+        if for_a is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
+            return [for_a, for_a]
+        for_b = round_straight(grad, casts.grad_for_b, -2, history, True, turns[1])
+    return [for_a, for_b]
 
 
 def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = None) -> Tensor:
@@ -86,6 +94,11 @@ def _fuses(a: Tensor) -> bool:
     return a.dim() == 3 and a.dtype != torch.float16
 
 
+def _rotates(casts: Casts) -> bool:
+    """Whether the operands of the forward product are rotated."""
+    return casts.a is not None and casts.a.hadamard > 0
+
+
 class _Product(Function):
     """``s_y * a b^T (+ bias)`` for a (m, k) and b (n, k), or batches (B, m, k) and (B, n, k).
 
@@ -93,6 +106,9 @@ class _Product(Function):
     has the layout of the weight. Arguments: cast a and b, and their scale factors; the operands
     that backward casts instead, or None; bias (n,) for two matrices, or None; the history of the
     gradient or None; the three scales; `Casts`; what is shared of the saved a; `_fuses`.
+
+    If the operands are rotated, they are given before the cast, because gradients are those of
+    operands that are not rotated, and the cast ones in place of those that backward casts.
     """
 
     generate_vmap_rule = True
@@ -114,6 +130,10 @@ class _Product(Function):
         shared: SharedCasts | None,
         fuses: bool,
     ) -> Tensor:
+        if _rotates(casts):
+            assert other_a is not None
+            assert other_b is not None
+            a, b = other_a, other_b
         return gemm(a, b.mT, s_y, fuses, bias)
 
     @staticmethod
@@ -122,15 +142,22 @@ class _Product(Function):
         a, b, scale_a, scale_b, other_a, other_b, _, ctx.history, _, *rest = inputs
         ctx.turned = b.mT.is_contiguous()  # the right operand of a matmul
         ctx.s_a, ctx.s_b, ctx.casts, shared, ctx.fuses = rest
+        if _rotates(ctx.casts):
+            other_a, other_b = a, b
         save_both(ctx, (a, scale_a, other_a), (b, scale_b, other_b), ctx.casts, shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = saved_operands(ctx, grad.dtype)
         needs_a, needs_b, _, _, _, _, needs_bias, *_ = ctx.needs_input_grad
-        for_a, for_b = gradients(grad, ctx.casts, ctx.history, needs_a, needs_b)
-        again_a = round_straight(a, ctx.casts.a_again, -2).to(grad.dtype) if needs_b else None
-        again_b = round_straight(b, ctx.casts.b_again, -2).to(grad.dtype) if needs_a else None
+        casts = ctx.casts
+        turns = turn_of(casts.grad_for_a, grad), turn_of(casts.grad_for_b, grad)
+        for_a, for_b = gradients(grad, casts, ctx.history, (needs_a, needs_b), turns)
+        again_a = again_b = None
+        if needs_b:
+            again_a = round_straight(a, casts.a_again, -2, turn=turns[1]).to(grad.dtype)
+        if needs_a:
+            again_b = round_straight(b, casts.b_again, -2, turn=turns[0]).to(grad.dtype)
         da, db = _both(ctx, again_a, again_b, for_a, for_b, ctx.s_a, ctx.s_b)
         dbias = _of_bias(grad, ctx.s_b) if needs_bias else None
         return da, db, *[None] * 4, dbias, *[None] * 7
@@ -272,12 +299,21 @@ def _simulated(
     """Casts the operands and multiplies their values."""
     of_a, of_b, of_grad = histories
     first, second, casts = with_copies(a, b, casts)
-    x, scale_x = rounded(a, casts.a, -1, of_a)
-    w, scale_w = rounded(b, casts.b, -1, of_b)
+    turn = turn_of(casts.a, a)
+    x, scale_x = rounded(a, casts.a, -1, of_a, turn=turn)
+    w, scale_w = rounded(b, casts.b, -1, of_b, turn=turn)
     x, w, bias = to_autocast_dtype(x, w, bias)
     operands = (x, w, scale_x, scale_w, first, second)
+    if _rotates(casts):
+        operands = (_unreduced(a), _unreduced(b), None, None, x.detach(), w.detach())
     settings = (*scales, casts, shared, torch.compiler.is_compiling() and _fuses(x))
     return apply(_Product, *operands, bias, of_grad, *settings, written=of_grad)
+
+
+def _unreduced(x: Tensor) -> Tensor:
+    """``x`` as a cast reads it."""
+    x = plain(x)
+    return unreduced(x) if is_dtensor(x) else x
 
 
 def measured(pass_: Measurement, histories: list[Any], a: Tensor, b: Tensor, y: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Spec
+from ..casts.casting import Spec, turn_of
 from ..casts.codes import Codes, codes, widened
 from ..casts.operands import Casts, one_copy
 from ..common.pitfalls import RecipeWarning, warn_once
@@ -51,8 +51,9 @@ def product(
     of_a, of_b, of_grad = histories
     record = torch.is_grad_enabled()
     with torch.no_grad():
-        left = _codes(a, casts.a, -1, of_a, record)
-        right = _codes(b, casts.b, -1, of_b, record)
+        turn = turn_of(casts.a, a)
+        left = _codes(a, casts.a, -1, of_a, record, turn)
+        right = _codes(b, casts.b, -1, of_b, record, turn)
     settings = (*scales, casts, sums, dtype)
     y = _Summed.apply(a, b, of_grad, *settings, *left, *right)
     return y if bias is None else y + bias
@@ -109,35 +110,42 @@ class _Summed(Function):
         casts, saved = ctx.casts, ctx.saved_tensors
         da = db = g = None
         if ctx.needs_input_grad[0]:
-            g = _codes(grad, casts.grad_for_a, -1, ctx.history, True)
-            b = _second(saved[3:], casts.b_again)
+            turn = turn_of(casts.grad_for_a, grad)
+            g = _codes(grad, casts.grad_for_a, -1, ctx.history, True, turn)
+            b = _second(saved[3:], casts.b_again, turn)
             da = _multiply(g, b, casts.grad_for_a, casts.b_again, ctx.sums) * ctx.s_a
             da = da.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
+            turn = turn_of(casts.grad_for_b, grad)
             if g is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
                 g = g.mT
             else:
-                g = _codes(grad, casts.grad_for_b, -2, ctx.history, True)
-            a = _second(saved[:3], casts.a_again)
+                g = _codes(grad, casts.grad_for_b, -2, ctx.history, True, turn)
+            a = _second(saved[:3], casts.a_again, turn)
             db = _multiply(g, a, casts.grad_for_b, casts.a_again, ctx.sums) * ctx.s_b
             db = db.to(ctx.dtypes[1])
         return da, db, *[None] * 13
 
 
-def _second(saved: Sequence[Any], spec: Spec | None) -> Codes:
+def _second(saved: Sequence[Any], spec: Spec | None, turn: Tensor | None) -> Codes:
     """The codes of an operand for its second product, along its other axis. saved: its codes, or
     itself without them."""
-    return _codes(saved[0], spec, -2) if saved[1] is None else Codes(*saved).mT
+    return _codes(saved[0], spec, -2, turn=turn) if saved[1] is None else Codes(*saved).mT
 
 
 def _codes(
-    x: Tensor, spec: Spec | None, axis: int, history: Tensor | None = None, record: bool = False
+    x: Tensor,
+    spec: Spec | None,
+    axis: int,
+    history: Tensor | None = None,
+    record: bool = False,
+    turn: Tensor | None = None,
 ) -> Codes:
     """`fp8.casts.codes.codes`; of an operand that is not cast its values, with scale 1."""
     if spec is not None:
         check_dtype(plain(x))
     if spec is not None and x.numel():
-        return codes(x, spec, axis, history, record)
+        return codes(x, spec, axis, history, record, turn)
     return Codes(x if axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
 
 

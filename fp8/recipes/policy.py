@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.validation import check_keys, check_name, check_whole
+from .cast import Cast
 from .recipe import (
     ATTENTION,
     AUTO,
@@ -18,7 +19,6 @@ from .recipe import (
     PRODUCTS,
     RECIPES,
     SAME,
-    Cast,
     Recipe,
     given_recipe,
 )

@@ -4,17 +4,13 @@ construction."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-import torch
-
-from ..common.validation import check_keys, check_name
-from ..formats.format import Format, dtype_name, get_format
-from ..formats.quantize import OVERFLOWS
-from ..formats.rounding import ROUNDINGS
+from ..common.validation import check_between, check_choice, check_keys
+from ..formats.format import get_format
 from ..sums.tensor_cores import TENSOR_CORES, instruction_for
-from .scaling import RULES, SCALINGS, scale_format
+from .cast import Cast
 
 __all__ = [
     "ATTENTION",
@@ -26,7 +22,6 @@ __all__ = [
     "SAME",
     "STATIC",
     "UNIT",
-    "Cast",
     "Recipe",
     "get_recipe",
     "given_recipe",
@@ -35,168 +30,6 @@ __all__ = [
 
 AUTO = "auto"
 """Instead of a recipe: "unit" for unit-scaled tensors, "tensor" for all others."""
-
-
-def _check(what: str, got: object, allowed: Iterable[str]) -> None:
-    if not isinstance(got, str):
-        raise TypeError(f"{what} is a {type(got).__name__}; give a name")
-    check_name(what, got, allowed)
-
-
-def _check_int(what: str, got: object, low: int, high: int) -> None:
-    if isinstance(got, bool) or not (isinstance(got, int) and low <= got <= high):
-        raise ValueError(f"{what} must be {low} to {high}, got {got!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cast:
-    """How an operand is cast to its format.
-
-    Attributes:
-        format: a name in `fp8.FORMATS`, or a `fp8.Format`.
-        scaling: a name in `fp8.recipes.scaling.SCALINGS`: which elements share a scale.
-        rule: a name in `fp8.recipes.scaling.RULES`: how the scale is computed from the largest
-            magnitude. None: the default of the scaling.
-        tile: the number of elements that share a scale (across, along) the axis that the product
-            sums over, for scalings with a free tile. None: the default of the scaling.
-        margin: the scale is multiplied by 2**margin, which leaves headroom for that many doublings.
-        history: for scaling "delayed", the number of passes considered; 1 is the last one only,
-            None is 16. For other scalings 0; "static" stores one scale.
-        rounding, overflow, random_bits: as in `fp8.quantize`, except that Inf does not saturate: it
-            stays Inf if the format has Inf, and becomes NaN otherwise. Stochastic rounding uses a
-            new seed each time.
-        hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
-            of this size along the axis that the product sums over. 0: no rotation. Both operands of
-            a product need the same value; only the products of the gradients may be rotated.
-
-    Raises:
-        ValueError: for an unknown name, an unsigned format, a rule or tile that the scaling does
-            not support, and overflow="nonfinite" with a format that has neither Inf nor NaN.
-        TypeError: for a name that is not a string.
-    """
-
-    format: str | Format
-    scaling: str = "unit"
-    rule: str | None = None
-    tile: tuple[int, int] | None = None
-    margin: int = 0
-    history: int | None = None
-    rounding: str = "nearest"
-    overflow: str = "saturate"
-    random_bits: int = 31
-    hadamard: int = 0
-
-    text: ClassVar[str]
-    """Set per instance: its fields in one string, for the reason given at `Format.text`."""
-
-    def __post_init__(self) -> None:
-        format = get_format(self.format)
-        _check("scaling", self.scaling, SCALINGS)
-        _check("rounding", self.rounding, ROUNDINGS)
-        _check("overflow", self.overflow, OVERFLOWS)
-        if not format.signed:
-            raise ValueError(f"format {format.name!r} has no negative values: it is for scales")
-        if self.overflow == "nonfinite" and format.nonfinite is None:
-            raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
-        _check_int("random_bits", self.random_bits, 1, 31)
-        _check_int("margin", self.margin, -32, 32)
-        self._complete()
-        if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128) or isinstance(self.hadamard, bool):
-            raise ValueError(
-                f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
-            )
-        inner = self.format.text if isinstance(self.format, Format) else self.format
-        numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits, self.hadamard)
-        names = (self.scaling, self.rule or "", self.rounding, self.overflow)
-        object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
-
-    def _complete(self) -> None:
-        """Fills in the defaults of the scaling for a rule or tile that is None."""
-        row = SCALINGS[self.scaling]
-        if self.rule is None:
-            object.__setattr__(self, "rule", row.rules[0] if row.rules else None)
-        else:
-            _check("rule", self.rule, RULES)
-            if self.rule not in row.rules:
-                allowed = ", ".join(map(repr, row.rules)) or "none"
-                raise ValueError(
-                    f"scaling {self.scaling!r} has no rule {self.rule!r}; it has {allowed}"
-                )
-        delayed = self.scaling == "delayed"
-        if self.history is None:
-            object.__setattr__(self, "history", 16 if delayed else 0)
-        bounds = (1, 4096) if delayed else (0, 0)
-        _check_int(f"history of scaling {self.scaling!r}", self.history, *bounds)
-        if self.margin and self.rule is None:
-            raise ValueError(f"scaling {self.scaling!r} has no margin")
-        if not isinstance(self.tile, tuple | list | type(None)):
-            raise TypeError(f"a tile is two numbers (across, along), not {self.tile!r}")
-        tile = row.tile if self.tile is None else tuple(self.tile)
-        if tile != row.tile:
-            if not row.free:
-                raise ValueError(f"scaling {self.scaling!r} has the tile {row.tile}, not {tile}")
-            if len(tile) != 2:
-                raise ValueError(f"a tile is two numbers (across, along), not {tile!r}")
-            for size in tile:
-                _check_int("a side of a tile", size, 1, 1 << 16)
-            if tile == (1, 1):
-                raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
-        object.__setattr__(self, "tile", tile)
-
-    @property
-    def scale_format(self) -> str:
-        """The eight-bit format of the stored scales, "e8m0" or "e4m3"; "" for float32 or none."""
-        return "e8m0" if self.scaling == "mx" else scale_format(self.rule)
-
-    @property
-    def keeps_history(self) -> bool:
-        """Whether state of the operand is kept between passes: largest magnitudes, or its scale."""
-        return self.scaling in ("delayed", "static")
-
-    def __str__(self) -> str:
-        """Format, scaling and all values that differ from defaults: "e2m1, nv 16x16,
-        stochastic"."""
-        row = SCALINGS[self.scaling]
-        scaling = self.scaling
-        if self.tile != row.tile:
-            scaling += " {}x{}".format(*self.tile or ())
-        if self.rule is not None and self.rule != row.rules[0]:
-            scaling += f" by {self.rule}"
-        unusual = [
-            self.rounding if self.rounding != "nearest" else "",
-            self.overflow if self.overflow != "saturate" else "",
-            f"margin {self.margin}" if self.margin else "",
-            f"history {self.history}" if self.history else "",
-            f"rotated by {self.hadamard}" if self.hadamard else "",
-        ]
-        return ", ".join(filter(None, [str(self.format), scaling, *unusual]))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, for JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if isinstance(self.format, Format):
-            dtype = self.format.dtype
-            name = None if dtype is None else dtype_name(dtype)
-            values["format"] = asdict(self.format) | {"dtype": name}
-        return values | {"tile": list(self.tile or ())}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Cast:
-        """The Cast that `to_dict` wrote; keys other than "format" and "scaling" are optional.
-
-        Raises as Cast, and ValueError for an unknown or missing key.
-        """
-        names = (field.name for field in fields(Cast))
-        check_keys("Cast", values, names, ("format", "scaling"))
-        values = dict(values)
-        if isinstance(values.get("format"), Mapping):
-            given = dict(values["format"])
-            check_keys("Format", given, (field.name for field in fields(Format)))
-            dtype = given.get("dtype")
-            given["dtype"] = None if dtype is None else getattr(torch, str(dtype), dtype)
-            values["format"] = Format(**given)
-        return Cast(**values)
-
 
 SAME = "same"
 """In a Recipe: the same cast as in the operand's first product."""
@@ -257,10 +90,10 @@ class Recipe:
 
     Raises:
         TypeError: for a cast that is not a Cast, and one recipe of attention without the other.
-        ValueError: for an accelerator without an instruction for the formats of a product; for a
-            second cast with scaling "delayed" or "static"; if only one operand of a
-            product, or one of the forward product, is rotated; for saved activations with a scale
-            per tile, a history or a rotation; for recipes of attention inside of one.
+        ValueError: for an accelerator without an instruction for the formats of a product, or with
+            a cast around a mean; for a second cast with scaling "delayed" or "static"; if the two
+            operands of a product are not rotated alike; for saved activations with a scale per
+            tile, a history or a rotation; for recipes of attention inside of one.
     """
 
     name: str
@@ -296,15 +129,20 @@ class Recipe:
                     f'{field} cannot have scaling "{cast.scaling}": one history, one cast'
                 )
         saved = self.saved_activations
-        if saved is not None and (saved.tile != (0, 0) or saved.keeps_history or saved.hadamard):
+        if saved is not None and (
+            saved.tile != (0, 0) or saved.keeps_history or saved.mean or saved.hadamard
+        ):
             raise ValueError(
-                f'saved_activations needs scaling "unit" or "tensor" and no rotation, got {saved}'
+                'saved_activations needs scaling "unit" or "tensor", no mean and no rotation, got '
+                f"{saved}"
             )
         for product in PRODUCTS:
-            sizes = [cast.hadamard if cast else 0 for cast in getattr(self, product)]
-            if sizes[0] != sizes[1] or (product == "forward" and any(sizes)):
-                needs = "no rotation" if product == "forward" else "both operands rotated or none"
-                raise ValueError(f"{product} needs {needs}, got hadamard={sizes}")
+            casts = getattr(self, product)
+            turns = [(cast.hadamard, cast.signs) if cast else (0, "fixed") for cast in casts]
+            if turns[0] != turns[1]:
+                raise ValueError(
+                    f"{product} needs both operands rotated alike, got (hadamard, signs)={turns}"
+                )
         self._check_sums()
         inner = tuple(filter(None, (self.attention_scores, self.attention_values)))
         object.__setattr__(self, "attention", inner)
@@ -318,10 +156,12 @@ class Recipe:
             if self.promote:
                 raise ValueError("promote needs accumulate, the accelerator whose sums it ends")
             return
-        _check("accumulate", self.accumulate, TENSOR_CORES)
-        _check_int("promote", self.promote, 0, 1 << 20)
+        check_choice("accumulate", self.accumulate, TENSOR_CORES)
+        check_between("promote", self.promote, 0, 1 << 20)
         for name in PRODUCTS:
             casts = [cast for cast in getattr(self, name) if cast is not None]
+            if any(cast.mean for cast in casts):
+                raise ValueError(f"accumulate={self.accumulate!r} has no mean=True ({name})")
             if len(casts) < 2:
                 continue
             formats = [get_format(cast.format).name for cast in casts]
@@ -396,6 +236,16 @@ class Recipe:
             _or_same(self.grad_weight_grad, self.grad),
             _or_same(self.grad_weight_input, self.input),
         )
+
+    def unrotated(self) -> Recipe:
+        """The recipe without rotations."""
+        casts = {field: getattr(self, field) for field in (*OPERANDS, *_OVERRIDES)}
+        plain: dict[str, Any] = {
+            field: replace(cast, hadamard=0, signs="fixed")
+            for field, cast in casts.items()
+            if isinstance(cast, Cast)
+        }
+        return replace(self, **plain)
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as a dict of plain values, for ``json.dumps``."""
@@ -485,6 +335,41 @@ def _mxfp6() -> Recipe:
     )
 
 
+def _quartet2() -> Recipe:
+    """Quartet II (arXiv:2601.22813) and its published code: four over six in blocks of one row
+    forward, without square blocks; MS-EDEN for all operands of both gradients, rotated in blocks of
+    128 with random signs. There backward casts the values of the forward pass again; here it casts
+    the operands from high precision."""
+    forward = Cast(format="e2m1", scaling="nv", rule="e4m3_4_6")
+    eden = replace(forward, rule="e4m3_eden", hadamard=128, signs="random")
+    return Recipe(
+        name="quartet2",
+        input=forward,
+        weight=forward,
+        grad=eden,
+        grad_input_weight=eden,
+        grad_weight_input=eden,
+    )
+
+
+def _tetrajet2() -> Recipe:
+    """TetraJet-v2 (arXiv:2510.27527) and its published code: blocks of one row, rounded to nearest
+    forward; stochastic rounding of all operands of both gradients, rotated in blocks of 16 with
+    random signs. There the float32 level of scales belongs to 128 values, and backward casts the
+    values of the forward pass again; here it belongs to the tensor, and all casts are from high
+    precision. The reset of oscillating weights and outlier channels in MXFP8 are left out."""
+    forward = Cast(format="e2m1", scaling="nv")
+    back = replace(forward, rounding="stochastic", hadamard=16, signs="random")
+    return Recipe(
+        name="tetrajet2",
+        input=forward,
+        weight=forward,
+        grad=back,
+        grad_input_weight=back,
+        grad_weight_input=back,
+    )
+
+
 def _nvfp4(name: str = "nvfp4", rule: str = "e4m3") -> Recipe:
     """NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149), section 4: weights
     in 16 x 16 blocks, the same in both products; gradients rounded stochastically; both operands of
@@ -529,6 +414,8 @@ RECIPES: dict[str, Recipe] = {
         # Cook et al. (arXiv:2512.02010), section 3: "nvfp4" with scales chosen by error in all
         # casts.
         _nvfp4("four_over_six", "e4m3_4_6"),
+        _quartet2(),
+        _tetrajet2(),
         # 16-bit operands.
         _all("bf16", "bf16"),
         _all("fp16", "fp16"),
@@ -573,7 +460,7 @@ def _known(recipe: str | Recipe, names: Iterable[str]) -> Recipe:
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(f"a recipe must be a name or a Recipe, not {type(recipe).__name__}")
-    _check("recipe", recipe, names)
+    check_choice("recipe", recipe, names)
     return RECIPES[recipe]
 
 

@@ -20,6 +20,7 @@ from ..formats.rounding import LAYOUTS
 
 __all__ = [
     "BY_ERROR",
+    "CORRECTED",
     "E8M0",
     "LARGEST",
     "RULES",
@@ -28,6 +29,7 @@ __all__ = [
     "UNITS",
     "Scaling",
     "Tile",
+    "corrected",
     "delayed_scale",
     "history_scale",
     "in_format",
@@ -112,6 +114,14 @@ def _e4m3(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
     return scale.clamp(min=scale_format.min_subnormal) * unit
 
 
+def _by_error(amax: Tensor, format: Format) -> Tensor:
+    """``floor``, or twice that: for each tile the one with the smaller squared error, the first of
+    equal ones. Since "up", "ceil" and "even" choose one of these two as well, no tile has a larger
+    error than under them. Errors are those of rounding to nearest, whatever the cast's rounding is.
+    """
+    return _floor(amax, format)
+
+
 def _four_over_six(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
     """``e4m3``, or that for 1.5 * amax, which maps the largest magnitude to 4 instead of 6 in e2m1:
     for each tile the one with the smaller squared error, the first of equal ones. The unit has 256
@@ -120,6 +130,25 @@ def _four_over_six(amax: Tensor, format: Format, unit: Tensor | None = None) -> 
     rounding is."""
     unit = _unit_256(amax, format) if unit is None else unit
     return _e4m3(amax, format, unit)
+
+
+EDEN = 17 / 16 * 0.93
+"""The factor of the largest magnitude under rule "e4m3_eden": the largest value of e2m1 stands for
+6.07 sixths of it, which lowers the error of normal data (the published code of Quartet II)."""
+
+
+def _eden(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
+    """MS-EDEN (Quartet II, arXiv:2601.22813): ``e4m3`` for 0.988 * amax, with 256 in place of 448
+    in the unit. Values are rounded to nearest by this scale and multiplied by another one, which
+    makes them unbiased: it is larger by <x, x> / <x, Q(x)> of the blocks that are rotated together,
+    and rounded stochastically to e4m3. Needs a rotation with random signs."""
+    unit = _eden_unit(amax, format) if unit is None else unit
+    return _e4m3(EDEN * amax, format, unit)
+
+
+def _eden_unit(amax: Tensor, format: Format) -> Tensor:
+    """`_unit_256` of the magnitudes that `_eden` takes for the largest ones."""
+    return _unit_256(EDEN * amax, format)
 
 
 def _unit_448(amax: Tensor, format: Format) -> Tensor:
@@ -138,6 +167,10 @@ def _half_more(amax: Tensor) -> Tensor:
     return 1.5 * amax
 
 
+def _doubled(amax: Tensor) -> Tensor:
+    return 2 * amax
+
+
 def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) -> Tensor:
     """The tensor-level unit of the scales that `scale_of` returns for a rule in UNITS: 0-dim,
     float32 (float64 for float64). x must not be empty."""
@@ -145,26 +178,38 @@ def unit_of(x: Tensor, dims: tuple[int, ...] | None, format: Format, rule: str) 
     return UNITS[rule](torch.where(amax < torch.inf, amax, 0.0), format)
 
 
-RULES: dict[str, Callable[[Tensor, Format], Tensor]] = {
+RULES: dict[str, Callable[..., Tensor]] = {
     "up": _up,
     "floor": _floor,
     "ceil": _ceil,
     "even": _even,
     "exact": _exact,
+    "error": _by_error,
     "e4m3": _e4m3,
     "e4m3_4_6": _four_over_six,
+    "e4m3_eden": _eden,
 }
 """Name -> function of (largest magnitude of a tile, format) that returns the tile's scale, or the
-first candidate of a rule in BY_ERROR."""
+first candidate of a rule in BY_ERROR. Those of rules in UNITS take the unit as well."""
 
-BY_ERROR: dict[str, Callable[[Tensor], Tensor]] = {"e4m3_4_6": _half_more}
+BY_ERROR: dict[str, Callable[[Tensor], Tensor]] = {
+    "e4m3_4_6": _half_more,
+    "error": _doubled,
+}
 """Rule that chooses one of two scales by its squared error -> the largest magnitude that the second
 one is computed from, given that of the tile. (A function, because a compiler takes numbers in a
 table for variables.)"""
 
-UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {"e4m3": _unit_448, "e4m3_4_6": _unit_256}
+UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {
+    "e4m3": _unit_448,
+    "e4m3_4_6": _unit_256,
+    "e4m3_eden": _eden_unit,
+}
 """Rule whose scales are e4m3 values times a unit of the tensor -> function of (largest magnitudes
 of all tiles, format) that returns the unit."""
+
+CORRECTED = ("e4m3_eden",)
+"""Rules in UNITS whose scale, after the values are rounded by it, is replaced by `corrected`."""
 
 
 def scale_format(rule: str | None) -> str:
@@ -211,11 +256,13 @@ SCALINGS: dict[str, Scaling] = {
         (*_POWERS, "exact"),
         free=True,
     ),
-    "mx": Scaling("E8M0, one for each 32 values along that axis", (1, 32), _POWERS, free=True),
+    "mx": Scaling(
+        "E8M0, one for each 32 values along that axis", (1, 32), (*_POWERS, "error"), free=True
+    ),
     "nv": Scaling(
         "e4m3 times one float32 for the tensor, one for each 16 values along that axis",
         (1, 16),
-        ("e4m3", "e4m3_4_6"),
+        ("e4m3", "e4m3_4_6", "e4m3_eden"),
         free=True,
     ),
 }
@@ -278,38 +325,82 @@ def scale_of(
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     name, stored, _ = rule.partition(E8M0)
-    if not stored and rule not in UNITS:
-        amax = largest_finite(x.detach(), dims).to(dtype)
-        return _defined(RULES[name](amax, format), amax)
-    amax = _largest(x.detach(), dims).to(dtype)
-    finite = amax < torch.inf
-    amax = torch.where(finite, amax, 0.0)
+    x, in_eight_bits = x.detach(), bool(stored) or rule in UNITS
+    if in_eight_bits:
+        amax = _largest(x, dims).to(dtype)
+        finite = amax < torch.inf
+        amax = torch.where(finite, amax, 0.0)
+    else:
+        amax = largest_finite(x, dims).to(dtype)
+        x = torch.where(x.abs() < torch.inf, x, 0.0) if name in BY_ERROR else x
     if unit is None and rule in UNITS:
         unit = UNITS[rule](amax, format)
-    scale = torch.where(finite, _in_eight_bits(amax, format, rule, unit), torch.nan)
-    if name not in BY_ERROR:
-        return scale
-    more = BY_ERROR[name](amax).clamp(max=torch.finfo(dtype).max)
-    other = torch.where(finite, _in_eight_bits(more, format, rule, unit), torch.nan)
-    better = _error(x, dims, format, other, scale) < _error(x, dims, format, scale, scale)
-    return torch.where(better, other, scale)
+    scale = _by_rule(amax, format, rule, unit)
+    if name in BY_ERROR:
+        more = BY_ERROR[name](amax).clamp(max=torch.finfo(dtype).max)
+        other = _by_rule(more, format, rule, unit)
+        better = _error(x, dims, format, other, scale) < _error(x, dims, format, scale, scale)
+        scale = torch.where(better, other, scale)
+    return torch.where(finite, scale, torch.nan) if in_eight_bits else scale
 
 
-def _in_eight_bits(amax: Tensor, format: Format, rule: str, unit: Tensor | None) -> Tensor:
-    """The scale of tiles with these amax, all finite, by a rule that is stored in eight bits."""
+def _by_rule(amax: Tensor, format: Format, rule: str, unit: Tensor | None) -> Tensor:
+    """The scale of tiles with these amax, all finite. unit: of a rule in UNITS, else None."""
     name, stored, _ = rule.partition(E8M0)
-    small = amax < 1.0 if stored else torch.zeros_like(amax, dtype=torch.bool)
+    if not stored:
+        scale = RULES[name](amax, format) if unit is None else RULES[name](amax, format, unit)
+        return _defined(scale, amax)
+    small = amax < 1.0
     amax = torch.where(small, 2 * amax, amax)  # the lower limit is halved
-    scale = RULES[name](amax, format) if unit is None else _e4m3(amax, format, unit)
-    scale = _defined(scale, amax)
+    scale = _defined(RULES[name](amax, format), amax)
     return torch.where(small & (amax > 0), scale / 2, scale)
+
+
+def corrected(
+    x: Tensor,
+    values: Tensor,
+    scale: Tensor,
+    unit: Tensor,
+    dims: tuple[int, ...],
+    together: int,
+) -> Tensor:
+    """The scales of rule "e4m3_eden", which multiply the rounded values: unbiased along ``x``.
+
+    With c = <x, x> / <x, Q(x)> of the tiles that are rotated together, c * Q(x) has the projection
+    <x, x> on x, and after a random rotation the expected value x (EDEN, Vargaftik et al. 2022,
+    arXiv:2108.08842). c multiplies the scales, which are rounded stochastically to e4m3. The
+    published code of Quartet II takes both inner products of values divided by the scale of their
+    tile, which is the same where these are equal.
+
+    Args:
+        x: divided by the scales; tiles in ``dims``, one dimension.
+        values: ``x`` rounded to the format.
+        scale, unit: of rule "e4m3_eden".
+        together: the number of adjacent tiles that share c.
+
+    Returns:
+        As ``scale``; NaN in tiles where ``scale`` is NaN.
+    """
+    steps = scale / unit
+    pairs = [(y * x).sum(dims, keepdim=True) * steps.square() for y in (x, values)]
+    if together > 1:
+        along = dims[0] - 1
+        groups = [p.unflatten(along, (-1, together)) for p in pairs]
+        pairs = [
+            g.nansum(along, keepdim=True).expand_as(g).flatten(along - 1, along) for g in groups
+        ]
+    whole, projected = pairs
+    factor = torch.where(projected > 0, whole / projected, 1.0)
+    how: Any = {"rounding": "stochastic", "overflow": "saturate", "random_bits": 31}
+    return quantize_operand(steps * factor, get_format("e4m3"), **how) * unit
 
 
 def _error(
     x: Tensor, dims: tuple[int, ...] | None, format: Format, scale: Tensor, by: Tensor
 ) -> Tensor:
-    """The sum over ``dims`` of squared errors of rounding ``x`` to nearest, in units of ``by``."""
-    x = x.detach().to(scale.dtype)
+    """The sum over ``dims`` of squared errors of rounding ``x`` to nearest, in units of ``by`` and
+    the format's largest power of two."""
+    x, by = x.detach().to(scale.dtype), by * 2.0**format.max_exponent
     how: Any = {"rounding": "nearest", "overflow": "saturate", "random_bits": 31}
     square = ((quantize_operand(x, format, scale=scale, **how) - x) / by).square()
     return square.sum() if dims is None else square.sum(dims, keepdim=True)

@@ -16,7 +16,9 @@ from ..common.validation import check_name, check_number, check_whole
 from ..formats.format import get_format
 from ..levels.initialize import LEVELS, Level
 from ..optim.encodings import ENCODINGS
-from ..recipes.recipe import OPERANDS, PRODUCTS, SAME, Cast, Recipe, get_recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import OPERANDS, PRODUCTS, SAME, Recipe, get_recipe
+from ..sums.tensor_cores import TENSOR_CORES
 from .findings import Estimate, LayerTime, Product
 
 __all__ = ["HARDWARE", "Hardware", "estimate", "get_hardware", "matmul_seconds"]
@@ -346,9 +348,19 @@ def _chosen(rows: list[Product], recipes: Mapping[str, Recipe | str | None]) -> 
     return [None if recipe is None else get_recipe(recipe) for recipe in found]
 
 
+_MULTIPLIED = {
+    name for chip in TENSOR_CORES.values() for instruction in chip for name in instruction.formats
+}
+"""The formats of 8 bits or fewer that matrix units multiply."""
+
+
 def _unit(cast: Cast) -> str:
-    """The kind of matrix unit that multiplies operands under this cast."""
-    bits = get_format(cast.format).bits
+    """The kind of matrix unit that multiplies operands under this cast; the format where no unit
+    does."""
+    format = get_format(cast.format)
+    bits = format.bits
+    if bits < 16 and format.name not in _MULTIPLIED:
+        return format.name
     prefix = {"mx": "mxfp", "nv": "nvfp"}.get(cast.scaling, "fp")
     return BF16 if bits == 16 else f"{prefix}{bits}"
 
@@ -389,6 +401,7 @@ class _Planned(NamedTuple):
         if recipe is None or product.kind not in NATIVE:
             return _Planned(product, {}, {})
         if not product.weight_elements:  # both operands are activations
+            recipe = recipe.unrotated()
             recipe = replace(recipe, weight=recipe.input, grad_input_weight=SAME)
         pairs = _pairs(recipe)
         kinds = {name: {_unit(cast) for cast in pair} for name, pair in pairs.items()}

@@ -11,13 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
-from typing import Any
 
 from torch import nn
 
 from ..recipes.policy import Policy, Rule
-from ..recipes.recipe import Cast, Recipe
+from ..recipes.recipe import Recipe
 from ..selection.layers import candidates
 from ..selection.policies import resolve
 from ..selection.where import WHERE, choose
@@ -58,17 +56,8 @@ def alone(recipe: Recipe, layer: str, cast: str | None = None) -> Policy:
     """The policy that casts one layer, or one operand of it. cast: as `Rule.product`. A rotation,
     which both operands of a product share, is left out for a single operand."""
     if cast is not None:
-        recipe = _unrotated(recipe)
+        recipe = recipe.unrotated()
     return Policy(None, rules=(Rule(layer, recipe, cast),))
-
-
-def _unrotated(recipe: Recipe) -> Recipe:
-    casts: dict[str, Any] = {
-        field.name: replace(cast, hadamard=0)
-        for field in fields(recipe)
-        if isinstance(cast := getattr(recipe, field.name), Cast)
-    }
-    return replace(recipe, **casts)
 
 
 def layer_scores(

@@ -13,7 +13,8 @@ from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 from fp8.formats.format import Format, get_format
 from fp8.modes.autocast import autocast, outside_compiler
-from fp8.recipes.recipe import Cast, Recipe
+from fp8.recipes.cast import Cast
+from fp8.recipes.recipe import Recipe
 
 from ..formats import FPFormat
 from .compile import copied

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import fp8
 from tests.fp8.calls import COARSE
 from tests.fp8.modes.test_autocast import Counting
-from tests.fp8.products.test_matmul import randn
+from tests.fp8.products.test_matmul import ROTATED, randn
 from tests.reference import nearest
 
 
@@ -84,9 +84,10 @@ def test_inductor():
     ("backend", "names"), [("aot_eager", ("row", "nvfp4")), ("inductor", ("mxfp8",))]
 )
 def test_scales_along_an_axis(backend, names):
-    """Tiles that do not divide the sizes, and a rotation, in one graph."""
+    """Tiles that do not divide the sizes, and rotations, in one graph."""
     x, w = randn(20, 40), randn(36, 40)
     recipes = [nearest(fp8.RECIPES[name]) for name in names]
+    recipes += [ROTATED] if backend == "aot_eager" else []
 
     def run(x):
         y = 0.0
@@ -98,6 +99,25 @@ def test_scales_along_an_axis(backend, names):
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     expected, got = (torch.autograd.grad(f(x).sum(), (x, w)) for f in (run, compiled))
     assert_close(got, expected)
+
+
+@pytest.mark.exhaustive
+def test_random_signs_are_drawn_in_the_graph():
+    """Two calls differ, and both are as near to the uncast product as the eager one."""
+    x, w, g = randn(32, 40), randn(48, 40), randn(32, 48, seed=2).detach()
+    eden = fp8.RECIPES["quartet2"].grad
+    recipe = fp8.Recipe(name="gradient", grad=eden, grad_input_weight=eden, grad_weight_grad=None)
+
+    def run(x):
+        with fp8.autocast(recipe):
+            return F.linear(x, w.detach())
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    found = [torch.autograd.grad(f(x), x, g)[0] for f in (run, compiled, compiled)]
+    wanted = (g @ w).detach()
+    errors = [float((y - wanted).norm() / wanted.norm()) for y in found]
+    assert 0.05 < max(errors) < 1.3 * min(errors)
+    assert not torch.equal(found[1], found[2])
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -136,6 +138,22 @@ def test_operands_are_the_same_to_the_bit(recipe):
             simulated = casting.round_straight(x, spec, axis)
             got = stored.data.float() * stored.scale
             assert torch.equal(got if axis == -1 else got.mT, simulated)
+
+
+@pytest.mark.parametrize("scaling", ["unit", "tensor", "row"])
+def test_rotated_operands_are_those_of_simulation(scaling, monkeypatch):
+    """Also where a product along the other axis has the same cast, which is no second copy then."""
+    how = fp8.Cast(format="e4m3", scaling=scaling, hadamard=32)
+    turned = fp8.Recipe(name="turned", input=how, weight=how, grad=how)
+    assert native.why_not_recipe(turned) == ""
+    monkeypatch.setitem(RECIPES, "turned", turned)
+    given = tensors(33, 48, 80)
+    for got, want in zip(*(run(b, "turned", given) for b in ("native", "simulate")), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * float(want.abs().max()))
+    random = dataclasses.replace(how, signs="random")
+    turned = fp8.Recipe(name="turned", input=random, weight=random, grad=random)
+    assert "random signs" in native.why_not_recipe(turned)
+    assert "by rule 'e4m3_eden'" in native.why_not_recipe(RECIPES["quartet2"].unrotated())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

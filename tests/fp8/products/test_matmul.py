@@ -13,14 +13,29 @@ import fp8
 from fp8 import Cast, Format, Recipe
 from fp8.common.compiler import apply
 from fp8.context.active import active_recipe
+from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
 from tests.reference import NONE, assert_within, cast, nearest, product, rotation, unit
 
 SCALES = (0.3, 2.5, 0.7)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+ROTATED = Recipe(
+    name="rotated",
+    input=Cast(format="e4m3", scaling="row", hadamard=16),
+    weight=Cast(format="e4m3", scaling="tensor", hadamard=16),
+    grad=Cast(format="e1m2", scaling="mx", hadamard=32),
+    grad_input_weight=Cast(format="e4m3", scaling="row", hadamard=32),
+    grad_weight_grad=Cast(format="e5m2", scaling="unit", hadamard=4),
+    grad_weight_input=Cast(format="e2m1", scaling="nv", hadamard=4),
+)
+"""All three products are rotated, each otherwise."""
+
 RECIPES = {"none": NONE} | {
     name: nearest(recipe) for name, recipe in fp8.RECIPES.items() if not recipe.keeps_history
 }
+RECIPES |= {"rotated": ROTATED}
 """With one right answer: rounding to nearest; test_history.py has those with a history."""
 
 EVERY = [(torch.float32, name) for name in RECIPES]
@@ -206,8 +221,8 @@ def test_gradients_only_where_asked_for(needs):
 def test_operands_are_exactly_the_reference_s(recipe, dtype):
     """Seen through a product with the unit matrix, which every cast here leaves as it is."""
     x, eye = randn(20, 40, dtype=dtype).detach(), torch.eye(40, dtype=dtype)
-    plain = Recipe(name="plain", input=recipe.input)
-    expected = cast(x, recipe.input).to(dtype)
+    plain = Recipe(name="plain", input=recipe.unrotated().input)
+    expected = cast(x, plain.input).to(dtype)
     for y in (linear(x, eye, recipe=plain), matmul(x, eye, recipe=plain)):
         assert torch.equal(y, expected)
 
@@ -272,15 +287,57 @@ def test_double_backward(recipe):
 
     gx, gw, gg = torch.func.grad(of_gradients, (0, 1, 2))(x, w, g)
 
-    turn = torch.eye(5, dtype=torch.float64)  # what rotates the tokens of both operands
-    if recipe.grad_weight[0] and recipe.grad_weight[0].hadamard:
-        turn = rotation(recipe.grad_weight[0].hadamard)[:, :5]
-    qw, qx = cast(w, recipe.grad_input[1], -2), turn.mT @ cast(x, recipe.grad_weight[1], -2)
-    qg, qg_for_w = cast(g, recipe.grad_input[0]), turn.mT @ cast(g, recipe.grad_weight[0], -2)
+    def straight(x: Tensor, how: Cast | None, axis: int, size: int) -> Tensor:
+        """A cast operand, rotated back."""
+        y = cast(x, how, axis)
+        if how is None or not how.hadamard:
+            return y
+        turn = torch.block_diag(*[rotation(how.hadamard)] * -(-size // how.hadamard))[:, :size]
+        return y @ turn if axis == -1 else turn.mT @ y
+
+    (for_x, again_w), (for_w, again_x) = recipe.grad_input, recipe.grad_weight
+    qg, qw = straight(g, for_x, -1, 6), straight(w, again_w, -2, 6)
+    qg_for_w, qx = straight(g, for_w, -2, 5), straight(x, again_x, -2, 5)
     # of sum(s_dx * qg qw * u + s_dw * qg_for_w' qx * v)
     torch.testing.assert_close(gx, SCALES[2] * qg_for_w @ v)
     torch.testing.assert_close(gw, SCALES[1] * qg.mT @ u)
     torch.testing.assert_close(gg, SCALES[1] * u @ qw.mT + SCALES[2] * qx @ v.mT)
+
+
+@pytest.mark.parametrize("signs", ["fixed", "random"])
+@pytest.mark.parametrize("function", [linear, matmul, "grouped"], ids=str)
+def test_a_rotation_cancels_in_all_three_products(function, signs):
+    """With a format as precise as float32, so that nothing but the rotation is left."""
+    wide = Format(name="wide", exponent_bits=8, mantissa_bits=23, bias=127, max=2.0**127)
+    how = Cast(format=wide, hadamard=16, signs=signs)
+    recipe = Recipe(name="turned", input=how, weight=how, grad=how)
+    x, w, g = randn(40, 24), randn(3, 24, 20), randn(40, 20, seed=2).detach()
+    offs = torch.tensor([5, 5, 38], dtype=torch.int32)
+    if function == "grouped":
+        y, plain = (grouped_mm(x, w, offs, recipe=r) for r in (recipe, None))
+    else:
+        other = w[0].mT if function is linear else w[0]
+        y, plain = (function(x, other, recipe=r) for r in (recipe, None))
+    got, wanted = ((t, *torch.autograd.grad(t, (x, w), g)) for t in (y, plain))
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+        assert not torch.equal(ours, theirs)
+
+
+def test_random_signs_draw_anew_and_repeat_under_a_seed():
+    x, w, how = randn(8, 32), randn(8, 32), Cast(format="e2m1", hadamard=16, signs="random")
+    recipe = Recipe(name="turned", input=how, weight=how, grad=how)
+
+    def three() -> list[Tensor]:
+        y = linear(x, w, recipe=recipe)
+        return [y, *torch.autograd.grad(y.square().sum(), (x, w))]
+
+    torch.manual_seed(0)
+    first, second = three(), three()
+    torch.manual_seed(0)
+    for one, other, again in zip(first, second, three(), strict=True):
+        assert torch.equal(one, again)
+        assert not torch.equal(one, other)
 
 
 def test_gradcheck_where_the_scales_agree():

@@ -72,6 +72,20 @@ every_recipe = pytest.mark.parametrize(
 )
 
 
+IN_ANOTHER = ("four_over_six", "tetrajet2")
+"""Their casts are those of "nvfp4" and "quartet2" in other products."""
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [OWN, *(recipe for name, recipe in RECIPES.items() if name not in IN_ANOTHER)],
+    ids=lambda recipe: recipe.name,
+)
+def test_a_layer(recipe: Recipe):
+    check(recipe, "eager", True, layer_alone=True)
+
+
+@pytest.mark.exhaustive
 @every_recipe
 def test_a_layer_under_every_recipe(recipe: Recipe):
     check(recipe, "eager", True, layer_alone=True)

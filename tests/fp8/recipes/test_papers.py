@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 import fp8
-from fp8.casts.casting import cast_forward
+from fp8.casts.casting import cast_forward, rotated, round_straight, spec_of, turn_of
+from fp8.casts.codes import codes as quantized
 from fp8.products.matmul import linear
 from fp8.sums.dot import dot
 from fp8.sums.tensor_cores import TENSOR_CORES, Matrix
+from tests.reference import rotation
 
 E4M3_LOW = -6
 
@@ -108,3 +110,153 @@ def test_mxfp8_and_nvfp4_are_the_recipes_of_nvidia():
     assert {c.tile for c in (nvfp4.weight, nvfp4.grad_input[1]) if c} == {(16, 16)}
     assert [c.hadamard for c in nvfp4.casts if c] == [0, 0, 0, 0, 16, 16]
     assert {(c.format, c.rule) for c in nvfp4.casts if c} == {("e2m1", "e4m3")}
+
+
+QUARTET2, TETRAJET2 = (fp8.RECIPES[name] for name in ("quartet2", "tetrajet2"))
+EDEN = QUARTET2.grad
+NEAREST = dataclasses.replace(EDEN, rule="e4m3")
+
+
+def draws(x: Tensor, cast: fp8.Cast, count: int) -> Tensor:
+    """Casts of the rows of ``x`` with new random bits and signs each, rotated back: multiplied by
+    the transpose of the matrix, then by the signs. float64, (count, rows, columns)."""
+    torch.manual_seed(0)
+    found = []
+    for _ in range(count):
+        signs = turn_of(spec_of(cast), x)
+        y = round_straight(x, spec_of(cast), turn=signs).double()
+        back = y.unflatten(-1, (-1, cast.hadamard)) @ rotation(cast.hadamard)
+        found.append((back * signs).flatten(-2))
+    return torch.stack(found)
+
+
+def stochastic(x: Tensor) -> Tensor:
+    """Unbiased stochastic rounding with the same blocks and scale format: 17 / 16 of the largest
+    magnitude stand for 6, so that a scale that e4m3 rounds down by a 16th saturates nothing."""
+    tiles = x.unflatten(1, (-1, 16))
+    top = tiles.abs().amax(-1, keepdim=True) * 17 / 16 / 6
+    unit = top.max() / 256
+    scale = fp8.quantize(top / unit, "e4m3") * unit
+    assert (tiles.abs() <= 6 * scale).all()
+    return (fp8.quantize(tiles / scale, "e2m1", rounding="stochastic", seed=0) * scale).flatten(1)
+
+
+def test_ms_eden_has_less_than_half_the_error_of_stochastic_rounding():
+    """arXiv:2601.22813, abstract: "more than 2x lower quantization error"; on normal data."""
+    x = randn(64, 1024)
+    eden, nearest = (float((draws(x, cast, 2) - x).square().mean()) for cast in (EDEN, NEAREST))
+    assert eden < (stochastic(x) - x).square().mean() / 2
+    assert nearest < eden
+
+
+def test_ms_eden_is_unbiased():
+    """The mean of n draws has an n-th of the squared error of one, and no smaller projection on x;
+    rounding to nearest after the same rotations shrinks it."""
+    x, count = randn(16, 256), 120
+    for cast, unbiased in ((EDEN, True), (NEAREST, False)):
+        y = draws(x, cast, count)
+        left = (y.mean(0) - x).square().mean() / ((y - x).square().mean() / count)
+        slopes = (y * x).sum((1, 2)) / x.double().square().sum()
+        deviation = float((slopes.mean() - 1) / (slopes.std() / count**0.5))
+        assert (left < 1.1) == unbiased, (cast, left)
+        assert (abs(deviation) < 4) == unbiased, (cast, deviation)
+
+
+def test_ms_eden_corrects_the_scales_of_what_is_rotated_together():
+    """The identity behind it, for each rotated block: <x, Q(x)> = <x, x>, if scales are not rounded
+    again. They are e4m3 values, two neighbours of the corrected one."""
+    x = randn(8, 256)
+    spec = spec_of(dataclasses.replace(EDEN, signs="fixed"))
+    turned = rotated(x, 128, -1)
+    codes = [quantized(x, spec, axis=-1) for _ in range(200)]
+    steps = torch.stack([c.scale / c.unit for c in codes]).unflatten(-1, (2, 8))
+    assert torch.equal(steps, steps.to(torch.float8_e4m3fn).float())
+    assert all(torch.equal(c.values, codes[0].values) for c in codes)
+    tiles = (turned * codes[0].values).unflatten(-1, (2, 8, 16)).double().sum(-1)
+    found = (tiles * steps * codes[0].unit).sum(-1)
+    wanted = turned.double().square().unflatten(-1, (2, 128)).sum(-1)
+    error = (found.mean(0) - wanted) / (found.std(0) / 200**0.5)
+    assert error.abs().max() < 5
+    spread = steps.amax(0) - steps.amin(0)
+    assert (spread <= steps.amin(0) / 8).all()  # one step of e4m3
+
+
+def test_quartet2_and_tetrajet2_cast_as_their_published_code():
+    """IST-DASLab/Quartet-II: four over six in blocks of one row forward; backward, MS-EDEN in
+    rotations of 128. thu-ml/TetraJet-v2: nearest forward; backward, stochastic in rotations of
+    16."""
+    assert {(c.rule, c.tile, c.hadamard) for c in QUARTET2.forward} == {("e4m3_4_6", (1, 16), 0)}
+    assert {(c.rounding, c.tile, c.hadamard) for c in TETRAJET2.forward} == {
+        ("nearest", (1, 16), 0)
+    }
+    for recipe, cast in ((QUARTET2, EDEN), (TETRAJET2, TETRAJET2.grad)):
+        assert {*recipe.grad_input, *recipe.grad_weight} == {cast}
+        assert (cast.format, cast.scaling, cast.signs) == ("e2m1", "nv", "random")
+    assert (EDEN.rule, EDEN.rounding, EDEN.hadamard) == ("e4m3_eden", "nearest", 128)
+    assert (TETRAJET2.grad.rounding, TETRAJET2.grad.hadamard) == ("stochastic", 16)
+
+
+def test_the_uniform_grid_has_no_shrinkage_bias():
+    """arXiv:2606.20381: of values that are spread evenly over the bin of a grid point, e2m1 rounds
+    those toward zero on average that are next to a longer step, at 2 and 4; e1m2 none."""
+    for format, biased in (("e2m1", {2.0: -0.125, 4.0: -0.25}), ("e1m2", {})):
+        top = fp8.get_format(format).max
+        x = (torch.arange(2**16, dtype=torch.float64) + 0.5) * (top / 2**16)
+        y = fp8.quantize(x, format)
+        for value in y.unique()[1:-1].tolist():  # the bins of zero and of the largest are cut
+            bias = float((y - x)[y == value].mean())
+            assert abs(bias - biased.get(value, 0.0)) < top / 2**16
+
+
+def test_mx_scales_by_error_are_the_best_of_all_rules():
+    x = randn(256, 64) * torch.exp2(3 * randn(256, 1, seed=1))
+
+    def errors(rule: str) -> Tensor:
+        cast = fp8.Cast(format="e2m1", scaling="mx", rule=rule)
+        return (cast_forward(x, cast) - x).double().square().unflatten(1, (-1, 32)).sum(-1)
+
+    found = errors("error")
+    others = torch.stack([errors(rule) for rule in ("up", "floor", "ceil", "even")])
+    assert torch.equal(found, others.amin(0))
+    assert (found < others).any(1).all()  # each of the four is worse somewhere
+
+
+def test_a_mean_is_multiplied_in_high_precision():
+    """arXiv:2603.10444: rows with a common mean, large in a few channels, which determine the
+    scales of blocks. A product is that of the mean, uncast, and of the rest; so is its gradient."""
+    x = (randn(64, 96) + 40 * (randn(96, seed=1) > 1.5)).requires_grad_()
+    w, g = randn(48, 96, seed=2).requires_grad_(), randn(64, 48, seed=3)
+    mean = x.detach().mean(0)
+    rest = x.detach() - mean
+
+    def close(got: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+    for scaling, format in (("nv", "e2m1"), ("tensor", "e4m3")):
+        plain = fp8.Cast(format=format, scaling=scaling)
+        around = dataclasses.replace(plain, mean=True)
+        y = linear(x, w, recipe=fp8.Recipe(name="mean", input=around, weight=plain))
+        dx, dw = torch.autograd.grad(y, (x, w), g)
+        weight = cast_forward(w.detach(), plain)
+        close(y.detach(), cast_forward(rest, plain) @ weight.mT + mean @ weight.mT)
+        close(dx, g @ cast_forward(w.detach(), plain, -2))
+        close(dw, g.mT @ cast_forward(rest, plain, -2) + g.sum(0)[:, None] * mean)
+        errors = [float((cast_forward(x, cast) - x).detach().norm()) for cast in (around, plain)]
+        assert errors[0] < errors[1] / 3
+
+
+def test_a_mean_is_rotated_with_the_rest():
+    """With a format as precise as float32, along both axes; float16 is rounded once."""
+    wide = fp8.Format(name="wide", exponent_bits=8, mantissa_bits=23, bias=127, max=2.0**127)
+    cast = fp8.Cast(format=wide, mean=True, hadamard=16)
+    recipe = fp8.Recipe(name="mean", input=cast, weight=cast, grad=cast)
+    x, w, g = randn(40, 24), randn(20, 24, seed=1), randn(40, 20, seed=2)
+    found = []
+    for chosen in (recipe, None):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        y = linear(*leaves, recipe=chosen)
+        found.append((y, *torch.autograd.grad(y, leaves, g)))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
+    half = x.half()
+    assert torch.equal(cast_forward(half, dataclasses.replace(cast, hadamard=0)), half)

@@ -150,9 +150,9 @@ def test_every_combination_with_high_precision_has_the_casts_that_were_asked_for
     for kept in itertools.product((True, False), repeat=len(CASTS)):
         sources = tuple(recipe if keep else None for keep in kept)
         asked = {c: casts(recipe)[c] if keep else None for c, keep in zip(CASTS, kept, strict=True)}
-        rotated = [asked[c].hadamard if asked[c] else 0 for c in CASTS[4:]]
-        if rotated[0] != rotated[1]:
-            with pytest.raises(ValueError, match="grad_weight needs both operands rotated"):
+        sizes = [cast.hadamard if cast else 0 for cast in asked.values()]
+        if any(a != b for a, b in zip(sizes[::2], sizes[1::2], strict=True)):
+            with pytest.raises(ValueError, match=r"grad_.* needs both operands rotated alike"):
                 composed(sources, OWN)
             continue
         assert casts(composed(sources, OWN)) == asked

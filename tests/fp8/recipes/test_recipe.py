@@ -103,6 +103,13 @@ def test_a_cast_knows_the_rules_and_tile_of_its_scaling(scaling):
         ({"random_bits": 0}, "random_bits must be 1 to 31, got 0"),
         ({"random_bits": True}, "random_bits must be"),
         ({"hadamard": 12}, "power of two from 2 to 128, got 12"),
+        ({"signs": "random"}, "random signs need a rotation"),
+        ({"signs": "odd", "hadamard": 16}, "unknown signs 'odd'; choose one of 'fixed'"),
+        ({"scaling": "delayed", "hadamard": 16}, "'delayed' has no mean and no rotation"),
+        ({"scaling": "static", "mean": True}, "'static' has no mean and no rotation"),
+        ({"scaling": "nv", "rule": "e4m3_eden", "rounding": "stochastic"}, "values to nearest"),
+        ({"scaling": "nv", "rule": "e4m3_eden", "tile": (16, 16)}, "blocks of one row"),
+        ({"scaling": "nv", "rule": "e4m3_eden", "hadamard": 8}, "blocks of one row"),
     ],
     ids=str,
 )
@@ -128,10 +135,38 @@ def test_a_recipe_holds_casts():
 def test_both_operands_are_rotated_or_none():
     turned, plain = Cast(format="e2m1", hadamard=16), Cast(format="e2m1")
     Recipe(name="fine", grad_weight_grad=turned, grad_weight_input=turned)
-    with pytest.raises(ValueError, match=r"grad_weight needs both .* got hadamard=\[16, 0\]"):
+    Recipe(name="fine", input=turned, weight=turned, grad=turned)
+    message = (
+        r"grad_weight needs both operands rotated alike, got .*=\[\(16, 'fixed'\), \(0, 'fixed'\)\]"
+    )
+    with pytest.raises(ValueError, match=message):
         Recipe(name="mine", grad_weight_grad=turned, grad_weight_input=plain)
-    with pytest.raises(ValueError, match="forward needs no rotation"):
-        Recipe(name="mine", input=turned, weight=turned)
+    with pytest.raises(ValueError, match="forward needs both operands rotated alike"):
+        Recipe(name="mine", input=turned, grad_weight_input=plain)
+    other = dataclasses.replace(turned, signs="random")
+    with pytest.raises(ValueError, match="forward needs both operands rotated alike"):
+        Recipe(name="mine", input=turned, weight=other, grad=turned)
+
+
+def test_a_mean_is_a_flag_that_sums_of_an_accelerator_refuse():
+    with pytest.raises(TypeError, match="mean must be True or False, got 1"):
+        Cast(format="e4m3", mean=1)
+    with pytest.raises(ValueError, match=r"accumulate='hopper' has no mean=True \(forward\)"):
+        Recipe(name="mine", input=Cast(format="e4m3", mean=True), accumulate="hopper")
+    with pytest.raises(
+        ValueError, match="no mean and no rotation, got e4m3, unit, around its mean"
+    ):
+        Recipe(name="mine", saved_activations=Cast(format="e4m3", mean=True))
+
+
+def test_unrotated_leaves_the_rest():
+    for recipe in RECIPES.values():
+        plain = recipe.unrotated()
+        assert not any(cast.hadamard for cast in plain.casts if cast)
+        assert (plain == recipe) == (not any(cast.hadamard for cast in recipe.casts if cast))
+        assert plain.unrotated() == plain
+    eden, plain = RECIPES["quartet2"].grad, RECIPES["quartet2"].unrotated().grad
+    assert dataclasses.replace(plain, hadamard=128, signs="random") == eden
 
 
 def test_frozen_and_hashable():

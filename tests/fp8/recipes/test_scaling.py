@@ -5,12 +5,13 @@ import torch
 
 from fp8 import FORMATS, Cast
 from fp8.casts.casting import cast_forward
-from fp8.recipes.scaling import E8M0, RULES, SCALINGS, UNITS, scale_of
+from fp8.recipes.scaling import CORRECTED, E8M0, RULES, SCALINGS, UNITS, scale_of
 from tests import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NOW = {name: row for name, row in SCALINGS.items() if row.rules and name != "delayed"}
 SCALED = [(name, rule) for name, row in NOW.items() for rule in row.rules]
+EXACT = [(name, rule) for name, rule in SCALED if rule not in CORRECTED]
 E4M3 = FORMATS["e4m3"]
 
 
@@ -104,7 +105,7 @@ def test_a_cast_is_the_reference_s_tile_by_tile(scaling, tile, shape, axis):
     assert torch.equal(got, wanted.float())
 
 
-@pytest.mark.parametrize(("scaling", "rule"), SCALED)
+@pytest.mark.parametrize(("scaling", "rule"), EXACT)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_scaling_and_rule_fits_every_dtype(scaling, rule, dtype):
     x = randn(3, 40).to(dtype)

@@ -1,0 +1,209 @@
+"""Casts: how one operand of a product gets into its format. Immutable and validated on
+construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from ..common.validation import check_between, check_choice, check_flag, check_keys
+from ..formats.format import Format, dtype_name, get_format
+from ..formats.quantize import OVERFLOWS
+from ..formats.rounding import ROUNDINGS
+from .scaling import CORRECTED, RULES, SCALINGS, scale_format
+
+__all__ = ["SIGNS", "Cast"]
+
+SIGNS = ("fixed", "random")
+"""Of rotations: see `Cast.signs`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """How an operand is cast to its format.
+
+    Attributes:
+        format: a name in `fp8.FORMATS`, or a `fp8.Format`.
+        scaling: a name in `fp8.recipes.scaling.SCALINGS`: which elements share a scale.
+        rule: a name in `fp8.recipes.scaling.RULES`: how the scale is computed from the largest
+            magnitude. None: the default of the scaling.
+        tile: the number of elements that share a scale (across, along) the axis that the product
+            sums over, for scalings with a free tile. None: the default of the scaling.
+        margin: the scale is multiplied by 2**margin, which leaves headroom for that many doublings.
+        history: for scaling "delayed", the number of passes considered; 1 is the last one only,
+            None is 16. For other scalings 0; "static" stores one scale.
+        rounding, overflow, random_bits: as in `fp8.quantize`, except that Inf does not saturate: it
+            stays Inf if the format has Inf, and becomes NaN otherwise. Stochastic rounding uses a
+            new seed each time.
+        mean: whether the mean over the rows of the operand, which are tokens for activations and
+            gradients, is subtracted before the cast and added again afterwards, in high precision:
+            a product is that of the means and that of the rest, which alone is cast ("The curse and
+            blessing of mean bias", arXiv:2603.10444). Simulated. Inf and NaN reach their column.
+        hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
+            of this size along the axis that the product sums over, which cancels in the product. 0:
+            no rotation. Both operands of a product need the same value. Only products of matrices
+            have rotations; convolutions, attention and what is no single product leave them out.
+        signs: of the rotation: "fixed", the same ones everywhere (arXiv:2509.25149, section 4.2);
+            "random": drawn anew for each product, the same ones for both operands.
+
+    Raises:
+        ValueError: for an unknown name, an unsigned format, a rule or tile that the scaling does
+            not support, random signs without a rotation, a mean or a rotation with a scaling that
+            keeps state between passes, and overflow="nonfinite" with a format that has neither Inf
+            nor NaN.
+        TypeError: for a name that is not a string.
+    """
+
+    format: str | Format
+    scaling: str = "unit"
+    rule: str | None = None
+    tile: tuple[int, int] | None = None
+    margin: int = 0
+    history: int | None = None
+    rounding: str = "nearest"
+    overflow: str = "saturate"
+    random_bits: int = 31
+    mean: bool = False
+    hadamard: int = 0
+    signs: str = "fixed"
+
+    text: ClassVar[str]
+    """Set per instance: its fields in one string, for the reason given at `Format.text`."""
+
+    def __post_init__(self) -> None:
+        format = get_format(self.format)
+        check_choice("scaling", self.scaling, SCALINGS)
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("overflow", self.overflow, OVERFLOWS)
+        if not format.signed:
+            raise ValueError(f"format {format.name!r} has no negative values: it is for scales")
+        if self.overflow == "nonfinite" and format.nonfinite is None:
+            raise ValueError(f"format {format.name!r} has neither Inf nor NaN for 'nonfinite'")
+        check_between("random_bits", self.random_bits, 1, 31)
+        check_between("margin", self.margin, -32, 32)
+        self._complete()
+        if self.hadamard not in (0, 2, 4, 8, 16, 32, 64, 128) or isinstance(self.hadamard, bool):
+            raise ValueError(
+                f"hadamard must be 0 or a power of two from 2 to 128, got {self.hadamard!r}"
+            )
+        if self.rule in CORRECTED:
+            self._check_corrected()
+        check_choice("signs", self.signs, SIGNS)
+        if self.signs == "random" and not self.hadamard:
+            raise ValueError("random signs need a rotation: give hadamard too")
+        check_flag("mean", self.mean)
+        if (self.hadamard or self.mean) and self.keeps_history:
+            raise ValueError(
+                f"scaling {self.scaling!r} has no mean and no rotation: its state is that of the "
+                "plain operand"
+            )
+        inner = self.format.text if isinstance(self.format, Format) else self.format
+        numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits)
+        numbers = (*numbers, int(self.mean), self.hadamard)
+        names = (self.scaling, self.rule or "", self.rounding, self.overflow, self.signs)
+        object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
+
+    def _complete(self) -> None:
+        """Fills in the defaults of the scaling for a rule or tile that is None."""
+        row = SCALINGS[self.scaling]
+        if self.rule is None:
+            object.__setattr__(self, "rule", row.rules[0] if row.rules else None)
+        else:
+            check_choice("rule", self.rule, RULES)
+            if self.rule not in row.rules:
+                allowed = ", ".join(map(repr, row.rules)) or "none"
+                raise ValueError(
+                    f"scaling {self.scaling!r} has no rule {self.rule!r}; it has {allowed}"
+                )
+        delayed = self.scaling == "delayed"
+        if self.history is None:
+            object.__setattr__(self, "history", 16 if delayed else 0)
+        bounds = (1, 4096) if delayed else (0, 0)
+        check_between(f"history of scaling {self.scaling!r}", self.history, *bounds)
+        if self.margin and self.rule is None:
+            raise ValueError(f"scaling {self.scaling!r} has no margin")
+        if not isinstance(self.tile, tuple | list | type(None)):
+            raise TypeError(f"a tile is two numbers (across, along), not {self.tile!r}")
+        tile = row.tile if self.tile is None else tuple(self.tile)
+        if tile != row.tile:
+            if not row.free:
+                raise ValueError(f"scaling {self.scaling!r} has the tile {row.tile}, not {tile}")
+            if len(tile) != 2:
+                raise ValueError(f"a tile is two numbers (across, along), not {tile!r}")
+            for size in tile:
+                check_between("a side of a tile", size, 1, 1 << 16)
+            if tile == (1, 1):
+                raise ValueError("a tile of (1, 1) gives each element a scale; use a wider format")
+        object.__setattr__(self, "tile", tile)
+
+    def _check_corrected(self) -> None:
+        across, along = self.tile or (0, 0)
+        if self.rounding != "nearest":
+            raise ValueError(
+                f"rule {self.rule!r} rounds values to nearest and scales stochastically, got "
+                f"rounding={self.rounding!r}"
+            )
+        if across != 1 or self.hadamard % along:
+            raise ValueError(
+                f"rule {self.rule!r} needs blocks of one row, and rotations of whole blocks; got "
+                f"tile {self.tile} and hadamard={self.hadamard}"
+            )
+
+    @property
+    def scale_format(self) -> str:
+        """The eight-bit format of the stored scales, "e8m0" or "e4m3"; "" for float32 or none."""
+        return "e8m0" if self.scaling == "mx" else scale_format(self.rule)
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether state of the operand is kept between passes: largest magnitudes, or its scale."""
+        return self.scaling in ("delayed", "static")
+
+    def __str__(self) -> str:
+        """Format, scaling and all values that differ from defaults: "e2m1, nv 16x16,
+        stochastic"."""
+        row = SCALINGS[self.scaling]
+        scaling = self.scaling
+        if self.tile != row.tile:
+            scaling += " {}x{}".format(*self.tile or ())
+        if self.rule is not None and self.rule != row.rules[0]:
+            scaling += f" by {self.rule}"
+        unusual = [
+            self.rounding if self.rounding != "nearest" else "",
+            self.overflow if self.overflow != "saturate" else "",
+            f"margin {self.margin}" if self.margin else "",
+            f"history {self.history}" if self.history else "",
+            "around its mean" if self.mean else "",
+            f"rotated by {self.hadamard}" if self.hadamard else "",
+            "random signs" if self.signs == "random" else "",
+        ]
+        return ", ".join(filter(None, [str(self.format), scaling, *unusual]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if isinstance(self.format, Format):
+            dtype = self.format.dtype
+            name = None if dtype is None else dtype_name(dtype)
+            values["format"] = asdict(self.format) | {"dtype": name}
+        return values | {"tile": list(self.tile or ())}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Cast:
+        """The Cast that `to_dict` wrote; keys other than "format" and "scaling" are optional.
+
+        Raises as Cast, and ValueError for an unknown or missing key.
+        """
+        names = (field.name for field in fields(Cast))
+        check_keys("Cast", values, names, ("format", "scaling"))
+        values = dict(values)
+        if isinstance(values.get("format"), Mapping):
+            given = dict(values["format"])
+            check_keys("Format", given, (field.name for field in fields(Format)))
+            dtype = given.get("dtype")
+            given["dtype"] = None if dtype is None else getattr(torch, str(dtype), dtype)
+            values["format"] = Format(**given)
+        return Cast(**values)
