@@ -19,7 +19,8 @@ from ..casts.casting import Spec, format_of, spec_of
 from ..casts.codes import codes, widened
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
-from ..recipes.recipe import Cast, Recipe, get_recipe
+from ..recipes.cast import Cast
+from ..recipes.recipe import Recipe, get_recipe
 from ..recipes.scaling import E8M0
 from ..tensors.scaled_tensor import plain
 
