@@ -199,7 +199,7 @@ def test_an_error_that_is_not_of_a_type_stays():
     ("use", "near"),
     [
         (lambda: fp8.get_recipe("MXFP8"), "mxfp8"),
-        (lambda: fp8.get_recipe("te"), "tensor"),
+        (lambda: fp8.get_recipe("tens"), "tensor"),
         (lambda: fp8.convert(model(), "tensor", backend="te"), "transformer_engine"),
         (lambda: fp8.get_recipe("tensr"), "tensor"),
         (lambda: fp8.get_format("E4M3"), "e4m3"),

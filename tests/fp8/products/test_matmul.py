@@ -305,7 +305,9 @@ def test_double_backward(recipe):
 
 
 @pytest.mark.parametrize("signs", ["fixed", "random"])
-@pytest.mark.parametrize("function", [linear, matmul, "grouped"], ids=["linear", "matmul", "grouped"])
+@pytest.mark.parametrize(
+    "function", [linear, matmul, "grouped"], ids=lambda f: getattr(f, "__name__", f)
+)
 def test_a_rotation_cancels_in_all_three_products(function, signs):
     """With a format as precise as float32, so that nothing but the rotation is left."""
     wide = Format(name="wide", exponent_bits=8, mantissa_bits=23, bias=127, max=2.0**127)
