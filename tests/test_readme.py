@@ -27,7 +27,9 @@ from unit_scaling.rules import table as ops
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-NATIVE = [ROOT / "docs" / page for page in ("adapters.md", "recipes.md")]
+NATIVE = [
+    ROOT / "docs" / page for page in ("adapters.md", "converted-layers.md", "saved-operands.md")
+]
 """Print what the FP8 products of this CPU do."""
 
 each_document = pytest.mark.parametrize(
