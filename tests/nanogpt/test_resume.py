@@ -20,6 +20,7 @@ PRELOAD = [  # what a run imports, so that the processes to be killed start quic
 ]
 
 
+@pytest.mark.exhaustive
 def test_killed_again_and_again(tmp_path: Path, argv, losses) -> None:
     """SIGKILL after ever longer times, until a process lives long enough to finish.
 

@@ -50,7 +50,7 @@ def _fresh():
     ("backend", "recipe"),
     [
         ("eager", "tensor"),
-        ("aot_eager", COARSE),
+        pytest.param("aot_eager", COARSE, marks=pytest.mark.exhaustive),
         pytest.param("aot_eager", "tensor", marks=pytest.mark.exhaustive),
     ],
 )
