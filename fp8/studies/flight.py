@@ -457,8 +457,7 @@ class Flight:
 
     def _estimate(self) -> None:
         """Every candidate on every device, at the full size of the model."""
-        full = self.problem.full_size
-        products = self.findings.products if full is None else _traced(*full)
+        products = self._products_at_full_size()
         cast = [product.layer for product in products if not product.why_not]
         for candidate in self.findings.candidates:
             recipe = self._recipe(candidate.recipe)
@@ -467,6 +466,17 @@ class Flight:
                 self.findings.estimates.append(
                     estimate(products, recipes, device, candidate=candidate.name)
                 )
+
+    def _products_at_full_size(self) -> list[Product]:
+        full = self.problem.full_size
+        try:
+            return self.findings.products if full is None else _traced(*full)
+        except Exception as error:  # of the code of a model without memory
+            self._note(
+                "the estimates are for the model that was trained, as its full size cannot be "
+                f"traced: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            )
+            return self.findings.products
 
     def _recipe(self, name: str) -> Recipe:
         return next(recipe for recipe in self.settings.recipes if recipe.name == name)

@@ -118,9 +118,12 @@ def _config(transformers: Any, values: dict[str, Any]) -> Any:
 
 
 def _full_size(transformers: Any, config: Any) -> FullSize:
-    """The model without memory, and a batch of 8192 tokens as the shapes of a training step."""
+    """The model without memory, and a batch of 8192 tokens as the shapes of a training step.
+
+    In bfloat16, the only dtype of grouped products without memory. Estimates depend on shapes only.
+    """
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
         length = min(4096, getattr(config, "max_position_embeddings", 4096))
         ids = torch.zeros(8192 // length, length, dtype=torch.long)
     return FullSize(model, {"input_ids": ids})

@@ -12,6 +12,7 @@ from fp8.studies import flight
 from fp8.studies.finalists import finalists, recommended
 from fp8.studies.findings import Candidate, Choice, Estimate, Findings
 from fp8.studies.proof import REFERENCE
+from fp8.studies.training import FullSize, Setup
 from fp8.studies.update_error import UpdateError
 
 from .problems import Classifier, batches, setup
@@ -231,6 +232,19 @@ def test_without_a_recommendation_there_is_a_policy_to_try_first():
     assert report.first_to_try.recipe == "tensor"  # of the first device, the H100
     assert report.findings.verdict[0].startswith("Not decided. By its update error of ")
     assert "Policy" in report.findings.code["fp8"]
+
+
+def test_a_full_size_that_cannot_be_traced_is_noted():
+    """The estimates are those of the model that was trained."""
+    wrong = FullSize(nn.Linear(3, 3), torch.ones(1))
+    whole = Setup(Classifier(), batches(12), full_size=wrong)
+    given = QUICK | {"recipes": ["tensor"], "max_seeds": 1}
+    found = fp8.preflight(lambda: whole, **given).findings
+    assert any("its full size cannot be traced: RuntimeError" in note for note in found.notes)
+    own = fp8.preflight(lambda: Setup(Classifier(), batches(12)), **given).findings
+    of_all = {estimate.candidate: estimate for estimate in own.estimates}
+    of_whole = {estimate.candidate: estimate for estimate in found.estimates}
+    assert of_all["tensor"] == of_whole["tensor"]
 
 
 def test_a_generator_of_batches_is_drawn_from_once():

@@ -15,6 +15,7 @@ from fp8.studies.sources import (
     from_transformers,
     shrunk,
 )
+from fp8.studies.trace import trace
 
 transformers = pytest.importorskip("transformers")
 
@@ -161,6 +162,16 @@ def test_a_7b_configuration_is_traced_at_full_size_without_memory(tmp_path):
     assert setup.optimizer.param_groups[0]["lr"] == BASE_LR * BASE_WIDTH / width
     assert isinstance(setup.model, nn.Module)
     assert setup.batches[0]["input_ids"].max() < 256
+
+
+def test_experts_are_traced_at_full_size(tmp_path):
+    values = {"model_type": "mixtral", "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    (tmp_path / "text.txt").write_text("some text to train on. " * 100, encoding="utf-8")
+    full = from_transformers(tmp_path / "config.json", tmp_path / "text.txt")(0).full_size
+    found = [p for p in trace(*full) if "experts" in p.layer]
+    tokens, active, hidden, inner = 8192, 2, 4096, 14336
+    assert sum(p.flops for p in found) == 2 * tokens * active * hidden * 3 * inner
 
 
 def test_a_file_that_is_no_configuration(tmp_path):
