@@ -249,13 +249,14 @@ class _Stored:
         if not states.numel():
             return stored, scale
         wide = states.to(torch.promote_types(states.dtype, torch.float32))
-        frozen = scale is not None and self.scaling != "token"
-        dims = KV_SCALINGS[self.scaling]
-        new = scale_of(wide, dims, self.format, self.rule) if scale is None or not frozen else scale
+        if scale is None or self.scaling == "token":
+            new = scale_of(wide, KV_SCALINGS[self.scaling], self.format, self.rule)
+        else:
+            new = scale
         codes = quantize(wide / new, self.format).to(stored.dtype)
         both = [x.view(torch.uint8) for x in (stored, codes)]
-        scale = new if scale is None or frozen else torch.cat([scale, new], -2)
-        return torch.cat(both, -2).view(stored.dtype), scale
+        scales = new if scale is None or new is scale else torch.cat([scale, new], -2)
+        return torch.cat(both, -2).view(stored.dtype), scales
 
     def _select(self, pick: Callable[[Tensor], Tensor]) -> None:
         """Replaces the sequences of the batch by ``pick`` of them."""

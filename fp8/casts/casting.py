@@ -55,6 +55,7 @@ __all__ = [
     "shifted",
     "spec_of",
     "static_scale",
+    "tensor_unit",
     "tiles_together",
     "turn_of",
     "unrotated",
@@ -325,7 +326,7 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
         y = untiled(values, x, tile, axis)
         whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
         if label and dims and rule in UNITS:
-            unit = _unit(tiles, dims, spec, of)
+            unit = tensor_unit(tiles, dims, spec, of)
             blocks = Blocks(tiles.abs().amax(dims, keepdim=True), scale, unit)
     if label:
         measured = rule is None and not spec.margin and scale is not None
@@ -333,7 +334,7 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
     return y
 
 
-def _unit(tiles: Tensor, dims: tuple[int, ...] | None, spec: Spec, of: Any) -> Tensor:
+def tensor_unit(tiles: Tensor, dims: tuple[int, ...] | None, spec: Spec, of: Any = None) -> Tensor:
     """The unit of the scales of a rule in UNITS. of: as in `_round_part`."""
     assert spec.rule is not None
     of_all = (tiles, dims) if of is None else (amax_of(of), None)
@@ -348,7 +349,9 @@ def _corrected(
     assert dims is not None
     x = tiles.detach().to(scale.dtype) / scale
     values = quantize_operand(x, format_of(spec), **rounding_of(spec))
-    scale = corrected(x, values, scale, _unit(tiles, dims, spec, of), dims, tiles_together(spec))
+    scale = corrected(
+        x, values, scale, tensor_unit(tiles, dims, spec, of), dims, tiles_together(spec)
+    )
     return (values * scale).to(tiles.dtype), scale
 
 

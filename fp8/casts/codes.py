@@ -16,7 +16,6 @@ from ..recipes.scaling import (
     inverse_of,
     scale_of,
     scaled_tiles,
-    unit_of,
     with_margin,
 )
 from ..tensors.scaled_tensor import plain
@@ -26,6 +25,7 @@ from .casting import (
     rotated,
     rounding_of,
     static_scale,
+    tensor_unit,
     tiles_together,
     untiled,
     whole_scale,
@@ -85,7 +85,7 @@ def codes(
         values = quantize_operand(units, format, **how)
         y = untiled(values, x, tile, axis)
         if rule in UNITS:
-            unit = with_margin(unit_of(tiles, dims, format, rule), margin, rule)
+            unit = tensor_unit(tiles, dims, spec)
         if tile[1]:
             assert dims is not None
             if rule in CORRECTED:

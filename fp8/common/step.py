@@ -20,6 +20,7 @@ __all__ = [
     "Loss",
     "arguments",
     "call",
+    "described",
     "find_loss",
     "loss_value",
     "plain",
@@ -49,6 +50,12 @@ def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
+def described(error: Exception) -> str:
+    """The type and the message of an error of a model's code, in one line of at most 200
+    characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def call(model: nn.Module, batch: Batch) -> Any:

@@ -21,7 +21,7 @@ from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe, get_recipe
-from ..recipes.scaling import E8M0
+from ..recipes.scaling import scale_format
 from ..tensors.scaled_tensor import plain
 
 __all__ = ["DTYPES", "TokenBytes", "all_to_all", "token_bytes"]
@@ -214,8 +214,9 @@ def _exchanged(x: Tensor, splits: _Splits, group: dist.ProcessGroup | None) -> T
     return received
 
 
-def _is_e8m0(spec: Spec) -> bool:
-    return spec.rule is not None and spec.rule.endswith(E8M0)
+def _scale_dtype(spec: Spec) -> torch.dtype:
+    """Of the scale factors in a message."""
+    return torch.float8_e8m0fnu if scale_format(spec.rule) == "e8m0" else torch.float32
 
 
 def _scale_bytes(spec: Spec, features: int) -> int:
@@ -224,7 +225,7 @@ def _scale_bytes(spec: Spec, features: int) -> int:
     if spec.rule is None:
         return 0
     count = -(-features // spec.tile[1]) if spec.tile[1] else 1
-    return count if _is_e8m0(spec) else 4 * count
+    return count * _scale_dtype(spec).itemsize
 
 
 def _encoded(tokens: Tensor, spec: Spec) -> Tensor:
@@ -233,7 +234,7 @@ def _encoded(tokens: Tensor, spec: Spec) -> Tensor:
     found = codes(tokens if count else tokens.new_zeros(1, features), spec)
     parts = [found.values.to(format_of(spec).dtype).view(torch.uint8)]
     if spec.rule is not None:
-        scale = found.scale.to(torch.float8_e8m0fnu) if _is_e8m0(spec) else found.scale
+        scale = found.scale.to(_scale_dtype(spec))
         columns = scale.shape[-1] if scale.dim() else 1
         of_each = scale.new_empty(len(parts[0]), columns).copy_(scale)
         parts.append(of_each.view(torch.uint8))
@@ -245,7 +246,6 @@ def _decoded(message: Tensor, spec: Spec, features: int, dtype: torch.dtype) -> 
     data, scales = message.split([features, message.shape[1] - features], 1)
     values = data.view(format_of(spec).dtype).to(torch.float32)
     if spec.rule is not None:
-        stored = torch.float8_e8m0fnu if _is_e8m0(spec) else torch.float32
-        scale = scales.clone(memory_format=torch.contiguous_format).view(stored).to(torch.float32)
+        scale = scales.clone(memory_format=torch.contiguous_format).view(_scale_dtype(spec)).float()
         values = values * widened(scale, values.shape, (1, spec.tile[1]))
     return values.to(dtype)

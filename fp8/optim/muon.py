@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 from ..common.dtensor import is_dtensor
 from ..common.mixin import bare_class, check_module
 from ..common.pitfalls import OptimizerWarning, warn_once
-from ..common.validation import check_flag, check_name, check_number
+from ..common.validation import check_between, check_flag, check_name, check_number
 from ..formats.format import get_format
 from ..formats.random_bits import bits_from_key, random_key
 from ..products.matmul import matmul
@@ -210,8 +210,7 @@ def _check(group: Group) -> None:
         raise ValueError(f"ns_coefficients are three numbers, got {coefficients}")
     for number in coefficients:
         check_number("ns_coefficients", number)
-    if not (isinstance(group["ns_steps"], int) and 0 <= group["ns_steps"] < 100):
-        raise ValueError(f"ns_steps must be 0 to 99, got {group['ns_steps']!r}")
+    check_between("ns_steps", group["ns_steps"], 0, 99)
     if group["recipe"] is not None:
         if isinstance(group["recipe"], Recipe):
             raise TypeError("recipe is a name in fp8.RECIPES, which a state_dict can hold")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..adapters.policies import as_code
-from ..common.step import Batch
+from ..common.step import Batch, described
 from ..common.validation import check_whole
 from ..formats.format import get_format
 from ..recipes.policy import CASTS, Policy
@@ -474,7 +474,7 @@ class Flight:
         except Exception as error:  # of the code of a model without memory
             self._note(
                 "the estimates are for the model that was trained, as its full size cannot be "
-                f"traced: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                f"traced: {described(error)}"
             )
             return self.findings.products
 

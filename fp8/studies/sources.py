@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.libraries import need
+from ..common.step import described
 from .demo import text_batches
 from .training import FullSize, Setup
 
@@ -147,7 +148,7 @@ def shrunk(config: Any) -> Any:
             small = type(config).from_dict(_scaled(config.to_dict(), scale))
             why = _why_not(small)
         except Exception as error:  # of the code of a model
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            why = described(error)
         if not why:
             return small
     raise ValueError(
@@ -191,7 +192,7 @@ def _scaled_value(name: str, value: Any, scale: _Scale) -> Any:
         return False
     if isinstance(value, list):
         return _scaled_list(name, value, scale)
-    if not isinstance(value, int) or isinstance(value, bool) or name == "type_vocab_size":
+    if not isinstance(value, int) or isinstance(value, bool):
         return value
     for pattern, of in _BY_NAME.items():
         if re.search(pattern, name):
@@ -227,6 +228,7 @@ def _size(value: int, scale: _Scale) -> int:
 
 _BY_NAME: dict[str, Callable[[int, _Scale], int]] = {
     r"token_id$": lambda value, scale: NO_TEXT,
+    r"^type_vocab_size$": lambda value, scale: value,
     r"vocab_size": lambda value, scale: VOCABULARY,
     r"(^|_)layers?$|_(period|offset)$": lambda value, scale: scale.layers(value),
     r"per_tok$|(^|_)top_?k$|^moe_k$": lambda value, scale: min(value, EXPERTS // 2),
