@@ -113,7 +113,7 @@ def all_to_all(
         ValueError: for tokens of other than two dimensions, split sizes that do not match the
             tokens or the group, and a cast with a format of more than a byte or without a torch
             dtype, with a state (scaling "delayed" or "static", whose scale belongs to a layer), a
-            rotation, or tiles of more than one token.
+            rotation, a mean, or tiles of more than one token.
     """
     sent, back = _specs_of(recipe)
     if not isinstance(tokens, Tensor) or is_dtensor(tokens):
@@ -148,6 +148,8 @@ def _checked(recipe: Recipe, operand: str, cast: Cast | None) -> Spec | None:
         why_not = f"scaling {cast.scaling!r}, whose scale is the state of a layer"
     elif cast.hadamard:
         why_not = "a rotation, which only the other operand of a product undoes"
+    elif cast.mean:
+        why_not = "a mean over tokens, which go to different processes"
     elif cast.tile[0] > 1:  # type: ignore[index]
         why_not = "scales that several tokens share, which go to different processes"
     if why_not:
