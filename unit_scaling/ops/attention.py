@@ -55,7 +55,32 @@ def scaled_dot_product_attention_scales(
     return {"output": factor, "query": factor, "key": factor, "value": factor}
 
 
-@row(scaled_dot_product_attention_scales, replaces=(F.scaled_dot_product_attention,))
+def gradient_of_scores(
+    query: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    mult: float = 1.0,
+    scale: float | None = None,
+    context_length: int | None = None,
+) -> float:
+    """RMS of the gradient of the scores over that of the gradient of the average, before factors.
+
+    With P the probabilities and G the gradient, the gradient of the scores is P * (G @ value.T),
+    less its mean. An average of uncorrelated values has the mean square that P has, times the
+    number of keys; the product sums over the width of the values.
+    """
+    settings = (dropout_p, is_causal, mult, scale, context_length)
+    average = 1 / scaled_dot_product_attention_scales(query, value, *settings)["output"]
+    keys = value.shape[-2] if context_length is None else context_length
+    return average * math.sqrt(value.shape[-1] / max(1, keys))
+
+
+@row(
+    scaled_dot_product_attention_scales,
+    replaces=(F.scaled_dot_product_attention,),
+    inner=gradient_of_scores,
+)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -60,8 +60,11 @@ is about 1/sqrt(d): the gradient of a logit is the gradient of its probability t
 probability, about 1/n for n keys, and a query sums n of these times k/d. 1/64 is a quarter of that
 for d = 256.
 
-"attention" is a value inside decomposed attention: logits, probabilities and their gradients, whose
-scale the softmax determines. It has no range; fused kernels do not expose these values.
+"attention" is a value inside decomposed attention: logits, probabilities and the gradient of
+probabilities, whose scale the softmax determines. It has no range. The gradient of the logits is a
+"gradient": two products of the backward pass read it. So is the "gradient of scores" of
+`scaled_dot_product_attention` where torch computes it by separate products, as with dropout on a
+CPU; fused kernels do not expose it.
 """
 
 

@@ -164,15 +164,17 @@ def test_attention(spelled: str):
     result = uu.verify(Attention(spelled), torch.randn(2, 8, 32))
     rows = [row for row in result if row.path == ""]
     named = {row.tensor: row.kind for row in rows}
+    logits = f"gradient of {'scores' if spelled == 'fused' else 'logits'}"
     assert {t: k for t, k in named.items() if k.endswith("gradient")} == {
         "gradient of query": "passed gradient",
         "gradient of key": "passed gradient",
         "gradient of value": "passed gradient",
         "gradient of output": "gradient",
+        logits: "gradient",
     }
     assert named["query"] == named["key"] == named["value"] == "activation"
     assert named["output"] == "output"
-    inner = {"logits", "gradient of logits", "probabilities", "gradient of probabilities"}
+    inner = {"logits", "probabilities", "gradient of probabilities"}
     assert {t for t, kind in named.items() if kind == "attention"} == (
         set() if spelled == "fused" else inner
     )
@@ -187,6 +189,59 @@ def test_attention(spelled: str):
             "gradient of weight": "weight gradient",
             "gradient of output": kind,
         }
+
+
+class Dropped(nn.Module):
+    """Attention with dropout, which torch computes by separate products on a CPU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.inner(x).chunk(3, -1)
+        return self.outer(F.scaled_dot_product_attention(q, k, v, dropout_p=0.1))
+
+
+def test_the_gradient_of_scores_is_measured_where_a_product_reads_it():
+    """Against the gradient of a mask, which is that of the scores."""
+    q, k, v = (torch.randn(2, 8, 16) for _ in range(3))
+    mask = torch.zeros(2, 8, 8, requires_grad=True)
+
+    class Masked(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, mask)
+
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    rows = found(uu.verify(Masked(), (*inputs, mask)))
+    out = F.scaled_dot_product_attention(q, k, v, mask)
+    generator = torch.Generator().manual_seed(0)
+    out.backward(torch.randn(out.shape, generator=generator))
+    assert mask.grad is not None
+    assert rows["gradient of scores"] == pytest.approx(mask.grad.square().mean().sqrt().item())
+    heads = [t.detach().unflatten(0, (1, 2)).requires_grad_() for t in inputs]
+    fused = found(uu.verify(Masked(), (*heads, None)))
+    assert "gradient of query" in fused
+    assert "gradient of scores" not in fused
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(("keys", "width"), [(32, 16), (64, 64), (8, 64), (16, 16)])
+def test_the_gauge_of_attention_is_between_output_and_scores(keys: int, width: int):
+    """A factor of up to 16 between both gradients leaves both inside."""
+    torch.manual_seed(0)
+    x = torch.randn(16, keys, width)
+    model = unit_scale(Dropped(width))
+    for _ in range(2):
+        mean_square(model(x)).backward()
+    found = uu.verify(model, x, loss=mean_square)
+    rows = {row.tensor: row for row in found if "attention" in row.call}
+    scores, output = rows["gradient of scores"], rows["gradient of output"]
+    assert scores.inside
+    assert output.inside
 
 
 def test_a_softmax_that_is_no_attention():
@@ -208,7 +263,7 @@ def test_a_softmax_that_is_no_attention():
     kinds = {(row.path, row.call, row.tensor): row.kind for row in result}
     small = {place for place, kind in kinds.items() if kind == "query-key gradient"}
     assert small == {("keys", "linear", "gradient of output")}
-    rated = {place for place, kind in kinds.items() if kind == "gradient"}
+    rated = {p for p, kind in kinds.items() if kind == "gradient" and p[2].endswith("output")}
     assert rated == {
         (path, call, "gradient of output")
         for path, call in (("gate", "linear"), ("", "scaled_dot_product_attention"), ("", "matmul"))

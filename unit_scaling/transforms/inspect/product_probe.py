@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8.common.compiler import FIRST_LOOK
@@ -41,13 +42,13 @@ _ADDED_NAMES = frozenset(["bias", "attn_mask", "out", "per_sample_weights"])
 
 @dataclass
 class _Operand:
-    """label: its name in the call. factor: the plan's factor of the operand. after: the plan's
-    factor of its gradient before the backward kernels.
+    """label: its name in the call. norm: None if only its gradient is measured. factor: the plan's
+    factor of the operand. after: the plan's factor of its gradient before the backward kernels.
     """
 
     label: str
     kind: str
-    norm: Tensor
+    norm: Tensor | None
     numel: int
     sources: frozenset[int] = frozenset()
     factor: float = 1.0
@@ -201,8 +202,26 @@ class Watch(Observer):
                 product.tensors.append(result)
                 if first.requires_grad:
                     first.register_hook(result.note)
+                if kind == _ATTENTION:
+                    self._scores(product, first, [t for _, t in tensors_in((args, kwargs))])
         self._products.append(product)
         return output
+
+    def _scores(self, product: _Product, output: Tensor, inputs: list[Tensor]) -> None:
+        """Measures the gradient of the scores of fused attention that torch computes by separate
+        products.
+        """
+        softmax = _find_softmax(output.grad_fn, {t.grad_fn for t in inputs})
+        if softmax is None:
+            return
+        scores = _Operand("scores", "attention", None, 1)
+        product.tensors.append(scores)
+
+        def note(grads: tuple[Tensor | None, ...], _: Any) -> None:
+            scores.note(grads[0])
+            scores.numel = 1 if grads[0] is None else grads[0].numel()
+
+        softmax.register_hook(note)
 
     def _hooked(
         self, product: _Product, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -254,7 +273,8 @@ class Watch(Observer):
                 label, kind, of_grad = _named(product, t, index in small)
                 place = (product.path, product.call, product.number)
                 root = t.numel**0.5
-                yield (*place, label, kind, abs(t.factor) * t.norm.item() / root)
+                if t.norm is not None:
+                    yield (*place, label, kind, abs(t.factor) * t.norm.item() / root)
                 if t.grad is not None:
                     yield (
                         *place,
@@ -282,12 +302,14 @@ def _named(product: _Product, t: _Operand, small: bool) -> tuple[str, str, str]:
     """The label, kind and kind of gradient that a tensor is reported with."""
     if product.scores:
         if t.label == "output":
-            return "logits", "attention", "attention"
+            return "logits", "attention", "gradient"
         return "query" if t.label == "input" else "key", t.kind, PASSED
     if t.probabilities:
         return "probabilities", "attention", "attention"
     if t.label == "weight":
         return t.label, t.kind, "weight gradient"
+    if t.norm is None:
+        return t.label, t.kind, "gradient"
     if t.label != "output" or product.call in EMBEDDINGS:
         averages = any(each.probabilities for each in product.tensors)
         return "value" if averages and t.label in ("input", "other") else t.label, t.kind, PASSED
@@ -301,6 +323,20 @@ def _is_added(call: str, slot: Slot) -> bool:
     if call in ("einsum", *EMBEDDINGS, *RECURRENT):
         return False
     return slot[0] == _ADDED.get(call, 2) or slot[0] > 3
+
+
+def _find_softmax(node: Node | None, ends: set[Node | None]) -> Node | None:
+    """The softmax in a part of the autograd graph, above ``node`` and below ``ends``."""
+    seen, waiting = set(ends), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "Softmax" in node.name():
+            return node
+        waiting += [above for above, _ in node.next_functions]
+    return None
 
 
 def _measurable(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +32,16 @@ from ..run.replay import factor_after
 from .measuring import REACH, Measured
 
 __all__ = ["place", "with_true_gradients"]
+
+
+class _Wanted(NamedTuple):
+    """The exponent that a call wants for the gradient of its result, and how far off it may be."""
+
+    exponent: float
+    reach: float = REACH
+
+    def suits(self, exponent: int) -> bool:
+        return abs(exponent - self.exponent) <= self.reach
 
 
 class _Regions:
@@ -124,16 +135,25 @@ class _Regions:
             joined.add(index)
         return joined
 
-    def _wanted(self, index: int) -> float | None:
+    def _wanted(self, index: int) -> _Wanted | None:
         """The exponent that brings the gradient of a call to RMS 1. For a product whose factor is
-        applied outside its kernels, that of the gradient that the kernels receive.
+        applied outside its kernels, that of the gradient that the kernels receive. If they multiply
+        a second gradient (the scores of attention), in the middle of both, as far as the first
+        stays within [1/4, 4].
         """
         node, key = self.nodes[index], self.nodes[index].key
         found = None if key is None else self._measured.gradients.get(key)
         step = None if key is None else self.plan.steps.get(key)
         if found is None or step is None or not self.is_product(index):
-            return None if found is None else -found
-        return -found - math.log2(abs(factor_after(step, node.function, node.args, node.kwargs)))
+            return None if found is None else _Wanted(-found)
+        call = (node.args, node.kwargs)
+        exponent = -found - math.log2(abs(factor_after(step, node.function, *call)))
+        if step.op not in OPS:
+            return _Wanted(exponent)
+        settings = dict(step.settings)
+        inner = OPS[step.op].inner_gradient(*call, func=node.function, **settings)
+        half = max(-REACH, min(-math.log2(inner) / 2, REACH))
+        return _Wanted(exponent + half, max(REACH - abs(half), 0.5))
 
     def _choose(self) -> None:
         members: dict[int, list[int]] = defaultdict(list)
@@ -195,9 +215,10 @@ class _Regions:
         wanted = [(w, self._boundary[i]) for i, w in products or found]
         if not wanted:
             return None
-        middle = sorted(wanted)[len(wanted) // 2][0]
-        candidates = sorted({round(w) for w, _ in wanted}, key=lambda c: (abs(c - middle), c))
-        return min(candidates, key=lambda c: sum(n for w, n in wanted if abs(c - w) > REACH))
+        exponents = sorted(w.exponent for w, _ in wanted)
+        middle = exponents[len(exponents) // 2]
+        candidates = sorted({round(c) for c in exponents}, key=lambda c: (abs(c - middle), c))
+        return min(candidates, key=lambda c: sum(n for w, n in wanted if not w.suits(c)))
 
     def _forced(self, calls: list[int]) -> list[Input]:
         members = set(calls)
@@ -220,7 +241,7 @@ class _Regions:
         key = self.nodes[index].key
         if key in self._settled.gauges:
             return self._settled.gauges[key] + self._shift
-        return region if abs(region - wanted) <= REACH else round(wanted)
+        return region if wanted.suits(region) else round(wanted.exponent)
 
     def _of_leaf(self, index: int, chosen: Mapping[int, int | None]) -> int:
         node = self.nodes[index]
