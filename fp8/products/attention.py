@@ -11,6 +11,7 @@ are left here to the products that read them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +24,10 @@ from ..casts.casting import cast_backward, cast_forward, without_autocast
 from ..casts.counts import product_name
 from ..context.active import histories, product_recipe
 from ..recipes.recipe import Recipe
-from .matmul import matmul, to_autocast_dtype
+from .matmul import matmul, to_autocast_dtype, uncast_matmul
 from .summed import warn_unsummed
 
-__all__ = ["attention", "by_products", "flex_attention"]
+__all__ = ["attention", "by_products", "flex_attention", "is_fused"]
 
 
 def attention(
@@ -39,6 +40,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     unit: bool = False,
+    gauge: float | None = None,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` with operands cast under the recipe of the
     enclosing `fp8.autocast`.
@@ -51,13 +53,19 @@ def attention(
     The kernel is fused: its probabilities and inner gradients stay in high precision. Its backward
     pass reuses the operands cast in the forward pass: query and key along E, value along S; the
     gradient is cast along V. A recipe with products of attention has `by_products` instead.
+
+    gauge: not None where `is_fused` is false. Two products are computed then, as torch does,
+    without casts between them. ``scale`` is a factor of the first product; torch multiplies query
+    and key by its root. See `by_products`.
     """
     recipe = product_recipe(unit)
+    given = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if recipe is not None and recipe.attention:
-        given = (attn_mask, dropout_p, is_causal, scale, enable_gqa, unit)
-        return by_products(query, key, value, *given)[0]
+        return by_products(query, key, value, *given, unit, gauge or 1.0)[0]
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if gauge is not None:
+            return _by_products(query, key, value, *given, gauge, uncast_matmul)[0]
         query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
         return torch.ops.aten.scaled_dot_product_attention.default(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -65,6 +73,29 @@ def attention(
 
     (y,) = _cast_around(lambda *operands: (kernel(*operands),), query, key, value, recipe)
     return y
+
+
+def is_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    enable_gqa: bool,
+) -> bool:
+    """Whether torch computes attention without separate products, as far as that depends on shapes.
+
+    Its CPU kernel takes operands of four dimensions and one width that do not broadcast, no
+    dropout, and masks of two or four dimensions without a gradient (`use_flash_attention_cpp` in
+    torch's sdp_utils_cpp.cpp). Other devices have a kernel for all of these.
+    """
+    if query.device.type != "cpu":
+        return True
+    if dropout_p or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+        return False
+    if attn_mask is not None and (attn_mask.dim() not in (2, 4) or attn_mask.requires_grad):
+        return False
+    return enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]
 
 
 def flex_attention(
@@ -117,13 +148,15 @@ def by_products(
     scale: float | None = None,
     enable_gqa: bool = False,
     unit: bool = False,
+    gauge: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention as two products, each with its recipe.
 
     Arguments as in `attention`. The products, the softmax and the gradients between them are
     computed in at least float32, as on the chip of a fused kernel; scores and probabilities are in
     memory. The casts of key and value are those after enable_gqa has repeated their heads. A fully
-    masked row gives zeros. NaN propagates.
+    masked row gives zeros. NaN propagates. gauge: a factor of the gradients of probabilities,
+    scores and attn_mask, which those of query and key are divided by.
 
     Returns the output (..., L, V) and the probabilities (..., L, S) after dropout, before the cast,
     in the dtype of the result.
@@ -131,6 +164,23 @@ def by_products(
     Raises ValueError for is_causal with a mask, and for heads that key or value do not divide;
     TypeError for operands of different dtypes, and for a mask of integers.
     """
+    given = (attn_mask, dropout_p, is_causal, scale, enable_gqa, gauge)
+    return _by_products(query, key, value, *given, functools.partial(matmul, unit=unit))
+
+
+def _by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    gauge: float,
+    multiply: Callable[..., Tensor],
+) -> tuple[Tensor, Tensor]:
+    """`by_products` with a function for both products."""
     _check(query, key, value, attn_mask, is_causal)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
@@ -144,7 +194,8 @@ def by_products(
             return scores if attn_mask is None else scores + attn_mask
         return scores.masked_fill(~attn_mask, -math.inf)
 
-    y, weights, _ = _two_products(query, key, value, scale, masked, dropout_p, unit)
+    given = (scale, masked, multiply, dropout_p, gauge)
+    y, weights, _ = _two_products(query, key, value, *given, empty=attn_mask is not None)
     return y, weights
 
 
@@ -172,7 +223,7 @@ def _flex_by_products(
         kept = block_mask[-1](*indices, *mask_buffers)
         return score_mod(scores, *indices, *score_buffers).masked_fill(~kept, -math.inf)
 
-    y, _, scores = _two_products(query, key, value, scale, masked)
+    y, _, scores = _two_products(query, key, value, scale, masked, matmul)
     return y, scores.logsumexp(-1) / math.log(2), scores.amax(-1) / math.log(2)
 
 
@@ -182,21 +233,25 @@ def _two_products(
     value: Tensor,
     scale: float,
     masked: Callable[[Tensor], Tensor],
+    multiply: Callable[..., Tensor],
     dropout_p: float = 0.0,
-    unit: bool = False,
+    gauge: float = 1.0,
+    empty: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and probabilities as in `by_products`, and the masked scores."""
+    """Output and probabilities as in `by_products`, and the masked scores. empty: whether rows may
+    be fully masked."""
     (like,) = to_autocast_dtype(query[:0])
     wide = torch.promote_types(query.dtype, torch.float32)
     with without_autocast(query):
         query, key, value = query.to(wide), key.to(wide), value.to(wide)
-        scales = (scale,) * 3
-        scores = matmul(query, key.mT, scales=scales, unit=unit, kind="attention_scores")
-        scores = masked(scores)
-        empty = (scores == -math.inf).all(-1, keepdim=True)
-        weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        scales = (scale, scale / gauge, scale / gauge)
+        scores = masked(multiply(query, key.mT, scales=scales, kind="attention_scores"))
+        rows = (scores == -math.inf).all(-1, keepdim=True) if empty else None
+        weights = (scores if rows is None else scores.masked_fill(rows, 0.0)).softmax(-1)
         weights = F.dropout(weights, dropout_p) if dropout_p else weights
-        y = matmul(weights, value, unit=unit, kind="attention_values")
+        y = multiply(weights, value, scales=(1, gauge, 1), kind="attention_values")
+        if rows is not None:
+            y, weights = y.masked_fill(rows, 0.0), weights.masked_fill(rows, 0.0)
     return y.to(like.dtype), weights.to(like.dtype), scores
 
 

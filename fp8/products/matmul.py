@@ -35,7 +35,7 @@ from ..recipes.recipe import ATTENTION, Recipe
 from ..tensors.scaled_tensor import plain
 from . import summed
 
-__all__ = ["linear", "matmul"]
+__all__ = ["linear", "matmul", "uncast_matmul"]
 
 aten = torch.ops.aten
 
@@ -431,6 +431,11 @@ def matmul(
     y = _batched(a, b, scales, recipe, backend, static, kind)
     y = y.squeeze(-1) if right.dim() == 1 else y
     return y.squeeze(-1 if right.dim() == 1 else -2) if left.dim() == 1 else y
+
+
+def uncast_matmul(left: Tensor, right: Tensor, *, scales: Scales, kind: str) -> Tensor:
+    """`matmul` of at least two dimensions without casts, whatever the recipe."""
+    return _batched(left, right, scales, None, "simulate", (0, 0), kind)
 
 
 def _inside(recipe: Recipe | None, kind: str) -> tuple[Recipe | None, str]:

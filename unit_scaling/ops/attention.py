@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8.products.attention import attention
-from fp8.products.matmul import matmul as matrix_product
+from fp8.products.attention import attention, by_products, is_fused
 
 from ..core.functional import logarithmic_interpolation
 from ..rules.table import Scales, row
-from ..scale import scale_output
+from ..scale import scale_bwd, scale_output
 
 __all__ = ["rotary", "scaled_dot_product_attention"]
 
@@ -64,7 +63,7 @@ def gradient_of_scores(
     scale: float | None = None,
     context_length: int | None = None,
 ) -> float:
-    """RMS of the gradient of the scores over that of the gradient of the average, before factors.
+    """The RMS of the gradient of the scores over that of the output, before their factors.
 
     With P the probabilities and G the gradient, the gradient of the scores is P * (G @ value.T),
     less its mean. An average of uncorrelated values has the mean square that P has, times the
@@ -76,11 +75,7 @@ def gradient_of_scores(
     return average * math.sqrt(value.shape[-1] / max(1, keys))
 
 
-@row(
-    scaled_dot_product_attention_scales,
-    replaces=(F.scaled_dot_product_attention,),
-    inner=gradient_of_scores,
-)
+@row(scaled_dot_product_attention_scales, replaces=(F.scaled_dot_product_attention,))
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -119,12 +114,29 @@ def scaled_dot_product_attention(
     if context_length is not None and context_length < 1:
         raise ValueError(f"context_length must be 1 or more, got {context_length}")
     settings = (dropout_p, is_causal, mult, scale, context_length)
-    s = scaled_dot_product_attention_scales(query, value, *settings)
     temperature = mult * (1 / query.shape[-1] if scale is None else scale)
     causal = is_causal and attn_mask is None
-    given = (attn_mask, dropout_p, causal, temperature, enable_gqa)
-    output = attention(query, key, value, *given, unit=True)
+    given = (dropout_p, causal, temperature, enable_gqa)
+    if is_fused(query, key, value, attn_mask, dropout_p, enable_gqa):
+        output = attention(query, key, value, attn_mask, *given, unit=True)
+    else:
+        gauge = _gauge(query, value, *settings)
+        mask = _divided(attn_mask, gauge)
+        output = attention(query, key, value, mask, *given, unit=True, gauge=gauge)
+    s = scaled_dot_product_attention_scales(query, value, *settings)
     return scale_output(output, s["output"], s["value"], fresh=False)
+
+
+def _gauge(query: Tensor, value: Tensor, *settings: Any) -> float:
+    """The power of two that brings the gradient of the scores to about the RMS of the output's."""
+    return 2.0 ** -round(math.log2(gradient_of_scores(query, value, *settings)))
+
+
+def _divided(mask: Tensor | None, gauge: float) -> Tensor | None:
+    """``mask``, whose gradient is that of the scores without their gauge."""
+    if mask is None or not mask.requires_grad or gauge == 1.0:
+        return mask
+    return scale_bwd(mask, 1 / gauge)
 
 
 def attention_with_weights(
@@ -143,14 +155,14 @@ def attention_with_weights(
     attn_mask: added to the logits. is_causal: whether it is causal.
     """
     settings = (dropout_p, is_causal, mult, None, context_length)
+    gauge = _gauge(query, value, *settings)
+    given = (dropout_p, False, mult / query.shape[-1])
+    mask = _divided(attn_mask, gauge)
+    how: Any = {"unit": True, "gauge": gauge}
+    output, weights = by_products(query, key, value, mask, *given, **how)
     s = scaled_dot_product_attention_scales(query, value, *settings)
-    temperature = mult / query.shape[-1]
-    how: Any = {"unit": True, "scales": (temperature,) * 3}
-    logits = matrix_product(query, key.mT, kind="attention_scores", **how)
-    logits = logits if attn_mask is None else logits + attn_mask
-    weights = F.dropout(F.softmax(logits, dim=-1), dropout_p)
-    how["scales"] = (s["output"], s["value"], s["value"])
-    return matrix_product(weights, value, kind="attention_values", **how), weights
+    output = scale_output(output, s["output"], s["value"], fresh=True)
+    return output, weights if gauge == 1.0 else scale_bwd(weights, gauge)
 
 
 def rotary_scales() -> Scales:

@@ -57,9 +57,6 @@ class Op:
     replaces: tuple[Callable[..., Any], ...]
     #: For members of ``replaces`` whose arguments differ from those of ``fn``.
     adapters: Mapping[Callable[..., Any], Adapter] = field(default_factory=dict)
-    #: (arguments of ``fn`` by name) -> the RMS of a gradient inside the op that its backward pass
-    #: multiplies, over that of the gradient of the output; None if there is no such gradient.
-    inner: Callable[..., float] | None = None
 
     @property
     def constrainable(self) -> bool:
@@ -124,20 +121,7 @@ class Op:
     ) -> Scales:
         """Returns the factors that `call` applies, without computing the op."""
         given = {**self.bind(args, kwargs, func), **settings}
-        return _applied(self.rule, given)
-
-    def inner_gradient(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        func: Callable[..., Any] | None = None,
-        **settings: Any,
-    ) -> float:
-        """Returns the ratio of `inner`, 1 if the op has none."""
-        if self.inner is None:
-            return 1.0
-        return _applied(self.inner, {**self.bind(args, kwargs, func), **settings})
+        return self.rule(**{name: given[name] for name in _parameters(self.rule) if name in given})
 
 
 #: All unit-scaled operations by name.
@@ -149,11 +133,6 @@ _BY_FUNCTION: dict[Callable[..., Any], Op] = {}
 
 def _parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
     return _SIGNATURES[fn]
-
-
-def _applied(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Calls a function of some of the arguments of an op."""
-    return function(**{name: given[name] for name in _parameters(function) if name in given})
 
 
 def find_op(func: Callable[..., Any] | None) -> Op | None:
@@ -194,31 +173,29 @@ def row(
     *,
     replaces: Sequence[Callable[..., Any]] = (),
     adapters: Mapping[Callable[..., Any], Adapter] | None = None,
-    inner: Callable[..., float] | None = None,
 ) -> Callable[[Fn], Fn]:
     """Adds the decorated function to `OPS` under its own name.
 
     The returned function is the same, `watched`.
 
-    rule, inner: their arguments are a subset of the function's, with the same names and defaults.
-    replaces, adapters, inner: as in `Op`; functions with an adapter may be omitted from replaces.
-    Raises ValueError for a second op of the same name or for the same torch function, and for a
-    rule with an argument that the function lacks.
+    rule: its arguments are a subset of the function's, with the same names and defaults. replaces,
+    adapters: as in `Op`; functions with an adapter may be omitted from replaces. Raises ValueError
+    for a second op of the same name or for the same torch function, and for a rule with an argument
+    that the function lacks.
     """
 
     def add(body: Fn) -> Fn:
         fn = watched(body)
         forms = dict(adapters or {})
         functions = tuple(dict.fromkeys((*replaces, *forms)))
-        op = Op(name=fn.__name__, fn=fn, rule=rule, replaces=functions, adapters=forms, inner=inner)
+        op = Op(name=fn.__name__, fn=fn, rule=rule, replaces=functions, adapters=forms)
         if op.name in OPS:
             raise ValueError(f"op {op.name!r} is in OPS already")
-        functions_of_shapes = [rule] if inner is None else [rule, inner]
-        for key in (fn, *functions_of_shapes):
+        for key in (fn, rule):
             _SIGNATURES[key] = tuple(inspect.signature(key).parameters)
-            unknown = set(_SIGNATURES[key]) - set(_SIGNATURES[fn])
-            if unknown:
-                raise ValueError(f"the rule of {op.name!r} has arguments the op lacks: {unknown}")
+        unknown = set(_SIGNATURES[rule]) - set(_SIGNATURES[fn])
+        if unknown:
+            raise ValueError(f"the rule of {op.name!r} has arguments the op lacks: {unknown}")
         for function in functions:
             if function in _BY_FUNCTION:
                 raise ValueError(f"{function} is replaced by {_BY_FUNCTION[function].name!r}")

@@ -19,29 +19,18 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from ...rules.table import OPS
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.record import CallNode, Input, Slot, tensors_in
-from ..plan.actions import MEASURED, CallRow, Settled, Step, with_slots
+from ..plan.actions import MEASURED, CallRow, Plan, Settled, Step, with_slots
 from ..plan.planner import Planned
 from ..run.replay import factor_after
 from .measuring import REACH, Measured
 
 __all__ = ["place", "with_true_gradients"]
-
-
-class _Wanted(NamedTuple):
-    """The exponent that a call wants for the gradient of its result, and how far off it may be."""
-
-    exponent: float
-    reach: float = REACH
-
-    def suits(self, exponent: int) -> bool:
-        return abs(exponent - self.exponent) <= self.reach
 
 
 class _Regions:
@@ -135,25 +124,16 @@ class _Regions:
             joined.add(index)
         return joined
 
-    def _wanted(self, index: int) -> _Wanted | None:
+    def _wanted(self, index: int) -> float | None:
         """The exponent that brings the gradient of a call to RMS 1. For a product whose factor is
-        applied outside its kernels, that of the gradient that the kernels receive. If they multiply
-        a second gradient (the scores of attention), in the middle of both, as far as the first
-        stays within [1/4, 4].
+        applied outside its kernels, that of the gradient that the kernels receive.
         """
         node, key = self.nodes[index], self.nodes[index].key
         found = None if key is None else self._measured.gradients.get(key)
         step = None if key is None else self.plan.steps.get(key)
         if found is None or step is None or not self.is_product(index):
-            return None if found is None else _Wanted(-found)
-        call = (node.args, node.kwargs)
-        exponent = -found - math.log2(abs(factor_after(step, node.function, *call)))
-        if step.op not in OPS:
-            return _Wanted(exponent)
-        settings = dict(step.settings)
-        inner = OPS[step.op].inner_gradient(*call, func=node.function, **settings)
-        half = max(-REACH, min(-math.log2(inner) / 2, REACH))
-        return _Wanted(exponent + half, max(REACH - abs(half), 0.5))
+            return None if found is None else -found
+        return -found - math.log2(abs(factor_after(step, node.function, node.args, node.kwargs)))
 
     def _choose(self) -> None:
         members: dict[int, list[int]] = defaultdict(list)
@@ -215,10 +195,9 @@ class _Regions:
         wanted = [(w, self._boundary[i]) for i, w in products or found]
         if not wanted:
             return None
-        exponents = sorted(w.exponent for w, _ in wanted)
-        middle = exponents[len(exponents) // 2]
-        candidates = sorted({round(c) for c in exponents}, key=lambda c: (abs(c - middle), c))
-        return min(candidates, key=lambda c: sum(n for w, n in wanted if not w.suits(c)))
+        middle = sorted(wanted)[len(wanted) // 2][0]
+        candidates = sorted({round(w) for w, _ in wanted}, key=lambda c: (abs(c - middle), c))
+        return min(candidates, key=lambda c: sum(n for w, n in wanted if abs(c - w) > REACH))
 
     def _forced(self, calls: list[int]) -> list[Input]:
         members = set(calls)
@@ -241,7 +220,7 @@ class _Regions:
         key = self.nodes[index].key
         if key in self._settled.gauges:
             return self._settled.gauges[key] + self._shift
-        return region if wanted.suits(region) else round(wanted.exponent)
+        return region if abs(region - wanted) <= REACH else round(wanted)
 
     def _of_leaf(self, index: int, chosen: Mapping[int, int | None]) -> int:
         node = self.nodes[index]
@@ -301,6 +280,7 @@ def place(planned: Planned, measured: Measured, settled: Settled, true_gradients
             if exponent:
                 known = plan.steps.get(node.key) or Step()
                 plan.steps[node.key] = replace(known, output=known.output * 2.0**exponent)
+    _scale_operands(plan, measured)
     for node in nodes:
         step = None if node.key is None else plan.steps.get(node.key)
         if node.key is not None and step is not None and (0,) in node.written:
@@ -329,6 +309,17 @@ def place(planned: Planned, measured: Measured, settled: Settled, true_gradients
         node = nodes[index]
         correction = plan.corrections.get(node.place, 0) if index in planned.checked else 0
         plan.rows[number] = _told(row, node, regions.exponents[index], correction)
+
+
+def _scale_operands(plan: Plan, measured: Measured) -> None:
+    """Brings the operands of products to RMS 1 by powers of two, which the results are divided
+    by."""
+    for (key, slot), size in measured.operands.items():
+        if abs(size) > REACH:
+            factor = 2.0 ** -round(size)
+            step = with_slots(plan.steps.get(key), [(slot, factor, factor)])
+            assert step is not None
+            plan.steps[key] = replace(step, output=step.output / factor)
 
 
 def _gauged(node: CallNode, step: Step | None, ratios: dict[Slot, int]) -> Step:

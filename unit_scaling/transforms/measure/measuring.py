@@ -21,7 +21,8 @@ from torch.func import functional_call
 from fp8.casts.measuring import uncast
 from fp8.common.step import Loss, starts
 
-from ..capture.record import Key, Place, rms_of, tensors_in
+from ..capture.kinds import canonical
+from ..capture.record import Key, Place, Slot, rms_of, tensors_in
 from ..plan.actions import Plan, Step
 from ..plan.model_plan import pairs, tupled
 from ..plan.planner import Planned
@@ -44,12 +45,13 @@ class Measured:
     """log2 of RMS values. gradients: of the results of calls. parameters: of the gradients of
     parameters.
 
-    corrections: place of a call -> exponent of a factor of its result, shared by all loop
-    iterations.
+    operands: of the arguments of products. corrections: place of a call ->
+    exponent of a factor of its result, shared by all loop iterations.
     """
 
     gradients: dict[Key, float] = field(default_factory=dict)
     parameters: dict[str, float] = field(default_factory=dict)
+    operands: dict[tuple[Key, Slot], float] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
 
     def shared(self, name: str) -> Measured:
@@ -127,7 +129,7 @@ class Watching(Replay):
 
 
 class Measuring(Watching):
-    """Corrects the factors of a plan in the forward pass.
+    """Corrects the factors of a plan in the forward pass, and measures the operands of products.
 
     known: corrections measured before. at_settled_length: whether attention that is scaled for
     another length is normalised to RMS 1, as it has at that length.
@@ -146,6 +148,7 @@ class Measuring(Watching):
         nodes = planned.flow.nodes
         self._checked = {nodes[i].key: nodes[i].place for i in planned.checked}
         self._writing = {nodes[i].key for i in planned.checked if (0,) in nodes[i].written}
+        self._products = {nodes[i].key for i in planned.products}
         self._attends = {nodes[i].key for i in planned.settled if at_settled_length}
         self.found = Measured(corrections=dict(known))
         self._passes: dict[Place, list[int]] = defaultdict(list)
@@ -160,12 +163,22 @@ class Measuring(Watching):
     def _called(
         self, step: Step | None, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        if self._key in self._products:
+            self._measure_operands(step, *canonical(function, args, kwargs))
         if self._key not in self._checked:
             return super()._called(step, function, args, kwargs)
         if self._key not in self._writing:
             return super()._called(step, function, args, kwargs)
         output = super()._called(step, function, (args[0].clone(), *args[1:]), kwargs)
         return args[0].copy_(output)
+
+    def _measure_operands(self, step: Step | None, args: Any, kwargs: dict[str, Any]) -> None:
+        assert self._key is not None
+        factors = {slot: forward for slot, forward, _ in (() if step is None else step.slots)}
+        for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
+            size = rms_of(tensor) * abs(factors.get(slot, 1.0)) if tensor.is_floating_point() else 0
+            if 0 < size < math.inf:
+                self.found.operands[self._key, slot] = math.log2(size)
 
     def _seen(self, key: Key, output: Any) -> Any:
         floats = isinstance(output, Tensor) and output.is_floating_point()

@@ -13,7 +13,9 @@ The first decider that applies to a call decides:
 8. the rule of the op, with the true gradient of the scaled function.
 
 Where log2 of a result's RMS differs from 0 by more than `measure.measuring.REACH`, the factor is
-corrected by measurement. The gauges of all gradients are measured too (`measure.gauge`).
+corrected by measurement. Where that of an operand of a product does (of one that keeps its values,
+for example), the operand is multiplied by a power of two and the result divided by it. The gauges
+of all gradients are measured too (`measure.gauge`).
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from dataclasses import dataclass, field
 
 from fp8.common.report import LEFT_ALONE
 
-from ...rules.table import find_op
+from ...rules.table import OPS, find_op
 from ..capture.dataflow import Flow
-from ..capture.kinds import CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
-from ..capture.record import DISTRIBUTION, CallGraph, CallNode, is_sparse
+from ..capture.kinds import ATTENTION, CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.record import DISTRIBUTION, CallGraph, CallNode, is_sparse, tensors_in
 from .actions import CallRow, Decision, Plan, Settings, Step, with_slots
 from .arguments import Arguments
 from .attention import Attention
@@ -50,6 +52,7 @@ class Planned:
     """A plan, the flow it was made from, and what the measurement needs to know about its calls.
 
     rows: the call of each row of the plan. checked: calls whose factor the measurement may correct.
+    products: those whose operands the measurement may give factors to.
     settled: calls that use the factor of another sequence length, for which their result has RMS 1.
     exponents: of the gauges, once they are chosen.
     """
@@ -58,6 +61,7 @@ class Planned:
     flow: Flow
     rows: list[int]
     checked: frozenset[int]
+    products: frozenset[int]
     settled: frozenset[int]
     exponents: list[int] = field(default_factory=list)
 
@@ -67,7 +71,7 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
     planner = _Planner(graph, settings)
     depths = planner.residuals.depths if settings.residual == "umup" else {}
     plan = Plan(inner=planner.inner, depths=depths)
-    checked: set[int] = set()
+    checked, products = set[int](), set[int]()
     rows: list[int] = []
     for index, node in enumerate(graph.nodes):
         if node.function is None:
@@ -75,13 +79,26 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
         step, row = planner.decide(index, node)
         if node.key is not None:
             plan.steps[node.key] = step
+        if not settings.preserve and _is_multilinear(node, step):
+            products.add(index)
         if row is not None:
             plan.rows.append(row)
             rows.append(index)
             if planner.is_checked(index, row):
                 checked.add(index)
     settled = frozenset(planner.attention.of_others)
-    return Planned(plan, planner.flow, rows, frozenset(checked), settled)
+    return Planned(plan, planner.flow, rows, frozenset(checked), frozenset(products), settled)
+
+
+def _is_multilinear(node: CallNode, step: Step | None) -> bool:
+    """Whether a factor of an argument of a call is one of its result, or of all but the bias, which
+    the rows of OPS add last.
+    """
+    if node.kind not in PRODUCTS - ATTENTION or node.inside or node.written or node.key is None:
+        return False
+    given = [t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()]
+    biased = node.kind.startswith(("linear", "conv")) and step is not None and step.op in OPS
+    return len(given) == 2 or node.kind == "einsum" or biased
 
 
 class _Planner:
