@@ -79,7 +79,7 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
         step, row = planner.decide(index, node)
         if node.key is not None:
             plan.steps[node.key] = step
-        if not settings.preserve and _is_multilinear(node, step):
+        if node.key is not None and not settings.preserve and _is_multilinear(node, step):
             products.add(index)
         if row is not None:
             plan.rows.append(row)
@@ -94,7 +94,7 @@ def _is_multilinear(node: CallNode, step: Step | None) -> bool:
     """Whether a factor of an argument of a call is one of its result, or of all but the bias, which
     the rows of OPS add last.
     """
-    if node.kind not in PRODUCTS - ATTENTION or node.inside or node.written or node.key is None:
+    if node.kind not in PRODUCTS - ATTENTION or node.inside or node.written or is_sparse(node):
         return False
     given = [t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()]
     biased = node.kind.startswith(("linear", "conv")) and step is not None and step.op in OPS
