@@ -10,6 +10,8 @@ from torch.nn import functional as F
 import fp8
 import unit_scaling as uu
 import unit_scaling.functional as U
+from fp8.products.attention import is_fused
+from unit_scaling.ops.attention import attention_with_weights
 from unit_scaling.rules.table import OPS
 
 ATTENTION = OPS["scaled_dot_product_attention"]
@@ -74,6 +76,70 @@ def test_dropout_keeps_the_scale():
 
 
 # --- rotary --------------------------------------------------------------------------------
+
+
+def unfused(case: str) -> tuple[list[Tensor], dict]:
+    """Operands and settings that torch has no fused kernel on a CPU for."""
+    allowed = torch.ones(5, 7).bool().tril(2)
+    allowed[0] = False  # a row without keys
+    term = torch.randn(5, 7, dtype=torch.float64).masked_fill(~allowed, -math.inf)
+    full = qkv(5, 7)
+    return {
+        "dropout": (full, {"dropout_p": 0.3}),
+        "three dimensions": ([t.flatten(0, 1) for t in full], {}),
+        "two dimensions": ([t[0, 0] for t in full], {"attn_mask": allowed}),
+        "mask that learns": (full, {"attn_mask": term.requires_grad_(), "scale": 0.3}),
+        "mask by batch": (full, {"attn_mask": allowed.expand(2, 5, 7)}),
+        "one head of keys": (qkv(5, 7, kv_heads=1), {}),
+        "narrow values": ([*full[:2], full[2][..., :3]], {"is_causal": True}),
+        "grouped heads": (qkv(5, 7, heads=4), {"enable_gqa": True, "dropout_p": 0.3}),
+    }[case]
+
+
+UNFUSED = ["dropout", "three dimensions", "two dimensions", "mask that learns", "mask by batch"]
+UNFUSED += ["one head of keys", "narrow values", "grouped heads"]
+
+
+@pytest.mark.parametrize("case", UNFUSED)
+def test_attention_that_torch_does_not_fuse(case: str):
+    """Torch's values and gradients, times the factors of the rule; the gauge of the scores leaves
+    no trace. In float64, with the same random numbers."""
+    operands, settings = unfused(case)
+    inputs = [t.requires_grad_() for t in operands]
+    mask = settings.get("attn_mask")
+    learns = [*inputs, mask] if mask is not None and mask.requires_grad else inputs
+    given = {"scale": 1 / 4} | settings
+    names = ("dropout_p", "is_causal", "scale")
+    s = ATTENTION.rule(*inputs[::2], **{name: given[name] for name in names if name in given})
+    torch.manual_seed(1)
+    plain = F.scaled_dot_product_attention(*inputs, **given)
+    torch.manual_seed(1)
+    ours = U.scaled_dot_product_attention(*inputs, **given)
+    torch.testing.assert_close(ours, plain * s["output"])
+    grad = torch.randn_like(plain)
+    expected = torch.autograd.grad(plain, learns, grad * s["value"])
+    for one, other in zip(torch.autograd.grad(ours, learns, grad), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("case", [*UNFUSED, "fused"])
+def test_where_torch_fuses_attention(case: str):
+    """Torch's own choice is the reference."""
+    operands, settings = (qkv(5, 7), {}) if case == "fused" else unfused(case)
+    settings = {"attn_mask": None, "dropout_p": 0.0, "enable_gqa": False} | settings
+    choice = torch._fused_sdp_choice(*operands, **{"is_causal": False} | settings)
+    settings = {name: settings[name] for name in ("attn_mask", "dropout_p", "enable_gqa")}
+    assert is_fused(*operands, **settings) == bool(choice) == (case == "fused")
+
+
+def test_the_gradient_of_returned_probabilities_has_no_gauge():
+    q, k, v = (t.requires_grad_() for t in qkv(5, 7))
+    given = (None, 0.0, False, 1.0, None)
+    _, weights = attention_with_weights(q, k, v, *given)
+    grad = torch.randn_like(weights)
+    expected = torch.autograd.grad((q @ k.mT / 4).softmax(-1), (q, k), grad)
+    for one, other in zip(torch.autograd.grad(weights, (q, k), grad), expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_rotary_depends_on_the_distance_alone():
