@@ -1,4 +1,10 @@
-"""Helpers that reduce call overhead in eager code and in compiled graphs.
+"""How the two packages behave differently in eager code and in compiled graphs.
+
+- `compiled_as`, `eager_only`: decorators of functions with another body in a graph, or none.
+- `in_graph`: a decorator of functions that a graph calls without tracing them.
+- `taken_as_constant`: a decorator of functions whose result is a constant of a graph.
+- `apply`: an autograd function, with the least overhead of each mode.
+- `reads_values`, `is_differentiated_again`: what only eager code can do.
 
 torch.compile guards every object read during tracing, from function bodies to builtins, and
 rechecks the guards on each call, at about 0.3 microseconds per guard.
@@ -7,8 +13,8 @@ rechecks the guards on each call, at about 0.3 microseconds per guard.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,10 +30,14 @@ __all__ = [
     "apply",
     "apply_eagerly",
     "called",
+    "compiled_as",
+    "eager_only",
     "in_graph",
+    "is_differentiated_again",
     "is_inference_graph",
     "is_plain",
     "own",
+    "reads_values",
     "taken_as_constant",
 ]
 
@@ -72,16 +82,61 @@ def taken_as_constant(fn: Fn) -> Fn:
     return fn
 
 
-def in_graph(function: Fn) -> Fn:
-    """Decorator: `fp8.common.traced.apply` leaves ``function`` in a graph as a single opaque call.
+def compiled_as(graph: Callable[..., Any]) -> Callable[[Fn], Fn]:
+    """Decorator: compiled code calls ``graph`` instead of the function."""
 
-    function: an autograd function, or a function that behaves the same eagerly and compiled. It may
-    read only its arguments (tensors, numbers and strings) and state that every compiled graph
-    already guards (autocast, the gradient mode).
+    def decorate(function: Fn) -> Fn:
+        @wraps(function)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return graph(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return cast("Fn", chosen)
+
+    return decorate
+
+
+def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
+    """Decorator: compiled code skips the function, whose result is ``otherwise`` there.
+
+    For checks that read values, and for what is recorded or cached between calls.
+    """
+    return compiled_as(lambda *_, **__: otherwise)
+
+
+def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
+    """Returns ``function`` as one that the compiler does not trace: a single call by name in a
+    graph. Also usable as a decorator.
+
+    graph: the function that a graph calls; by default ``function``. It may read only its arguments
+    (tensors, numbers, strings and tuples) and state that every compiled graph already guards
+    (autocast, the gradient mode).
     """
     name = f"{function.__module__}.{function.__qualname__}"
-    IN_GRAPH[name] = getattr(function, "apply", function)
-    return function
+    IN_GRAPH[name] = graph or function
+
+    @wraps(function)
+    def called_by_name(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from .traced import apply  # imports the compiler
+
+            return apply(name, args, kwargs)
+        return function(*args, **kwargs)
+
+    return cast("Fn", called_by_name)
+
+
+def reads_values(x: Tensor) -> bool:
+    """Whether values of ``x`` can decide what is computed: in eager mode, and without a device
+    synchronization."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
+def is_differentiated_again() -> bool:
+    """Whether the backward pass that is running records its own (``create_graph=True``). A compiled
+    one is not differentiated again."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def apply(function: type[Function], *args: Any, written: Tensor | None = None) -> Any:
@@ -155,9 +210,9 @@ def own(output: Tensor) -> Tensor:
 
 
 def is_plain(ctx: Any) -> bool:
-    """Whether ``ctx`` belongs to an eager call by `apply` that autograd records, outside of any
-    torch.func transform."""
-    return getattr(ctx, "is_plain", False)
+    """Whether ``ctx`` belongs to compiled code, or to an eager call by `apply` that autograd
+    records, outside of any torch.func transform."""
+    return torch.compiler.is_compiling() or getattr(ctx, "is_plain", False)
 
 
 @cache

@@ -12,6 +12,6 @@ __all__ = ["apply"]
 
 
 @torch.compiler.allow_in_graph
-def apply(name: str, *args: Any) -> Any:
+def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the function ``name`` of `IN_GRAPH`. The compiler does not trace into it."""
-    return IN_GRAPH[name](*args)
+    return IN_GRAPH[name](*args, **kwargs)

@@ -303,7 +303,7 @@ def get_format(format: str | Format) -> Format:
         TypeError: for an argument that is neither a name nor a `Format`.
     """
     if isinstance(format, Format):
-        return Format.from_text(format.text) if torch.compiler.is_compiling() else format
+        return format
     if not isinstance(format, str):
         names = ", ".join(map(repr, FORMATS))
         raise TypeError(f"format is a {type(format).__name__}; give a name or a Format: {names}")
