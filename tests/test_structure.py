@@ -55,8 +55,8 @@ PRIVATE = {
         "torch.utils._python_dispatch": "return_and_correct_aliasing: compiled views share memory",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
-    "fp8/common/compiler_hooks.py": {
-        "torch._dynamo": "has read torch's list of overridable functions, if it is loaded",
+    "fp8/common/compiler.py": {
+        "torch._dynamo": "has read torch's list of overridable functions, and keeps it",
     },
     "unit_scaling/transforms/measure/ranks.py": {
         "torch.distributed.distributed_c10d._get_default_store": "the store of the job",

@@ -105,7 +105,7 @@ def save_operands(ctx: Any, *operands: Operand, shared: SharedCasts | None = Non
     """Saves operands for the backward pass, as bytes where that is smaller. shared: what other
     products save of the first operand."""
     saved, notes = [], []
-    in_bytes = is_plain(ctx)
+    in_bytes = torch.compiler.is_compiling() or is_plain(ctx)
     for i, (x, spec, scale) in enumerate(operands):
         dtype = _dtype(x, spec) if in_bytes else None
         if dtype is None or spec is None:

@@ -3,6 +3,7 @@
 - `compiled_as`, `eager_only`: decorators of functions with another body in a graph, or none.
 - `in_graph`: a decorator of functions that a graph calls without tracing them.
 - `taken_as_constant`: a decorator of functions whose result is a constant of a graph.
+- `reveal`: lets a compiled mode see all functions that it sees in eager code.
 - `apply`: an autograd function, with the least overhead of each mode.
 - `reads_values`, `is_differentiated_again`: what only eager code can do.
 
@@ -12,6 +13,7 @@ rechecks the guards on each call, at about 0.3 microseconds per guard.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,13 +21,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from .graph_functions import GRAPH_FUNCTIONS
 from .threads import Stack
 
 __all__ = [
     "FIRST_LOOK",
-    "IN_GRAPH",
+    "HIDDEN",
     "FirstLook",
     "apply",
     "apply_eagerly",
@@ -38,6 +42,7 @@ __all__ = [
     "is_plain",
     "own",
     "reads_values",
+    "reveal",
     "taken_as_constant",
 ]
 
@@ -55,6 +60,8 @@ class FirstLook(TorchFunctionMode):
     """A torch-function mode that sees each call before any autocast while it is entered."""
 
     def __enter__(self) -> Self:
+        if torch.compiler.is_dynamo_compiling():
+            reveal()
         FIRST_LOOK.items.append(self)
         super().__enter__()
         return self
@@ -62,11 +69,6 @@ class FirstLook(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         FIRST_LOOK.items.pop()
         super().__exit__(*error)
-
-
-#: The functions of `in_graph` by qualified name. A graph can hold a string where it cannot hold a
-#: class.
-IN_GRAPH: dict[str, Callable[..., Any]] = {}
 
 
 def taken_as_constant(fn: Fn) -> Fn:
@@ -105,6 +107,28 @@ def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
     return compiled_as(lambda *_, **__: otherwise)
 
 
+#: Torch functions that a mode intercepts in eager code but not under torch.compile, which shows a
+#: mode only the functions that torch lists as overridable. These are not listed, although hardswish
+#: and hardsigmoid check for overrides, and the others call an overridable method or a C function. A
+#: compiled model would silently compute them without a recipe or plan.
+HIDDEN: list[Callable[..., Any]] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh]
+
+
+@taken_as_constant
+def reveal() -> bool:
+    """Adds `HIDDEN` to torch's list, for the whole process.
+
+    Called where the compiler enters a mode: as a constant, it is executed and not traced. torch has
+    no public way to extend the list.
+    """
+    listed = torch.overrides.get_overridable_functions()[F]
+    added = [function for function in HIDDEN if function not in listed]
+    listed += added
+    if added:  # the compiler has cached the list
+        sys.modules["torch._dynamo.variables.torch"].get_overridable_functions.cache_clear()
+    return bool(added)
+
+
 def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
     """Returns ``function`` as one that the compiler does not trace: a single call by name in a
     graph. Also usable as a decorator.
@@ -114,7 +138,7 @@ def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
     (autocast, the gradient mode).
     """
     name = f"{function.__module__}.{function.__qualname__}"
-    IN_GRAPH[name] = graph or function
+    GRAPH_FUNCTIONS[name] = graph or function
 
     @wraps(function)
     def called_by_name(*args: Any, **kwargs: Any) -> Any:
@@ -210,9 +234,9 @@ def own(output: Tensor) -> Tensor:
 
 
 def is_plain(ctx: Any) -> bool:
-    """Whether ``ctx`` belongs to compiled code, or to an eager call by `apply` that autograd
-    records, outside of any torch.func transform."""
-    return torch.compiler.is_compiling() or getattr(ctx, "is_plain", False)
+    """Whether ``ctx`` belongs to an eager call by `apply` that autograd records, outside of any
+    torch.func transform."""
+    return getattr(ctx, "is_plain", False)
 
 
 @cache
