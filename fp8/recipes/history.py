@@ -88,12 +88,13 @@ class AmaxHistory:
         this number did before: a loop over experts that leaves out some has no fixed order.
         """
         name = _numbered(counter, product)
-        if not torch.is_inference_mode_enabled():
-            self._check_matrix(counter[0], operands)
+        self._check_matrix(counter[0], operands)
         return name
 
     @eager_only()
     def _check_matrix(self, number: int, operands: tuple[Tensor, ...]) -> None:
+        if torch.is_inference_mode_enabled():
+            return
         matrix = next(filter(None, map(_in_stack, operands)), "none")
         known = self.matrices.setdefault(number, matrix)
         if matrix != known:
