@@ -55,8 +55,8 @@ PRIVATE = {
         "torch.utils._python_dispatch": "return_and_correct_aliasing: compiled views share memory",
         "torch.utils._pytree": "arguments of operations, lists of tensors among them",
     },
-    "fp8/common/compiler_hooks.py": {
-        "torch._dynamo": "has read torch's list of overridable functions, if it is loaded",
+    "fp8/common/compiler.py": {
+        "torch._dynamo": "has read torch's list of overridable functions, and keeps it",
     },
     "unit_scaling/transforms/measure/ranks.py": {
         "torch.distributed.distributed_c10d._get_default_store": "the store of the job",
@@ -64,6 +64,18 @@ PRIVATE = {
     "unit_scaling/transforms/capture/probe.py": {
         "torch._C": "DisableTorchFunction: calls that no mode sees; there is no other way",
     },
+}
+
+
+#: What asks whether a graph is compiled -> why no decorator of fp8.common.compiler serves.
+COMPILING = {
+    "fp8/common/compiler.py": "the decorators, and what else differs in a graph",
+    "fp8/casts/saved_operands.py": "a graph saves bytes whoever calls the function",
+    "fp8/formats/random_bits.py": "an integer of a graph may be symbolic",
+    "fp8/modes/by_layer.py": "refuses to be compiled",
+    "fp8/norms/layer_norm2d.py": "other formulas on CPUs; modes that a graph does not call",
+    "unit_scaling/ops/from_output.py": "other autograd functions for some activations",
+    "unit_scaling/transforms/run/replay.py": "the compiler does not find methods in a dict",
 }
 
 
@@ -327,6 +339,12 @@ def private(name: str) -> str | None:
 def test_private_names_of_torch_are_listed(path: Path):
     used = {private(name) for name in torch_names(parse(path))} - {None}
     assert used == PRIVATE.get(name_of(path), {}).keys()
+
+
+@each_file
+def test_what_differs_in_compiled_code_is_decided_in_few_places(path: Path):
+    names = {name.rpartition(".")[2] for name in torch_names(parse(path))}
+    assert ("is_compiling" in names) == (name_of(path) in COMPILING)
 
 
 @each_file

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fp8.common.compiler import eager_only
 from fp8.common.validation import check_name, check_number
 
 from .parameter import MupType, ParameterData, has_parameter_data
@@ -376,9 +377,10 @@ def _common(groups: list[dict[str, Any]], number: int) -> dict[str, Any]:
     return first
 
 
+@eager_only()
 def _refuse_flat_rates(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raises ValueError for equal rates. Runs before each step, until one has a nonzero rate."""
-    if torch.compiler.is_compiling() or len(opt._rates) < 2:  # type: ignore[attr-defined]
+    if len(opt._rates) < 2:  # type: ignore[attr-defined]
         return
     rates = {float(group["lr"]) for group in opt.param_groups}
     if len(rates) == 1 and rates != {0.0}:

@@ -6,21 +6,20 @@ a plain multiplication and does not need this module.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.compiler import is_compiling
 
-from fp8.common.compiler import apply, in_graph, is_inference_graph
+from fp8.common.compiler import apply, compiled_as, in_graph, is_inference_graph
 
 from .common.watched import watched
 
 __all__ = ["scale_bwd", "scale_fwd"]
 
 
-@in_graph
 class _Scale(Function):
     """``y = fwd * x`` with ``dx = bwd * dy``. Supports double backward, forward mode and vmap."""
 
@@ -43,7 +42,6 @@ class _Scale(Function):
         return tangent * ctx.bwd
 
 
-@in_graph
 class _Instead(Function):
     """``y = value`` with ``d total = scale * dy``: returns one tensor and differentiates
     another."""
@@ -80,10 +78,11 @@ def scale_each(input: Tensor, fwd: float, bwd: float) -> Tensor:
     """
     if not (input.is_floating_point() or input.is_complex()):
         return input
-    if is_compiling():
-        from fp8.common.traced import apply as apply_in_graph
+    return _scale_numbers(input, fwd, bwd)
 
-        return apply_in_graph("unit_scaling.scale._Scale", input, fwd, bwd)
+
+@partial(in_graph, graph=_Scale.apply)
+def _scale_numbers(input: Tensor, fwd: float, bwd: float) -> Tensor:
     return input if _is_one(fwd) and _is_one(bwd) else apply(_Scale, input, fwd, bwd)
 
 
@@ -93,7 +92,12 @@ def scale_edge(input: Tensor, fwd: float, bwd: float) -> Tensor:
     """
     if fwd == bwd:
         return scale_both(input, fwd) if _has_scale(input) else input
-    if is_compiling() or not _is_one(fwd):
+    return _scale_sides(input, fwd, bwd)
+
+
+@compiled_as(scale_each)
+def _scale_sides(input: Tensor, fwd: float, bwd: float) -> Tensor:
+    if not _is_one(fwd):
         return scale_each(input, fwd, bwd)
     if not (input.requires_grad and torch.is_grad_enabled()):
         return input
@@ -139,12 +143,9 @@ def kept_in(out: Tensor | None, output: Tensor) -> Tensor:
     return out.copy_(output)
 
 
+@partial(in_graph, graph=lambda value, total, scale: _Instead.apply(total, value, scale))
 def value_with_gradient(value: Tensor, total: Tensor, scale: float) -> Tensor:
     """Returns ``value``, whose gradient is ``scale`` times that of ``total`` (of equal shape)."""
-    if is_compiling():
-        from fp8.common.traced import apply as apply_in_graph
-
-        return apply_in_graph("unit_scaling.scale._Instead", total, value, scale)
     return apply(_Instead, total, value, scale)
 
 

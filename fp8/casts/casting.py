@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..common.compiler import apply, own
+from ..common.compiler import apply, compiled_as, own
 from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, unreduced
 from ..formats.format import Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
@@ -119,7 +119,7 @@ def spec_of(cast: Cast | None) -> Spec | None:
     """``cast`` as a `Spec`; None for None."""
     if cast is None:
         return None
-    return _spec(cast.text) if torch.compiler.is_compiling() else _known_spec(cast.text)
+    return _known_spec(cast.text)
 
 
 def _spec(text: str) -> Spec:
@@ -131,7 +131,7 @@ def _spec(text: str) -> Spec:
     return Spec(format, rule or None, tile, *rest)
 
 
-_known_spec = cache(_spec)
+_known_spec = compiled_as(_spec)(cache(_spec))
 
 
 def shifted(spec: Spec | None, exponent: int) -> Spec | None:

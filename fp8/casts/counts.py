@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..common.compiler import eager_only
 from ..common.pitfalls import RecipeWarning, ScaleWarning, warn_once
 from ..formats.format import Format, get_format
 
@@ -313,8 +314,13 @@ def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None 
             unnamed[kind] += 1
             layer = f"{kind} {unnamed[kind]}"
         return f"{recorder.token}|{layer}"
-    if torch.compiler.is_compiling() or recipe is None or not recipe.unscaled:
+    if recipe is None or not recipe.unscaled:
         return ""
+    return _counted_name(kind, weight, recipe)
+
+
+@eager_only("")
+def _counted_name(kind: str, weight: Tensor | None, recipe: Recipe) -> str:
     look, layer = _look_at(weight, recipe.name)
     if look is None or look.warned:
         return ""

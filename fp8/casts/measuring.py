@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..common.compiler import eager_only
 from ..common.dtensor import is_dtensor, unreduced
 from ..common.threads import Stack
 from ..recipes.scaling import second_moment
@@ -56,9 +56,8 @@ def uncast() -> Iterator[Measurement]:
         MEASURING.items.pop()
 
 
+@eager_only()
 def measuring() -> Measurement | None:
     """The active `Measurement` of this thread, or None. While there is one, products are not
     cast."""
-    if torch.compiler.is_compiling() or not MEASURING.items:
-        return None
-    return MEASURING.items[-1]
+    return MEASURING.items[-1] if MEASURING.items else None

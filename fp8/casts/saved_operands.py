@@ -18,7 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..common.compiler import is_plain
+from ..common.compiler import (
+    compiled_as,
+    eager_only,
+    is_differentiated_again,
+    is_plain,
+    reads_values,
+)
 from ..recipes.scaling import inverse_of
 from .casting import Spec, format_of
 
@@ -58,6 +64,7 @@ class _Last(threading.local):
 _LAST = _Last()
 
 
+@eager_only()
 def shared_casts(x: Tensor, history: Tensor | None, *specs: Spec | None) -> SharedCasts | None:
     """What the preceding product saved of ``x``, so that this one can share it.
 
@@ -65,7 +72,7 @@ def shared_casts(x: Tensor, history: Tensor | None, *specs: Spec | None) -> Shar
     it; for a subclass of Tensor; for casts with random bits or signs; and with a history, unless
     scale factors can be read without a device synchronization (on a CPU).
     """
-    if not any(specs) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if not any(specs) or not torch.is_grad_enabled():
         return None
     by_chance = any(spec is not None and spec.is_random for spec in specs)
     unknown = history is not None and x.device.type != "cpu"
@@ -128,7 +135,7 @@ def check_single_backward(ctx: Any) -> None:
     ones. Raises RuntimeError if that pass is itself to be differentiated."""
     if ctx.shared is not None:
         ctx.shared.found.clear()
-    if not torch.compiler.is_compiling() and is_plain(ctx) and torch.is_grad_enabled():
+    if is_differentiated_again() and is_plain(ctx):
         raise RuntimeError(
             "create_graph=True: the operands are saved as bytes, which have no "
             "gradient; torch.func.grad saves tensors, with backend='simulate'"
@@ -150,20 +157,19 @@ def _bytes(x: Tensor, dtype: torch.dtype, scale: Tensor | None, spec: Spec) -> t
     return _stored(x / scale if inverse is None else x * inverse, dtype), scale
 
 
+@compiled_as(lambda x, dtype: torch.zeros_like(x, dtype=dtype).copy_(x))
 def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype``. While compiling it is copied, because the partitioner counts a conversion
     with twice its bytes and would save the 16-bit tensor instead."""
-    if torch.compiler.is_compiling():
-        return torch.zeros_like(x, dtype=dtype).copy_(x)
     return x.to(dtype)
 
 
 def _restored(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 or wider and rounded to ``dtype``. scale: 0-dim, or
     broadcastable to ``data``."""
-    plain = type(data) is Tensor and data.device.type == "cpu" and data.dtype.itemsize == 1
-    plain = plain and (scale is None or not scale.dim())
-    lookup = plain and not torch.compiler.is_compiling()  # a fifth of the time of a conversion
+    one_scale = scale is None or not scale.dim()
+    lookup = one_scale and type(data) is Tensor and data.dtype.itemsize == 1
+    lookup = lookup and reads_values(data)  # a fifth of the time of a conversion
     codes = torch.arange(256, dtype=torch.uint8).view(data.dtype) if lookup else data
     values = codes.to(torch.promote_types(dtype, torch.float32))
     values = (values if scale is None else values * scale).to(dtype)

@@ -1,4 +1,11 @@
-"""Helpers that reduce call overhead in eager code and in compiled graphs.
+"""How the two packages behave differently in eager code and in compiled graphs.
+
+- `compiled_as`, `eager_only`: decorators of functions with another body in a graph, or none.
+- `in_graph`: a decorator of functions that a graph calls without tracing them.
+- `taken_as_constant`: a decorator of functions whose result is a constant of a graph.
+- `reveal`: lets a compiled mode see all functions that it sees in eager code.
+- `apply`: an autograd function, with the least overhead of each mode.
+- `reads_values`, `is_differentiated_again`: what only eager code can do.
 
 torch.compile guards every object read during tracing, from function bodies to builtins, and
 rechecks the guards on each call, at about 0.3 microseconds per guard.
@@ -6,28 +13,36 @@ rechecks the guards on each call, at about 0.3 microseconds per guard.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from .graph_functions import GRAPH_FUNCTIONS
 from .threads import Stack
 
 __all__ = [
     "FIRST_LOOK",
-    "IN_GRAPH",
+    "HIDDEN",
     "FirstLook",
     "apply",
     "apply_eagerly",
     "called",
+    "compiled_as",
+    "eager_only",
     "in_graph",
+    "is_differentiated_again",
     "is_inference_graph",
     "is_plain",
     "own",
+    "reads_values",
+    "reveal",
     "taken_as_constant",
 ]
 
@@ -45,6 +60,8 @@ class FirstLook(TorchFunctionMode):
     """A torch-function mode that sees each call before any autocast while it is entered."""
 
     def __enter__(self) -> Self:
+        if torch.compiler.is_dynamo_compiling():
+            reveal()
         FIRST_LOOK.items.append(self)
         super().__enter__()
         return self
@@ -52,11 +69,6 @@ class FirstLook(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         FIRST_LOOK.items.pop()
         super().__exit__(*error)
-
-
-#: The functions of `in_graph` by qualified name. A graph can hold a string where it cannot hold a
-#: class.
-IN_GRAPH: dict[str, Callable[..., Any]] = {}
 
 
 def taken_as_constant(fn: Fn) -> Fn:
@@ -72,16 +84,83 @@ def taken_as_constant(fn: Fn) -> Fn:
     return fn
 
 
-def in_graph(function: Fn) -> Fn:
-    """Decorator: `fp8.common.traced.apply` leaves ``function`` in a graph as a single opaque call.
+def compiled_as(graph: Callable[..., Any]) -> Callable[[Fn], Fn]:
+    """Decorator: compiled code calls ``graph`` instead of the function."""
 
-    function: an autograd function, or a function that behaves the same eagerly and compiled. It may
-    read only its arguments (tensors, numbers and strings) and state that every compiled graph
-    already guards (autocast, the gradient mode).
+    def decorate(function: Fn) -> Fn:
+        @wraps(function)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return graph(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return cast("Fn", chosen)
+
+    return decorate
+
+
+def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
+    """Decorator: compiled code skips the function, whose result is ``otherwise`` there.
+
+    For checks that read values, and for what is recorded or cached between calls.
+    """
+    return compiled_as(lambda *_, **__: otherwise)
+
+
+#: Torch functions that a mode intercepts in eager code but not under torch.compile, which shows a
+#: mode only the functions that torch lists as overridable. These are not listed, although hardswish
+#: and hardsigmoid check for overrides, and the others call an overridable method or a C function. A
+#: compiled model would silently compute them without a recipe or plan.
+HIDDEN: list[Callable[..., Any]] = [F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh]
+
+
+@taken_as_constant
+def reveal() -> bool:
+    """Adds `HIDDEN` to torch's list, for the whole process.
+
+    Called where the compiler enters a mode: as a constant, it is executed and not traced. torch has
+    no public way to extend the list.
+    """
+    listed = torch.overrides.get_overridable_functions()[F]
+    added = [function for function in HIDDEN if function not in listed]
+    listed += added
+    if added:  # the compiler has cached the list
+        sys.modules["torch._dynamo.variables.torch"].get_overridable_functions.cache_clear()
+    return bool(added)
+
+
+def in_graph(function: Fn, graph: Callable[..., Any] | None = None) -> Fn:
+    """Returns ``function`` as one that the compiler does not trace: a single call by name in a
+    graph. Also usable as a decorator.
+
+    graph: the function that a graph calls; by default ``function``. It may read only its arguments
+    (tensors, numbers, strings and tuples) and state that every compiled graph already guards
+    (autocast, the gradient mode).
     """
     name = f"{function.__module__}.{function.__qualname__}"
-    IN_GRAPH[name] = getattr(function, "apply", function)
-    return function
+    GRAPH_FUNCTIONS[name] = graph or function
+
+    @wraps(function)
+    def called_by_name(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from .traced import apply  # imports the compiler
+
+            return apply(name, args, kwargs)
+        return function(*args, **kwargs)
+
+    return cast("Fn", called_by_name)
+
+
+def reads_values(x: Tensor) -> bool:
+    """Whether values of ``x`` can decide what is computed: in eager mode, and without a device
+    synchronization."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
+def is_differentiated_again() -> bool:
+    """Whether the backward pass that is running records its own (``create_graph=True``). A compiled
+    one is not differentiated again."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def apply(function: type[Function], *args: Any, written: Tensor | None = None) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .compiler import eager_only
 from .validation import check_flag
 
 __all__ = [
@@ -95,6 +96,7 @@ class strict:
         _STRICT[0] = self._before
 
 
+@eager_only()
 def warn_once(
     category: type[PitfallWarning], message: str, about: Any = None, key: str = ""
 ) -> None:
@@ -104,8 +106,6 @@ def warn_once(
     distinguishes warnings of one category about one object. The warning points to the line of the
     user's code. Does nothing while torch.compile traces.
     """
-    if torch.compiler.is_compiling():
-        return
     if _STRICT[0]:
         raise category(message)
     with _LOCK:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from .compiler import IN_GRAPH
+from .graph_functions import GRAPH_FUNCTIONS
 
 __all__ = ["apply"]
 
 
 @torch.compiler.allow_in_graph
-def apply(name: str, *args: Any) -> Any:
-    """Calls the function ``name`` of `IN_GRAPH`. The compiler does not trace into it."""
-    return IN_GRAPH[name](*args)
+def apply(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls the function ``name`` of `GRAPH_FUNCTIONS`. The compiler does not trace into it."""
+    return GRAPH_FUNCTIONS[name](*args, **kwargs)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from ..common.compiler import compiled_as
 from ..common.validation import check_name
 
 MAX_EXPONENT_BITS = 8
@@ -289,6 +290,12 @@ FORMATS.update(
 )
 
 
+@compiled_as(lambda format: Format.from_text(format.text))
+def _of_constants(format: Format) -> Format:
+    """``format``; in a graph, an equal one whose numbers are constants, see `Format.text`."""
+    return format
+
+
 def get_format(format: str | Format) -> Format:
     """Looks up a format by name.
 
@@ -303,7 +310,7 @@ def get_format(format: str | Format) -> Format:
         TypeError: for an argument that is neither a name nor a `Format`.
     """
     if isinstance(format, Format):
-        return Format.from_text(format.text) if torch.compiler.is_compiling() else format
+        return _of_constants(format)
     if not isinstance(format, str):
         names = ", ".join(map(repr, FORMATS))
         raise TypeError(f"format is a {type(format).__name__}; give a name or a Format: {names}")

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.compiler import apply, own
+from ..common.compiler import (
+    apply,
+    compiled_as,
+    eager_only,
+    is_differentiated_again,
+    own,
+    reads_values,
+)
 from ..common.validation import check_name
 from .format import Format, dtype_name, get_format
 from .random_bits import Key, Seed, bits_from_key, fewer_bits, random_key
@@ -201,11 +208,10 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale = ctx.saved_tensors[0] if ctx.scaled else None
         key = ctx.saved_tensors[-1] if ctx.keyed else ctx.key
-        if torch.compiler.is_compiling():
-            # A compiled backward pass is not differentiated again.
-            out = _quantize(grad, Grid(*ctx.grid), ctx.rounding, scale, key)
-        else:
+        if is_differentiated_again():
             out = apply(_Forward, grad, scale, key, ctx.rounding, ctx.grid)
+        else:
+            out = _quantize(grad, Grid(*ctx.grid), ctx.rounding, scale, key)
         return out, None, None, None, None
 
 
@@ -217,8 +223,7 @@ def check_dtype(x: Tensor) -> None:
         allowed = ", ".join(map(dtype_name, DTYPES))
         raise TypeError(f"cannot quantize {x.dtype}; allowed are {allowed}")
     refuse_nested(x)
-    if not torch.compiler.is_compiling() and x.layout != torch.strided:
-        raise TypeError(f"cannot quantize a tensor of layout {x.layout}; give x.to_dense()")
+    _refuse_sparse(x)
 
 
 def is_dense(x: object) -> bool:
@@ -226,9 +231,16 @@ def is_dense(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided
 
 
+@eager_only()  # the compiler knows the layout of inputs alone
+def _refuse_sparse(x: Tensor) -> None:
+    if x.layout != torch.strided:
+        raise TypeError(f"cannot quantize a tensor of layout {x.layout}; give x.to_dense()")
+
+
+@eager_only()
 def refuse_nested(x: Tensor) -> None:
     """Raises NotImplementedError for a nested tensor; the operator @ would hide a TypeError."""
-    if not torch.compiler.is_compiling() and x.is_nested:
+    if x.is_nested:
         raise NotImplementedError(
             "a nested tensor cannot be quantized; give a padded one, or its values()"
         )
@@ -325,7 +337,7 @@ def _positive(scale: Tensor) -> Tensor:
     possible (in a graph, under vmap, or where it would synchronize with a device) invalid values
     become NaN."""
     valid = (scale > 0) & (scale < torch.inf)
-    if not torch.compiler.is_compiling() and scale.device.type == "cpu":
+    if reads_values(scale):
         try:
             if bool(valid.all()):
                 return scale
@@ -345,9 +357,12 @@ def _key(rounding: str, seed: Seed | None, device: torch.device) -> Key | None:
         return None
     if seed is not None:
         return random_key(seed)
-    if torch.compiler.is_compiling():
-        return random_key(torch.randint(2**63 - 1, (), device=device))
-    return random_key(int(torch.randint(2**63 - 1, ())))
+    return random_key(_drawn(device))
+
+
+@compiled_as(lambda device: torch.randint(2**63 - 1, (), device=device))
+def _drawn(device: torch.device) -> Tensor | int:
+    return int(torch.randint(2**63 - 1, ()))
 
 
 def _quantize(
@@ -359,7 +374,7 @@ def _quantize(
     inverse: Tensor | None = None,
 ) -> Tensor:
     x = x.resolve_neg()  # the storage of a view such as x.conj().imag holds -x
-    if torch.compiler.is_compiling() or not _is_plain(x) or (scale is not None and scale.dim()):
+    if not _is_plain(x) or (scale is not None and scale.dim()):
         return _whole(x, grid, rounding, scale, key, inverse)
     size = CHUNK * torch.get_num_threads()
     if x.numel() <= size:
@@ -370,7 +385,7 @@ def _quantize(
 def _is_plain(x: Tensor) -> bool:
     """Whether `x` can be processed in chunks: in main memory, and of no subclass with other
     semantics."""
-    return x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
+    return type(x) in (Tensor, torch.nn.Parameter) and reads_values(x)
 
 
 def _whole(

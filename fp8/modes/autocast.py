@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN, look_here
-from ..common.compiler import FIRST_LOOK, called
-from ..common.compiler_hooks import reveal
+from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal
 from ..common.threads import Setting
 from ..common.validation import check_name
 from ..context.activation_checkpointing import checkpointed, in_reentrant
@@ -56,7 +55,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-reveal(*SPELLINGS["grouped_mm"])
+HIDDEN.extend(SPELLINGS["grouped_mm"])
 
 
 def _force_eager() -> AbstractContextManager[Any] | None:
@@ -243,6 +242,8 @@ class autocast:
         eager = not torch.compiler.is_dynamo_compiling()
         if eager:
             STANCE.hold()
+        else:
+            reveal()
         outer_look = OPEN.look if eager else None
         if eager and not self.reenters:
             OPEN.look = look_here(self.recipe)

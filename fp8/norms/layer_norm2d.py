@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..common.compiler import FIRST_LOOK, apply
+from ..common.compiler import FIRST_LOOK, apply, is_differentiated_again
 from . import layer_norm2d_kernels as kernels
 
 __all__ = ["layer_norm2d"]
@@ -106,7 +106,7 @@ class _LayerNorm2d(Function):
     def forward(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not torch.compiler.is_compiling() and kernels.take(x):
+        if kernels.take(x):
             return kernels.forward(x, weight, bias, eps)
         return _normalized(x, weight, bias, eps)
 
@@ -124,9 +124,7 @@ class _LayerNorm2d(Function):
         x, mean, rstd, *rest = ctx.saved_tensors
         weight = rest[0] if ctx.present[0] else None
         bias = rest[-1] if ctx.present[1] else None
-        if torch.compiler.is_compiling():
-            result = _gradients(grad, x, mean, rstd, weight)
-        elif torch.is_grad_enabled():  # with create_graph=True
+        if is_differentiated_again():
             mean, rest, rstd = _statistics(wide(x, x), ctx.eps)
             result = _gradients(grad, x, mean + rest, rstd, weight)
         elif kernels.take(x):

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.compiler import eager_only
+
 __all__ = ["backward", "backward_kernel", "forward", "forward_kernel", "take"]
 
 TILE = 4096
@@ -33,8 +35,10 @@ PROGRAMS = 4
 MAX_CHANNELS = 2048
 
 
+@eager_only(False)
 def take(x: Tensor) -> bool:
-    """Whether the kernels support ``x``: on CUDA, with Triton, dense, and with storage."""
+    """Whether eager code uses the kernels for ``x``: on CUDA, with Triton, dense, and with
+    storage."""
     return x.is_cuda and x.dtype != torch.float64 and _fits(x) and _available()
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from ..casts.casting import spec_of, without_autocast
-from ..common.compiler import apply
+from ..common.compiler import apply, compiled_as
 from ..common.validation import check_flag
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize_forward
@@ -247,9 +247,11 @@ def checked_output(output: str | Format) -> Format:
 
 
 def _handed_on(y: Tensor, output: str | Format) -> Tensor:
-    format = checked_output(output)
-    if torch.compiler.is_compiling():
-        return quantize_forward(y, format)
+    return _in_format(y, checked_output(output))
+
+
+@compiled_as(quantize_forward)
+def _in_format(y: Tensor, format: Format) -> Tensor:
     result: Tensor = apply(_HandedOn, y, format.name)
     return result
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from ..common.compiler import compiled_as
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
@@ -100,9 +101,9 @@ class _Room(threading.local):
 
     numbers = torch.empty(0, device="cpu")
 
+    # A graph must not depend on the state of this thread.
+    @compiled_as(lambda _, rows, columns: torch.empty(rows, columns))
     def of(self, rows: int, columns: int) -> Tensor:
-        if torch.compiler.is_compiling():  # a graph must not depend on the state of this thread
-            return torch.empty(rows, columns)
         if len(self.numbers) < rows * columns:
             self.numbers = torch.empty(rows * columns, dtype=torch.float32, device="cpu")
         return self.numbers[: rows * columns].view(rows, columns)

@@ -11,6 +11,7 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,25 +168,20 @@ def _convolve(
     return apply(_Convolution, *operands, bias, of_grad, *settings, written=of_grad)
 
 
-@in_graph
-def _uncast_convolution(
+def _uncast(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: tuple[Any, ...]
 ) -> Tensor:
-    """`_Convolution` without casts, as a single call of a compiled graph."""
+    """`_as_it_is` in a graph."""
     x, weight, bias = to_autocast_dtype(x, weight, bias)
     settings = (*scales, geometry, Casts(), None)
     return _Convolution.apply(x, weight, *[None] * 4, bias, None, *settings)
 
 
+@partial(in_graph, graph=_uncast)
 def _as_it_is(
     x: Tensor, weight: Tensor, bias: Tensor | None, scales: Scales, geometry: tuple[Any, ...]
 ) -> Tensor:
     """The convolution without casts."""
-    if torch.compiler.is_compiling():
-        from ..common.traced import apply as apply_in_graph
-
-        function = "fp8.products.convolution._uncast_convolution"
-        return apply_in_graph(function, x, weight, bias, scales, geometry)
     x, weight, bias = _of_one_dtype(x, weight, bias)
     settings = (*scales, geometry, Casts(), None)
     return apply_eagerly(_Convolution, x, weight, *[None] * 4, bias, None, *settings)

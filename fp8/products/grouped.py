@@ -24,7 +24,7 @@ from ..casts.groups import aligned, bounds, cast_groups, pieces
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import save_operands, saved_operands
-from ..common.compiler import apply
+from ..common.compiler import apply, eager_only, is_differentiated_again
 from ..context.active import chosen, layer_histories, static_exponents
 from ..formats.quantize import refuse_nested
 from ..native import product as native
@@ -134,7 +134,7 @@ class _Grouped(Function):
         a, b, *rest = saved_operands(ctx, grad.dtype)
         offs = rest[0] if ctx.has_offs else None
         casts, history, split = ctx.casts, ctx.history, ctx.split
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(casts):
+        if is_differentiated_again() and any(casts):
             raise RuntimeError("create_graph=True: a grouped product with casts has one gradient")
         needs_a, needs_b, *_ = ctx.needs_input_grad
         multiply = MULTIPLY_GROUPS
@@ -214,9 +214,10 @@ def _measured(
     return y
 
 
+@eager_only(False)
 def _runs_native(recipe: Recipe, backend: str, name: str, a: Tensor, b: Tensor) -> bool:
     """Whether each group is a product of two matrices that kernels may compute."""
-    if torch.compiler.is_compiling() or recipe.keeps_history or is_sampled(name):
+    if recipe.keeps_history or is_sampled(name):
         return False
     return native.takes(backend, a.flatten(0, -2), b[0])
 

@@ -14,6 +14,7 @@ even if the backward pass or a compiled graph runs under a mode.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import SharedCasts, save_operands, saved_operands, shared_casts
-from ..common.compiler import apply, apply_eagerly, in_graph
+from ..common.compiler import apply, apply_eagerly, compiled_as, in_graph
 from ..common.dtensor import is_dtensor, unreduced
 from ..context.active import chosen, layer_histories, static_exponents
 from ..formats.format import dtype_name
@@ -87,11 +88,16 @@ def gemm(a: Tensor, b: Tensor, alpha: float, fuses: bool, bias: Tensor | None = 
     return product(ignored, a, b, beta=0, alpha=alpha)
 
 
-def _fuses(a: Tensor) -> bool:
-    """Whether a compiled graph applies the scale as a separate multiplication, which fuses with its
-    neighbours. baddbmm would materialize its ignored input. Not in float16, where the unscaled
-    product could overflow."""
+def _fuses_in_graph(a: Tensor) -> bool:
     return a.dim() == 3 and a.dtype != torch.float16
+
+
+@compiled_as(_fuses_in_graph)
+def _fuses(a: Tensor) -> bool:
+    """Whether the scale is applied as a separate multiplication: in a graph, where it fuses with
+    its neighbours and baddbmm would materialize its ignored input. Not in float16, where the
+    unscaled product could overflow."""
+    return False
 
 
 def _rotates(casts: Casts) -> bool:
@@ -218,20 +224,16 @@ def _of_bias(grad: Tensor, scale: float) -> Tensor:
     return grad.sum(0) if scale == 1.0 else grad.sum(0) * scale
 
 
-@in_graph
-def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, *scales: float) -> Tensor:
-    """`_Plain`, as a single call of a compiled graph."""
+def _uncast(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor:
+    """`_as_it_is` in a graph."""
     a, b, bias = to_autocast_dtype(a, b, bias)
-    return _Plain.apply(a, b, bias, scales, _fuses(a))
+    return _Plain.apply(a, b, bias, scales, _fuses_in_graph(a))
 
 
+@partial(in_graph, graph=_uncast)
 def _as_it_is(a: Tensor, b: Tensor, bias: Tensor | None, scales: Scales) -> Tensor:
     """The product without casts."""
-    if not torch.compiler.is_compiling():
-        return apply_eagerly(_Plain, *to_autocast_dtype(a, b, bias), scales, False)
-    from ..common.traced import apply as apply_in_graph
-
-    return apply_in_graph("fp8.products.matmul._uncast", a, b, bias, *scales)
+    return apply_eagerly(_Plain, *to_autocast_dtype(a, b, bias), scales, False)
 
 
 def save_both(ctx: Any, a: Any, b: Any, casts: Any, shared: SharedCasts | None) -> None:
@@ -306,7 +308,7 @@ def _simulated(
     operands = (x, w, scale_x, scale_w, first, second)
     if _rotates(casts):
         operands = (_unreduced(a), _unreduced(b), None, None, x.detach(), w.detach())
-    settings = (*scales, casts, shared, torch.compiler.is_compiling() and _fuses(x))
+    settings = (*scales, casts, shared, _fuses(x))
     return apply(_Product, *operands, bias, of_grad, *settings, written=of_grad)
 
 

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from ..casts.casting import Spec, turn_of
 from ..casts.codes import Codes, codes, widened
 from ..casts.operands import Casts, one_copy
+from ..common.compiler import is_differentiated_again
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..formats.format import get_format
 from ..formats.quantize import check_dtype
@@ -103,7 +104,7 @@ class _Summed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if is_differentiated_again():
             raise RuntimeError(
                 "create_graph=True: products with accumulate= have no second derivative"
             )

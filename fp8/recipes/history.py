@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..common.compiler import eager_only
 from ..common.dtensor import part_of
 from ..common.mixin import check_module
 
@@ -87,17 +88,22 @@ class AmaxHistory:
         this number did before: a loop over experts that leaves out some has no fixed order.
         """
         name = _numbered(counter, product)
-        if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
-            matrix = next(filter(None, map(_in_stack, operands)), "none")
-            known = self.matrices.setdefault(counter[0], matrix)
-            if matrix != known:
-                raise ValueError(
-                    f"product {counter[0]} multiplied {known} of a stack of weights before, and "
-                    f"{matrix} now. Products are numbered in call order, which changes if a loop "
-                    "over experts leaves out those without tokens: use fp8.convert, which names "
-                    "them by expert, or grouped products"
-                )
+        self._check_matrix(counter[0], operands)
         return name
+
+    @eager_only()
+    def _check_matrix(self, number: int, operands: tuple[Tensor, ...]) -> None:
+        if torch.is_inference_mode_enabled():
+            return
+        matrix = next(filter(None, map(_in_stack, operands)), "none")
+        known = self.matrices.setdefault(number, matrix)
+        if matrix != known:
+            raise ValueError(
+                f"product {number} multiplied {known} of a stack of weights before, and "
+                f"{matrix} now. Products are numbered in call order, which changes if a loop over "
+                "experts leaves out those without tokens: use fp8.convert, which names them by "
+                "expert, or grouped products"
+            )
 
     def _static(self, name: str, scale: Tensor) -> Tensor:
         """``scale``, or a view of shape (1,) if it is not set and is to be measured.
@@ -106,7 +112,7 @@ class AmaxHistory:
         is used, so that the graph does not switch between measuring and not.
         """
         if name not in self.known:
-            if torch.compiler.is_compiling() or not _is_set(scale):
+            if not _is_set(scale):
                 return scale.view(1)
             self.known.add(name)
         return scale
@@ -196,6 +202,7 @@ def _is_positive(scale: Tensor) -> bool:
     return not scale.dim() and not scale.is_meta and bool(scale > 0)
 
 
+@eager_only(False)
 def _is_set(scale: Tensor) -> bool:
     """Whether a scale was set since it was created. Reads the value, which synchronizes with its
     device, only if the tensor was written."""
@@ -248,7 +255,7 @@ class LayerHistory(AmaxHistory):
         _check_shape(name, known, length, groups)
         if length or groups or role in layer.fp8_known:
             return known
-        if torch.compiler.is_compiling() or not _is_set(known):
+        if not _is_set(known):
             return known.view(1)
         layer.fp8_known = (*layer.fp8_known, role)
         return known

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.compiler import reads_values
 from ..common.dtensor import is_dtensor, part_of, reduced
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize, quantize_operand
@@ -283,7 +284,7 @@ def largest_finite(x: Tensor, dims: tuple[int, ...] | None) -> Tensor:
     If it can be checked without a device synchronization, the extra pass that excludes Inf and NaN
     runs only if there are any.
     """
-    if not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) is Tensor:
+    if type(x) is Tensor and reads_values(x):
         amax = _largest(x, dims)
         try:
             if bool(amax.amax() < torch.inf):
@@ -415,13 +416,13 @@ def with_margin(scale: Tensor, margin: int, rule: str) -> Tensor:
 def inverse_of(scale: Tensor, rule: str | None) -> Tensor | None:
     """The factor that replaces the division by ``scale``, a result of `scale_of`; None: divide.
 
-    A static scale (no rule) is a normal power of two and so is its inverse. Compiled code computes
-    the inverse once for many elements, and a multiplication is cheaper than a division. 2**-127 is
+    A static scale (no rule) is a normal power of two and so is its inverse; a multiplication is
+    cheaper than a division. 2**-127 is
     a subnormal float32, which some devices and modes flush to zero. The largest scale of a float32
     is 2**126, as the formats reach beyond 2, so its inverse is normal.
     """
     if rule is None:
-        return 1 / scale if torch.compiler.is_compiling() else None
+        return 1 / scale
     if not rule.endswith(E8M0):
         return None
     return torch.where(scale < 2.0**SMALLEST, 2.0 ** -(SMALLEST - 1), 1 / scale)

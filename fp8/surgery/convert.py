@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..casts.casting import is_whole
 from ..casts.counts import forget_looks
-from ..common.compiler import FIRST_LOOK
+from ..common.compiler import FIRST_LOOK, eager_only
 from ..common.mixin import Gained, bare_class, check_module, check_not_scripted, gain, lose
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row, notes_on
@@ -138,11 +138,17 @@ def _is_a_tensor(*args: Any, **kwargs: Any) -> bool:
     return one and args[0].layout == torch.strided
 
 
+@eager_only()
+def _note_ragged(layer: Any, input: Tensor) -> None:
+    """Notes a number of tokens that the kernels do not support."""
+    tokens = input.shape[:-1].numel()
+    if tokens % layer.fp8_multiple:
+        vars(layer)["fp8_ragged"] = tokens
+
+
 def _linear(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
-    if layer.fp8_backend != "simulate" and not torch.compiler.is_compiling():
-        tokens = input.shape[:-1].numel()
-        if tokens % layer.fp8_multiple:
-            vars(layer)["fp8_ragged"] = tokens
+    if layer.fp8_backend != "simulate":
+        _note_ragged(layer, input)
     given = {"recipe": layer.fp8_recipe, "backend": layer.fp8_backend}
     return linear(input, weight, layer.bias, **given)
 

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..common.compiler import apply
+from ..common.compiler import apply, eager_only, reads_values
 from ..formats.format import FORMATS, Format, dtype_name, get_format
 from ..recipes.scaling import in_format
 from .scaled_parts import Parts, refuse_rounding, warn_of_small_steps
@@ -147,10 +147,11 @@ class ScaledTensor(Parts):
         new = scaled(numbers, self.format)
         return self._take(new.stored, new.scale)
 
+    @eager_only()
     def _check(self, name: str, numbers: Tensor) -> None:
         """Raises NotImplementedError if ``exact`` is set and the format would round the values.
         name: of the operation that computed them."""
-        if self.exact and not torch.compiler.is_compiling():
+        if self.exact:
             refuse_rounding(name, scaled(numbers, self.format).dequantize(numbers.dtype), numbers)
 
     def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
@@ -368,7 +369,7 @@ def _by_one_number(x: Any, y: Any) -> bool:
 
 def _overflows(scale: Tensor) -> bool:
     """Whether a scale is not finite; False where checking would synchronize with a device."""
-    if torch.compiler.is_compiling() or scale.device.type != "cpu":
+    if not reads_values(scale):
         return False
     try:
         return not math.isfinite(scale)

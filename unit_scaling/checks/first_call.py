@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8.common.compiler import eager_only
 from fp8.common.pitfalls import ScaleWarning, warn_once
 
 from ..common.constant import aside
@@ -65,9 +66,8 @@ def skip_checks(model: nn.Module) -> None:
                 owner.gradient_seen = True
 
 
+@eager_only()
 def _at_first_call(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
     model = _outermost() or module
     pending = [(path, part) for path, part in model.named_modules() if skip_weight_check(part)]
     found = [(p, part, rms) for p, part in pending for rms in _rms_outside(part)]
@@ -124,18 +124,20 @@ def _norm(tensor: Tensor) -> float:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
+@eager_only()
 def check_gradient(owner: Any, output: Tensor) -> None:
     """Checks the first gradient of ``output``, the output of a unit-scaled model.
 
     owner: its attribute ``gradient_seen`` says whether this was done; it is set here.
     """
-    if torch.compiler.is_compiling() or owner.gradient_seen:
+    if owner.gradient_seen:
         return
     if not (output.requires_grad and output.dim() and torch.is_grad_enabled()):
         return
 
+    @eager_only()
     def check(grad: Tensor) -> None:
-        if owner.gradient_seen or torch.compiler.is_compiling():
+        if owner.gradient_seen:
             return
         rms = known_rms(grad)
         if rms is None:

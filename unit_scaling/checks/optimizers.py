@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp8.common.compiler import eager_only
 from fp8.common.pitfalls import OptimizerWarning, warn_once
 
 from .first_call import RANGE, known_rms
@@ -74,9 +75,8 @@ def remember_copy(model: nn.Module, copy: nn.Module, transform: str) -> None:
     _STATE["copies"] += 1
 
 
+@eager_only()
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
     if _CHECKED.get(optimizer) != _STATE["copies"] and _steps_its_own(optimizer):
         _CHECKED[optimizer] = _STATE["copies"]
     if optimizer not in _RATE_CHECKED:

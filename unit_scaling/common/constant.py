@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from torch.compiler import is_compiling
-
 from fp8.common.compiler import taken_as_constant
 
 __all__ = ["aside", "constant", "specialised"]
@@ -24,7 +22,7 @@ def constant(fn: Callable[..., T], *args: Any) -> T:
     thread, where no mode, autocast or torch.func transform of the caller is active; the compiler
     treats the result as a constant. Raises what ``fn`` raises.
     """
-    return _kept(fn, *[specialised(value) for value in args] if is_compiling() else args)
+    return _kept(fn, *[specialised(value) for value in args])
 
 
 @taken_as_constant

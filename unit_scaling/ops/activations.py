@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from ..common.constant import specialised
@@ -211,7 +210,7 @@ def softmax(
     s = softmax_scales(input, dim, constraint, mult)
     logits = input if mult == 1.0 else input * mult
     axis = _softmax_dim(input, dim)
-    if is_compiling():
+    if from_output.applies("softmax"):
         logits = logits if dtype is None else logits.to(dtype)
         return from_output.activation(logits, "softmax", s["output"], s["input"], axis)
     output = F.softmax(logits, axis, dtype=dtype)

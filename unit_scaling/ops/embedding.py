@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fp8.common.compiler import compiled_as
 
 from ..rules.batch import row_scale
 from ..rules.table import Scales, row
@@ -49,6 +50,7 @@ def embedding(
     return _scale_gradient(output, s["weight"])
 
 
+@compiled_as(lambda output, scale: scale_each(output, 1.0, scale))
 def _scale_gradient(output: Tensor, scale: float) -> Tensor:
     """Returns ``output``, with its gradient multiplied by ``scale``, as a tensor that may be
     written in place.
@@ -57,7 +59,7 @@ def _scale_gradient(output: Tensor, scale: float) -> Tensor:
     code uses a hook, which later writes do not affect. The view separates it from other hooks,
     which see the unscaled gradient.
     """
-    if torch.compiler.is_compiling() or not output.requires_grad:
+    if not output.requires_grad:
         return scale_each(output, 1.0, scale)
     output.register_hook(lambda grad: grad * scale)
     return output.view_as(output)

@@ -19,7 +19,7 @@ from fp8.common.compiler import in_graph
 
 from ..scale import scale_both, scale_output
 
-__all__ = ["KERNELS", "OutputKernel", "activation"]
+__all__ = ["KERNELS", "OutputKernel", "activation", "applies"]
 
 aten = torch.ops.aten
 
@@ -94,6 +94,11 @@ def _activation(x: Tensor, name: str, fwd: float, bwd: float, *settings: Any) ->
     return _Activation.apply(x, name, fwd, bwd, *settings)
 
 
+def applies(name: str) -> bool:
+    """Whether `activation` is to compute the function: in a graph."""
+    return torch.compiler.is_compiling() and name in KERNELS
+
+
 def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any) -> Tensor:
     """``fwd * f(input)``; ``bwd`` times the gradient. settings: the arguments of f after input.
 
@@ -102,6 +107,4 @@ def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any)
     if not input.requires_grad:
         output = KERNELS[name].function(input, *settings)
         return scale_output(output, fwd, bwd, fresh=False)
-    from fp8.common.traced import apply
-
-    return apply("unit_scaling.ops.from_output._activation", input, name, fwd, bwd, *settings)
+    return _activation(input, name, fwd, bwd, *settings)

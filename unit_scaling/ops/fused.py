@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from fp8.common.compiler import apply
+from fp8.common.compiler import apply, eager_only
 from fp8.context.active import active_recipe
 from fp8.products.activations import KERNELS
 
@@ -24,13 +23,12 @@ __all__ = ["activation", "applies", "silu_glu"]
 aten = torch.ops.aten
 
 
+@eager_only(False)
 def applies(*tensors: Tensor) -> bool:
     """Whether the functions of this module support these tensors: eager, plain, and of one shape.
 
     They save their input unchanged; recipes that quantize it do so for torch functions.
     """
-    if is_compiling():
-        return False
     first, recipe = tensors[0], active_recipe()
     if recipe is not None and recipe.saved_activations:
         return False

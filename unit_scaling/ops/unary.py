@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from fp8.products.activations import KERNELS
@@ -108,8 +107,7 @@ def _given(
     if len(args) >= len(defaults):  # inplace is keyword-only
         raise TypeError(f"{name} takes {len(defaults)} arguments by position")
     given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
-    if is_compiling():
-        given = {key: specialised(value) for key, value in given.items()}
+    given = {key: specialised(value) for key, value in given.items()}
     return given.pop("mult"), given.pop("constraint"), given.pop("inplace"), given
 
 
@@ -145,7 +143,7 @@ def _activation(
         fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult
-        if is_compiling() and name in from_output.KERNELS:
+        if from_output.applies(name):
             output = from_output.activation(x, name, fwd, bwd)
         elif name in KERNELS and x.numel() >= _LARGE and fused.applies(x):
             output = fused.activation(x, name, fwd, bwd, *(given or settings).values())

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from fp8.common.compiler import taken_as_constant
 
@@ -80,10 +79,8 @@ def scaled_elementwise(
 
     new: ``fn`` returns a new tensor, never its input, that autograd does not save.
     """
-    if is_compiling():
-        mult = 1.0 if mult == 1.0 else specialised(mult)
-        settings = tuple([specialised(value) for value in settings])
-        named = {key: specialised(value) for key, value in named.items()}
+    mult, settings = specialised(mult), tuple([specialised(value) for value in settings])
+    named = {key: specialised(value) for key, value in named.items()}
     fwd, bwd = elementwise_factors(fn, settings, named, mult, constraint)
     output = fn(input if mult == 1.0 else input * mult, *settings, **named)
     return scale_output(output, fwd, bwd, fresh=new)

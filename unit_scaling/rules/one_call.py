@@ -7,39 +7,26 @@ took up to 0.1 ms of 1 ms.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-from torch.compiler import is_compiling
 
-from fp8.common.compiler import IN_GRAPH
+from fp8.common.compiler import in_graph
 
 __all__ = ["one_call"]
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-def one_call(body: Fn, in_graph: Callable[..., Any] | None = None) -> Fn:
-    """Returns ``body`` as a function that the compiler does not trace: one call by name in a graph.
+def one_call(body: Fn, graph: Callable[..., Any] | None = None) -> Fn:
+    """`in_graph`, where numbers are constants of the graph and sizes may be symbolic.
 
-    body: reads only its arguments and the state that every compiled call guards on (autocast,
-    gradient mode). In a graph, numbers are constants and sizes may be symbolic. in_graph: the
-    function to call in a graph; by default ``body``.
+    body, graph: read only their arguments and the state that every compiled call guards on
+    (autocast, gradient mode).
     """
-    name, computed = f"{body.__module__}.{body.__qualname__}", in_graph or body
-    IN_GRAPH[name] = lambda args, kwargs: computed(*_known(args), **_known(kwargs))
-
-    @functools.wraps(body)
-    def fn(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            from fp8.common.traced import apply
-
-            return apply(name, args, kwargs)
-        return body(*args, **kwargs)
-
-    return cast("Fn", fn)
+    computed = graph or body
+    return in_graph(body, lambda *args, **kwargs: computed(*_known(args), **_known(kwargs)))
 
 
 def _known(value: Any) -> Any:

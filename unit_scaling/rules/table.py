@@ -150,7 +150,7 @@ def tie(constraint: Constraint, **scales: float) -> Scales:
     {'output': 0.5, 'input': 0.5}
     """
     if constraint == "to_output_scale":
-        return {name: scales["output"] for name in scales}  # noqa: C420
+        return dict.fromkeys(scales, scales["output"])
     if isinstance(constraint, tuple):
         return dict(constraint)
     return dict(zip(scales, apply_constraint(constraint, *scales.values()), strict=True))

@@ -42,24 +42,30 @@ __all__ = [
     "writes",
 ]
 
-TRANSPARENT = frozenset(
-    (
-        "bfloat16 broadcast_to clone contiguous double dropout expand expand_as flatten float half "
-        "moveaxis movedim permute ravel repeat repeat_interleave reshape select squeeze swapaxes "
-        "swapdims t tile to transpose type type_as unflatten unsqueeze view view_as __getitem__ "
-        "narrow index_select chunk split unbind flip roll view_as_complex view_as_real diagonal "
-        "rot90 unfold tensor_split hsplit vsplit dsplit pixel_shuffle pixel_unshuffle "
-        "channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d atleast_3d "
-        "real imag adjoint conj resolve_conj reshape_as as_strided"
-    ).split()
-)
-"""Kinds that propagate values: they move, copy, select or convert them."""
-
 SELECTIONS = frozenset("select __getitem__ narrow index_select".split())
 """Kinds that select a part of a tensor."""
 
 PARTS = frozenset("chunk split unbind tensor_split hsplit vsplit dsplit".split())
 """Kinds that split a tensor."""
+
+CASTS = frozenset("bfloat16 clone contiguous double float half to type type_as".split())
+"""Kinds that keep every element but may change dtype, device or memory format."""
+
+_MOVES = (SELECTIONS | PARTS | CASTS) | frozenset(
+    (
+        "broadcast_to expand expand_as flatten moveaxis movedim permute ravel repeat "
+        "repeat_interleave reshape squeeze swapaxes swapdims t tile transpose unflatten unsqueeze "
+        "view view_as flip roll view_as_complex view_as_real diagonal rot90 unfold pixel_shuffle "
+        "pixel_unshuffle channel_shuffle take take_along_dim masked_select atleast_1d atleast_2d "
+        "atleast_3d real imag adjoint conj resolve_conj reshape_as as_strided"
+    ).split()
+)
+
+MOVES = _MOVES | frozenset("cat stack pad".split())
+"""Kinds that move elements without changing them."""
+
+TRANSPARENT = _MOVES | frozenset(["dropout"])
+"""Kinds that propagate values: they move, copy, select or convert them."""
 
 CONSTANT = frozenset(
     (
@@ -110,9 +116,6 @@ RECURRENT = frozenset(
 ATTENTION = frozenset(["scaled_dot_product_attention"])
 """Fused attention."""
 
-CASTS = frozenset("bfloat16 clone contiguous double float half to type type_as".split())
-"""Kinds that keep every element but may change dtype, device or memory format."""
-
 LINEAR = frozenset("add sub rsub mul div neg".split()) | CASTS
 """Kinds that are linear in an element, with numbers."""
 
@@ -145,9 +148,6 @@ ALGEBRA = frozenset(
 )
 """Linear algebra and Fourier transforms, which need unscaled inputs and outputs."""
 
-MOVES = TRANSPARENT - frozenset(["dropout"]) | frozenset("cat stack pad".split())
-"""Kinds that move elements without changing them."""
-
 UNRULED_LOSSES = frozenset(
     (
         "triplet_margin_loss triplet_margin_with_distance_loss margin_ranking_loss "
@@ -161,12 +161,11 @@ LOSSES = UNRULED_LOSSES | frozenset(name for name, op in OPS.items() if op.reduc
 """All losses of torch."""
 
 _OTHERS = (
-    "prelu glu mean sum var std norm cumsum log_softmax softmax rsub lerp addcmul group_norm "
-    "batch_norm instance_norm local_response_norm normalize embedding_bag interpolate "
-    "alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout nll_loss l1_loss "
-    "smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "cosine_similarity multi_dot logsumexp prod vector_norm index_add scatter_add scatter_reduce"
+    "norm cumsum softmax lerp addcmul alpha_dropout feature_alpha_dropout multi_dot logsumexp prod "
+    "vector_norm index_add scatter_add scatter_reduce embedding_bag kl_div "
+    "binary_cross_entropy_with_logits"
 ).split()
+"""Further kinds. Those with a row in OPS have the spellings of the row too."""
 
 _OPERATORS = {
     "add": ("__add__", "__radd__", "__iadd__", operator.add, operator.iadd),
