@@ -126,25 +126,22 @@ def _quest(spread: Tensor, format: Format) -> Tensor:
     return _floor(spread * (CLIP / format.max * 2.0**format.max_exponent), format)
 
 
-def _two_level(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
+def _two_level(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """``exact`` for the tensor, times the power of two, rounded up, that takes it to ``exact`` for
     the tile (MOSS, arXiv:2511.05811): no value saturates."""
-    unit = _exact_unit(amax, format) if unit is None else unit
     return _ceil(amax / format.max / unit, format) * 2.0**format.max_exponent * unit
 
 
 def _exact_unit(amax: Tensor, format: Format) -> Tensor:
     """`_exact` of the tensor, for tiles with these amax, all finite."""
-    whole = amax.amax()
-    return _defined(_exact(whole, format), whole)
+    return _defined(_exact(amax.amax(), format), amax.amax())
 
 
-def _e4m3(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
+def _e4m3(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
     (NVFP4, arXiv:2509.25149, section 2). The e4m3 value is at least its smallest subnormal, 2**-9:
     TransformerEngine keeps subnormals, torchao stops at 2**-6."""
     scale_format = get_format("e4m3")
-    unit = _unit_448(amax, format) if unit is None else unit
     scale = quantize(amax / format.max / unit, scale_format)
     return scale.clamp(min=scale_format.min_subnormal) * unit
 
@@ -157,13 +154,12 @@ def _by_error(amax: Tensor, format: Format) -> Tensor:
     return _floor(amax, format)
 
 
-def _four_over_six(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
+def _four_over_six(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """``e4m3``, or that for 1.5 * amax, which maps the largest magnitude to 4 instead of 6 in e2m1:
     for each tile the one with the smaller squared error, the first of equal ones. The unit has 256
     in place of 448, so that 1.5 times the largest scale is an e4m3 value (four over six,
     arXiv:2512.02010, section 3). Errors are those of rounding to nearest, whatever the cast's
     rounding is."""
-    unit = _unit_256(amax, format) if unit is None else unit
     return _e4m3(amax, format, unit)
 
 
@@ -172,12 +168,11 @@ EDEN = 17 / 16 * 0.93
 6.07 sixths of it, which lowers the error of normal data (the published code of Quartet II)."""
 
 
-def _eden(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
+def _eden(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """MS-EDEN (Quartet II, arXiv:2601.22813): ``e4m3`` for 0.988 * amax, with 256 in place of 448
     in the unit. Values are rounded to nearest by this scale and multiplied by another one, which
     makes them unbiased: it is larger by <x, x> / <x, Q(x)> of the blocks that are rotated together,
     and rounded stochastically to e4m3. Needs a rotation with random signs."""
-    unit = _eden_unit(amax, format) if unit is None else unit
     return _e4m3(EDEN * amax, format, unit)
 
 
