@@ -56,6 +56,14 @@ RUNS: dict[str, tuple[torch.dtype, Make]] = {
         torch.bfloat16,
         adamw(**FLOAT32, stochastic_weights=True),
     ),
+    "AdamW, bfloat16 weights, error feedback": (
+        torch.bfloat16,
+        adamw(**FLOAT32, error_feedback=True),
+    ),
+    "AdamW, bfloat16 weights, error feedback, stochastic": (
+        torch.bfloat16,
+        adamw(**FLOAT32, error_feedback=True, stochastic_weights=True),
+    ),
     "Muon, float32": (torch.float32, muon()),
     "Muon, int8 momentum": (torch.float32, muon(**LOW)),
     "Muon, int8 momentum, (2, -1.5, 0.5)": (torch.float32, muon(**LOW, **SAFE)),

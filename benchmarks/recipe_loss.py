@@ -51,6 +51,17 @@ OWN_SUMS = {name: r for name, r in fp8.RECIPES.items() if r.accumulate is None}
 RUNS: dict[str, fp8.Recipe | None] = {"fp32": None, **OWN_SUMS, **SAVED}
 """Name -> the recipe of all products; the first is what the others are compared with."""
 
+
+def trained(name: str) -> str:
+    """The first run with the casts of a run: what is trained for both."""
+    same = [k for k, recipe in RUNS.items() if recipe and _unnamed(recipe) == _unnamed(RUNS[name])]
+    return same[0] if same else name
+
+
+def _unnamed(recipe: fp8.Recipe | None) -> fp8.Recipe | None:
+    return recipe and dataclasses.replace(recipe, name="")
+
+
 Losses = dict[tuple[str, str, int], float]
 
 
@@ -89,7 +100,7 @@ def losses(finished: Finished, corpus: Corpus, settings: Settings, seeds: Sequen
     shared = {"settings": settings.as_json(), "sha256": corpus.sha256, "torch": torch.__version__}
     for seed, kind, name in itertools.product(seeds, MODELS, RUNS):
         recipe = RUNS[name]
-        about = {"model": kind, "recipe": name, "seed": seed, **shared}
+        about = {"model": kind, "recipe": trained(name), "seed": seed, **shared}
 
         def train(kind: str = kind, recipe: Any = recipe, seed: int = seed) -> float:
             return held_out_loss(kind, recipe, corpus, settings, seed)

@@ -48,6 +48,17 @@ def scale_of(
         return next(fitting, 2.0**127)
     if rule == "exact":
         return min(max(float(real(amax) / real(format.max)), 2.0**-126), 2.0**127)
+    if rule == "fit":
+        floor = 2.0 ** min(max(exponent - top, least), 127)
+        return min(floor * float(real(2.0 ** (top + 1) / format.max)), 2.0**127)
+    if rule == "quest":  # amax is the spread: see scale_by_error
+        largest = min(amax * (2.92247856 / format.max * 2.0**top), np.finfo(np.float64).max)
+        return scale_of(float(largest), format, "floor", 0, real, least)
+    if rule == "two_level":
+        unit = min(max(float(real(whole) / real(format.max)), 2.0**-126), 2.0**127)
+        ratio = float(real(amax) / real(format.max) / real(unit))
+        power = max(math.ceil(math.log2(ratio)), -126) if ratio else -126
+        return min(max(unit * 2.0**power, 2.0**-126), 2.0**127)
     if rule == "e4m3_eden":
         share = real(17 / 16 * 0.93)
         amax, whole = float(real(amax) * share), float(real(whole) * share)
@@ -68,7 +79,10 @@ def scale_of(
 
 def scale_by_error(x: Tensor, format: Format, rule: str, whole: float, *rest) -> float:
     """`scale_of` of a tile; under "e4m3_4_6" the better one of it and of that for 1.5 * amax, under
-    "error" of floor and of that for 2 * amax."""
+    "error" of floor and of that for 2 * amax; under "quest" that of the standard deviation."""
+    if rule == "quest" and (largest := _largest(x)):
+        spread = float((_finite(x) / largest).std(correction=0)) or 1.0
+        return scale_of(spread * largest, format, rule, whole, *rest)
     times = {"e4m3_4_6": 1.5, "error": 2.0}.get(rule)
     rule = "floor" if rule == "error" else rule
     scale = scale_of(_largest(x), format, rule, whole, *rest)
@@ -116,7 +130,7 @@ def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
     real = np.float64 if x.dtype == torch.float64 else np.float32
     if how.scaling == "tensor":
         return _tile(x, format, scale_of(_largest(x), format, how.rule, real=real))
-    invalid = how.scaling in ("mx", "nv")
+    invalid = how.scaling in ("mx", "nv") or how.rule == "two_level"
     result = torch.empty(x.shape, dtype=torch.float64)
     across, along = how.tile
     along = along or x.shape[-1]
@@ -132,16 +146,23 @@ def cast(x: Tensor, how: Cast | None, axis: int = -1) -> Tensor:
     least = -127 if how.scaling == "mx" else -126
     for at in lost:
         result[at] = math.nan
+    full = [min(by, max(n, 2)) for by, n in zip((across, along), x.shape[-2:], strict=True)]
     for at in kept:
-        scale = scale_by_error(x[at], format, how.rule, whole, real, least)
+        missing = [by - n for by, n in zip(full, x[at].shape, strict=True)]
+        tile = torch.nn.functional.pad(x[at], (0, missing[1], 0, missing[0]))  # shorter at the end
+        scale = scale_by_error(tile, format, how.rule, whole, real, least)
         result[at] = _tile(x[at], format, scale)
     return result
 
 
 def _largest(x: Tensor) -> float:
     """The largest magnitude of what is finite."""
-    size = x.double().abs()
-    return torch.where(size < math.inf, size, 0.0).max().item()
+    return _finite(x).abs().max().item()
+
+
+def _finite(x: Tensor) -> Tensor:
+    """x with zeros for what is not finite, in float64."""
+    return torch.where(x.double().abs() < math.inf, x.double(), 0.0)
 
 
 def _tile(x: Tensor, format: Format, scale: float) -> Tensor:

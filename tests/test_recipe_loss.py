@@ -37,5 +37,15 @@ def test_the_benchmark_trains_records_and_goes_on(tmp_path, monkeypatch):
         assert rows["unit"][kind] == pytest.approx((first + second) / 2, abs=1e-4)
         assert rows["unit"][f"{kind}_gap"] != 0
 
+    monkeypatch.setitem(runs, "mus", fp8.RECIPES["mus"])  # the casts of "unit"
     monkeypatch.setattr(recipe_loss, "held_out_loss", None)  # nothing is trained again
     assert recipe_loss.main() == 0
+    table = json.loads((tmp_path / "recipe_loss.json").read_text())["rows"]
+    assert table[-1] == table[1] | {"name": "mus"}
+
+
+def test_all_recipes_have_a_run():
+    assert fp8.RECIPES.keys() < recipe_loss.RUNS.keys()
+    assert [recipe_loss.trained(name) for name in ("mus", "smooth_swiglu", "fog", "fp32")] == [
+        *("unit", "delayed", "fog", "fp32")
+    ]

@@ -26,10 +26,10 @@ from ..recipes.recipe import Recipe
 from ..recipes.scaling import (
     CORRECTED,
     E8M0,
-    UNITS,
     corrected,
     history_scale,
     inverse_of,
+    scale_format,
     scale_of,
     scaled_tiles,
     unit_of,
@@ -325,7 +325,7 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
             values = quantize_operand(tiles, format, **how)
         y = untiled(values, x, tile, axis)
         whole = untiled(scale.expand(tiles.shape), x, tile, axis) if label and dims else scale
-        if label and dims and rule in UNITS:
+        if label and dims and scale_format(rule) == "e4m3":
             unit = tensor_unit(tiles, dims, spec, of)
             blocks = Blocks(tiles.abs().amax(dims, keepdim=True), scale, unit)
     if label:

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..formats.quantize import quantize_operand
 from ..recipes.scaling import (
     CORRECTED,
-    UNITS,
     corrected,
     inverse_of,
+    scale_format,
     scale_of,
     scaled_tiles,
     with_margin,
@@ -84,7 +84,7 @@ def codes(
         units = tiles / scale if inverse is None else tiles * inverse
         values = quantize_operand(units, format, **how)
         y = untiled(values, x, tile, axis)
-        if rule in UNITS:
+        if scale_format(rule) == "e4m3":
             unit = tensor_unit(tiles, dims, spec)
         if tile[1]:
             assert dims is not None

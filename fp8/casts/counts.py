@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +39,7 @@ __all__ = [
     "Observed",
     "forget_looks",
     "is_sampled",
+    "kurtosis",
     "look_here",
     "observe",
     "product_name",
@@ -46,9 +48,11 @@ __all__ = [
 
 COUNTS = (
     *("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise"),
+    "fourth",
     *("blocks", "flushed_blocks", "clipped_blocks", "casts", "unit"),
 )
 """What is summed for an operand. Shares are of the sampled elements; nonfinite is counted over all.
+signal, noise and fourth: squares of the elements and of their errors, and fourth powers.
 Of blocks with a scale of two levels (NVFP4): how many are not all zeros; how many have a scale
 that rounds to zero in e4m3, or one rounded so far down that their largest value is beyond the
 format; the casts, and the sum of the base-2 logarithms of their units, the level of the tensor."""
@@ -115,6 +119,7 @@ class CastRecorder:
     def __init__(self, model: nn.Module, sample: int) -> None:
         self.sample = sample
         self.sums: dict[tuple[str, str, str], Tensor] = {}
+        self.kurtoses: dict[tuple[str, str, str], list[float]] = {}
         self.lock = threading.Lock()  # protects sums
         self.token = str(next(_TOKENS))
         _RECORDERS[self.token] = self
@@ -158,12 +163,15 @@ class CastRecorder:
             xs.new_zeros(()) if clean else x.numel() - x.isfinite().sum(),
             xs.square().sum(),
             (xs - ys).square().sum(),
+            xs.square().square().sum(),
             *(blocks.counts(format) if blocks else [xs.new_zeros(())] * 5),
         )
         key = (layer, operand, str(format))
         total = torch.stack([count.double() for count in counts])
         if static:
             self._check_scale(layer, operand, total, unit)
+        if operand in ACTIVATIONS:
+            self._watch(key, total)
         with self.lock:
             self.sums[key] = self.sums[key] + total if key in self.sums else total
 
@@ -175,6 +183,42 @@ class CastRecorder:
             message = _DRIFTED.format(operand, layer, ratio)
             warn_once(ScaleWarning, message, self._model, "static")
 
+    def _watch(self, key: tuple[str, str, str], total: Tensor) -> None:
+        """Warns, once per model, if the kurtosis of an activation grows faster than a logarithm."""
+        if not (found := kurtosis(dict(zip(COUNTS, total.tolist(), strict=True)))) > 0:
+            return
+        with self.lock:
+            seen = self.kurtoses.setdefault(key, [])
+            seen.append(found)
+            if len(seen) < WATCHED:
+                return
+            half = len(seen) // 2
+            before, now = (math.fsum(part) / half for part in (seen[:half], seen[-half:]))
+        if now > 2 * max(before, NORMAL):
+            message = _GROWS.format(key[1], key[0], before, now)
+            warn_once(RecipeWarning, message, self._model, "kurtosis")
+
+
+def kurtosis(sums: Mapping[str, float]) -> float:
+    """The uncentred kurtosis, mean x^4 / (mean x^2)^2, of sums of COUNTS; NaN without elements that
+    are not zero. That of normal data is 3."""
+    return sums["sampled"] * sums["fourth"] / sums["signal"] ** 2 if sums["signal"] else math.nan
+
+
+ACTIVATIONS = ("input", "query", "key", "value")
+"""The operands whose kurtosis `CastRecorder` watches."""
+NORMAL, WATCHED = 3.0, 32
+"""The kurtosis of normal data, and the casts after which `CastRecorder` watches it.
+
+FOG (arXiv:2505.20524): the kurtosis of queries, keys and values grows slower than the logarithm of
+the tokens, and faster several times as many tokens before the loss diverges. For a + b log(t) with
+a, b >= 0 the mean over the second half of the casts is at most 1.7 times that over the first one
+from 32 casts on: 2 is beyond that, and 2 * 3 beyond what normal data sampled anew does."""
+_GROWS = (
+    "the kurtosis of the {} of {} grows faster than the logarithm of the passes: from {:.3g} to "
+    "{:.3g} on average. Such outliers come before FP8 training diverges (arXiv:2505.20524): scale "
+    "by rows or blocks, keep the layer in high precision, or normalize it"
+)
 
 DRIFT = 64.0
 """The factor, up or down, between the RMS of an operand and its static scale beyond which

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..casts.casting import Spec, format_of
 from ..casts.codes import codes, widened
-from ..recipes.scaling import CORRECTED, UNITS
+from ..recipes.scaling import CORRECTED, UNITS, scale_format
 
 __all__ = [
     "ALIGNMENT",
@@ -119,8 +119,8 @@ def _kind(spec: Spec) -> str:
         return "row" if across else "tensor"
     kind = _ALONG.get(along, "")
     rules = {
-        "nv": rule in UNITS and rule not in CORRECTED,
-        "mx": rule not in (*UNITS, "exact"),
+        "nv": scale_format(rule) == "e4m3" and rule not in CORRECTED,
+        "mx": rule not in (*UNITS, "exact", "fit"),
         "block": rule not in UNITS,
     }
     return kind if across in (1, along) and rules.get(kind) else ""

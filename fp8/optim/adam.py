@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from ..common.compiler import compiled_as
 from ..common.validation import check_flag, check_name, check_number
@@ -49,10 +49,10 @@ from .encodings import (
     scale_for,
     write,
 )
+from .feedback import add_error, check_feedback, has_feedback
 from .state import (
     FIRST,
     MASTER,
-    MOMENTUM,
     PARTS,
     SECOND,
     Group,
@@ -64,6 +64,7 @@ from .state import (
     parameters_of,
     prepare,
     read,
+    state_bytes,
 )
 
 __all__ = ["Adam", "AdamW", "check_adam", "state_bytes", "step_units", "units_of"]
@@ -79,6 +80,9 @@ class _How(NamedTuple):
     first: Encoding
     second: Encoding
     stochastic: tuple[bool, bool, bool]
+
+    feedback: bool = False
+    """Whether the weight is a copy in float32, whose rounding error goes into the first moment."""
 
     @property
     def in_blocks(self) -> bool:
@@ -221,7 +225,7 @@ class _Unit:
         if self.master:
             return self.kept(MASTER)
         here = [local(parameter.detach()) for parameter in self.parameters]
-        if len(here) == 1 and is_plain(here[0]):
+        if len(here) == 1 and is_plain(here[0]) and not self.how.feedback:
             return Encoded(here[0].view(-1))
         return Encoded(torch.cat([x.to(self.how.weight.dtype).reshape(-1) for x in here]))
 
@@ -291,13 +295,28 @@ class _Unit:
     def finish(self, weight: Encoded, first: Encoded, second: Encoded) -> None:
         """Writes updated copies back to the parameters and states."""
         joined = len(self.states) > 1
+        here = [local(parameter.detach()) for parameter in self.parameters]
+        if self.how.feedback:
+            _split(self._rounded(weight.values, here[0]), here)
+            error = weight.values - self.weight().values
+            numbers = self.numbers([None] * 3)[[1, 5, 6, 7]].tolist()
+            add_error(error, first, second, self.how.first, numbers)
+        elif joined or self.master or not is_plain(here[0]):
+            _split(decode(weight) if self.master else weight.values, here)
         if joined:
             kept = {FIRST: first, SECOND: second, **({MASTER: weight} if self.master else {})}
             for name, stored in kept.items():
                 _split(stored.values, [read(state, name).values for state in self.states])
-        here = [local(parameter.detach()) for parameter in self.parameters]
-        if joined or self.master or not is_plain(here[0]):
-            _split(decode(weight) if self.master else weight.values, here)
+
+    def _rounded(self, weight: Tensor, like: Tensor) -> Tensor:
+        """A float32 copy of weights, rounded stochastically if that is asked for."""
+        encoding = PLAIN[like.dtype if is_plain(like) else torch.float32]
+        if not self.group["stochastic_weights"] or encoding.dtype == torch.float32:
+            return weight
+        rounded = Encoded(torch.empty_like(weight, dtype=encoding.dtype))
+        bits = bits_from_key(weight.shape, self.keys()[1], device=weight.device)
+        write(weight, rounded, encoding, None, bits=bits)
+        return rounded.values
 
 
 def _split(flat: Tensor, targets: list[Tensor]) -> None:
@@ -340,14 +359,16 @@ def units_of(group: Group, states: dict[Any, State], index: int, decoupled: bool
 
 def _how(parameter: Tensor, kept: dict[str, Encoding], group: Group) -> _How:
     here, (b1, b2) = local(parameter), group["betas"]
-    weight = kept.get(MASTER) or PLAIN[here.dtype if is_plain(here) else torch.float32]
+    feedback = has_feedback(parameter, group)
+    wide = feedback or not is_plain(here)
+    weight = kept.get(MASTER) or PLAIN[torch.float32 if wide else here.dtype]
     first, second = kept[FIRST], kept[SECOND]
     stochastic = (
         group["stochastic_weights"] and weight.dtype != torch.float32,
         first.rounds_stochastically(b1),
         second.rounds_stochastically(b2),
     )
-    return _How(weight, first, second, stochastic)
+    return _How(weight, first, second, stochastic, feedback)
 
 
 def step_units(units: list[_Unit], parameters: Iterable[Tensor]) -> bool:
@@ -442,6 +463,7 @@ def check_adam(group: dict[str, Any]) -> None:
         check_number(f"betas[{i}]", beta)
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be at least 0 and less than 1, got {betas}")
+    check_feedback(group)
     if not isinstance(group["seed"], int):
         raise TypeError(f"seed is an int, got {group['seed']!r}")
 
@@ -455,6 +477,7 @@ class _Adam(LowPrecision):
         "second_moment",
         "master_weights",
         "stochastic_weights",
+        "error_feedback",
         "min_size",
         "compile",
     )
@@ -482,22 +505,21 @@ class _Adam(LowPrecision):
         second_moment: str = "float16",
         master_weights: str | None = None,
         stochastic_weights: bool = False,
+        error_feedback: bool = False,
         min_size: int = 4096,
         seed: int = 0,
         compile: bool = False,
     ) -> None:
         refuse(amsgrad=amsgrad, foreach=foreach, fused=fused)
         refuse(capturable=capturable, differentiable=differentiable)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
+        defaults = {"lr": lr, "betas": betas, "eps": eps} | {
             "weight_decay": self.default_decay if weight_decay is None else weight_decay,
             "maximize": maximize,
             "first_moment": first_moment,
             "second_moment": second_moment,
             "master_weights": master_weights,
             "stochastic_weights": stochastic_weights,
+            "error_feedback": error_feedback,
             "min_size": min_size,
             "seed": seed,
             "compile": compile,
@@ -544,6 +566,10 @@ class AdamW(_Adam):
             for weights that are not float32. After a step the weights are rounded from it.
         stochastic_weights: rounds bfloat16 or float16 weights, or masters, stochastically, so that
             updates below their precision take effect in expectation.
+        error_feedback: adds what a weight that is not float32 loses when it is rounded to its first
+            moment, so that no master weights are needed (ECO, arXiv:2601.22101). The first moment
+            is then large where the learning rate is small. Needs a first moment without a scale for
+            the whole tensor. A step holds a float32 copy of one parameter at a time.
         min_size: parameters of fewer elements have float32 moments and are updated together.
         seed: of the random bits, which depend on it, the step and the position of the element: the
             same in eager and compiled code, and after resuming from a state_dict.
@@ -567,22 +593,3 @@ class AdamW(_Adam):
 
     decoupled = True
     default_decay = 1e-2
-
-
-def state_bytes(optimizer: Optimizer) -> dict[str, int]:
-    """Bytes of the state tensors of an optimizer, by purpose.
-
-    Args:
-        optimizer: an optimizer of `fp8.optim`.
-
-    Returns:
-        "first_moment", "second_moment", "master" and "step" -> bytes on this process.
-    """
-    kinds = {SECOND: "second_moment", FIRST: "first_moment", MASTER: "master", "step": "step"}
-    kinds[MOMENTUM] = "first_moment"
-    found = dict.fromkeys(("first_moment", "second_moment", "master", "step"), 0)
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            kind = next(kind for name, kind in kinds.items() if key.startswith(name))
-            found[kind] += local(value).nbytes
-    return found

@@ -199,8 +199,9 @@ def _check(group: Group) -> None:
     check_name("first_moment", group["first_moment"], MOMENTA)
     check_name("adjust_lr_fn", group["adjust_lr_fn"], RATES)
     check_flag("nesterov", group["nesterov"])
-    if group["stochastic_weights"]:
-        raise ValueError("stochastic_weights is not supported by algorithm 'muon'")
+    for option in ("stochastic_weights", "error_feedback"):
+        if group.get(option):
+            raise ValueError(f"{option} is not supported by algorithm 'muon'")
     if group["momentum"] >= 1:
         raise ValueError(f"momentum must be less than 1, got {group['momentum']}")
     if not isinstance(group["seed"], int):

@@ -34,6 +34,7 @@ __all__ = [
     "put_weight",
     "read",
     "rounds_to",
+    "state_bytes",
     "warn_of_broadcasts",
     "weight_of",
 ]
@@ -309,3 +310,22 @@ def _alike(a: Encoded, b: Encoded) -> bool:
     """Whether both have the same encoding."""
     dims = [None if x.scale is None else x.scale.dim() for x in (a, b)]
     return a.values.dtype == b.values.dtype and dims[0] == dims[1]
+
+
+def state_bytes(optimizer: Optimizer) -> dict[str, int]:
+    """Bytes of the state tensors of an optimizer, by purpose.
+
+    Args:
+        optimizer: an optimizer of `fp8.optim`.
+
+    Returns:
+        "first_moment", "second_moment", "master" and "step" -> bytes on this process.
+    """
+    kinds = {SECOND: "second_moment", FIRST: "first_moment", MASTER: "master", "step": "step"}
+    kinds[MOMENTUM] = "first_moment"
+    found = dict.fromkeys(("first_moment", "second_moment", "master", "step"), 0)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            kind = next(kind for name, kind in kinds.items() if key.startswith(name))
+            found[kind] += local(value).nbytes
+    return found

@@ -386,6 +386,68 @@ def _nvfp4(name: str = "nvfp4", rule: str = "e4m3") -> Recipe:
     )
 
 
+def _quartet() -> Recipe:
+    """Quartet (arXiv:2505.14669) and its published code: MX blocks by the standard deviation,
+    rotated in blocks of 32, in the output; stochastic rounding of 3/4 of all operands of both
+    gradients, whose products are divided by 9/16, rotated with random signs. There backward casts
+    the cast values of the forward pass, and drops gradients of saturated ones; here it casts the
+    operands from high precision."""
+    forward = Cast(format="e2m1", scaling="mx", rule="quest", hadamard=32)
+    back = Cast(
+        format="e2m1",
+        scaling="block",
+        tile=(1, 32),
+        rule="fit",
+        rounding="stochastic",
+        hadamard=32,
+        signs="random",
+    )
+    return Recipe(
+        name="quartet",
+        input=forward,
+        weight=forward,
+        grad=back,
+        grad_input_weight=back,
+        grad_weight_input=back,
+    )
+
+
+def _ufp4() -> Recipe:
+    """UFP4 (arXiv:2606.20381): the uniform grid e1m2 in blocks of one row and 16 with float32
+    scales, all three products rotated, gradients rounded stochastically. The rotation's size is
+    that of "nvfp4"."""
+    uniform = Cast(format="e1m2", scaling="block", tile=(1, 16), rule="exact", hadamard=16)
+    grad = replace(uniform, rounding="stochastic")
+    return Recipe(name="ufp4", input=uniform, weight=uniform, grad=grad)
+
+
+def _coat() -> Recipe:
+    """COAT (arXiv:2410.19313) and its published code: float32 scales of tensors, and activations
+    kept in e4m3. There what is kept has a scale for 16 values, and optimizer states are e4m3 of
+    expanded values."""
+    forward = Cast(format="e4m3", scaling="tensor", rule="exact")
+    grad = replace(forward, format="e5m2")
+    return Recipe(name="coat", input=forward, weight=forward, grad=grad, saved_activations=forward)
+
+
+def _fog() -> Recipe:
+    """FOG (arXiv:2505.20524): delayed scales of 1024 passes for all products, those inside of
+    attention too. Its blocks are the model's."""
+    forward = Cast(format="e4m3", scaling="delayed", history=1024)
+    one = Recipe(name="fog", input=forward, weight=forward, grad=replace(forward, format="e5m2"))
+    return replace(one, attention_scores=one, attention_values=one)
+
+
+def _moss() -> Recipe:
+    """MOSS (arXiv:2511.05811): activations in blocks of 32 with a power of two times a
+    float32 scale, here of the tensor (there of about 10,000 values), and weights with a float32
+    scale, here of their largest magnitude (there predicted from the learning rate). Gradients are
+    cast as activations are."""
+    activation = Cast(format="e4m3", scaling="block", tile=(1, 32), rule="two_level")
+    weight = Cast(format="e4m3", scaling="tensor", rule="exact")
+    return Recipe(name="moss", input=activation, weight=weight, grad=activation)
+
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -414,8 +476,19 @@ RECIPES: dict[str, Recipe] = {
         # Cook et al. (arXiv:2512.02010), section 3: "nvfp4" with scales chosen by error in all
         # casts.
         _nvfp4("four_over_six", "e4m3_4_6"),
+        _quartet(),
         _quartet2(),
         _tetrajet2(),
+        _ufp4(),
+        # Of papers whose casts in eight bits are rows above, or nearly so; docs/recipes.md has what
+        # else they do.
+        # Smooth-SwiGLU: Fishman et al. (arXiv:2409.12517).
+        _e4m3_e5m2("smooth_swiglu", "delayed"),
+        # µnit scaling: Narayan et al. (arXiv:2502.05967).
+        _e4m3_e5m2("mus", "unit"),
+        _coat(),
+        _fog(),
+        _moss(),
         # 16-bit operands.
         _all("bf16", "bf16"),
         _all("fp16", "fp16"),

@@ -21,6 +21,8 @@ from ..formats.rounding import LAYOUTS
 
 __all__ = [
     "BY_ERROR",
+    "BY_SPREAD",
+    "CLIP",
     "CORRECTED",
     "E8M0",
     "LARGEST",
@@ -105,12 +107,42 @@ def _exact(amax: Tensor, format: Format) -> Tensor:
     return amax / format.max
 
 
-def _e4m3(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
+def _fit(amax: Tensor, format: Format) -> Tensor:
+    """``floor``, times the factor that keeps all values of all tiles within the format (4 / 3 for
+    e2m1; "Training LLMs with MXFP4", arXiv:2502.20586): none saturates, so stochastic rounding is
+    unbiased. The factor, one for all tiles, is that of a product there."""
+    return _floor(amax, format) * (2.0 ** (format.max_exponent + 1) / format.max)
+
+
+CLIP = 2.92247856
+"""The multiple of the standard deviation of normal data that is e2m1's largest value where the mean
+squared error is smallest (the published code of Quartet)."""
+
+
+def _quest(spread: Tensor, format: Format) -> Tensor:
+    """The power of two, rounded down, for which the largest value stands for 2.92 times the
+    standard deviation of the tile, in place of its largest magnitude: larger values saturate
+    (QuEST's quantizer in Quartet, arXiv:2505.14669, and its published code; optimal for normal data
+    in e2m1). Zeros that fill a tile up count. Of equal values the deviation is their magnitude."""
+    return _floor(spread * (CLIP / format.max * 2.0**format.max_exponent), format)
+
+
+def _two_level(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
+    """``exact`` for the tensor, times the power of two, rounded up, that takes it to ``exact`` for
+    the tile (MOSS, arXiv:2511.05811): no value saturates."""
+    return _ceil(amax / format.max / unit, format) * 2.0**format.max_exponent * unit
+
+
+def _exact_unit(amax: Tensor, format: Format) -> Tensor:
+    """`_exact` of the tensor, for tiles with these amax, all finite."""
+    return _defined(_exact(amax.amax(), format), amax.amax())
+
+
+def _e4m3(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
     (NVFP4, arXiv:2509.25149, section 2). The e4m3 value is at least its smallest subnormal, 2**-9:
     TransformerEngine keeps subnormals, torchao stops at 2**-6."""
     scale_format = get_format("e4m3")
-    unit = _unit_448(amax, format) if unit is None else unit
     scale = quantize(amax / format.max / unit, scale_format)
     return scale.clamp(min=scale_format.min_subnormal) * unit
 
@@ -123,13 +155,12 @@ def _by_error(amax: Tensor, format: Format) -> Tensor:
     return _floor(amax, format)
 
 
-def _four_over_six(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
+def _four_over_six(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """``e4m3``, or that for 1.5 * amax, which maps the largest magnitude to 4 instead of 6 in e2m1:
     for each tile the one with the smaller squared error, the first of equal ones. The unit has 256
     in place of 448, so that 1.5 times the largest scale is an e4m3 value (four over six,
     arXiv:2512.02010, section 3). Errors are those of rounding to nearest, whatever the cast's
     rounding is."""
-    unit = _unit_256(amax, format) if unit is None else unit
     return _e4m3(amax, format, unit)
 
 
@@ -138,12 +169,11 @@ EDEN = 17 / 16 * 0.93
 6.07 sixths of it, which lowers the error of normal data (the published code of Quartet II)."""
 
 
-def _eden(amax: Tensor, format: Format, unit: Tensor | None = None) -> Tensor:
+def _eden(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
     """MS-EDEN (Quartet II, arXiv:2601.22813): ``e4m3`` for 0.988 * amax, with 256 in place of 448
     in the unit. Values are rounded to nearest by this scale and multiplied by another one, which
     makes them unbiased: it is larger by <x, x> / <x, Q(x)> of the blocks that are rotated together,
     and rounded stochastically to e4m3. Needs a rotation with random signs."""
-    unit = _eden_unit(amax, format) if unit is None else unit
     return _e4m3(EDEN * amax, format, unit)
 
 
@@ -186,12 +216,19 @@ RULES: dict[str, Callable[..., Tensor]] = {
     "even": _even,
     "exact": _exact,
     "error": _by_error,
+    "fit": _fit,
+    "quest": _quest,
+    "two_level": _two_level,
     "e4m3": _e4m3,
     "e4m3_4_6": _four_over_six,
     "e4m3_eden": _eden,
 }
 """Name -> function of (largest magnitude of a tile, format) that returns the tile's scale, or the
-first candidate of a rule in BY_ERROR. Those of rules in UNITS take the unit as well."""
+first candidate of a rule in BY_ERROR. Those of rules in UNITS take the unit as well; those in
+BY_SPREAD the tile's standard deviation in place of its largest magnitude."""
+
+BY_SPREAD = ("quest",)
+"""Rules of the standard deviation."""
 
 BY_ERROR: dict[str, Callable[[Tensor], Tensor]] = {
     "e4m3_4_6": _half_more,
@@ -202,12 +239,13 @@ one is computed from, given that of the tile. (A function, because a compiler ta
 table for variables.)"""
 
 UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {
+    "two_level": _exact_unit,
     "e4m3": _unit_448,
     "e4m3_4_6": _unit_256,
     "e4m3_eden": _eden_unit,
 }
-"""Rule whose scales are e4m3 values times a unit of the tensor -> function of (largest magnitudes
-of all tiles, format) that returns the unit."""
+"""Rule whose scales are eight-bit values times a unit of the tensor -> function of (largest
+magnitudes of all tiles, format) that returns the unit. The values are e4m3, or powers of two."""
 
 CORRECTED = ("e4m3_eden",)
 """Rules in UNITS whose scale, after the values are rounded by it, is replaced by `corrected`."""
@@ -217,7 +255,7 @@ def scale_format(rule: str | None) -> str:
     """The eight-bit format in which the scales of a rule are stored; "" for float32 or none."""
     if rule is None:
         return ""
-    return "e8m0" if rule.endswith(E8M0) else "e4m3" if rule in UNITS else ""
+    return "e8m0" if rule.endswith(E8M0) else "e4m3" if rule.startswith("e4m3") else ""
 
 
 class Scaling(NamedTuple):
@@ -254,11 +292,14 @@ SCALINGS: dict[str, Scaling] = {
     "block": Scaling(
         "one for each 128 values along that axis; weights: 128 x 128",
         (1, 128),
-        (*_POWERS, "exact"),
+        (*_POWERS, "exact", "fit", "two_level"),
         free=True,
     ),
     "mx": Scaling(
-        "E8M0, one for each 32 values along that axis", (1, 32), (*_POWERS, "error"), free=True
+        "E8M0, one for each 32 values along that axis",
+        (1, 32),
+        (*_POWERS, "error", "quest"),
+        free=True,
     ),
     "nv": Scaling(
         "e4m3 times one float32 for the tensor, one for each 16 values along that axis",
@@ -333,16 +374,25 @@ def scale_of(
         amax = torch.where(finite, amax, 0.0)
     else:
         amax = largest_finite(x, dims).to(dtype)
-        x = torch.where(x.abs() < torch.inf, x, 0.0) if name in BY_ERROR else x
+        x = torch.where(x.abs() < torch.inf, x, 0.0) if name in (*BY_ERROR, *BY_SPREAD) else x
     if unit is None and rule in UNITS:
         unit = UNITS[rule](amax, format)
-    scale = _by_rule(amax, format, rule, unit)
+    size = _spread(x, dims, amax) if name in BY_SPREAD else amax
+    scale = _by_rule(size, format, rule, unit)
     if name in BY_ERROR:
         more = BY_ERROR[name](amax).clamp(max=torch.finfo(dtype).max)
         other = _by_rule(more, format, rule, unit)
         better = _error(x, dims, format, other, scale) < _error(x, dims, format, scale, scale)
         scale = torch.where(better, other, scale)
     return torch.where(finite, scale, torch.nan) if in_eight_bits else scale
+
+
+def _spread(x: Tensor, dims: tuple[int, ...] | None, amax: Tensor) -> Tensor:
+    """The standard deviation over ``dims`` of what has these largest magnitudes, and these where it
+    is zero."""
+    unit = torch.where(amax > 0, amax, 1.0)
+    square = torch.var(x.to(amax.dtype) / unit, dims, correction=0, keepdim=dims is not None)
+    return torch.where(square > 0, square.sqrt() * unit, amax)
 
 
 def _by_rule(amax: Tensor, format: Format, rule: str, unit: Tensor | None) -> Tensor:

@@ -218,6 +218,7 @@ class Findings:
         ranges: of operands.
         choices: the frontier of the search, and published selections beside it.
         estimates: by hardware.
+        cache: of keys and values, as `fp8.studies.caches.cache_found` returns it; {} without one.
         policy: the recommended policy, `fp8.Policy.to_dict`; if none is, the first to try; {} if
             there is none.
         decided: whether the policy is recommended.
@@ -237,6 +238,7 @@ class Findings:
     ranges: list[OperandRange] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
+    cache: dict[str, float] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     decided: bool = False
     code: dict[str, str] = field(default_factory=dict)
@@ -258,6 +260,7 @@ class Findings:
             row.slopes = {int(step): _number(s) for step, s in row.slopes.items()}
         for run in read["runs"]:
             run.losses, run.held_out = list(map(_number, run.losses)), _number(run.held_out)
+        read["cache"] = {key: _number(x) for key, x in values.get("cache", {}).items()}
         for estimate in read["estimates"]:
             estimate.layers = [LayerTime(**row) for row in estimate.layers]
         return Findings(**read)

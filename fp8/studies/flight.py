@@ -29,6 +29,7 @@ from ..selection.layers import candidates
 from ..selection.roles import roles
 from ..surgery.convert import convert, report
 from ..version import __version__
+from .caches import cache_found, has_cache
 from .finalists import FINE, finalists, recommended, worst_error
 from .findings import Candidate, CastScore, Choice, Findings, Product, Run
 from .hardware import Hardware, estimate
@@ -124,6 +125,7 @@ class Flight:
             "update errors": self._errors,
             "search": self._search,
             "estimates": self._estimate,
+            "cache": self._cache,
             "operands": self._operands,
             "single casts": self._casts,
             "training": self._prove,
@@ -466,6 +468,16 @@ class Flight:
                 self.findings.estimates.append(
                     estimate(products, recipes, device, candidate=candidate.name)
                 )
+
+    def _cache(self) -> None:
+        """What a cache in FP8 saves at the full size, and changes after the reference run."""
+        if not has_cache(self.problem.model, self.problem.batch):
+            return
+        probe, full = self.probes[-1], self.problem.full_size
+        try:
+            self.findings.cache = cache_found(probe.model, probe.batch, full and full.model)
+        except Exception as error:  # of the code of the model
+            self._note(f"a cache in FP8 was not measured: {described(error)}")
 
     def _products_at_full_size(self) -> list[Product]:
         full = self.problem.full_size

@@ -18,6 +18,7 @@ from ..levels.initialize import LEVELS, Level
 from ..optim.encodings import ENCODINGS
 from ..recipes.cast import Cast
 from ..recipes.recipe import OPERANDS, PRODUCTS, SAME, Recipe, get_recipe
+from ..recipes.scaling import SCALINGS
 from ..sums.tensor_cores import TENSOR_CORES
 from .findings import Estimate, LayerTime, Product
 
@@ -356,12 +357,13 @@ _MULTIPLIED = {
 
 def _unit(cast: Cast) -> str:
     """The kind of matrix unit that multiplies operands under this cast; the format where no unit
-    does."""
+    does. Scales by rule "fit" are powers of two and one factor of the product."""
     format = get_format(cast.format)
     bits = format.bits
     if bits < 16 and format.name not in _MULTIPLIED:
         return format.name
-    prefix = {"mx": "mxfp", "nv": "nvfp"}.get(cast.scaling, "fp")
+    scaling = "mx" if cast.rule == "fit" and cast.tile == SCALINGS["mx"].tile else cast.scaling
+    prefix = {"mx": "mxfp", "nv": "nvfp"}.get(scaling, "fp")
     return BF16 if bits == 16 else f"{prefix}{bits}"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..casts.counts import COUNTS, OPEN, CastRecorder
+from ..casts.counts import COUNTS, OPEN, CastRecorder, kurtosis
 from ..common.mixin import check_module
 from ..common.report import as_table
 from ..common.threads import Stack
@@ -38,6 +38,8 @@ class StatsRow:
         nonfinite: the number of Inf and NaN, counted over all elements of the sampled passes.
         sqnr: signal-to-quantization-noise ratio in dB, without Inf and NaN; inf if nothing was
             rounded, nan if all elements are zero.
+        kurtosis: the mean of fourth powers divided by the square of that of squares: 3 for normal
+            data, up to the number of elements where one is large; nan if all elements are zero.
         blocks: with scales of two levels (NVFP4), the number of blocks that are not all zeros; 0
             for other scalings.
         flushed_blocks: the share of blocks whose scale rounds to zero in e4m3: they keep the
@@ -57,6 +59,7 @@ class StatsRow:
     saturated: float
     nonfinite: int
     sqnr: float
+    kurtosis: float
     blocks: int = 0
     flushed_blocks: float = 0.0
     clipped_blocks: float = 0.0
@@ -102,6 +105,7 @@ class Stats(Sampler):
     def reset(self) -> None:
         """Clears the counts; the next pass is sampled."""
         self._recorder.sums.clear()
+        self._recorder.kurtoses.clear()
         self.passes = 0
 
     def rows(self) -> list[StatsRow]:
@@ -126,6 +130,9 @@ def stats(model: nn.Module, *, every: int = 50, sample: int = 1 << 14) -> Stats:
     A sampled pass runs in eager mode, even if the model is compiled; other passes are not affected.
     Enter the context outside of compiled code, because torch.compile rejects it inside. The
     backward pass may run inside or after the context. torch.func transforms are not supported.
+
+    From 32 sampled casts of an activation on, a `fp8.RecipeWarning` names one whose kurtosis grows
+    faster than the logarithm of the passes, which precedes divergence (FOG, arXiv:2505.20524).
 
     Args:
         model: provides the names of layers; not changed. It may be under `fp8.autocast`, converted
@@ -171,6 +178,7 @@ def _row(layer: str, operand: str, format: str, sums: dict[str, float]) -> Stats
         saturated=sums["saturated"] / sampled,
         nonfinite=int(sums["nonfinite"]),
         sqnr=sqnr if signal else math.nan,
+        kurtosis=kurtosis(sums),
         **_of_blocks(sums),
     )
 
@@ -187,4 +195,5 @@ def _cells(row: StatsRow) -> list[str]:
     values = asdict(row)
     shown = {name: f"{values[name]:.3%}" for name in shares}
     shown |= {"sqnr": f"{row.sqnr:.1f} dB", "unit": f"{row.unit:.3g}"}
+    shown["kurtosis"] = f"{row.kurtosis:.3g}"
     return [shown.get(name, str(value)) for name, value in values.items()]

@@ -95,6 +95,11 @@ class Probe:
             what = "zero" if self._norm == 0 else "not finite"
             raise ValueError(f"the gradient of the reference at step {self.step} is {what}")
 
+    @property
+    def model(self) -> nn.Module:
+        """The copy of the model, with the weights of the snapshot."""
+        return self._model
+
     def __call__(self, policy: Policy | Recipe | str) -> UpdateError:
         """The update error of a policy; (inf, nan) if its gradient is not finite."""
         with self._converted(policy):

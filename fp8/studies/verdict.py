@@ -19,7 +19,8 @@ def sentences(found: Findings, best: Mapping[str, Candidate]) -> list[str]:
     each = list({c.name: c for c in best.values()}.values())
     trains = [f"{c.name} trains as {_dtype(found)} does ({_gap(c)}).{_kept(c)}" for c in each]
     lines = [*(trains or [_open(found)]), *_fails(found)]
-    return lines + [_saving(row) for row in found.estimates if row.candidate in _named(row, best)]
+    lines += [_saving(row) for row in found.estimates if row.candidate in _named(row, best)]
+    return lines + ([_cache(found.cache)] if found.cache else [])
 
 
 def _named(row: Estimate, best: Mapping[str, Candidate]) -> list[str]:
@@ -100,4 +101,12 @@ def _saving(row: Estimate) -> str:
     return (
         f"On {row.hardware} the products take {1 / row.speedup:.2f} of bf16's time under "
         f"{row.candidate} (estimate){slower}."
+    )
+
+
+def _cache(found: Mapping[str, float]) -> str:
+    return (
+        f"A cache of keys and values takes {found['bytes']:,.0f} bytes per token in FP8, "
+        f"{found['bytes_bf16']:,.0f} in bf16; the next-token distributions change by "
+        f"{found['kl']:.2g} nats (KL), a logit by at most {found['largest']:.2g}."
     )

@@ -36,7 +36,7 @@ def test_a_second_derivative_is_computed_or_refused_by_name(recipe):
     """It needs the operands as tensors. Where bytes are kept instead there are none."""
     layer, x = fp8.convert(nn.Linear(32, 16), recipe), randn(8, 32)
     y = layer(x).square().sum()
-    if is_whole(RECIPES[recipe]):
+    if is_whole(RECIPES[recipe]) or RECIPES[recipe].weight.tile == (0, 0):
         with pytest.raises(RuntimeError, match=r"create_graph=True: .* bytes, which have no grad"):
             torch.autograd.grad(y, x, create_graph=True)
         return

@@ -27,7 +27,10 @@ BF16 = torch.bfloat16
 
 RECIPES = {name: nearest(recipe) for name, recipe in fp8.RECIPES.items()}
 DYNAMIC = [name for name, recipe in RECIPES.items() if not recipe.keeps_history]
-INEXACT = ("deepseek_v3", "nvfp4", "four_over_six", "quartet2", "tetrajet2", "bf16", "fp16")
+INEXACT = (
+    *("deepseek_v3", "nvfp4", "four_over_six", "quartet", "quartet2", "tetrajet2", "ufp4"),
+    *("coat", "moss", "bf16", "fp16"),
+)
 
 
 def randn(*shape, seed=0, dtype=torch.float32):

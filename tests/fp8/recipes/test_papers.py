@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import fp8
 from fp8.casts.casting import cast_forward, rotated, round_straight, spec_of, turn_of
 from fp8.casts.codes import codes as quantized
 from fp8.products.matmul import linear
+from fp8.recipes.scaling import CLIP, scale_of
 from fp8.sums.dot import dot
 from fp8.sums.tensor_cores import TENSOR_CORES, Matrix
 from tests.reference import rotation
@@ -260,3 +263,157 @@ def test_a_mean_is_rotated_with_the_rest():
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
     half = x.half()
     assert torch.equal(cast_forward(half, dataclasses.replace(cast, hadamard=0)), half)
+
+
+QUARTET = fp8.RECIPES["quartet"]
+
+
+def test_quartet_clips_normal_data_where_its_error_is_smallest():
+    """The constant of the published code, 2.92247856 standard deviations for the value 6 of e2m1:
+    of clips in steps of 0.005 it is next to the one with the smallest mean squared error."""
+    x = torch.linspace(-8, 8, 200_001, dtype=torch.float64)
+    density = torch.exp(-x.square() / 2)
+    clips = CLIP + 0.005 * torch.arange(-20, 21, dtype=torch.float64)
+    errors = torch.stack(
+        [
+            ((fp8.quantize(x * (6 / c), "e2m1") * (c / 6) - x).square() * density).sum()
+            for c in clips.tolist()
+        ]
+    )
+    assert abs(int(errors.argmin()) - 20) <= 1
+
+
+def test_quartet_casts_as_its_published_code():
+    """IST-DASLab/Quartet, in a loop over blocks of 32: forward, the power of two below 0.487
+    standard deviations; backward, 4 / 3 of the power of two below the largest magnitude, divided by
+    4, and signs that change."""
+    x = randn(8, 96) * torch.exp2(3 * randn(8, 1, seed=1))
+    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    for cast, power in (
+        (
+            QUARTET.input,
+            lambda b: 2.0 ** math.floor(math.log2(2.92247856 / 6 * b.std(correction=0))),
+        ),
+        (QUARTET.grad, lambda b: 2.0 ** (math.floor(math.log2(b.abs().max())) - 2) / 0.75),
+    ):
+        plain = dataclasses.replace(cast, hadamard=0, signs="fixed", rounding="nearest")
+        got = cast_forward(x, plain).double().unflatten(1, (3, 32)).flatten(0, 1)
+        for block, y in zip(x.double().unflatten(1, (3, 32)).flatten(0, 1), got, strict=True):
+            scale = power(block)
+            near = ((block / scale).abs()[:, None] - values).abs().argmin(1)
+            torch.testing.assert_close(y, values[near] * block.sign() * scale, rtol=1e-6, atol=0)
+    assert {(c.hadamard, c.signs) for c in QUARTET.forward} == {(32, "fixed")}
+    assert {*QUARTET.grad_input, *QUARTET.grad_weight} == {QUARTET.grad}
+    grad = QUARTET.grad
+    assert (grad.hadamard, grad.signs, grad.rounding) == (32, "random", "stochastic")
+
+
+def test_quartet_saturates_no_gradient_and_is_unbiased():
+    """3/4 of the largest magnitude of a block is at most 6 in units of MX (arXiv:2502.20586), so
+    the mean of n stochastic casts has an n-th of the squared error of one."""
+    x, count = torch.cat([randn(64, 32), 1 + randn(64, 32, seed=1).abs()]), 100
+    cast = dataclasses.replace(QUARTET.grad, hadamard=0, signs="fixed")
+    scale = scale_of(x, (-1,), fp8.get_format("e2m1"), "fit")
+    most = x.abs().amax(1, keepdim=True) / scale
+    assert (most <= 6).all()
+    assert (most > 5.8).any()
+    torch.manual_seed(0)
+    y = torch.stack([cast_forward(x, cast).double() for _ in range(count)])
+    left = (y.mean(0) - x).square().mean() / ((y - x).square().mean() / count)
+    assert 0.9 < left < 1.1
+
+
+def test_ufp4_is_the_uniform_grid_rotated_in_all_products():
+    """arXiv:2606.20381: blocks of 16 with float32 scales, none square, stochastic rounding of the
+    gradient alone. What its rotations are for: normal data, as they make it, has a smaller error
+    on the uniform grid than in e2m1 with the same scales."""
+    ufp4 = fp8.RECIPES["ufp4"]
+    assert {(c.format, c.tile, c.rule, c.hadamard) for c in ufp4.casts} == {
+        ("e1m2", (1, 16), "exact", 16)
+    }
+    assert [c.rounding for c in (ufp4.input, ufp4.weight)] == ["nearest"] * 2
+    assert {ufp4.grad_input[0].rounding, ufp4.grad_weight[0].rounding} == {"stochastic"}
+    x = randn(256, 128)
+    errors = [
+        float((cast_forward(x, dataclasses.replace(ufp4.input, format=f)) - x).square().mean())
+        for f in ("e1m2", "e2m1")
+    ]
+    assert errors[0] < errors[1]
+
+
+def test_coat_casts_as_its_published_code():
+    """NVlabs/COAT: per tensor, the largest magnitude divided by 448 (gradients: 57344), e4m3
+    forward and e5m2 backward; and the input of an activation is kept in a byte."""
+    coat, x = fp8.RECIPES["coat"], randn(40, 64)
+    for cast, dtype, top in (
+        (coat.input, torch.float8_e4m3fn, 448),
+        (coat.grad, torch.float8_e5m2, 57344),
+    ):
+        scale = x.abs().max() / top
+        assert torch.equal(cast_forward(x, cast), (x / scale).to(dtype).float() * scale)
+    assert coat.input == coat.weight == coat.saved_activations
+    kept: list[Tensor] = []
+    x.requires_grad_()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        fp8.autocast("coat"),
+    ):
+        F.silu(x)
+    assert sum(t.nbytes for t in kept) == x.numel() + 4  # and a scale; bfloat16 has twice as much
+
+
+def test_moss_has_two_levels_of_scales():
+    """arXiv:2511.05811: s = max(s_i) of the blocks' s_i = max |x| / 448, and s times the power of
+    two above s_i / s: nothing saturates, and no scale is twice the exact one. Theorem 1: less error
+    than a scale for the tensor has, on activations with outliers less than blocks of 128 too."""
+    x = randn(64, 256) * torch.exp2(2 * randn(64, 256, seed=1))
+    moss = fp8.RECIPES["moss"]
+    tiles = x.unflatten(1, (-1, 32))
+    own = tiles.abs().amax(-1, keepdim=True) / 448
+    scale = own.max() * torch.exp2(torch.log2(own / own.max()).ceil())
+    assert (own <= scale * (1 + 2.0**-22)).all()
+    assert (scale < 2 * own).all()
+    wanted = ((tiles / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+    torch.testing.assert_close(cast_forward(x, moss.input), wanted, rtol=1e-6, atol=0)
+    casts = (
+        moss.input,
+        fp8.Cast(format="e4m3", scaling="block", rule="exact"),
+        fp8.Cast(format="e4m3", scaling="tensor", rule="exact"),
+    )
+    y = randn(64, 256) * torch.exp2(8 * randn(64, 256, seed=2))  # small values become subnormal
+    errors = [float((cast_forward(y, cast) / y - 1).square().mean()) for cast in casts]
+    assert errors == sorted(errors)
+
+
+def test_fog_smooth_swiglu_and_mus_are_the_casts_that_their_papers_state():
+    """arXiv:2505.20524: delayed scales of 1024 passes without a margin, of all products, those
+    inside of attention too. arXiv:2409.12517: delayed scales. arXiv:2502.05967: static ones, 1 for
+    unit scaling, and clipping before the cast. All: e4m3 forward, e5m2 for gradients."""
+    fog, smooth, mus = (fp8.RECIPES[name] for name in ("fog", "smooth_swiglu", "mus"))
+    for recipe in (fog, *fog.attention, smooth, mus):
+        assert [c.format for c in recipe.casts] == [*["e4m3"] * 2, "e5m2", "e4m3", "e5m2", "e4m3"]
+    delayed = {(c.scaling, c.history, c.margin) for r in (fog, *fog.attention) for c in r.casts}
+    assert delayed == {("delayed", 1024, 0)}
+    assert {c.scaling for c in smooth.casts} == {"delayed"}
+    x = torch.tensor([500.0, -1e6, 1.0])
+    assert cast_forward(x, mus.input).tolist() == [448.0, -448.0, 1.0]
+
+
+def test_a_smoothed_swiglu_is_the_same_function_with_less_error():
+    """arXiv:2409.12517: the linear branch divided by a scale of each channel, its largest
+    magnitude, which the weight of the down projection is multiplied by. With an outlier channel the
+    other channels of a tensor with one scale are subnormal or zero in e4m3."""
+    gate, linear_, down = randn(64, 32), randn(64, 32, seed=1), randn(16, 32, seed=2)
+    linear_[:, 3] *= 2.0**16
+    scale = torch.exp2(linear_.abs().amax(0).log2().ceil())
+    smooth = F.silu(gate) * (linear_ / scale)
+    exact = F.silu(gate) * linear_ @ down.mT
+    torch.testing.assert_close(smooth @ (down * scale).mT, exact)
+    cast = dataclasses.replace(fp8.RECIPES["smooth_swiglu"].input, scaling="tensor", history=None)
+    both = ((F.silu(gate) * linear_, 1.0), (smooth, scale))
+    others = torch.arange(32) != 3
+    errors = [
+        float(((cast_forward(h, cast) * s - F.silu(gate) * linear_)[:, others]).norm())
+        for h, s in both
+    ]
+    assert errors[1] < errors[0] / 10

@@ -152,7 +152,7 @@ def test_every_combination_with_high_precision_has_the_casts_that_were_asked_for
         asked = {c: casts(recipe)[c] if keep else None for c, keep in zip(CASTS, kept, strict=True)}
         sizes = [cast.hadamard if cast else 0 for cast in asked.values()]
         if any(a != b for a, b in zip(sizes[::2], sizes[1::2], strict=True)):
-            with pytest.raises(ValueError, match=r"grad_.* needs both operands rotated alike"):
+            with pytest.raises(ValueError, match=r"needs both operands rotated alike"):
                 composed(sources, OWN)
             continue
         assert casts(composed(sources, OWN)) == asked

@@ -5,7 +5,7 @@ import torch
 
 from fp8 import FORMATS, Cast
 from fp8.casts.casting import cast_forward
-from fp8.recipes.scaling import CORRECTED, E8M0, RULES, SCALINGS, UNITS, scale_of
+from fp8.recipes.scaling import BY_SPREAD, CORRECTED, E8M0, RULES, SCALINGS, UNITS, scale_of
 from tests import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -124,19 +124,19 @@ def test_zero_inf_nan_tiny_and_huge(scaling, rule):
     def first(*values):
         x = torch.stack([torch.tensor([*values, *[0.0] * (32 - len(values))]), torch.ones(32)])
         y = cast_forward(x, cast)
-        assert not row or scaling == "nv" or torch.equal(y[1], torch.ones(32))
+        assert not row or rule in UNITS or torch.equal(y[1], torch.ones(32))
         return y[0, : len(values)].tolist()
 
     assert first(0.0, -0.0) == [0.0, 0.0]
-    if scaling in ("mx", "nv"):
+    if scaling == "mx" or rule in UNITS:
         assert all(map(math.isnan, first(math.inf, 1.0) + first(math.nan, 1.0)))
     else:
         assert first(math.inf, 1.0) == [math.inf, 1.0]
         assert first(-math.inf, 1.0) == [-math.inf, 1.0]
         assert math.isnan(first(math.nan, 1.0)[0])
         assert first(math.nan, 1.0)[1] == 1.0
-    huge = first(3e38)[0]
-    assert huge == pytest.approx(3e38, rel=0.25)
+    if rule not in BY_SPREAD:  # under these the only value of a tile saturates
+        assert first(3e38)[0] == pytest.approx(3e38, rel=0.25)
     assert cast_forward(torch.zeros(0, 5), cast).shape == (0, 5)
     assert cast_forward(torch.zeros(5, 0), cast).shape == (5, 0)
 
@@ -147,7 +147,7 @@ def test_tiny_tensors_keep_their_precision(scaling, rule):
     x = 1e-14 * randn(8, 64)
     y = cast_forward(x, Cast(format="e4m3", scaling=scaling, rule=rule))
     noise = float((y - x).norm() / x.norm())
-    assert noise < 0.05
+    assert noise < (0.05 if rule not in BY_SPREAD else 0.2)  # which saturate a tail
 
 
 def test_a_row_with_an_inf_does_not_touch_the_others():

@@ -224,6 +224,7 @@ def rich() -> Findings:
         ranges=_ranges(),
         choices=_choices(),
         estimates=_estimates(),
+        cache={"bytes": 96.0, "bytes_bf16": 128.0, "kl": 0.0005, "largest": 0.12},
         policy=POLICY,
         decided=True,
         code={

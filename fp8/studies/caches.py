@@ -1,0 +1,69 @@
+"""What a cache of keys and values in FP8 saves and changes, for `fp8.preflight`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters.transformers import cache_errors, kv_cache
+from ..common.step import Batch
+
+__all__ = ["cache_found", "has_cache"]
+
+TOKENS = 8
+"""Of the pass that shows the shapes of a cache."""
+
+
+def has_cache(model: nn.Module, batch: Batch) -> bool:
+    """Whether a model of transformers generates with a cache, and the batch has tokens for it."""
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return False
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    uses = getattr(model.config, "use_cache", False) and model.can_generate()
+    return bool(uses) and isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > 1
+
+
+@torch.no_grad()
+def cache_found(model: Any, batch: Any, full: Any = None) -> dict[str, float]:
+    """The bytes of a cache per token and sequence, and what it does to the logits of a batch.
+
+    Args:
+        model: for which `has_cache`; its weights give the logits.
+        batch: its tokens, of which the first half is the prompt.
+        full: the model whose bytes are counted, on the meta device; None: ``model``.
+
+    Returns:
+        "bytes" of `fp8.adapters.transformers.kv_cache` with its default scales, "bytes_bf16" of
+        the same keys and values; "kl" and "largest" as in
+        `fp8.adapters.transformers.CacheError`.
+
+    Raises:
+        ValueError: for a model with layers that keep other states.
+    """
+    counted = model if full is None else full
+    training = [module for module in (model, counted) if module.training]
+    for module in training:
+        module.eval()
+    try:
+        cache = kv_cache(counted.config)
+        ids = torch.zeros(1, TOKENS, dtype=torch.long, device=next(counted.parameters()).device)
+        counted(ids, past_key_values=cache, use_cache=True)
+        (row,) = cache_errors(model, batch["input_ids"], scalings=("token",))
+    finally:
+        for module in training:
+            module.train()
+    parts = [(layer.keys, layer.values) for layer in cache.layers]
+    scales = [(layer.key_scale, layer.value_scale) for layer in cache.layers]
+    values = sum(x.numel() for pair in parts for x in pair)
+    own = sum(x.numel() * x.element_size() for pair in (*parts, *scales) for x in pair)
+    return {
+        "bytes": own / TOKENS,
+        "bytes_bf16": 2 * values / TOKENS,
+        "kl": row.kl,
+        "largest": row.largest,
+    }
