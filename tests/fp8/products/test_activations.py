@@ -193,7 +193,7 @@ def test_compiled_in_one_piece(kind, dynamic):
     model, x = MLP(kind, width=16), randn(9, 16)
 
     def run(x: Tensor) -> Tensor:
-        with fp8.autocast(RECIPES["tensor"]):
+        with fp8.autocast(RECIPES["unit"]):
             return model(x)
 
     def gradients(f: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:

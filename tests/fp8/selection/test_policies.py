@@ -382,7 +382,7 @@ def test_copies_and_pickles_keep_the_policy():
 
 
 def test_the_switch_of_a_compiled_model():
-    policy = Policy("row", first=1, switch=[(0.5, "bf16")])
+    policy = Policy("unit", first=1, switch=[(0.5, "bf16")])
     model = fp8.convert(net(), policy, backend="simulate")
     frames = []
 
