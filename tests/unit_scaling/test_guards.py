@@ -80,6 +80,7 @@ ONE_CALL = [
 MORE |= dict.fromkeys(ONE_CALL, 24)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("given", "more"), MORE.items(), ids=[given[1] for given in MORE])
 def test_few_guards(given: tuple, more: int):
     space, *rest = given
