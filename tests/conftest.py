@@ -1,5 +1,6 @@
 """`make test` runs the tests in several processes: one thread for each, and for what it starts."""
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -9,6 +10,17 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+# Inductor compiles a few small kernels: processes for it take longer to start than they save.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+gc.disable()  # until the tests are collected
+
+
+def pytest_collection_finish() -> None:
+    """What the tests are made of, a million objects, stays: the garbage collector, which walked
+    them again and again while something was compiled, is told to leave them alone."""
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

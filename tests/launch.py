@@ -2,50 +2,100 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import warnings as warnings_module
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import torch.distributed as dist
 
 from fp8 import RecipeWarning
 
 ROOT = Path(__file__).parents[1]
+#: GLOO talks over the loopback interface.
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@functools.cache
+def server() -> subprocess.Popen[str]:
+    """The one of this process, with the processes that it starts in a group: see tests/forks.py."""
+    atexit.register(stop)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.forks"],
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def stop() -> None:
+    """Ends the server and what it has started; the next request starts another."""
+    if server.cache_info().currsize:
+        with server() as process:
+            os.killpg(process.pid, signal.SIGKILL)
+        server.cache_clear()
+
+
+def run_processes(
+    program: Path,
+    arguments: list[list[str]],
+    environments: list[dict[str, str]],
+    timeout: float = 200,
+    warnings: str = "error",
+) -> list[tuple[int, str]]:
+    """``python program arguments`` for each process, all at once: exit codes and what they printed.
+
+    Warnings are errors there too, unless told.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(i) for i in range(len(arguments))]
+        request = {
+            "program": str(program),
+            "arguments": arguments,
+            "environments": environments,
+            "outputs": [str(path) for path in outputs],
+            "warnings": warnings,
+        }
+        process = server()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = Timer(timeout, stop)
+        timer.start()
+        try:
+            print(json.dumps(request), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except BaseException:  # its answer would be taken for that to the next request
+            stop()
+            raise
+        finally:
+            timer.cancel()
+        texts = [path.read_text() if path.exists() else "" for path in outputs]
+    assert line, f"not done in {timeout} seconds:\n" + "\n".join(texts)
+    return list(zip(json.loads(line), texts, strict=True))
 
 
 def run_ranks(
     worker: Path, world: int, store: Path, timeout: float = 200, warnings: str = "error"
 ) -> list[str]:
-    """``python worker RANK STORE`` for each rank; what each printed. All of them must succeed.
-
-    Warnings are errors there too, unless told. GLOO talks over the loopback interface.
-    """
-    views = "ignore:FSDP2-wrapped module"  # not to change them in place: nothing here does
-    command = [sys.executable, "-W", warnings, "-W", views, str(worker)]
-    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(store)],
-            env=os.environ | paths,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            with rank:  # waits, and closes its pipe
-                rank.kill()
-    for i, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert rank.returncode == 0, output
+    """``python worker RANK STORE`` for each rank; what each printed. All of them must succeed."""
+    arguments = [[str(rank), str(store)] for rank in range(world)]
+    environments: list[dict[str, str]] = [{"WORLD": str(world)} for _ in range(world)]
+    results = run_processes(worker, arguments, environments, timeout, warnings)
+    for i, (code, output) in enumerate(results):
+        assert code == 0, output
         assert f"rank {i} done" in output
-    return outputs
+    return [output for _, output in results]
 
 
 def as_rank(check: Callable[[int, Path], None], world: int) -> None:

@@ -52,6 +52,7 @@ def test_as_a_module():
     assert result.stdout.startswith("recipe")
 
 
+@pytest.mark.sampled(len(TABLES))
 @pytest.mark.parametrize("command", TABLES)
 def test_a_reader_that_has_gone(command):
     """As ``fp8 formats | head`` may leave it: no traceback, and no error in a pipeline."""

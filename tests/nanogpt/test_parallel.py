@@ -13,16 +13,11 @@ import torch.distributed as dist
 
 from notebooks.nanogpt.cli import main
 from notebooks.nanogpt.parallel import start
-from tests.launch import ROOT
+from tests.launch import ENVIRONMENT, run_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="built without gloo")
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
 
 #: (variant, communication) -> the largest difference of a loss from that of one process. Sums over
 #: processes are rounded in another order, by 2**-24, and what is then rounded to FP8 may fall on
@@ -47,32 +42,17 @@ def two(commands: list[list[str]]) -> list[tuple[int, str]]:
     """(exit code, what it printed) of two processes that run these command lines."""
     where = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
     work = json.dumps([(free_port(), command) for command in commands])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), work],
-            env=ENVIRONMENT | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [process.communicate()[0] for process in processes]
-    finally:
-        for process in processes:
-            with process:  # waits, and closes its pipe
-                process.kill()
-    return [(p.returncode, text) for p, text in zip(processes, outputs, strict=True)]
+    ranks = [where | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+    return run_processes(WORKER, [[work]] * 2, ranks, timeout=600, warnings="default")
 
 
 def test_torchrun_starts_it(tmp_path: Path, argv, losses) -> None:
-    command = argv(variants="fp32,unit_scaled_fp8", iters=10)
+    command = argv(variants="fp32", iters=10)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     program = ["-m", "notebooks.nanogpt", *command, "--parallel=ddp", f"--out={tmp_path / 'two'}"]
     done = subprocess.run(
         [sys.executable, *launch, *program],
-        env=ENVIRONMENT,
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=250,

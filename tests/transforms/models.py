@@ -98,6 +98,12 @@ def tiny() -> GPT:
     return GPT(width=16, layers=1)
 
 
+def no_block() -> GPT:
+    """An embedding, a norm, a product and the loss."""
+    torch.manual_seed(0)
+    return GPT(width=16, layers=0)
+
+
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 65, (2, 17), generator=generator)

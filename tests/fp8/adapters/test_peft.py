@@ -123,6 +123,7 @@ def test_a_preserved_model_trains_as_the_plain_one(dora: bool):
     assert after_adapters == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.sampled(3)
 @each_kind
 @each_way
 def test_adapters_are_trained_saved_loaded_and_merged(way: str, dora: bool, tmp_path: Path):

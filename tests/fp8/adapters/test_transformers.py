@@ -118,6 +118,7 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(value, want[name]) for name, value in one.named_parameters())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_as_a_plain_loop(name, way, tmp_path):

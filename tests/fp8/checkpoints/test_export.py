@@ -138,6 +138,7 @@ def test_scales_that_are_powers_of_two(name, tmp_path):
     assert theirs < 1.5 * ours
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("recipe", ["unit", "tensor", "row", "static"])
 def test_static_scales_of_preserved_weights(recipe, tie, tmp_path):

@@ -86,6 +86,7 @@ def check(recipe: str, shape: tuple[int, int, int], size: float, scales, device:
         assert (g - w).norm() <= 2 * (n + 4) * unit * 4 * norm
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**6], ids=["small", "one", "large"])
 @pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.5, 0.125)], ids=["plain", "unit"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -94,6 +95,7 @@ def test_native_is_the_simulation(recipe, shape, scales, size):
     check(recipe, shape, size, scales, "cpu")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", [2.0**-10, 2.0**6], ids=["small", "large"])
 @pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (0.25, 0.3, 0.125)], ids=["plain", "unit"])
 @pytest.mark.parametrize("shape", TILED_SHAPES, ids=str)
@@ -243,7 +245,7 @@ def test_scales_of_tiles_compile_in_one_piece(recipe, emulated, monkeypatch):
         return a.new_zeros(a.shape[0], b.shape[1], dtype=output_dtype)
 
     monkeypatch.setattr(nn.functional, "scaled_mm", zeros)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
     compiled(x).sum().backward()
     assert layer.weight.grad is not None
 

@@ -199,7 +199,7 @@ def test_the_answer_is_known_to_a_compiler(monkeypatch):
     """Found while it compiles; compiled layers run on the kernel, or simulated, in one piece."""
     layer, x = fp8.convert(nn.Linear(48, 64), "row", backend="native"), randn(16, 48).detach()
     torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
     y = compiled(x)
     assert proof._kernels.cache_info().currsize == 1
     torch.testing.assert_close(y, layer(x))
@@ -207,7 +207,7 @@ def test_the_answer_is_known_to_a_compiler(monkeypatch):
     forget()
     monkeypatch.setattr(F, "scaled_mm", refuses)
     with pytest.warns(RuntimeWarning, match="the kernel raised NotImplementedError"):
-        z = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        z = torch.compile(layer, fullgraph=True, backend="eager")(x)
     z.sum().backward()
     torch.testing.assert_close(z, fp8.convert(layer, "row")(x))
     torch._dynamo.reset()

@@ -91,6 +91,7 @@ def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 
     return apply(module._LayerNorm2d, x, weight, bias, eps)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(2, 24, 7, 5), (3, 24), (2, 24, 7), (2, 24, 3, 2, 2)], ids=str)
 @each_layout
 @each_dtype
@@ -120,6 +121,7 @@ MODES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.proves("timm", "contiguous stays contiguous, compiled", how="own")
 @each_layout
 @pytest.mark.parametrize(("how", "dtype"), MODES, ids=str)

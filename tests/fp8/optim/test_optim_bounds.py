@@ -81,6 +81,7 @@ def test_steps_are_no_longer_than_twice_those_of_float32(gradients, formats):
     assert longest_step(AdamW, grads, min_size=0, **formats) < 2 * plain
 
 
+@pytest.mark.sampled(3)
 @each_format
 @pytest.mark.parametrize("betas", [(0.95, 0.95), (0.95, 0.999), (0.9, 0.9999), (0.5, 0.9)], ids=str)
 def test_other_betas(betas, formats):

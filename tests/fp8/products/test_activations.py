@@ -193,13 +193,13 @@ def test_compiled_in_one_piece(kind, dynamic):
     model, x = MLP(kind, width=16), randn(9, 16)
 
     def run(x: Tensor) -> Tensor:
-        with fp8.autocast(RECIPES["tensor"]):
+        with fp8.autocast(RECIPES["unit"]):
             return model(x)
 
     def gradients(f: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(f(x).square().sum(), [x, *model.parameters()])
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=dynamic)
     for got, want in zip(gradients(compiled), gradients(run), strict=True):
         torch.testing.assert_close(got, want)
     with torch.no_grad():

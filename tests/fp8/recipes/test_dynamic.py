@@ -76,7 +76,7 @@ IN_ANOTHER = ("four_over_six", "tetrajet2")
 """Their casts are those of "nvfp4" and "quartet2" in other products."""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "recipe",
     [OWN, *(recipe for name, recipe in RECIPES.items() if name not in IN_ANOTHER)],

@@ -22,6 +22,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 # --- rules
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("format", [f for f in FORMATS.values() if f.signed], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rule", RULES)

@@ -383,7 +383,8 @@ def test_copies_and_pickles_keep_the_policy():
 
 def test_the_switch_of_a_compiled_model():
     policy = Policy("row", first=1, switch=[(0.5, "bf16")])
-    model = fp8.convert(net(), policy, backend="simulate")
+    make, x = lambda: net().blocks[:2], torch.randn(4, WIDTH)
+    model = fp8.convert(make(), policy, backend="simulate")
     frames = []
 
     def backend(graph, inputs):
@@ -393,8 +394,8 @@ def test_the_switch_of_a_compiled_model():
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for fraction in (0.1, 0.7):
         fp8.advance(compiled, fraction)
-        eager = fp8.convert(net(), policy.at(fraction), backend="simulate")
-        torch.testing.assert_close(compiled(X), eager(X), rtol=0, atol=0)
+        eager = fp8.convert(make(), policy.at(fraction), backend="simulate")
+        torch.testing.assert_close(compiled(x), eager(x), rtol=0, atol=0)
     assert len(frames) == 2
 
 

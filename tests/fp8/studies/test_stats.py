@@ -119,18 +119,18 @@ def test_layers_have_their_names_compiled_or_not(how):
     if how == "compiled":
         run = torch.compile(model, backend="eager", fullgraph=True)
     if how == "converted":
-        fp8.convert(model, "row")
+        fp8.convert(model, "unit")
     if how == "whole":
 
         def block(x):
-            with fp8.autocast("row"):
+            with fp8.autocast("unit"):
                 return model(x)
 
         run = torch.compile(block, backend="eager", fullgraph=True)
     for _ in range(4):
         with seen:
             if how in ("eager", "compiled"):
-                with fp8.autocast("row"):
+                with fp8.autocast("unit"):
                     y = run(x)
             else:
                 y = run(x)

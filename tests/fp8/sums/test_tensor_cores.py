@@ -105,6 +105,7 @@ def check(chip: str, first: str, second: str, op: Any, kind: str, k: int, seed: 
     assert same_bits(dot(Matrix(a, low[0]), Matrix(b, low[1]), how), c)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.proves("the field", "sums of tensor cores", how="library")
 @pytest.mark.parametrize(("chip", "first", "second", "made"), plain_instructions(), ids=ids)
 @pytest.mark.parametrize("kind", MAGNITUDES)
@@ -159,6 +160,7 @@ def packed(x: Tensor) -> Tensor:
     return codes[:, ::2] << 4 | codes[:, 1::2]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.proves("the field", "sums of tensor cores", how="library")
 @pytest.mark.parametrize(
     ("first", "second", "along", "scale", "name"), scaled_instructions(), ids=ids

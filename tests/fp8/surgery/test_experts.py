@@ -176,6 +176,7 @@ def test_the_loss_falls_as_without(name: str) -> None:
     assert abs(low[-1] - plain[-1]) < 0.1 * fall
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("recipe", ["mxfp8", "block", "nvfp4", "delayed", "static"])
 def test_recipes_and_implementations(recipe: str, implementation: str) -> None:

@@ -90,8 +90,8 @@ def test_buffers_that_a_recipe_needs_are_gone_afterwards():
 
 def test_compiled():
     torch.compiler.reset()
-    model, x = model_and_input("row")
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model, x = model_and_input("unit")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     before = compiled(x)
     with fp8.override(model, ("*", None, None)):
         assert torch.equal(compiled(x), model(x))

@@ -107,7 +107,7 @@ def test_accumulated_calls_of_a_transformed_model(init):
         torch.testing.assert_close(p.grad, whole[name], rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("transform", [unit_scale, lambda m: fp8.convert(unit_scale(m), "mxfp8")])
+@pytest.mark.parametrize("transform", [unit_scale, lambda m: fp8.convert(unit_scale(m), "unit")])
 def test_compiled_experts_have_their_plan_and_recipe(transform):
     """torch does not list grouped_mm as overridable: compiled, it would lose both."""
     torch.compiler.reset()

@@ -157,6 +157,7 @@ def test_every_module_with_a_counterpart_is_in_the_table():
     assert {plain: ours for plain, ours in pairs if plain and issubclass(ours, plain)} == MODULES
 
 
+@pytest.mark.sampled(3)
 @each_row
 def test_exports(plain: type[nn.Module]):
     """torch.export gives a program with the same result."""

@@ -295,7 +295,7 @@ def test_decoder_compiles_whole():
     tokens = torch.randint(11, (2, 8))
     expected = model.loss(tokens)
     torch._dynamo.reset()
-    loss = torch.compile(model.loss, backend="aot_eager", fullgraph=True)(tokens)
+    loss = torch.compile(model.loss, backend="eager", fullgraph=True)(tokens)
     torch.testing.assert_close(loss, expected)
 
 

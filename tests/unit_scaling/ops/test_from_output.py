@@ -46,14 +46,15 @@ def calls(xs: list[Tensor]) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
-    """The inputs, outputs, output gradients and what was saved of one graph of all calls."""
+    """The inputs, outputs, output gradients and what was saved of one graph of all calls, which
+    keeps what inductor chooses to keep."""
     torch.manual_seed(0)
     xs = [torch.randn(16, 32).to(dtype).requires_grad_() for _, dtype, _ in CASES]
     xs += [torch.tensor([200.0, torch.inf]).to(t).requires_grad_() for t in DTYPES]
     saved: list[Tensor] = []
     torch._dynamo.reset()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        ys = torch.compile(calls, fullgraph=True)(xs)
+        ys = torch.compile(calls, fullgraph=True, backend="aot_eager_decomp_partition")(xs)
     grads = [torch.randn_like(y) for y in ys]
     torch.autograd.backward(ys, grads)
     return {"inputs": xs, "outputs": ys, "grads": grads, "saved": saved}

@@ -267,6 +267,7 @@ def test_constrained_gradient_is_parallel_to_torch(op: Op):
         torch.testing.assert_close(ours[name], theirs[name] * s[name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.proves("unit-scaling", "FP16 and FP8", how="own")
 @each_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
