@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import sys
 import time
 import warnings
@@ -21,7 +23,7 @@ from benchmarks.problems import PROBLEMS
 from fp8 import RECIPES, Cast, Policy, Recipe
 from fp8.products.matmul import linear
 from fp8.studies.proof import REFERENCE, gap
-from fp8.studies.training import Problem, train, under
+from fp8.studies.training import Problem, loss_of, train, under
 from fp8.sums import dot
 
 ROWS = 64
@@ -42,7 +44,8 @@ SUMS: dict[str, tuple[str, int]] = {
 
 QUESTION = f"""\
 sums of tensor cores (`Recipe.accumulate`). error: relative error of a product of {ROWS} x K by K x
-{ROWS} against exact sums of the same FP8 operands; shrinkage: 1 - <y, exact> / <exact, exact>.
+{ROWS} against exact sums of the same FP8 operands (measured: inputs after a GELU and gradients of
+{MODEL} after {STEPS} steps, summed over tokens); shrinkage: 1 - <y, exact> / <exact, exact>.
 gap: held-out loss of {MODEL} (benchmarks.preflight) after {STEPS} steps minus that in float32, with
 the 95 % interval over {len(SEEDS)} paired seeds. ratio: processor time of a simulated product of
 {SIZE}^3, compiled, one thread, to the product in float32"""
@@ -55,8 +58,33 @@ def recipe(chip: str, promote: int, format: str = "e4m3") -> Recipe:
     return Recipe(name=chip, input=cast, weight=cast, grad=cast, accumulate=chip, promote=promote)
 
 
+@functools.cache
+def measured() -> tuple[Tensor, Tensor]:
+    """The operands of the gradient of a weight in a trained model, features x tokens: what the last
+    layer behind a GELU reads, and the gradient of its output."""
+    problem = Problem(PROBLEMS[MODEL], STEPS, HELD_OUT)
+    start, seen = problem.start(0), dict[str, list[Tensor]](input=[], grad=[])
+    for batch in start.batches:
+        start.optimizer.zero_grad()
+        loss_of(start.model, batch, start.loss).backward()
+        start.optimizer.step()
+    layer = start.model.get_submodule("transformer.h")[-1].mlp.c_proj
+    layer.register_forward_pre_hook(lambda _, args: seen["input"].append(args[0].detach()))
+    layer.register_full_backward_hook(lambda *given: seen["grad"].append(given[2][0]))
+    for batch in itertools.cycle(start.batches):
+        loss_of(start.model, batch, start.loss).backward()
+        x, g = (torch.cat([t.flatten(0, -2) for t in found]).T for found in seen.values())
+        if x.shape[1] >= LENGTHS[-1]:
+            return x[:ROWS], g[:ROWS]
+    raise AssertionError
+
+
 def operands(kind: str, k: int) -> tuple[Tensor, Tensor]:
-    """Rows of random numbers. "normal": independent; "positive": as activations after a ReLU."""
+    """Rows of numbers. "normal": independent; "positive": as activations after a ReLU; "measured":
+    of `measured`."""
+    if kind == "measured":
+        x, g = measured()
+        return x[:, :k].contiguous(), g[:, :k].contiguous()
     generator = torch.Generator().manual_seed(k)
     x, w = (torch.randn(ROWS, k, generator=generator) for _ in range(2))
     return (x.relu(), w.abs()) if kind == "positive" else (x, w)
@@ -66,7 +94,7 @@ def error_rows() -> Iterator[Row]:
     """Of each chip, kind of operand and format: error and shrinkage by the length of a sum."""
     for name, (chip, promote) in SUMS.items():
         for format in ("e4m3", "e5m2"):
-            for kind in ("normal", "positive"):
+            for kind in ("normal", "positive", "measured"):
                 row: Row = {"name": name, "format": format, "operands": kind}
                 for k in LENGTHS:
                     found, exact = _both(recipe(chip, promote, format), *operands(kind, k))

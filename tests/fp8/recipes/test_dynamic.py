@@ -72,8 +72,8 @@ every_recipe = pytest.mark.parametrize(
 )
 
 
-IN_ANOTHER = ("four_over_six", "tetrajet2")
-"""Their casts are those of "nvfp4" and "quartet2" in other products."""
+IN_ANOTHER = ("four_over_six", "tetrajet2", "ufp4", "coat", "fog", "mus", "smooth_swiglu")
+"""Their casts are those of other recipes, or nearly so, in these or other products."""
 
 
 @pytest.mark.sampled(4)
