@@ -54,7 +54,7 @@ def scaled_dot_product_attention_scales(
     return {"output": factor, "query": factor, "key": factor, "value": factor}
 
 
-def gradient_of_scores(
+def _gradient_of_scores(
     query: Tensor,
     value: Tensor,
     dropout_p: float = 0.0,
@@ -129,7 +129,7 @@ def scaled_dot_product_attention(
 
 def _gauge(query: Tensor, value: Tensor, *settings: Any) -> float:
     """The power of two that brings the gradient of the scores to about the RMS of the output's."""
-    return 2.0 ** -round(math.log2(gradient_of_scores(query, value, *settings)))
+    return 2.0 ** -round(math.log2(_gradient_of_scores(query, value, *settings)))
 
 
 def _divided(mask: Tensor | None, gauge: float) -> Tensor | None:
