@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fp8.common.compiler import apply, compiled_as, in_graph, is_inference_graph
+from fp8.common.compiler import apply, compiled_as, in_graph
 
 from .common.watched import watched
 
@@ -124,7 +124,7 @@ def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tens
     fresh: ``output`` is not referenced elsewhere and not saved by autograd, so it may be modified
     in place.
     """
-    if not (fwd is bwd or is_inference_graph() or fwd == bwd):
+    if not (fwd is bwd or fwd == bwd):
         return scale_each(output, fwd, bwd)
     if fwd == 1.0 or not (output.is_floating_point() or output.is_complex()):
         return output

@@ -38,7 +38,6 @@ __all__ = [
     "eager_only",
     "in_graph",
     "is_differentiated_again",
-    "is_inference_graph",
     "is_plain",
     "own",
     "reads_values",
@@ -214,11 +213,6 @@ def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if function is Tensor.unflatten:
         return torch.unflatten(*args, **kwargs)
     return function(*args, **kwargs)
-
-
-def is_inference_graph() -> bool:
-    """Whether a graph without a backward pass is being compiled or exported."""
-    return torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
 _LOSES_GRADIENTS = torch.__version__ < "2.12"

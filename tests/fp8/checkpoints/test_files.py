@@ -23,7 +23,7 @@ from fp8.checkpoints.files import (
     save_checkpoint,
     write_atomically,
 )
-from tests.launch import ROOT
+from tests.launch import ROOT, run_processes
 
 STATE = {"weight": torch.arange(300.0), "step": 3, "names": ["a", None], "bf16": torch.ones(2)}
 
@@ -93,29 +93,14 @@ def test_a_write_that_fails_leaves_the_old_file_alone(saved: Path):
     assert os.listdir(saved.parent) == ["model.pt"]
 
 
-KILLED = """
-import os, signal, sys, torch
-from fp8.checkpoints.files import save_checkpoint
-path, moment = sys.argv[1:]
-save_checkpoint({"step": 1, "x": torch.ones(1000)}, path)
-def die(*args): os.kill(os.getpid(), signal.SIGKILL)
-if moment == "writing":
-    torch.save = lambda state, file: (file.write(b"PK half of a file"), file.flush(), die())
-elif moment == "synced":
-    os.replace = die
-elif moment == "renamed":
-    replace = os.replace
-    os.replace = lambda *paths: (replace(*paths), die())
-save_checkpoint({"step": 2, "x": torch.ones(1000)}, path)
-"""
+KILLED = Path(__file__).with_name("killed_writer.py")
 
 
 @pytest.mark.parametrize(("moment", "step"), [("writing", 1), ("synced", 1), ("renamed", 2)])
 def test_killed_while_writing(tmp_path: Path, moment: str, step: int):
     path = tmp_path / "model.pt"
-    command = [sys.executable, "-c", KILLED, str(path), moment]
-    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100)
-    assert process.returncode == -signal.SIGKILL
+    ((code, printed),) = run_processes(KILLED, [[str(path), moment]], [{}])
+    assert code == -signal.SIGKILL, printed
     assert load_checkpoint(path)["step"] == step
     save_checkpoint({"step": 3}, path)  # over what was left behind
     assert load_checkpoint(path) == {"step": 3}
