@@ -28,7 +28,8 @@ from fp8.optim.encodings import ENCODINGS, MASTERS, MOMENTA, MOMENTS, Encoding
 from fp8.recipes.cast import Cast
 from fp8.recipes.policy import ROLES
 from fp8.recipes.recipe import RECIPES, Recipe
-from fp8.recipes.scaling import RULES, SCALINGS, Scaling
+from fp8.recipes.rules import RULES
+from fp8.recipes.scaling import SCALINGS, Scaling
 from fp8.selection.where import WHERE
 from fp8.studies.hardware import ACHIEVED, HARDWARE, UNITS, Hardware
 from unit_scaling.constraints import CONSTRAINTS

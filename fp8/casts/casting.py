@@ -23,13 +23,11 @@ from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
+from ..recipes.rules import CORRECTED, E8M0, scale_format
 from ..recipes.scaling import (
-    CORRECTED,
-    E8M0,
     corrected,
     history_scale,
     inverse_of,
-    scale_format,
     scale_of,
     scaled_tiles,
     unit_of,

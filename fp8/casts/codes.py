@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from ..formats.quantize import quantize_operand
-from ..recipes.scaling import (
-    CORRECTED,
-    corrected,
-    inverse_of,
-    scale_format,
-    scale_of,
-    scaled_tiles,
-    with_margin,
-)
+from ..recipes.rules import CORRECTED, scale_format
+from ..recipes.scaling import corrected, inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import plain
 from .casting import (
     Spec,

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..common.dtensor import check_whole, part_of, reduced
 from ..formats.format import Format
-from ..recipes.scaling import UNITS, Tile, largest_finite, scale_of, unit_of
+from ..recipes.rules import UNITS
+from ..recipes.scaling import Tile, largest_finite, scale_of, unit_of
 
 __all__ = ["amax_of", "scales_of"]
 

@@ -20,7 +20,8 @@ from ..formats.quantize import quantize_operand
 from ..native.kernels import in_pairs
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
-from ..recipes.scaling import CORRECTED, SCALINGS, scale_of, scaled_tiles, unit_of
+from ..recipes.rules import CORRECTED
+from ..recipes.scaling import SCALINGS, scale_of, scaled_tiles, unit_of
 
 __all__ = [
     "INPUTS",

@@ -21,7 +21,7 @@ from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe, get_recipe
-from ..recipes.scaling import scale_format
+from ..recipes.rules import scale_format
 from ..tensors.scaled_tensor import plain
 
 __all__ = ["DTYPES", "TokenBytes", "all_to_all", "token_bytes"]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..formats.format import Format
 from ..formats.quantize import quantize
-from ..recipes.scaling import RULES
+from ..recipes.rules import RULES
 
 __all__ = ["BLOCK", "GRADIENT_FORMAT", "HookState", "all_reduce_hook"]
 

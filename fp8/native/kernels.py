@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..casts.casting import Spec, format_of
 from ..casts.codes import codes, widened
-from ..recipes.scaling import CORRECTED, UNITS, scale_format
+from ..recipes.rules import CORRECTED, UNITS, scale_format
 
 __all__ = [
     "ALIGNMENT",

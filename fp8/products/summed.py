@@ -25,7 +25,7 @@ from ..common.pitfalls import RecipeWarning, warn_once
 from ..formats.format import get_format
 from ..formats.quantize import check_dtype
 from ..recipes.recipe import Recipe
-from ..recipes.scaling import scale_format
+from ..recipes.rules import scale_format
 from ..sums.dot import dot
 from ..sums.tensor_cores import Matrix, instruction_for
 from ..tensors.scaled_tensor import plain

@@ -13,7 +13,8 @@ from ..common.validation import check_between, check_choice, check_flag, check_k
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
-from .scaling import CORRECTED, RULES, SCALINGS, scale_format
+from .rules import CORRECTED, RULES, scale_format
+from .scaling import SCALINGS
 
 __all__ = ["SIGNS", "Cast"]
 

@@ -13,7 +13,8 @@ from ..common.mixin import check_module
 from ..common.step import Batch, Loss, call, starts, untouched, unwrapped
 from ..modes.autocast import outside_compiler
 from ..recipes.history import AmaxHistory, histories, settle, static_scales
-from ..recipes.scaling import LARGEST, SMALLEST, nearest_power
+from ..recipes.rules import LARGEST, SMALLEST
+from ..recipes.scaling import nearest_power
 from .convert import choose_static
 
 __all__ = ["calibrate", "calibration"]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fp8 import RECIPES, Cast, get_format
 from fp8.casts.casting import cast_forward
-from fp8.recipes.scaling import E8M0, scale_of, scaled_tiles
+from fp8.recipes.rules import E8M0
+from fp8.recipes.scaling import scale_of, scaled_tiles
 from tests import reference
 
 FORMATS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")

@@ -15,7 +15,7 @@ from fp8.common.compiler import apply
 from fp8.context.active import active_recipe
 from fp8.products.grouped import grouped_mm
 from fp8.products.matmul import linear, matmul
-from fp8.recipes.scaling import BY_SPREAD
+from fp8.recipes.rules import BY_SPREAD
 from tests.reference import NONE, assert_within, cast, nearest, product, rotation, unit
 
 SCALES = (0.3, 2.5, 0.7)

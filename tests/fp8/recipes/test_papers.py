@@ -13,7 +13,8 @@ import fp8
 from fp8.casts.casting import cast_forward, rotated, round_straight, spec_of, turn_of
 from fp8.casts.codes import codes as quantized
 from fp8.products.matmul import linear
-from fp8.recipes.scaling import CLIP, scale_of
+from fp8.recipes.rules import CLIP
+from fp8.recipes.scaling import scale_of
 from fp8.sums.dot import dot
 from fp8.sums.tensor_cores import TENSOR_CORES, Matrix
 from tests.reference import rotation

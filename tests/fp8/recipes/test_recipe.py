@@ -8,7 +8,8 @@ import torch
 import fp8
 from fp8 import FORMATS, RECIPES, Cast, Format, Recipe, get_recipe
 from fp8.formats.quantize import OVERFLOWS, ROUNDINGS
-from fp8.recipes.scaling import RULES, SCALINGS
+from fp8.recipes.rules import RULES
+from fp8.recipes.scaling import SCALINGS
 
 OPERANDS = ("input", "weight", "grad")
 MINE = Format(name="mine", exponent_bits=3, mantissa_bits=1, bias=3, max=12.0, dtype=torch.half)

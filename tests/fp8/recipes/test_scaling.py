@@ -5,7 +5,8 @@ import torch
 
 from fp8 import FORMATS, Cast
 from fp8.casts.casting import cast_forward
-from fp8.recipes.scaling import BY_SPREAD, CORRECTED, E8M0, RULES, SCALINGS, UNITS, scale_of
+from fp8.recipes.rules import BY_SPREAD, CORRECTED, E8M0, RULES, UNITS
+from fp8.recipes.scaling import SCALINGS, scale_of
 from tests import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

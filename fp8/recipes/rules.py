@@ -1,0 +1,230 @@
+"""The rules of scales: the scale factor of a tile, from its largest magnitude."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..formats.format import Format, get_format
+from ..formats.quantize import quantize
+from ..formats.rounding import LAYOUTS
+
+__all__ = [
+    "BY_ERROR",
+    "BY_SPREAD",
+    "CLIP",
+    "CORRECTED",
+    "E8M0",
+    "LARGEST",
+    "RULES",
+    "SMALLEST",
+    "UNITS",
+    "defined",
+    "scale_format",
+]
+
+SMALLEST, LARGEST = -126, 127
+"""The range of scale factors as exponents of two: the normal powers of float32. E8M0 starts at
+2**-127. Static scales end at 2**126, so that their inverse is normal too."""
+
+E8M0 = " e8m0"
+"""Suffix of a rule name in a spec whose scales are stored in E8M0: see `scale_of`."""
+
+
+def defined(scale: Tensor, amax: Tensor) -> Tensor:
+    """``scale`` clamped to its range; 1 where amax is zero, Inf or NaN."""
+    usable = (amax > 0) & (amax < torch.inf)
+    return torch.where(usable, scale.clamp(2.0**SMALLEST, 2.0**LARGEST), 1.0)
+
+
+def _power(amax: Tensor, format: Format, carry: int) -> Tensor:
+    """2**(e - E), for ``amax`` = m * 2**e and the format's largest value M * 2**E (m, M in [1, 2)).
+
+    carry: added to the bits of ``amax``; e is one larger if the addition carries into the exponent.
+    A subnormal amax counts as exponent field zero, below every scale.
+    """
+    layout = LAYOUTS[amax.dtype]
+    exponent = ((amax.view(layout.integer) + carry) >> layout.mantissa_bits) - format.max_exponent
+    exponent = exponent.clamp(layout.bias - 126, layout.bias + 127)
+    return (exponent << layout.mantissa_bits).view(amax.dtype)
+
+
+def _one(amax: Tensor) -> int:
+    """The step of the exponent field in the bits of ``amax``."""
+    return 1 << LAYOUTS[amax.dtype].mantissa_bits
+
+
+def _up(amax: Tensor, format: Format) -> Tensor:
+    """The smallest power of two that avoids overflow ("round up" of Mishra et al.,
+    arXiv:2506.08027; torchao's RCEIL)."""
+    layout = LAYOUTS[amax.dtype]
+    top = layout.encode(format.max) & (_one(amax) - 1)
+    return _power(amax, format, _one(amax) - 1 - top)
+
+
+def _floor(amax: Tensor, format: Format) -> Tensor:
+    """2**(e - E), with e and E the exponents of amax and of the format's largest value. Values
+    between that value and the next power of two saturate (OCP MX specification 1.0, section 6.3).
+    """
+    return _power(amax, format, 0)
+
+
+def _ceil(amax: Tensor, format: Format) -> Tensor:
+    """As floor, with amax rounded up to a power of two (torchao's CEIL)."""
+    return _power(amax, format, _one(amax) - 1)
+
+
+def _even(amax: Tensor, format: Format) -> Tensor:
+    """As floor, with amax rounded to the format's mantissa bits (torchao's EVEN)."""
+    return _power(amax, format, _one(amax) >> (format.mantissa_bits + 1))
+
+
+def _exact(amax: Tensor, format: Format) -> Tensor:
+    """amax divided by the format's largest value, in float32; not a power of two."""
+    return amax / format.max
+
+
+def _fit(amax: Tensor, format: Format) -> Tensor:
+    """``floor``, times the factor that keeps all values of all tiles within the format (4 / 3 for
+    e2m1; "Training LLMs with MXFP4", arXiv:2502.20586): none saturates, so stochastic rounding is
+    unbiased. The factor, one for all tiles, is that of a product there."""
+    return _floor(amax, format) * (2.0 ** (format.max_exponent + 1) / format.max)
+
+
+CLIP = 2.92247856
+"""The multiple of the standard deviation of normal data that is e2m1's largest value where the mean
+squared error is smallest (the published code of Quartet)."""
+
+
+def _quest(spread: Tensor, format: Format) -> Tensor:
+    """The power of two, rounded down, for which the largest value stands for 2.92 times the
+    standard deviation of the tile, in place of its largest magnitude: larger values saturate
+    (QuEST's quantizer in Quartet, arXiv:2505.14669, and its published code; optimal for normal data
+    in e2m1). Zeros that fill a tile up count. Of equal values the deviation is their magnitude."""
+    return _floor(spread * (CLIP / format.max * 2.0**format.max_exponent), format)
+
+
+def _two_level(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
+    """``exact`` for the tensor, times the power of two, rounded up, that takes it to ``exact`` for
+    the tile (MOSS, arXiv:2511.05811): no value saturates."""
+    return _ceil(amax / format.max / unit, format) * 2.0**format.max_exponent * unit
+
+
+def _exact_unit(amax: Tensor, format: Format) -> Tensor:
+    """`_exact` of the tensor, for tiles with these amax, all finite."""
+    return defined(_exact(amax.amax(), format), amax.amax())
+
+
+def _e4m3(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
+    """``exact``, rounded to e4m3 in units of the tensor's amax / (448 * the format's largest value)
+    (NVFP4, arXiv:2509.25149, section 2). The e4m3 value is at least its smallest subnormal, 2**-9:
+    TransformerEngine keeps subnormals, torchao stops at 2**-6."""
+    scale_format = get_format("e4m3")
+    scale = quantize(amax / format.max / unit, scale_format)
+    return scale.clamp(min=scale_format.min_subnormal) * unit
+
+
+def _by_error(amax: Tensor, format: Format) -> Tensor:
+    """``floor``, or twice that: for each tile the one with the smaller squared error, the first of
+    equal ones. Since "up", "ceil" and "even" choose one of these two as well, no tile has a larger
+    error than under them. Errors are those of rounding to nearest, whatever the cast's rounding is.
+    """
+    return _floor(amax, format)
+
+
+def _four_over_six(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
+    """``e4m3``, or that for 1.5 * amax, which maps the largest magnitude to 4 instead of 6 in e2m1:
+    for each tile the one with the smaller squared error, the first of equal ones. The unit has 256
+    in place of 448, so that 1.5 times the largest scale is an e4m3 value (four over six,
+    arXiv:2512.02010, section 3). Errors are those of rounding to nearest, whatever the cast's
+    rounding is."""
+    return _e4m3(amax, format, unit)
+
+
+EDEN = 17 / 16 * 0.93
+"""The factor of the largest magnitude under rule "e4m3_eden": the largest value of e2m1 stands for
+6.07 sixths of it, which lowers the error of normal data (the published code of Quartet II)."""
+
+
+def _eden(amax: Tensor, format: Format, unit: Tensor) -> Tensor:
+    """MS-EDEN (Quartet II, arXiv:2601.22813): ``e4m3`` for 0.988 * amax, with 256 in place of 448
+    in the unit. Values are rounded to nearest by this scale and multiplied by another one, which
+    makes them unbiased: it is larger by <x, x> / <x, Q(x)> of the blocks that are rotated together,
+    and rounded stochastically to e4m3. Needs a rotation with random signs."""
+    return _e4m3(EDEN * amax, format, unit)
+
+
+def _eden_unit(amax: Tensor, format: Format) -> Tensor:
+    """`_unit_256` of the magnitudes that `_eden` takes for the largest ones."""
+    return _unit_256(EDEN * amax, format)
+
+
+def _unit_448(amax: Tensor, format: Format) -> Tensor:
+    """The tensor-level unit of e4m3 scales up to 448, for tiles with these amax, all finite."""
+    whole = amax.amax()
+    return defined(whole / (448.0 * format.max), whole)
+
+
+def _unit_256(amax: Tensor, format: Format) -> Tensor:
+    """As `_unit_448`, for scales up to 256, and up to 384 for 1.5 * amax."""
+    whole = amax.amax()
+    return defined(whole / (256.0 * format.max), whole)
+
+
+def _half_more(amax: Tensor) -> Tensor:
+    return 1.5 * amax
+
+
+def _doubled(amax: Tensor) -> Tensor:
+    return 2 * amax
+
+
+RULES: dict[str, Callable[..., Tensor]] = {
+    "up": _up,
+    "floor": _floor,
+    "ceil": _ceil,
+    "even": _even,
+    "exact": _exact,
+    "error": _by_error,
+    "fit": _fit,
+    "quest": _quest,
+    "two_level": _two_level,
+    "e4m3": _e4m3,
+    "e4m3_4_6": _four_over_six,
+    "e4m3_eden": _eden,
+}
+"""Name -> function of (largest magnitude of a tile, format) that returns the tile's scale, or the
+first candidate of a rule in BY_ERROR. Those of rules in UNITS take the unit as well; those in
+BY_SPREAD the tile's standard deviation in place of its largest magnitude."""
+
+BY_SPREAD = ("quest",)
+"""Rules of the standard deviation."""
+
+BY_ERROR: dict[str, Callable[[Tensor], Tensor]] = {
+    "e4m3_4_6": _half_more,
+    "error": _doubled,
+}
+"""Rule that chooses one of two scales by its squared error -> the largest magnitude that the second
+one is computed from, given that of the tile. (A function, because a compiler takes numbers in a
+table for variables.)"""
+
+UNITS: dict[str, Callable[[Tensor, Format], Tensor]] = {
+    "two_level": _exact_unit,
+    "e4m3": _unit_448,
+    "e4m3_4_6": _unit_256,
+    "e4m3_eden": _eden_unit,
+}
+"""Rule whose scales are eight-bit values times a unit of the tensor -> function of (largest
+magnitudes of all tiles, format) that returns the unit. The values are e4m3, or powers of two."""
+
+CORRECTED = ("e4m3_eden",)
+"""Rules in UNITS whose scale, after the values are rounded by it, is replaced by `corrected`."""
+
+
+def scale_format(rule: str | None) -> str:
+    """The eight-bit format in which the scales of a rule are stored; "" for float32 or none."""
+    if rule is None:
+        return ""
+    return "e8m0" if rule.endswith(E8M0) else "e4m3" if rule.startswith("e4m3") else ""
