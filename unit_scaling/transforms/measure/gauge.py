@@ -24,8 +24,8 @@ import torch
 
 from ...rules.table import OPS
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT
-from ..capture.record import CallNode, Input, Slot, tensors_in
-from ..plan.actions import MEASURED, CallRow, Plan, Settled, Step, with_slots
+from ..capture.record import CallNode, Input, Key, Slot, tensors_in
+from ..plan.actions import MEASURED, CallRow, Settled, Step, with_slots
 from ..plan.planner import Planned
 from ..run.replay import factor_after
 from .measuring import REACH, Measured
@@ -280,7 +280,7 @@ def place(planned: Planned, measured: Measured, settled: Settled, true_gradients
             if exponent:
                 known = plan.steps.get(node.key) or Step()
                 plan.steps[node.key] = replace(known, output=known.output * 2.0**exponent)
-    _scale_operands(plan, measured)
+    _scale_operands(planned, measured)
     for node in nodes:
         step = None if node.key is None else plan.steps.get(node.key)
         if node.key is not None and step is not None and (0,) in node.written:
@@ -311,15 +311,23 @@ def place(planned: Planned, measured: Measured, settled: Settled, true_gradients
         plan.rows[number] = _told(row, node, regions.exponents[index], correction)
 
 
-def _scale_operands(plan: Plan, measured: Measured) -> None:
-    """Brings the operands of products to RMS 1 by powers of two, which the results are divided
-    by."""
+def _scale_operands(planned: Planned, measured: Measured) -> None:
+    """Brings the operands of products to RMS 1 by powers of two, which the results are divided by.
+    The bias is multiplied by all of them, as it is divided with the result.
+    """
+    found: dict[Key, dict[Slot, float]] = defaultdict(dict)
     for (key, slot), size in measured.operands.items():
         if abs(size) > REACH:
-            factor = 2.0 ** -round(size)
-            step = with_slots(plan.steps.get(key), [(slot, factor, factor)])
-            assert step is not None
-            plan.steps[key] = replace(step, output=step.output / factor)
+            found[key][slot] = 2.0 ** -round(size)
+    steps = planned.plan.steps
+    biases = {planned.flow.nodes[index].key: bias for index, bias in planned.products.items()}
+    for key in found:
+        bias = biases[key]
+        factors, whole = found[key], math.prod(found[key].values())
+        factors |= {} if bias is None else {bias: whole}
+        step = with_slots(steps.get(key), [(slot, f, f) for slot, f in factors.items()])
+        assert step is not None
+        steps[key] = replace(step, output=step.output / whole)
 
 
 def _gauged(node: CallNode, step: Step | None, ratios: dict[Slot, int]) -> Step:

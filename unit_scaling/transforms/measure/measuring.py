@@ -148,7 +148,7 @@ class Measuring(Watching):
         nodes = planned.flow.nodes
         self._checked = {nodes[i].key: nodes[i].place for i in planned.checked}
         self._writing = {nodes[i].key for i in planned.checked if (0,) in nodes[i].written}
-        self._products = {nodes[i].key for i in planned.products}
+        self._products = {nodes[i].key: bias for i, bias in planned.products.items()}
         self._attends = {nodes[i].key for i in planned.settled if at_settled_length}
         self.found = Measured(corrections=dict(known))
         self._passes: dict[Place, list[int]] = defaultdict(list)
@@ -176,7 +176,9 @@ class Measuring(Watching):
         assert self._key is not None
         factors = {slot: forward for slot, forward, _ in (() if step is None else step.slots)}
         for slot, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-            size = rms_of(tensor) * abs(factors.get(slot, 1.0)) if tensor.is_floating_point() else 0
+            if slot == self._products[self._key] or not tensor.is_floating_point():
+                continue
+            size = rms_of(tensor) * abs(factors.get(slot, 1.0))
             if 0 < size < math.inf:
                 self.found.operands[self._key, slot] = math.log2(size)
 

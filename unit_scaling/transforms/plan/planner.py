@@ -21,14 +21,15 @@ of all gradients are measured too (`measure.gauge`).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp8.common.report import LEFT_ALONE
 
-from ...rules.table import OPS, find_op
+from ...rules.table import find_op
 from ..capture.dataflow import Flow
 from ..capture.kinds import ATTENTION, CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
-from ..capture.record import DISTRIBUTION, CallGraph, CallNode, is_sparse, tensors_in
+from ..capture.record import DISTRIBUTION, CallGraph, CallNode, Slot, is_sparse, tensors_in
 from .actions import CallRow, Decision, Plan, Settings, Step, with_slots
 from .arguments import Arguments
 from .attention import Attention
@@ -52,7 +53,8 @@ class Planned:
     """A plan, the flow it was made from, and what the measurement needs to know about its calls.
 
     rows: the call of each row of the plan. checked: calls whose factor the measurement may correct.
-    products: those whose operands the measurement may give factors to.
+    products: those whose operands the measurement may give factors to -> the slot of the bias or
+    None.
     settled: calls that use the factor of another sequence length, for which their result has RMS 1.
     exponents: of the gauges, once they are chosen.
     """
@@ -61,7 +63,7 @@ class Planned:
     flow: Flow
     rows: list[int]
     checked: frozenset[int]
-    products: frozenset[int]
+    products: Mapping[int, Slot | None]
     settled: frozenset[int]
     exponents: list[int] = field(default_factory=list)
 
@@ -71,7 +73,7 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
     planner = _Planner(graph, settings)
     depths = planner.residuals.depths if settings.residual == "umup" else {}
     plan = Plan(inner=planner.inner, depths=depths)
-    checked, products = set[int](), set[int]()
+    checked, products = set[int](), dict[int, Slot | None]()
     rows: list[int] = []
     for index, node in enumerate(graph.nodes):
         if node.function is None:
@@ -79,26 +81,30 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
         step, row = planner.decide(index, node)
         if node.key is not None:
             plan.steps[node.key] = step
-        if node.key is not None and not settings.preserve and _is_multilinear(node, step):
-            products.add(index)
+        if node.key is not None and not settings.preserve and _is_multilinear(node):
+            products[index] = _bias(node)
         if row is not None:
             plan.rows.append(row)
             rows.append(index)
             if planner.is_checked(index, row):
                 checked.add(index)
     settled = frozenset(planner.attention.of_others)
-    return Planned(plan, planner.flow, rows, frozenset(checked), frozenset(products), settled)
+    return Planned(plan, planner.flow, rows, frozenset(checked), products, settled)
 
 
-def _is_multilinear(node: CallNode, step: Step | None) -> bool:
-    """Whether a factor of an argument of a call is one of its result, or of all but the bias, which
-    the rows of OPS add last.
-    """
+def _bias(node: CallNode) -> Slot | None:
+    """The slot of the bias of a linear layer or convolution."""
+    if not node.kind.startswith(("linear", "conv")):
+        return None
+    return next((i.slot for i in node.inputs if i.slot in ((2,), ("bias",))), None)
+
+
+def _is_multilinear(node: CallNode) -> bool:
+    """Whether a call is a product of its tensors, or that and a bias."""
     if node.kind not in PRODUCTS - ATTENTION or node.inside or node.written or is_sparse(node):
         return False
     given = [t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()]
-    biased = node.kind.startswith(("linear", "conv")) and step is not None and step.op in OPS
-    return len(given) == 2 or node.kind == "einsum" or biased
+    return len(given) == 2 + (_bias(node) is not None) or node.kind == "einsum"
 
 
 class _Planner:
