@@ -45,7 +45,8 @@ def test_the_benchmark_trains_records_and_goes_on(tmp_path, monkeypatch):
 
 
 def test_all_recipes_have_a_run():
-    assert fp8.RECIPES.keys() < recipe_loss.RUNS.keys()
+    own_sums = {name for name, recipe in fp8.RECIPES.items() if recipe.accumulate is None}
+    assert own_sums < recipe_loss.RUNS.keys()
     assert [recipe_loss.trained(name) for name in ("mus", "smooth_swiglu", "fog", "fp32")] == [
         *("unit", "delayed", "fog", "fp32")
     ]

@@ -1,0 +1,90 @@
+"""Operands of products that are far from RMS 1 get a power of two, and the values stay."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unit_scaling as uu
+from unit_scaling.transforms import unit_scale
+from unit_scaling.transforms.measure import gauge
+
+
+class Layers(nn.Module):
+    """A layer with a bias that reads values of any size, and one behind it."""
+
+    def __init__(self, first: nn.Module, width: int) -> None:
+        super().__init__()
+        self.first, self.last = first, nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(F.silu(self.first(x)).flatten(1))
+        return y
+
+
+class Decayed(nn.Module):
+    """A product of values that a formula of matrices keeps, as in a delta rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = F.normalize(self.key(x), dim=-1) / 8
+        inverse = torch.eye(x.shape[1]) - key @ key.mT
+        y: Tensor = self.last(inverse @ self.value(x))
+        return y
+
+
+LAYERS = {
+    "linear": (lambda: Layers(nn.Linear(8, 8), 8), (64, 8)),
+    "conv1d": (lambda: Layers(nn.Conv1d(3, 4, 3), 24), (64, 3, 8)),
+    "conv2d": (lambda: Layers(nn.Conv2d(3, 4, 3), 16), (64, 3, 4, 4)),
+    "formula": (Decayed, (16, 6, 8)),
+}
+
+
+def stepped(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The output and the gradients after a first step, with biases that are not zero."""
+    model(x).square().mean().backward()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model.zero_grad()
+    output = model(x)
+    output.square().mean().backward()
+    return output, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("size", [1e-3, 300.0])
+@pytest.mark.parametrize("name", LAYERS)
+def test_values_stay(name: str, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are those without such factors, to the bit, and gradients up to a power of two."""
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    plain, x = make(), size * torch.randn(shape)
+    model = unit_scale(plain)
+    output, gradients = stepped(model, x)
+    steps = [step for plan in uu.plan(model).plans.values() for step in plan.steps.values()]
+    assert any(step is not None and step.slots for step in steps)
+    monkeypatch.setattr(gauge, "_scale_operands", lambda *_: None)
+    expected, others = stepped(unit_scale(copy.deepcopy(plain)), x)
+    torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
+    for one, other in zip(gradients, others, strict=True):
+        exponent = torch.log2(one.norm() / other.norm()).round()
+        torch.testing.assert_close(one, other * 2**exponent, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_operands_are_inside(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    model, x = unit_scale(make()), torch.randn(shape) / 100
+    found = uu.verify(model, x, loss=lambda y: y.square().mean())
+    assert found.share("activation") == 1
