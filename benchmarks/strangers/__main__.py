@@ -140,12 +140,14 @@ def summary(rows: list[Row]) -> str:
 
 
 def _falls(rows: list[Row]) -> list[str]:
-    pairs = [(row.get("fp32_fall"), row.get("fp8_fall")) for row in rows]
-    known = [pair for pair in pairs if all(isinstance(fall, float) for fall in pair)]
-    if not known:
+    pairs = [(row["fp32_fall"], row.get("fp8_fall")) for row in rows if "fp32_fall" in row]
+    if not pairs:
         return []
-    fp32, fp8 = (sum(fall < 1 for fall in falls) for falls in zip(*known, strict=True))
-    return [f"losses that fall: FP32 {fp32}, unit-scaled FP8 {fp8} of {len(known)}"]
+    fp32, fp8 = (
+        sum(isinstance(fall, float) and fall < 1 for fall in falls)
+        for falls in zip(*pairs, strict=True)
+    )
+    return [f"losses that fall: FP32 {fp32}, unit-scaled FP8 {fp8} of {len(pairs)}"]
 
 
 def _compiled(rows: list[Row]) -> list[str]:
