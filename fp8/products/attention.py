@@ -61,11 +61,11 @@ def attention(
     recipe = product_recipe(unit)
     given = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if recipe is not None and recipe.attention:
-        return by_products(query, key, value, *given, unit, gauge or 1.0)[0]
+        return by_products(query, key, value, *given, unit=unit, gauge=gauge or 1.0)[0]
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if gauge is not None:
-            return _by_products(query, key, value, *given, gauge, uncast_matmul)[0]
+            return by_products(query, key, value, *given, cast=False, gauge=gauge)[0]
         query, key, value, mask = to_autocast_dtype(query, key, value, attn_mask)
         return torch.ops.aten.scaled_dot_product_attention.default(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -147,7 +147,9 @@ def by_products(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
     unit: bool = False,
+    cast: bool = True,
     gauge: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention as two products, each with its recipe.
@@ -155,7 +157,8 @@ def by_products(
     Arguments as in `attention`. The products, the softmax and the gradients between them are
     computed in at least float32, as on the chip of a fused kernel; scores and probabilities are in
     memory. The casts of key and value are those after enable_gqa has repeated their heads. A fully
-    masked row gives zeros. NaN propagates. gauge: a factor of the gradients of probabilities,
+    masked row gives zeros. NaN propagates. cast: False for products without casts, whatever
+    the recipe. gauge: a factor of the gradients of probabilities,
     scores and attn_mask, which those of query and key are divided by.
 
     Returns the output (..., L, V) and the probabilities (..., L, S) after dropout, before the cast,
@@ -164,23 +167,6 @@ def by_products(
     Raises ValueError for is_causal with a mask, and for heads that key or value do not divide;
     TypeError for operands of different dtypes, and for a mask of integers.
     """
-    given = (attn_mask, dropout_p, is_causal, scale, enable_gqa, gauge)
-    return _by_products(query, key, value, *given, functools.partial(matmul, unit=unit))
-
-
-def _by_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    gauge: float,
-    multiply: Callable[..., Tensor],
-) -> tuple[Tensor, Tensor]:
-    """`by_products` with a function for both products."""
     _check(query, key, value, attn_mask, is_causal)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
@@ -194,6 +180,7 @@ def _by_products(
             return scores if attn_mask is None else scores + attn_mask
         return scores.masked_fill(~attn_mask, -math.inf)
 
+    multiply = functools.partial(matmul, unit=unit) if cast else uncast_matmul
     given = (scale, masked, multiply, dropout_p, gauge)
     y, weights, _ = _two_products(query, key, value, *given, empty=attn_mask is not None)
     return y, weights

@@ -54,27 +54,6 @@ def scaled_dot_product_attention_scales(
     return {"output": factor, "query": factor, "key": factor, "value": factor}
 
 
-def _gradient_of_scores(
-    query: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    mult: float = 1.0,
-    scale: float | None = None,
-    context_length: int | None = None,
-) -> float:
-    """The RMS of the gradient of the scores over that of the output, before their factors.
-
-    With P the probabilities and G the gradient, the gradient of the scores is P * (G @ value.T),
-    less its mean. An average of uncorrelated values has the mean square that P has, times the
-    number of keys; the product sums over the width of the values.
-    """
-    settings = (dropout_p, is_causal, mult, scale, context_length)
-    average = 1 / scaled_dot_product_attention_scales(query, value, *settings)["output"]
-    keys = value.shape[-2] if context_length is None else context_length
-    return average * math.sqrt(value.shape[-1] / max(1, keys))
-
-
 @row(scaled_dot_product_attention_scales, replaces=(F.scaled_dot_product_attention,))
 def scaled_dot_product_attention(
     query: Tensor,
@@ -117,19 +96,26 @@ def scaled_dot_product_attention(
     temperature = mult * (1 / query.shape[-1] if scale is None else scale)
     causal = is_causal and attn_mask is None
     given = (dropout_p, causal, temperature, enable_gqa)
+    s = scaled_dot_product_attention_scales(query, value, *settings)
     if is_fused(query, key, value, attn_mask, dropout_p, enable_gqa):
         output = attention(query, key, value, attn_mask, *given, unit=True)
     else:
-        gauge = _gauge(query, value, *settings)
+        gauge = _gauge(s, value, context_length)
         mask = _divided(attn_mask, gauge)
         output = attention(query, key, value, mask, *given, unit=True, gauge=gauge)
-    s = scaled_dot_product_attention_scales(query, value, *settings)
     return scale_output(output, s["output"], s["value"], fresh=False)
 
 
-def _gauge(query: Tensor, value: Tensor, *settings: Any) -> float:
-    """The power of two that brings the gradient of the scores to about the RMS of the output's."""
-    return 2.0 ** -round(math.log2(_gradient_of_scores(query, value, *settings)))
+def _gauge(s: Scales, value: Tensor, context_length: int | None) -> float:
+    """The power of two that brings the gradient of the scores to about the RMS of the output's.
+
+    With P the probabilities and G the gradient, the gradient of the scores is P * (G @ value.T),
+    less its mean. An average of uncorrelated values, which s["output"] brings to RMS 1, has the
+    mean square that P has, times the number of keys; the product sums over the width of the values.
+    """
+    keys = value.shape[-2] if context_length is None else context_length
+    ratio = math.sqrt(max(1, value.shape[-1]) / max(1, keys)) / s["output"]
+    return 2.0 ** -round(math.log2(ratio))
 
 
 def _divided(mask: Tensor | None, gauge: float) -> Tensor | None:
@@ -155,12 +141,12 @@ def attention_with_weights(
     attn_mask: added to the logits. is_causal: whether it is causal.
     """
     settings = (dropout_p, is_causal, mult, None, context_length)
-    gauge = _gauge(query, value, *settings)
+    s = scaled_dot_product_attention_scales(query, value, *settings)
+    gauge = _gauge(s, value, context_length)
     given = (dropout_p, False, mult / query.shape[-1])
     mask = _divided(attn_mask, gauge)
     how: Any = {"unit": True, "gauge": gauge}
     output, weights = by_products(query, key, value, mask, *given, **how)
-    s = scaled_dot_product_attention_scales(query, value, *settings)
     output = scale_output(output, s["output"], s["value"], fresh=True)
     return output, weights if gauge == 1.0 else scale_bwd(weights, gauge)
 
