@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from torch import nn
 
 import fp8
 from benchmarks.common import Finished, Row, report
-from fp8.studies.proof import student
+from fp8.studies.proof import half_width
 from notebooks.nanogpt.data import Corpus, load_corpus
 from notebooks.nanogpt.model import GPT
 from notebooks.nanogpt.settings import PRESETS, Settings
@@ -122,13 +121,9 @@ def rows(found: Losses) -> list[Row]:
             gaps = [loss - reference for loss, reference in zip(values, base, strict=True)]
             row[kind] = round(statistics.fmean(values), 4)
             row[f"{kind}_gap"] = round(statistics.fmean(gaps), 4)
-            row[f"{kind}_half"] = round(_half(gaps), 4) if gaps[1:] else None
+            row[f"{kind}_half"] = round(half_width(gaps), 4) if gaps[1:] else None
         result.append(row)
     return result
-
-
-def _half(values: Sequence[float]) -> float:
-    return student(len(values)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 class Setting(NamedTuple):

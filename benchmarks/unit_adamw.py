@@ -22,7 +22,7 @@ from torch import nn
 
 import unit_scaling as uu
 from benchmarks.common import Finished, Row, report
-from fp8.studies.proof import student
+from fp8.studies.proof import half_width
 from notebooks.nanogpt.data import Corpus, load_corpus
 from notebooks.nanogpt.settings import Settings
 from notebooks.nanogpt.train import Training, deterministic
@@ -143,7 +143,7 @@ def row(name: str, found: Losses, reference: list[float]) -> Row:
         return result
     result |= {"gap": round(gap, 3), "gaps": [round(each, 3) for each in gaps]}
     if len(gaps) > 2:
-        half = student(len(gaps)) * statistics.stdev(gaps) / len(gaps) ** 0.5
+        half = half_width(gaps)
         result |= {"from": round(gap - half, 3), "to": round(gap + half, 3)}
     return result
 

@@ -18,6 +18,7 @@ __all__ = [
     "Gap",
     "compare",
     "gap",
+    "half_width",
     "is_decided",
     "outcome",
     "prove",
@@ -60,8 +61,13 @@ def gap(runs: Iterable[Run], name: str) -> Gap | None:
     mean = statistics.fmean(differences)
     if n == 1:
         return Gap(mean, -math.inf, math.inf, 1)
-    half = student(n) * statistics.stdev(differences) / math.sqrt(n)
+    half = half_width(differences)
     return Gap(mean, mean - half, mean + half, n)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of the mean of two or more values."""
+    return student(len(values)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def student(seeds: int) -> float:
