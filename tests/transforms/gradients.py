@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from unit_scaling.transforms.plan.actions import Step
+from unit_scaling.transforms.plan.actions import Placed, Step
 from unit_scaling.transforms.run.install import find_scope
 from unit_scaling.transforms.run.scope import UnitScale
 
@@ -26,8 +26,18 @@ def without_gauges(model: nn.Module) -> nn.Module:
     assert scope.plans
     for plan in scope.plans.values():
         plan.steps = {key: step and _true(step) for key, step in plan.steps.items()}
-        plan.outputs, plan.outside = {}, 0
+        plan.calls = {key: _untracked(call) for key, call in plan.calls.items()}
+        plan.places = {place: _untracked(call) for place, call in plan.places.items()}
+        plan.parameters = dict.fromkeys(plan.parameters, 0)
+        plan.outputs, plan.ends, plan.outside = {}, {}, 0
+    scope.settled.parameters = dict.fromkeys(scope.settled.parameters, 0)
     return twin
+
+
+def _untracked(call: Placed) -> Placed:
+    step = call.step and _true(call.step)
+    sources = tuple((slot, 0) for slot, _ in call.sources)
+    return dataclasses.replace(call, step=step, gauge=call.gauge and 0, sources=sources)
 
 
 def _true(step: Step) -> Step:

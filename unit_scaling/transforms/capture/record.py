@@ -39,6 +39,7 @@ __all__ = [
     "replaced",
     "rms_of",
     "sees_the_past",
+    "site",
     "tensors_in",
 ]
 
@@ -49,12 +50,13 @@ Slot = tuple[int | str, ...]
 Key = tuple[str, str, int]
 """(module path, kind, number of earlier calls of that kind in that module)."""
 
-Place = tuple[str, str, tuple[tuple[str | int, ...], ...]]
-"""(module path, kind, call stack): the same in each iteration of a loop.
-
-The stack has, for each function running within the module, the name of its Python module and the
-lines and columns of its current call.
+Site = tuple[tuple[str | int, ...], ...]
+"""For each function running within a module, innermost first: the name of its Python module, and
+the lines and columns of its current call.
 """
+
+Place = tuple[str, str, Site]
+"""(module path, kind, site): the same in each iteration of a loop."""
 
 MASKING = -1e4
 """A term below this is a mask, not a value. Masks use -inf or the lowest finite number."""
@@ -109,7 +111,7 @@ class CallNode:
     inside: str = ""
     written: tuple[Slot, ...] = ()
     results: int = 1
-    site: tuple[tuple[str | int, ...], ...] = ()
+    site: Site = ()
 
     @property
     def numel(self) -> int:
@@ -230,7 +232,7 @@ class Recorder(FirstLook):
             self._counts[path, kind] += 1
         name = _name(function)
         node = CallNode(key, name, path, function, inputs, args, kwargs)
-        node.where, node.inside, node.site = _site()
+        node.where, node.inside, node.site = _location()
         sources = [self.graph.nodes[i.node] for i in inputs]
         node.computed = _computed(node.kind, sources)
         if path in self._parametrizations:
@@ -405,13 +407,18 @@ def _position(code: CodeType, last: int) -> tuple[int, ...]:
     return tuple(number or 0 for number in found)
 
 
-def _site() -> tuple[str, str, tuple[tuple[str | int, ...], ...]]:
+def site() -> Site:
+    """The site of the running call, in `Place`."""
+    return _location()[2]
+
+
+def _location() -> tuple[str, str, Site]:
     """(file and line of the running call, `CallNode.inside`, the site of `Place`).
 
     Raises ValueError where `torch.utils.checkpoint` runs a function that is not a module: it would
     be recomputed in the backward pass without a plan.
     """
-    frame, where, inside, site = inspect.currentframe(), "", "", []
+    frame, where, inside, found = inspect.currentframe(), "", "", []
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _INSTALL:
@@ -430,6 +437,6 @@ def _site() -> tuple[str, str, tuple[tuple[str | int, ...], ...]]:
             where = f"{file}:{frame.f_lineno}"
         if not file.startswith(_OURS):
             module = frame.f_globals.get("__name__", file)  # the same on every machine
-            site.append((module, *_position(frame.f_code, frame.f_lasti)))
+            found.append((module, *_position(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
-    return where, inside, tuple(site)
+    return where, inside, tuple(found)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,12 +25,12 @@ import torch
 from ...rules.table import OPS
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT
 from ..capture.record import CallNode, Input, Key, Slot, tensors_in
-from ..plan.actions import MEASURED, CallRow, Settled, Step, with_slots
+from ..plan.actions import MEASURED, CallRow, Placed, Settled, Step, with_slots
 from ..plan.planner import Planned
 from ..run.replay import factor_after
 from .measuring import REACH, Measured
 
-__all__ = ["place", "with_true_gradients"]
+__all__ = ["note_places", "place", "with_true_gradients"]
 
 
 class _Regions:
@@ -305,10 +305,30 @@ def place(planned: Planned, measured: Measured, settled: Settled, true_gradients
             if node.parameter not in measured.parameters:
                 plan.idle += (node.parameter,)
     planned.exponents.extend(regions.exponents)
+    note_places(planned, regions.edges, regions.exponents)
     for number, (row, index) in enumerate(zip(plan.rows, planned.rows, strict=True)):
         node = nodes[index]
         correction = plan.corrections.get(node.place, 0) if index in planned.checked else 0
         plan.rows[number] = _told(row, node, regions.exponents[index], correction)
+
+
+def note_places(
+    planned: Planned, edges: Iterable[tuple[int, Input]], exponents: Sequence[int]
+) -> None:
+    """Writes the calls of a plan and their places, with the gauges of the results ``exponents``.
+
+    edges: (call, argument with a gradient).
+    """
+    plan, sources = planned.plan, defaultdict[int, list[tuple[Slot, int]]](list)
+    plan.calls, plan.places = {}, {}
+    for index, i in edges:
+        sources[index].append((i.slot, exponents[i.node]))
+    for index, node in enumerate(planned.flow.nodes):
+        if node.key is not None and node.key in plan.steps:
+            step, gauge = plan.steps[node.key], exponents[index] if node.live else None
+            call = Placed(node.key, step, gauge, tuple(sources[index]), node.written)
+            plan.calls[node.key] = call
+            plan.places.setdefault(node.place, call)
 
 
 def _scale_operands(planned: Planned, measured: Measured) -> None:

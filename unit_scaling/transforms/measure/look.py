@@ -22,13 +22,15 @@ from fp8.common.threads import Setting, Stack
 
 from ..capture.copies import detached, fresh, twin_of
 from ..capture.record import Key, Place, Recorder, Slot, tensors_in
+from ..capture.structure import Structure
 from ..folding.ratios import find_ties
 from ..plan.actions import CallRow, Plan, Settings, Settled, Step, Weights
 from ..plan.planner import Planned, make_plan
 from ..plan.weights import parametrizations, pruned, tagged_weights
 from ..run.border import records
 from ..run.install import Call, Places, Scope, find_scope, is_sharded
-from .gauge import place, with_true_gradients
+from ..run.varying import Following
+from .gauge import note_places, place, with_true_gradients
 from .measuring import Actual, Measuring, measure
 from .ranks import fingerprint
 
@@ -53,6 +55,7 @@ class Looking(Scope, Protocol):
     kinds: dict[Callable[..., Any], str]
     replacements: dict[Callable[..., Any], Callable[..., Any]]
     settled: Settled
+    structure: Structure
     init: str
     residual: str
     context_length: int | None
@@ -186,7 +189,11 @@ def _step(
     Returns (measurements, why the backward pass failed). known: corrections measured before.
     at_settled_length: as in `Measuring`.
     """
-    rest = (scope.kinds, scope.replacements, scope.path.items)
+    settled, following = scope.settled, None
+    if settled.varying:
+        note_places(planned, (), [0] * len(planned.flow.nodes))
+        following = Following(planned.plan, settled, scope.structure, None)
+    rest = (scope.kinds, scope.replacements, scope.path.items, following)
     mode = Measuring(planned, known, at_settled_length, *rest)
     find_scope(twin, _Recorded).measuring = mode
 
@@ -196,6 +203,7 @@ def _step(
     prefix = f"{path}." if path else ""
     with torch.random.fork_rng(_devices(twin)), _SILENT:
         failed = measure(mode, twin, run, fresh(*given, records()), prefix, loss)
+    mode.check(settled.varying)
     return mode, failed
 
 
@@ -281,6 +289,7 @@ def _end(planned: Planned, ends: Mapping[Slot, int], sizes: Mapping[Key, float])
     for slot, index in ends.items():
         node = flow.nodes[index]
         size = 0.0 if node.key is None else sizes.get(node.key, 0.0)
+        plan.ends[slot] = planned.exponents[index], size
         single = sum(other == index for other in ends.values()) == 1 and node.results == 1
         if node.key is None or flow.readers[index] or not single:
             plan.outputs[slot] = planned.exponents[index], size

@@ -88,7 +88,9 @@ class Watching(Replay):
 
     def _next(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         step = super()._next(kind, args, kwargs)
-        self._key = (self._path[-1], kind, self._counts.get((self._path[-1], kind), 0) - 1)
+        self._key = (self._path[-1], kind, self.counts.get((self._path[-1], kind), 0) - 1)
+        if self._placed is not None:
+            self._key = self._placed.key
         return step
 
     def _called(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from fp8.common.report import LEFT_ALONE
@@ -14,6 +17,7 @@ __all__ = [
     "MEASURED",
     "CallRow",
     "Decision",
+    "Placed",
     "Plan",
     "Scaling",
     "Settings",
@@ -92,6 +96,21 @@ class Tie:
     soft: str = ""
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A call of a plan in the flow of gradients.
+
+    step: without its `Step.end`. gauge: of the result; None if it has no gradient. sources: the
+    gauge of each argument that has one. written: the arguments that the result is written into.
+    """
+
+    key: Key
+    step: Step | None
+    gauge: int | None
+    sources: tuple[tuple[Slot, int], ...]
+    written: tuple[Slot, ...]
+
+
 @dataclass
 class Plan:
     """The steps of every known call (None: unchanged) and their report.
@@ -103,7 +122,9 @@ class Plan:
     the model's own loss. looks: the number of steps watched for zero gradients. corrections,
     gauges, parameters: measurements, as in `Settled`. unseen: products with gauges whose gradient
     was zero. idle: parameters whose gradient was zero. name: the same in all processes that run the
-    model. ties: the equations for `folding.ratios`.
+    model. ties: the equations for `folding.ratios`. For models whose calls depend on values
+    (`run.varying`), not saved: calls and places, every call and the first one at each place of the
+    code; ends, all results as in `outputs`.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -121,6 +142,30 @@ class Plan:
     unseen: tuple[Key, ...] = ()
     idle: tuple[str, ...] = ()
     name: str = ""
+    calls: dict[Key, Placed] = field(default_factory=dict, compare=False)
+    places: dict[Place, Placed] = field(default_factory=dict, compare=False)
+    ends: dict[Slot, tuple[int, float]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def counts(self) -> dict[str, Counter[str]]:
+        """Module path -> the number of its calls of each kind."""
+        found: dict[str, Counter[str]] = defaultdict(Counter)
+        for path, kind, _ in self.steps:
+            found[path][kind] += 1
+        return found
+
+    def other_paths(self, made: Mapping[tuple[str, str], int]) -> set[str]:
+        """The modules that have made another number of calls of a kind with steps than planned.
+
+        made: (module path, kind) -> number of calls in a run, in which some modules may not run.
+        """
+        paths = {path for path, _ in made}
+        acting = {(path, kind) for (path, kind, _), step in self.steps.items() if step is not None}
+        return {
+            path
+            for path, kind in acting
+            if path in paths and made.get((path, kind), 0) != self.counts[path][kind]
+        }
 
 
 @dataclass
@@ -130,7 +175,8 @@ class Settled:
     keys: attention call -> (the number of keys to scale for, whether it is causal). units: last
     call of a unit -> the factor of its output. carried: as in `plan.carried`. corrections, gauges,
     parameters: exponents of the factors of results, and of the gauges of calls and parameters
-    (`measure.gauge`).
+    (`measure.gauge`). varying: the paths of modules whose number of calls depends on values, True
+    for each (`run.varying`).
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
@@ -139,6 +185,7 @@ class Settled:
     corrections: dict[Place, int] = field(default_factory=dict)
     gauges: dict[Key, int] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
+    varying: dict[str, bool] = field(default_factory=dict)
 
     def settle(self, plan: Plan) -> None:
         """Adopts the measurements of a plan that are not fixed yet."""

@@ -76,7 +76,10 @@ class ModelPlan:
         version = given.pop("version")
         if version != VERSION:
             raise ValueError(f"a plan of version {VERSION} is needed, got version {version!r}")
-        settled = _checked("settled", given["settled"], [f.name for f in fields(Settled)])
+        tables = given["settled"]
+        if isinstance(tables, Mapping):
+            tables = {"varying": [], **tables}  # plans of before have no such field
+        settled = _checked("settled", tables, [f.name for f in fields(Settled)])
         return cls(
             init=given["init"],
             residual=given["residual"],

@@ -24,6 +24,7 @@ from ..capture.probe import mapped
 from ..capture.record import Slot, rms_of, tensors_in
 from ..measure.ranks import agreed
 from ..plan.actions import Plan
+from .varying import Following
 
 __all__ = ["ending", "entering", "leaving", "records"]
 
@@ -57,17 +58,21 @@ def _is_settled() -> bool:
     return _is_traced() or not records()
 
 
-def leaving(output: Any, plan: Plan) -> Any:
-    """Returns the results of a model under ``plan`` that its calls read too, with a gauge for the
-    gradients that arrive. They are views that cannot be written in place.
+def leaving(output: Any, plan: Plan, following: Following | None = None) -> Any:
+    """Returns the results of a model under ``plan`` that its calls read too, or all of them if the
+    gauges are tracked, with a gauge for the gradients that arrive. They are views that cannot be
+    written in place.
     """
-    if not (plan.outputs and torch.is_grad_enabled()):
+    known = plan.outputs if following is None else plan.ends
+    if not torch.is_grad_enabled() or not (known or following):
         return output
 
     def gauged(slot: Slot, tensor: Tensor) -> Tensor:
-        if slot not in plan.outputs or not tensor.requires_grad:
+        if not tensor.requires_grad or not (slot in known or following):
             return tensor
-        exponent, size = plan.outputs[slot]
+        exponent, size = known.get(slot, (0, 0.0))
+        tracked = None if following is None else following.gauge(tensor)
+        exponent = exponent if tracked is None else tracked
         if _is_settled():
             return scale_edge(tensor, 1.0, 2.0 ** (exponent + (plan.outside or 0)))
         return _View.apply(tensor, plan, exponent, size)

@@ -125,6 +125,11 @@ class _Transformed(Gained, TaggedModule):
         """
         return any(own.has_changed(self, path) for own, path in self._scopes if id(own) == scope)
 
+    @taken_as_constant
+    def _is_otherwise(self, scope: int, plan: int, counts: tuple[Any, ...]) -> bool:
+        """As `UnitScale.is_otherwise`, of the scope with this ``id``."""
+        return any(own.is_otherwise(plan, counts) for own, _ in self._scopes if id(own) == scope)
+
     # What distinguishes the weights of a unit-scaled model from those of the plain one.
 
     def _own_weights(self, prefix: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any
 
@@ -19,15 +19,20 @@ from ...rules.table import OPS
 from ...scale import scale_edge
 from ..capture.kinds import KINDS, RECURRENT, canonical
 from ..capture.record import Key, Slot, tensors_in
-from ..plan.actions import Plan, Step
+from ..plan.actions import Placed, Plan, Step
 from .border import ending
 from .install import HOOKS
+from .varying import Following
 
 __all__ = ["PlanMissError", "Replay", "factor_after"]
 
 
 class PlanMissError(RuntimeError):
-    """The model made a call that is not in its plan."""
+    """The model made other calls than those in its plan. paths: the modules that made them."""
+
+    def __init__(self, message: str, paths: Collection[str]) -> None:
+        super().__init__(message)
+        self.paths = frozenset(paths)
 
 
 def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -73,7 +78,7 @@ class Replay(FirstLook):
     """Executes ``plan``. ``path`` is the stack of running modules.
 
     kinds: the table of `capture.kinds`. replacements: torch function -> replacement, from
-    `unit_scale`.
+    `unit_scale`. following: for a model whose calls depend on values.
     """
 
     def __init__(
@@ -82,13 +87,16 @@ class Replay(FirstLook):
         kinds: dict[Callable[..., Any], str],
         replacements: dict[Callable[..., Any], Callable[..., Any]],
         path: list[str],
+        following: Following | None = None,
     ) -> None:
         super().__init__()
         self._plan, self._steps = plan, plan.steps
         self._kinds = kinds
         self._replacements = replacements
         self._path = path
-        self._counts: dict[tuple[str, str], int] = {}
+        self._following = following
+        self._placed: Placed | None = None
+        self.counts: dict[tuple[str, str], int] = {}
         self._busy = False
         self.latest: Step | None = None  # the step of the previous call, for measuring
 
@@ -112,9 +120,27 @@ class Replay(FirstLook):
             kind = self._kind(function)
             step = None if kind is None else self._next(kind, args, kwargs)
             self.latest = step
-            return self._called(step, function, args, kwargs)
+            if self._following is None:
+                return self._called(step, function, args, kwargs)
+            return self._followed(self._following, step, function, args, kwargs)
         finally:
             self._busy = False
+
+    def _followed(
+        self,
+        following: Following,
+        step: Step | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        placed, self._placed = self._placed, None
+        if not torch.is_grad_enabled():
+            return self._called(step, function, args, kwargs)
+        gauge, args, kwargs = following.enter(placed, *canonical(function, args, kwargs))
+        output = self._called(step, function, args, kwargs)
+        following.leave(gauge, output, args)
+        return output
 
     def _called(
         self,
@@ -139,18 +165,32 @@ class Replay(FirstLook):
         path = self._path[-1]
         if path.endswith(HOOKS):
             return None
-        count = self._counts.get((path, kind), 0)
-        self._counts[path, kind] = count + 1
+        count = self.counts.get((path, kind), 0)
+        self.counts[path, kind] = count + 1
         key: Key = (path, kind, count)
-        if key not in self._steps:
-            if not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
-                return None  # positions and masks have no scale
-            place = path or "the model itself"
-            raise PlanMissError(
-                f"unit_scale has not seen call {count} of {kind} in {place!r}: torch.export takes "
-                "the branch of the model that its calls have taken"
-            )
-        return self._steps[key]
+        if self._following is not None:
+            self._placed = self._following.find(key)
+            if self._placed is not None:
+                return self._placed.step
+        elif key in self._steps:
+            return self._steps[key]
+        if not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):
+            return None  # positions and masks have no scale
+        other = "torch.export" if torch.compiler.is_exporting() else "the model"
+        raise PlanMissError(
+            f"unit_scale has not seen call {count} of {kind} in {path or 'the model itself'!r}: "
+            f"{other} takes a branch that none of its recorded calls has taken",
+            {path},
+        )
+
+    def check(self, varying: Collection[str]) -> None:
+        """Raises PlanMissError if modules other than those ``varying`` have made another number of
+        calls than planned: the steps of later calls were not theirs.
+        """
+        other = self._plan.other_paths(self.counts) - set(varying)
+        if other:
+            names = ", ".join(repr(path or "the model itself") for path in sorted(other)[:3])
+            raise PlanMissError(f"unit_scale has seen another number of calls in {names}", other)
 
     def _execute(
         self,

@@ -6,13 +6,15 @@ import contextlib
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8.common.pitfalls import PitfallWarning, warn_once
 from fp8.common.threads import Stack
+from fp8.context.activation_checkpointing import in_recomputation
 from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
@@ -36,10 +38,16 @@ from .install import (
     is_sharded,
 )
 from .replay import PlanMissError, Replay
+from .varying import Following, Leaves
 
 __all__ = ["Replacements", "UnitScale"]
 
 Replacements = dict[Callable[..., Any], Callable[..., Any]]
+
+_VARIES = (
+    "the number of calls that the model makes depends on values, so unit_scale tracks the gauges "
+    "of its tensors, which no graph can: it runs without torch.compile"
+)
 
 LOOKS = 8
 """The number of steps watched for initially zero gradients. Those of zero weights appear after one
@@ -78,6 +86,7 @@ class UnitScale:
         self._recording = threading.RLock()
         self._latest: dict[bool, Plan] = {}
         self._watched: dict[Any, Watching] = {}
+        self._missed: frozenset[str] = frozenset()
         #: The exponent of gradients arriving at the output in the first call signature, once known.
         self.arriving: int | None = None
         self._held: Any = None
@@ -138,14 +147,24 @@ class UnitScale:
         form = (path, module.training, form_of(args), form_of(kwargs), grads)
         plan = self._known(form, path, module.training)
         if compiling:
-            if plan is not None and not changed:
-                return self._replay(plan, call, path, (args, kwargs))
+            if plan is not None and not changed and not self.settled.varying:
+                return self._replay(plan, call, module, path, (args, kwargs), form)
             if is_exported():
-                raise RuntimeError(f"{UNSEEN}: call the model once before torch.export")
+                raise RuntimeError(
+                    _VARIES if plan else f"{UNSEEN}: call the model once before torch.export"
+                )
             from .graph_break import outside_graph
 
-            return outside_graph(lambda: self.run(call, module, path, args, kwargs))
+            return outside_graph(lambda: self._beside_graph(call, module, path, args, kwargs))
         return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
+
+    def _beside_graph(
+        self, call: Call, module: Any, path: str, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """As `run`, for a call that torch.compile leaves out of its graph."""
+        if self.settled.varying:
+            warn_once(PitfallWarning, _VARIES, about=module, key="varying")
+        return self.run(call, module, path, args, kwargs)
 
     def settle(self) -> None:
         """Adopts what the plans so far have measured."""
@@ -203,24 +222,44 @@ class UnitScale:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        missed = None
+        stale, made = None, None
         if form in self._watched:
             with self._recording:
                 self._look_again(form, module, path, args, kwargs)
         while True:
             plan = self._known(form, path, module.training)
-            if plan is not None and plan is not missed:
-                try:
-                    return self._replay(plan, call, path, (args, kwargs), form)
-                except PlanMissError:
-                    missed = plan  # another branch was taken: record it
-            else:
+            if plan is None or plan is stale or (self.settled.varying and not plan.places):
                 with self._recording:
-                    if self._known(form, path, module.training) is plan:
-                        plan = self._first(form, module, path, args, kwargs)
-                        break
-                # another thread has made the plan
-        return self._replay(plan, call, path, (args, kwargs), form)
+                    if self._known(form, path, module.training) is not plan:
+                        continue  # another thread has made the plan
+                    made = plan = self._first(form, module, path, args, kwargs)
+            try:
+                return self._replay(plan, call, module, path, (args, kwargs), form, eager=True)
+            except PlanMissError as miss:
+                if plan is made and not self._is_news(miss.paths):
+                    raise
+                stale = None if self._vary(miss.paths, certain=plan is made) else plan
+
+    def _is_news(self, paths: frozenset[str]) -> bool:
+        return not paths <= self.settled.varying.keys()
+
+    def _vary(self, paths: frozenset[str], certain: bool) -> bool:
+        """Notes that modules have made other calls than planned. Returns whether their calls are
+        now taken to depend on values: those of which this is ``certain``, and at the second time.
+        """
+        new = {path for path in paths if certain or path in self._missed}
+        news, self._missed = self._is_news(paths), self._missed | paths
+        self.settled.varying |= dict.fromkeys(sorted(new), True)
+        return news and not self._is_news(paths)
+
+    def _look(self, *given: Any, **options: Any) -> Plan:
+        """`look`, again if the calls of the model turn out to depend on values."""
+        while True:
+            try:
+                return look(self, *given, **options)
+            except PlanMissError as miss:  # the measured copy differs from the recorded one
+                if not self._vary(miss.paths, certain=True):
+                    raise
 
     def _look_again(
         self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
@@ -240,15 +279,15 @@ class UnitScale:
             return
         true = {key: size - plan.gauges[key] - outside for key, size in found.items()}
         self.settled.settle(plan)
-        refined = look(self, module, path, (args, kwargs), actual=Actual(true, later))
+        refined = self._look(module, path, (args, kwargs), actual=Actual(true, later))
         refined.looks = plan.looks
         self.plans[form] = refined
         if not path:
             self._latest[module.training] = refined
 
-    def _mode(self, plan: Plan, form: Any) -> Replay:
+    def _mode(self, plan: Plan, form: Any, following: Following | None) -> Replay:
         """The mode that executes a plan; it measures gradients if the plan still lacks some."""
-        rest = (self.kinds, self.replacements, self.path.items)
+        rest = (self.kinds, self.replacements, self.path.items, following)
         shows = plan.looks < LOOKS and (not plan.final or bool(plan.unseen))
         if form is None or form[0] or not (form[-1] and shows and plan is self.plans.get(form)):
             return Replay(plan, *rest)
@@ -264,27 +303,59 @@ class UnitScale:
             self.path.items.pop()
 
     def _replay(
-        self, plan: Plan, call: Call, path: str, given: Any, form: Any = None, eager: bool = False
+        self,
+        plan: Plan,
+        call: Call,
+        module: Any,
+        path: str,
+        given: Any,
+        form: Any,
+        eager: bool = False,
     ) -> Any:
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-        if not (eager or traced):
-            return outside_compiler(lambda: self._replay(plan, call, path, given, form, True))
+        if not (eager or traced):  # a graph break has left this frame to eager mode
+            return outside_compiler(lambda: self._eager(form, call, module, path, *given))
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
         # the mode is active. Inside try, a graph break leaves the whole frame to eager mode.
-        given = entering(given, plan)
+        entered = entering(given, plan)
+        following = None if traced else self._following(plan, module, path)
         mode = (
             Replay(plan, self.kinds, self.replacements, self.path.items)
             if traced
-            else self._mode(plan, form)
+            else self._mode(plan, form, following)
         )
         RUNNING.items.append(self)
         mode.__enter__()
         try:
-            output = self.within(path, lambda: call(given))
+            output = self.within(path, lambda: call(entered))
         finally:
             mode.__exit__(None, None, None)
             RUNNING.items.pop()
-        return leaving(output, plan)
+        if eager and not in_recomputation():
+            mode.check(self.settled.varying)
+        elif traced and module._is_otherwise(id(self), id(plan), tuple(mode.counts.items())):
+            if is_exported():
+                raise RuntimeError(_VARIES)
+            from .graph_break import outside_graph
+
+            return outside_graph(lambda: self._eager(form, call, module, path, *given))
+        return leaving(output, plan, following)
+
+    def is_otherwise(self, plan: int, counts: Iterable[tuple[tuple[str, str], int]]) -> bool:
+        """Whether a run of the plan with this ``id`` makes another number of calls than planned.
+
+        counts: (module path, kind) -> number of calls, as items.
+        """
+        found = next(p for p in self.plans.values() if id(p) == plan)
+        return bool(found.other_paths(dict(counts)))
+
+    def _following(self, plan: Plan, module: Any, path: str) -> Following | None:
+        """Finds steps and tracks gauges, if calls of the model depend on values."""
+        if not self.settled.varying:
+            return None
+        exact = not self.unit_scaled
+        leaves = Leaves.of_model(module, path, plan, self.settled, self.settle, exact)
+        return Following(plan, self.settled, self.structure, leaves)
 
     def _first(
         self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -292,7 +363,7 @@ class UnitScale:
         """Records the model and makes the plan for this call signature."""
         try:
             with torch.set_grad_enabled(form[-1]):
-                plan = look(self, module, path, (args, kwargs))
+                plan = self._look(module, path, (args, kwargs))
         except RuntimeError as error:
             if not str(error).startswith("vmap:"):
                 raise
@@ -312,6 +383,9 @@ class UnitScale:
                     f"unit_scale(strict=True): {row.call} in {row.path or 'the model itself'!r} "
                     f"has no rule: {row.why}"
                 )
+        if form in self.plans:  # another branch: places that are in force keep their steps
+            older, newer = self.plans[form].places, plan.places
+            plan.places = newer | older if self.settled.varying else older | newer
         self.plans[form] = plan
         if not path:
             self._latest[module.training] = plan
@@ -383,7 +457,7 @@ class UnitScale:
             self.settled.gauges = {}
             self.plans, self._latest, self._watched = {}, {}, {}
             actual = None if loss is None else Actual({}, 0, loss)
-            plan = look(self, module, "", (args, kwargs), actual=actual)
+            plan = self._look(module, "", (args, kwargs), actual=actual)
             form = ("", module.training, form_of(args), form_of(kwargs), True)
             self.plans[form] = self._latest[module.training] = plan
 
@@ -438,7 +512,7 @@ class UnitScale:
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             given = remade(self._example, device)
-        return look(self, model, "", given, evaluate=True)
+        return self._look(model, "", given, evaluate=True)
 
     def report(self) -> list[CallRow]:
         """The rows of the weights, then of the calls of each plan, without duplicates."""

@@ -1,0 +1,181 @@
+"""Steps and gauges for models whose calls depend on values: experts that a router chooses, loops of
+any length, layers that are skipped.
+
+A plan lists the calls of one run in order. In a module whose number of calls varies, a call has the
+step of the first call at the same place of the code, and in a submodule that the recorded run did
+not call, that of a sibling of the same structure. Regions of gradients may then meet others than in
+the recorded run. The gauge of each tensor is therefore tracked, and where an argument has another
+one than planned, its gradient is multiplied by the power of two between them. Every parameter's
+gradient remains the true one times a power of two of its own, whatever calls are made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...scale import scale_edge
+from ..capture.record import Key, Slot, replaced, site, tensors_in
+from ..capture.structure import Structure, part
+from ..plan.actions import Placed, Plan, Settled
+
+__all__ = ["Following", "Leaves"]
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The gauges of parameters. names: of parameters by id. settle: updates ``settled``.
+
+    exact: whether all are 0.
+    """
+
+    names: Mapping[int, str]
+    plan: Plan
+    settled: Settled
+    settle: Callable[[], None]
+    exact: bool
+
+    @classmethod
+    def of_model(cls, model: nn.Module, path: str, *rest: Any) -> Leaves:
+        """For the parameters of the module at ``path``; ``rest`` are the other fields."""
+        prefix = f"{path}." if path else ""
+        return cls({id(p): prefix + name for name, p in model.named_parameters()}, *rest)
+
+    def gauge(self, tensor: Tensor, planned: int) -> int | None:
+        """That of a parameter, None for other tensors. A parameter without one gets ``planned``."""
+        name = self.names.get(id(tensor))
+        if name is None:
+            return None
+        known = self.plan.parameters
+        if name not in known:
+            self.settle()
+            settled = self.settled.parameters.get(name)
+            own = planned if settled is None else settled - (self.plan.outside or 0)
+            known[name] = 0 if self.exact else own
+        return known[name]
+
+
+class Following:
+    """Finds the steps of one run, and tracks the gauges of its tensors.
+
+    structure: of the model. leaves: None while a plan is measured, which has no gauges yet.
+    """
+
+    def __init__(
+        self, plan: Plan, settled: Settled, structure: Structure, leaves: Leaves | None
+    ) -> None:
+        self._plan = plan
+        self._varying = settled.varying
+        self._structure = structure
+        self._leaves = leaves
+        self._gauges: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._siblings: dict[str, str] = {}
+
+    def find(self, key: Key) -> Placed | None:
+        """The planned call that corresponds to a call; None if there is none.
+
+        key: module path, kind, and the number of earlier calls of that kind in this run.
+        """
+        path, kind, _ = key
+        if path in self._plan.counts and path not in self._varying:
+            return self._plan.calls.get(key)
+        if path not in self._siblings:
+            self._siblings[path] = path if path in self._paths else self._sibling(path)
+        return self._plan.places.get((self._siblings[path], kind, site()))
+
+    @cached_property
+    def _paths(self) -> set[str]:
+        return {path for path, _, _ in self._plan.places}
+
+    @cached_property
+    def _by_pattern(self) -> dict[tuple[str, ...], str]:
+        """Path with one name replaced by "*" -> the first path of a call that matches it."""
+        found: dict[tuple[str, ...], str] = {}
+        for path in self._paths:
+            names = path.split(".")
+            for i in range(len(names)):
+                found.setdefault(_pattern(names, i), path)
+        return found
+
+    def _sibling(self, path: str) -> str:
+        """The path of a planned module that differs in one name and has the same structure."""
+        names = path.split(".")
+        for i in reversed(range(len(names))):
+            other = self._by_pattern.get(_pattern(names, i))
+            if other is not None and self._are_alike(names[: i + 1], other.split(".")[: i + 1]):
+                return other
+        return path
+
+    def _are_alike(self, one: list[str], other: list[str]) -> bool:
+        first, second = (_relative(self._structure, ".".join(names)) for names in (one, other))
+        return bool(first) and first == second
+
+    def gauge(self, tensor: Tensor, planned: int = 0) -> int | None:
+        """The gauge of a tensor; None if it is not tracked. planned: as in `Leaves.gauge`."""
+        known = self._gauges.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        return None if self._leaves is None else self._leaves.gauge(tensor, planned)
+
+    def enter(
+        self, call: Placed | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int | None, tuple[Any, ...], dict[str, Any]]:
+        """Returns (the gauge of the result, the arguments with corrected gradients).
+
+        call: the planned one, None for a call without a step, which has the gauge of its first
+        argument. args, kwargs: `canonical`.
+        """
+        given = [
+            (slot, t) for slot, t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad
+        ]
+        if call is None or call.gauge is None:
+            result, moves = self._passed_on(given)
+        else:
+            result, moves = self._planned(call, given)
+        changed = {s: scale_edge(t, 1.0, 2.0 ** moves[s]) for s, t in given if moves.get(s)}
+        if not changed:
+            return result, args, kwargs
+        return result, replaced(args, changed), replaced(kwargs, changed)
+
+    def _passed_on(self, given: list[tuple[Slot, Tensor]]) -> tuple[int | None, dict[Slot, int]]:
+        known = {slot: g for slot, t in given if (g := self.gauge(t)) is not None}
+        result = next(iter(known.values()), None)
+        return result, {slot: g - (result or 0) for slot, g in known.items()}
+
+    def _planned(
+        self, call: Placed, given: list[tuple[Slot, Tensor]]
+    ) -> tuple[int, dict[Slot, int]]:
+        """A result that is written into an argument has the gauge of that argument.
+
+        Without a factor for the gradient of an argument, its gauge is that of the result.
+        """
+        assert call.gauge is not None
+        planned = dict.fromkeys((slot for slot, _ in given), call.gauge) | dict(call.sources)
+        known = {s: g for s, t in given if (g := self.gauge(t, planned[s])) is not None}
+        shift = next((known[s] - planned[s] for s in call.written if s in known), 0)
+        return call.gauge + shift, {s: g - planned[s] - shift for s, g in known.items()}
+
+    def leave(self, gauge: int | None, output: Any, args: tuple[Any, ...]) -> None:
+        """Notes the gauge of the result of a call."""
+        if gauge is None:
+            return
+        for _, tensor in tensors_in(args[:1] if output is None else output):
+            if tensor.requires_grad:
+                self._gauges[id(tensor)] = weakref.ref(tensor), gauge
+
+
+def _pattern(names: list[str], i: int) -> tuple[str, ...]:
+    return (*names[:i], "*", *names[i + 1 :])
+
+
+def _relative(structure: Structure, path: str) -> dict[str, tuple[Any, ...]]:
+    """The structure of the module at ``path``, with names relative to it."""
+    return {
+        name[len(path) :]: (kind, forward, parameters, children)
+        for name, (kind, forward, _, parameters, children) in part(structure, path).items()
+    }
