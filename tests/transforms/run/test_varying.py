@@ -104,7 +104,19 @@ class Caching(nn.Module):
         return (self.out(torch.tanh(self.first(x) * self.table) * 3) * 2).square().mean()
 
 
-MODELS = [Experts, Stacked, Skipping, Unrolled, Caching]
+class Converted(nn.Module):
+    """Converts a layer in every forward pass, and its gradient once it has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = self.first.to(x.dtype)
+        return (self.out(torch.tanh(self.first(x.to(x.dtype)) * 2)) * 3).square().mean()
+
+
+MODELS = [Converted, Experts, Stacked, Skipping, Unrolled, Caching]
 
 
 def batches(count: int = 8, tokens: int = 4) -> list[Tensor]:

@@ -249,7 +249,9 @@ class Recorder(FirstLook):
         given = (*tensors_in(args), *tensors_in(kwargs))
         if writes(function, name, args, kwargs):
             node.written = tuple(slot for slot, t in given if id(t) in made)
-        if written or kind is not None:
+        if kind is not None and written and not node.written and made <= {id(t) for _, t in given}:
+            self.graph.nodes.append(node)  # it returns its argument, which may be used by itself
+        elif written or kind is not None:
             self._add(node, sources, written)
         return output
 

@@ -192,7 +192,8 @@ def _step(
     settled, following = scope.settled, None
     if settled.varying:
         note_places(planned, (), [0] * len(planned.flow.nodes))
-        following = Following(planned.plan, settled, scope.structure, None)
+        preserves = scope.init == "preserve"
+        following = Following(planned.plan, settled, scope.structure, None, preserves)
     rest = (scope.kinds, scope.replacements, scope.path.items, following)
     mode = Measuring(planned, known, at_settled_length, *rest)
     find_scope(twin, _Recorded).measuring = mode

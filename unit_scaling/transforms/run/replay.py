@@ -17,7 +17,7 @@ from fp8.modes.autocast import EXPANDED
 
 from ...rules.table import OPS
 from ...scale import scale_edge
-from ..capture.kinds import KINDS, RECURRENT, canonical
+from ..capture.kinds import KINDS, RECURRENT, TRANSPARENT, canonical
 from ..capture.record import Key, Slot, tensors_in
 from ..plan.actions import Placed, Plan, Step
 from .border import ending
@@ -172,6 +172,8 @@ class Replay(FirstLook):
             self._placed = self._following.find(key)
             if self._placed is not None:
                 return self._placed.step
+            if kind in TRANSPARENT or self._following.preserves:
+                return None  # a call without factors, whatever branch it is in
         elif key in self._steps:
             return self._steps[key]
         if not any(t.is_floating_point() for _, t in tensors_in((args, kwargs))):

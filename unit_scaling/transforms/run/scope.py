@@ -355,7 +355,7 @@ class UnitScale:
             return None
         exact = not self.unit_scaled
         leaves = Leaves.of_model(module, path, plan, self.settled, self.settle, exact)
-        return Following(plan, self.settled, self.structure, leaves)
+        return Following(plan, self.settled, self.structure, leaves, exact)
 
     def _first(
         self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]

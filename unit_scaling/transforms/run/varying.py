@@ -64,12 +64,19 @@ class Following:
     """Finds the steps of one run, and tracks the gauges of its tensors.
 
     structure: of the model. leaves: None while a plan is measured, which has no gauges yet.
+    preserves: whether no value has a factor.
     """
 
     def __init__(
-        self, plan: Plan, settled: Settled, structure: Structure, leaves: Leaves | None
+        self,
+        plan: Plan,
+        settled: Settled,
+        structure: Structure,
+        leaves: Leaves | None,
+        preserves: bool,
     ) -> None:
         self._plan = plan
+        self.preserves = preserves
         self._varying = settled.varying
         self._structure = structure
         self._leaves = leaves
