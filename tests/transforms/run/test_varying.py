@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import unit_scaling as uu
+from tests.launch import run_ranks
 from tests.transforms.gradients import check_true
 from unit_scaling.transforms import unit_scale
 from unit_scaling.transforms.plan.model_plan import ModelPlan
@@ -198,3 +200,7 @@ def test_varying_modules_are_saved_with_the_plan() -> None:
     again = unit_scale(made(Stacked), plan=plan)
     x = batches()[0]
     torch.testing.assert_close(again(x), model(x))
+
+
+def test_processes_agree_on_experts_that_only_one_has_used(tmp_path: Path) -> None:
+    run_ranks(Path(__file__).with_name("varying_worker.py"), 2, tmp_path / "store")

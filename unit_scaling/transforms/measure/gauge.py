@@ -29,6 +29,7 @@ from ..plan.actions import MEASURED, CallRow, Placed, Settled, Step, with_slots
 from ..plan.planner import Planned
 from ..run.replay import factor_after
 from .measuring import REACH, Measured
+from .ranks import agreed_once, is_alone
 
 __all__ = ["note_places", "place", "with_true_gradients"]
 
@@ -37,12 +38,17 @@ class _Regions:
     """The gauges of a plan. exponents: of the result of each node."""
 
     def __init__(
-        self, planned: Planned, measured: Measured, settled: Settled, true_gradients: bool
+        self,
+        planned: Planned,
+        measured: Measured,
+        settled: Settled,
+        true_gradients: bool,
+        model: str,
     ) -> None:
         self.flow, self.plan = planned.flow, planned.plan
         self.nodes = planned.flow.nodes
         self._measured, self._settled = measured, settled
-        self._true = true_gradients
+        self._true, self._model = true_gradients, model
         self._root = list(range(len(self.nodes)))
         self.edges = [
             (index, i)
@@ -162,6 +168,19 @@ class _Regions:
             own = self._measured.parameters.get(self.nodes[bias].parameter or "")
             if own is None or abs(self.exponents[weight] + own) <= REACH:
                 self.exponents[bias] = self.exponents[weight]
+        self._agree(index for index in leaves if not self._is_bound(index, chosen))
+
+    def _agree(self, leaves: Iterable[int]) -> None:
+        """Gives parameters the exponents that they have in all processes."""
+        names = {index: self.nodes[index].parameter for index in leaves}
+        own = {
+            name: self.exponents[index]
+            for index, name in names.items()
+            if name is not None and name not in self._settled.parameters and not self._true
+        }
+        shared = agreed_once(self._model, own)
+        for index, name in names.items():
+            self.exponents[index] = shared.get(name or "", self.exponents[index])
 
     def _biases(self) -> Iterator[tuple[int, int]]:
         """(bias, weight) of products, for parameters that are the bias of one product only."""
@@ -222,9 +241,13 @@ class _Regions:
             return self._settled.gauges[key] + self._shift
         return region if abs(region - wanted) <= REACH else round(wanted)
 
+    def _is_bound(self, index: int, chosen: Mapping[int, int | None]) -> bool:
+        """Whether a parameter has the gauge of a region."""
+        return self._find(index) in chosen or index in self._tied
+
     def _of_leaf(self, index: int, chosen: Mapping[int, int | None]) -> int:
         node = self.nodes[index]
-        if self._find(index) in chosen or index in self._tied:
+        if self._is_bound(index, chosen):
             return chosen.get(self._find(index)) or 0
         name = node.parameter
         if name is None or self._true:
@@ -268,10 +291,13 @@ def with_true_gradients(planned: Planned) -> None:
             steps[node.key] = _gauged(node, step, {})
 
 
-def place(planned: Planned, measured: Measured, settled: Settled, true_gradients: bool) -> None:
+def place(
+    planned: Planned, measured: Measured, settled: Settled, true_gradients: bool, model: str
+) -> None:
     """Writes corrections and gauges into a plan.
 
     true_gradients: whether the gradients of parameters must be exactly those of the model.
+    model: its name in the agreements of processes.
     """
     plan, nodes = planned.plan, planned.flow.nodes
     for index, node in enumerate(nodes):
@@ -285,7 +311,7 @@ def place(planned: Planned, measured: Measured, settled: Settled, true_gradients
         step = None if node.key is None else plan.steps.get(node.key)
         if node.key is not None and step is not None and (0,) in node.written:
             plan.steps[node.key] = replace(step, writes=True)
-    regions = _Regions(planned, measured, settled, true_gradients)
+    regions = _Regions(planned, measured, settled, true_gradients, model)
     ratios: dict[int, dict[Slot, int]] = defaultdict(dict)
     for index, i in regions.edges:
         ratio = regions.exponents[i.node] - regions.exponents[index]
@@ -302,7 +328,7 @@ def place(planned: Planned, measured: Measured, settled: Settled, true_gradients
                 plan.unseen += (node.key,)
         if node.parameter is not None:
             plan.parameters[node.parameter] = regions.exponents[index]
-            if node.parameter not in measured.parameters:
+            if node.parameter not in measured.parameters and is_alone():
                 plan.idle += (node.parameter,)
     planned.exponents.extend(regions.exponents)
     note_places(planned, regions.edges, regions.exponents)

@@ -32,7 +32,7 @@ from ..run.install import Call, Places, Scope, find_scope, is_sharded
 from ..run.varying import Following
 from .gauge import note_places, place, with_true_gradients
 from .measuring import Actual, Measuring, measure
-from .ranks import fingerprint
+from .ranks import fingerprint, numbered
 
 __all__ = ["RUNNING", "UNSEEN", "Given", "Looking", "look"]
 
@@ -49,7 +49,7 @@ class Looking(Scope, Protocol):
     """The part of `UnitScale` that recording and measuring use.
 
     arriving: the exponent of gradients arriving at the output in the first call signature, once
-    known.
+    known. name: of the model, the same in all processes; "" until the first recording.
     """
 
     kinds: dict[Callable[..., Any], str]
@@ -60,6 +60,7 @@ class Looking(Scope, Protocol):
     residual: str
     context_length: int | None
     arriving: int | None
+    name: str
 
     def settle(self) -> None:
         """Adopts what the plans so far have measured."""
@@ -148,9 +149,10 @@ def _measure(
     """
     with_true_gradients(planned)
     scope.settle()
-    names = sorted(name for name, _ in twin.named_parameters())
-    planned.plan.name = fingerprint([node.key for node in planned.flow.nodes], names)
     plan, settled = planned.plan, scope.settled
+    if not scope.name:
+        scope.name = numbered(fingerprint(sorted(name for name, _ in twin.named_parameters())))
+    plan.name = fingerprint(scope.name, path, twin.training, actual is None)
     loss = None if actual is None else actual.loss
     known: Mapping[Place, int] = settled.corrections
     if planned.settled:  # factors are for that length, gradients for this one
@@ -166,7 +168,7 @@ def _measure(
     if preserve:
         plan.outside = 0  # gradients of parameters are the true ones
     found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)
-    place(planned, found, settled, preserve)
+    place(planned, found, settled, preserve, scope.name)
     if failed:
         plan.rows.append(CallRow(path, "backward", LEFT_ALONE, f"gradients as they are: {failed}"))
     if not path:

@@ -29,7 +29,7 @@ from ..plan.planner import Planned
 from ..plan.weights import pruned
 from ..run.border import records
 from ..run.replay import Replay
-from .ranks import agreed, is_alone
+from .ranks import agreed, agreed_once, is_alone
 
 __all__ = ["REACH", "Actual", "Measured", "Measuring", "Watching", "measure"]
 
@@ -55,12 +55,21 @@ class Measured:
     corrections: dict[Place, int] = field(default_factory=dict)
 
     def shared(self, name: str) -> Measured:
-        """The measurements of the first process of the job: see `measure.ranks`."""
+        """The measurements of the first process of the job, and of others where it has none: see
+        `measure.ranks`.
+        """
         if is_alone():
             return self
         tables = [pairs(getattr(self, f.name)) for f in fields(self)]
-        found = json.loads(agreed(name, json.dumps(tables)))
-        return Measured(*(dict(tupled(table)) for table in found))
+        found = [dict(tupled(table)) for table in json.loads(agreed(name, json.dumps(tables)))]
+        shared = Measured(
+            *(getattr(self, f.name) | t for f, t in zip(fields(self), found, strict=True))
+        )
+        texts = {repr(place): place for place in shared.corrections}
+        factors = {text: shared.corrections[place] for text, place in texts.items()}
+        factors = agreed_once(f"{name}/corrections", factors)
+        shared.corrections = {texts[text]: exponent for text, exponent in factors.items()}
+        return shared
 
 
 class Actual(NamedTuple):

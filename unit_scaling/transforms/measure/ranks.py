@@ -9,12 +9,14 @@ models, such as pipeline stages.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
+from collections.abc import Mapping
 
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-__all__ = ["agreed", "fingerprint", "is_alone"]
+__all__ = ["agreed", "agreed_once", "fingerprint", "is_alone", "numbered"]
 
 _TIMES: Counter[str] = Counter()
 """How often this process has requested each name."""
@@ -23,6 +25,12 @@ _TIMES: Counter[str] = Counter()
 def fingerprint(*parts: object) -> str:
     """A hash that is the same in all processes with equal parts."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def numbered(name: str) -> str:
+    """``name`` and how often this process has asked for it: all processes make the same models."""
+    _TIMES[name] += 1
+    return f"{name} {_TIMES[name]}"
 
 
 def is_alone() -> bool:
@@ -39,3 +47,23 @@ def agreed(name: str, value: str) -> str:
     store = distributed_c10d._get_default_store()  # public stores must be created anew
     found: bytes = store.compare_set(f"unit_scaling/{name}/{_TIMES[name]}", "", value)
     return found.decode()
+
+
+_TABLES: dict[str, dict[str, int]] = {}
+"""The numbers that `agreed_once` has returned, by name."""
+
+
+def agreed_once(name: str, numbers: Mapping[str, int]) -> dict[str, int]:
+    """``numbers``, or for each of them that of the first process to name it. They never change.
+
+    Processes may name others at other times, as with experts that only some of them have used.
+    """
+    if is_alone():
+        return dict(numbers)
+    if name not in _TABLES:
+        _TABLES[name] = json.loads(agreed(name, json.dumps(dict(numbers))))
+    known = _TABLES[name]
+    for key in numbers:
+        if key not in known:
+            known[key] = int(agreed(f"{name}/{key}", str(numbers[key])))
+    return {key: known[key] for key in numbers}

@@ -89,6 +89,8 @@ class UnitScale:
         self._missed: frozenset[str] = frozenset()
         #: The exponent of gradients arriving at the output in the first call signature, once known.
         self.arriving: int | None = None
+        #: The name of the model in the agreements of processes.
+        self.name = ""
         self._held: Any = None
         self._example: Example | None = None
 
@@ -354,7 +356,8 @@ class UnitScale:
         if not self.settled.varying:
             return None
         exact = not self.unit_scaled
-        leaves = Leaves.of_model(module, path, plan, self.settled, self.settle, exact)
+        rest = (plan, self.settled, self.settle, exact, self.name)
+        leaves = Leaves.of_model(module, path, *rest)
         return Following(plan, self.settled, self.structure, leaves, exact)
 
     def _first(

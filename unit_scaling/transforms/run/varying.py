@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...scale import scale_edge
 from ..capture.record import Key, Slot, replaced, site, tensors_in
 from ..capture.structure import Structure, part
+from ..measure.ranks import agreed_once
 from ..plan.actions import Placed, Plan, Settled
 
 __all__ = ["Following", "Leaves"]
@@ -31,7 +32,7 @@ __all__ = ["Following", "Leaves"]
 class Leaves:
     """The gauges of parameters. names: of parameters by id. settle: updates ``settled``.
 
-    exact: whether all are 0.
+    exact: whether all are 0. model: its name in the agreements of processes.
     """
 
     names: Mapping[int, str]
@@ -39,6 +40,7 @@ class Leaves:
     settled: Settled
     settle: Callable[[], None]
     exact: bool
+    model: str
 
     @classmethod
     def of_model(cls, model: nn.Module, path: str, *rest: Any) -> Leaves:
@@ -55,8 +57,10 @@ class Leaves:
         if name not in known:
             self.settle()
             settled = self.settled.parameters.get(name)
-            own = planned if settled is None else settled - (self.plan.outside or 0)
-            known[name] = 0 if self.exact else own
+            if settled is None:
+                known[name] = 0 if self.exact else agreed_once(self.model, {name: planned})[name]
+            else:
+                known[name] = settled - (self.plan.outside or 0)
         return known[name]
 
 
