@@ -20,7 +20,7 @@ from fp8.common.compiler import FIRST_LOOK
 from fp8.modes.autocast import OPAQUE
 from fp8.modes.autocast import PRODUCTS as FP8_PRODUCTS
 
-from ..capture.kinds import EMBEDDINGS, KINDS, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.kinds import EMBEDDINGS, KINDS, LAYERS, PRODUCTS, RECURRENT, TRANSPARENT, is_added
 from ..capture.probe import Observer, mapped, unseen
 from ..capture.record import Slot, tensors_in
 from ..run.replay import Replay, factor_after
@@ -31,13 +31,11 @@ _UNCAST = frozenset(["chain_matmul", "multi_dot"])
 """Products that no recipe applies to; they are measured all the same."""
 
 _ATTENTION = "scaled_dot_product_attention"
-_WEIGHTED = EMBEDDINGS | {kind for kind in PRODUCTS if kind.startswith(("linear", "conv"))}
+_WEIGHTED = EMBEDDINGS | LAYERS
 """Products whose second operand is always a weight."""
 
-_ADDED = {"addmm": 0, "addmv": 0, "addbmm": 0, "baddbmm": 0, _ATTENTION: 3, "bilinear": 3}
-"""Product -> the index of the argument that is added; by default the third."""
-
-_ADDED_NAMES = frozenset(["bias", "attn_mask", "out", "per_sample_weights"])
+_UNMEASURED = frozenset(["out", "per_sample_weights"])
+"""Arguments that are neither added nor operands."""
 
 
 @dataclass
@@ -230,7 +228,7 @@ class Watch(Observer):
         slots: dict[Slot, _Operand] = {}
 
         def watched(slot: Slot, tensor: Tensor) -> Tensor:
-            if _is_added(product.call, slot):
+            if slot[0] in _UNMEASURED or is_added(product.call, slot):
                 product.biases |= self._origin(tensor).sources
                 return tensor
             state = product.call in RECURRENT and slot not in ((0,), ("input",))
@@ -314,15 +312,6 @@ def _named(product: _Product, t: _Operand, small: bool) -> tuple[str, str, str]:
         averages = any(each.probabilities for each in product.tensors)
         return "value" if averages and t.label in ("input", "other") else t.label, t.kind, PASSED
     return t.label, t.kind, "query-key gradient" if small else "gradient"
-
-
-def _is_added(call: str, slot: Slot) -> bool:
-    """Whether an argument is added (a bias or mask), not multiplied."""
-    if isinstance(slot[0], str):
-        return slot[0] in _ADDED_NAMES or (slot[0] == "input" and _ADDED.get(call) == 0)
-    if call in ("einsum", *EMBEDDINGS, *RECURRENT):
-        return False
-    return slot[0] == _ADDED.get(call, 2) or slot[0] > 3
 
 
 def _find_softmax(node: Node | None, ends: set[Node | None]) -> Node | None:

@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 
 from ...rules.table import OPS
-from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT, is_added
 from ..capture.record import CallNode, Input, Key, Slot, tensors_in
 from ..plan.actions import MEASURED, CallRow, Settled, Step, with_slots
 from ..plan.planner import Planned
@@ -241,7 +241,7 @@ class _Regions:
 
 def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
     """The tensor operands of a product, by the names of their scales in its op."""
-    if step is None or step.op not in OPS or node.kind not in PRODUCTS | {"linear_readout"}:
+    if step is None or step.op not in OPS or node.kind not in PRODUCTS:
         return {}
     op = OPS[step.op]
     if not op.constrainable:
@@ -252,9 +252,8 @@ def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
     slots = {id(t): slot for slot, t in (*tensors_in(node.args), *tensors_in(node.kwargs))}
     names = op.scales(node.args, node.kwargs, func=node.function).keys()
     found = {name: slots[id(t)] for name in names if id(t := given.get(name)) in slots}
-    if "mat1" in found and given["input"].dim() > 1:  # a term of the sum, not a bias
-        found.pop("input", None)
-    return found
+    terms = {name for name, slot in found.items() if is_added(node.kind, slot) and name != "bias"}
+    return {n: slot for n, slot in found.items() if n not in terms or given[n].dim() < 2}
 
 
 def with_true_gradients(planned: Planned) -> None:

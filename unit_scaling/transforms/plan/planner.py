@@ -28,7 +28,17 @@ from fp8.common.report import LEFT_ALONE
 
 from ...rules.table import find_op
 from ..capture.dataflow import Flow
-from ..capture.kinds import ATTENTION, CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.kinds import (
+    ATTENTION,
+    CASTS,
+    KEPT,
+    LAYERS,
+    NEUTRAL,
+    PRODUCTS,
+    RECURRENT,
+    TRANSPARENT,
+    is_added,
+)
 from ..capture.record import DISTRIBUTION, CallGraph, CallNode, Slot, is_sparse, tensors_in
 from .actions import CallRow, Decision, Plan, Settings, Step, with_slots
 from .arguments import Arguments
@@ -94,9 +104,9 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
 
 def _bias(node: CallNode) -> Slot | None:
     """The slot of the bias of a linear layer or convolution."""
-    if not node.kind.startswith(("linear", "conv")):
+    if node.kind not in LAYERS:
         return None
-    return next((i.slot for i in node.inputs if i.slot in ((2,), ("bias",))), None)
+    return next((i.slot for i in node.inputs if is_added(node.kind, i.slot)), None)
 
 
 def _is_multilinear(node: CallNode) -> bool:
