@@ -283,12 +283,12 @@ def format_of(spec: Spec) -> Format:
     return Format.from_text(spec.format) if "|" in spec.format else get_format(spec.format)
 
 
-def rounding_of(spec: Spec) -> dict[str, Any]:
-    """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a spec."""
+def rounding_of(cast: Spec | Cast) -> dict[str, Any]:
+    """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a cast."""
     return {
-        "rounding": spec.rounding,
-        "overflow": spec.overflow,
-        "random_bits": spec.random_bits,
+        "rounding": cast.rounding,
+        "overflow": cast.overflow,
+        "random_bits": cast.random_bits,
     }
 
 

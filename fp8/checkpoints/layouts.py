@@ -205,8 +205,7 @@ def rounded(
         sizes = zip(weight.shape, (down, along), strict=True)
         scale = scale.reshape([-(-n // by) if by else 1 for n, by in sizes])
     wide = widened(scale, weight.shape, (down, along))
-    how: Any = {"rounding": "nearest", "overflow": "saturate", "random_bits": 31}
-    values = quantize_operand(weight, format, scale=wide, **how)
+    values = quantize_operand(weight, format, scale=wide)
     return Rounded(values / wide, scale, values)
 
 
