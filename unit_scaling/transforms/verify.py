@@ -25,7 +25,7 @@ from ..checks.first_call import skip_checks
 from .capture.copies import deep_copy
 from .capture.record import rms_of
 from .inspect.diagnosis import diagnosis
-from .inspect.product_probe import Watch
+from .inspect.product_probe import Found, Watch
 from .inspect.serialize import as_csv, as_json
 from .plan.weights import parametrizations
 from .run.install import find_scope, install, is_sharded
@@ -222,7 +222,7 @@ def verify(
         watch.active = False  # checkpoints recompute parts of the model in the backward pass
         at_output = _measured(output)
         outside_compiler(lambda: _backward(output, loss, seed))
-    rows = [_measurement(*found) for found in watch.results()]
+    rows = [_measurement(found) for found in watch.results()]
     at_loss = None if _is_gauged(twin) else max(at_output, default=None)
     return Verification(rows, watch.notes, at_loss)
 
@@ -251,12 +251,12 @@ def _measured(output: Any) -> list[float]:
     return found
 
 
-def _measurement(
-    path: str, call: str, number: int, tensor: str, kind: str, rms: float
-) -> Measurement:
-    limits = RANGES[kind]
-    inside = None if limits is None or rms == 0 else limits[0] <= rms <= limits[1]
-    return Measurement(path, call, number, tensor, kind, rms, inside)
+def _measurement(found: Found) -> Measurement:
+    limits = RANGES[found.kind]
+    if limits is None or found.rms == 0:
+        return Measurement(*found, inside=None)
+    low, high = limits
+    return Measurement(*found, inside=low <= found.rms <= high)
 
 
 def _detached(batch: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...rules.table import OPS, find_op
 from ..capture.kinds import (
+    ATTENTION,
     AVERAGES,
     CASTS,
     LOSSES,
@@ -293,7 +294,7 @@ class _Ratios:
 
     def _product(self, call: _Call) -> Ratio | None:
         node = call.node
-        if call.kind == "scaled_dot_product_attention":
+        if call.kind in ATTENTION:
             return self._attention(call)
         added = next((n for n, i in enumerate(call.inputs) if is_added(call.kind, i.slot)), None)
         bias = None if added is None else _of_added(call, added)
