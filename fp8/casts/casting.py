@@ -147,7 +147,10 @@ def labelled(spec: Spec | None, name: str, operand: str) -> Spec | None:
 
 def is_symmetric(spec: Spec | None) -> bool:
     """Whether the cast is the same along both axes of a matrix, so that one copy serves both."""
-    return spec is None or (spec.tile[0] == spec.tile[1] and not spec.hadamard)
+    if spec is None:
+        return True
+    across, along = spec.tile
+    return across == along and not spec.hadamard
 
 
 def unrotated(spec: Spec | None) -> Spec | None:

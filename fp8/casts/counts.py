@@ -233,7 +233,7 @@ class Look:
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
         self.unnamed: Counter[str] = Counter()
-        self.worst = (0.0, "")
+        self.worst, self.what = 0.0, ""
         self.warned = False
         self.token = str(next(_TOKENS))
         _RECORDERS[self.token] = self
@@ -256,10 +256,10 @@ class Look:
             ):
                 which = operand.removesuffix(" again")
                 text = f"{share:.0%} of the {which} of {layer} {what} in {format}"
-                self.worst = max(self.worst, (beyond, text))
-        if operand.startswith("grad") and self.worst[0] > LOST:
+                self.worst, self.what = max((self.worst, self.what), (beyond, text))
+        if operand.startswith("grad") and self.worst > LOST:
             self.warned = True
-            warn_once(RecipeWarning, _FLUSHED.format(self.worst[1], self.recipe), self)
+            warn_once(RecipeWarning, _FLUSHED.format(self.what, self.recipe), self)
 
 
 _FLUSHED = (

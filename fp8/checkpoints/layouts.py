@@ -220,8 +220,8 @@ def stored(
     entry = layout.entries(units.shape)[layout.scale]
     if scale.dim():
         sizes = zip(cast.tile or (), layout.tile, strict=True)
-        ratio = [n // by if by else 1 for n, by in sizes]
-        scale = widened(scale, entry.shape, (ratio[0], ratio[1]))
+        down, along = (n // by if by else 1 for n, by in sizes)
+        scale = widened(scale, entry.shape, (down, along))
     if layout.values == "e4m3":
         if layout.dtype == torch.uint8:
             bits = (scale.log2() + E8M0_BIAS).nan_to_num(E8M0_NAN)

@@ -220,7 +220,8 @@ def corrected(
     steps = scale / unit
     pairs = [(y * x).sum(dims, keepdim=True) * steps.square() for y in (x, values)]
     if together > 1:
-        along = dims[0] - 1
+        (dim,) = dims
+        along = dim - 1
         groups = [p.unflatten(along, (-1, together)) for p in pairs]
         pairs = [
             g.nansum(along, keepdim=True).expand_as(g).flatten(along - 1, along) for g in groups

@@ -273,9 +273,10 @@ class _Planner:
     def _gain(self, node: CallNode) -> Decision:
         """A value times a tensor computed from parameters: a gain, initially of RMS 1."""
         gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self.nodes[i.node].computed]
-        slots = [(slot, 1 / gain.rms, 1 / gain.rms) for slot, gain in gains if not gain.parameter]
-        why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
-        return with_slots(None, [s for s in slots if abs(s[1] - 1) > 0.1]), "scaled", f"a gain{why}"
+        sizes = [(slot, gain.rms) for slot, gain in gains if not gain.parameter]
+        sizes = [(slot, rms) for slot, rms in sizes if abs(1 / rms - 1) > 0.1]
+        why = "a gain" + "".join(f", divided by {rms:.3g}" for _, rms in sizes)
+        return with_slots(None, [(slot, 1 / rms, 1 / rms) for slot, rms in sizes]), "scaled", why
 
     def _by_rule(self, index: int, node: CallNode, kind: str) -> Decision:
         assert node.function is not None
