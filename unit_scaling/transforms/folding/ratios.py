@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...ops.products import is_bias
 from ...rules.table import OPS, find_op
 from ..capture.kinds import (
     ATTENTION,
@@ -398,9 +399,11 @@ def _has_scale(tensor: Tensor) -> bool:
 def _of_added(call: _Call, index: int) -> Ratio | None:
     """The ratio of the added term of a product, without the factor of the product."""
     node, bias = call.node, call.ratios[index]
-    if bias is None or call.step.op != "addmm" or call.tensors[index].dim() == 1:
+    if bias is None or call.step.op != "addmm":
         return bias
     given = OPS["addmm"].bind(node.args, node.kwargs, node.function)
+    if is_bias(given["input"], given["mat2"]):
+        return bias
     own = 1 / (math.hypot(given["alpha"], given["beta"]) or 1.0)
     return _plus(bias, _log(own), _plus(_factor(call.step, node), times=-1))
 
