@@ -69,7 +69,7 @@ CPU; fused kernels do not expose it.
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Found):
     """One tensor of one call.
 
     Attributes:
@@ -82,12 +82,6 @@ class Measurement:
         inside: whether rms is in the range of its kind; None if the kind has no range or rms is 0.
     """
 
-    path: str
-    call: str
-    number: int
-    tensor: str
-    kind: str
-    rms: float
     inside: bool | None
 
 
@@ -254,9 +248,9 @@ def _measured(output: Any) -> list[float]:
 def _measurement(found: Found) -> Measurement:
     limits = RANGES[found.kind]
     if limits is None or found.rms == 0:
-        return Measurement(*found, inside=None)
+        return Measurement(**vars(found), inside=None)
     low, high = limits
-    return Measurement(*found, inside=low <= found.rms <= high)
+    return Measurement(**vars(found), inside=low <= found.rms <= high)
 
 
 def _detached(batch: Any) -> Any:

@@ -108,7 +108,8 @@ class _Origin:
     probabilities: bool = False
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """The RMS of a tensor of a call, the one after ``number`` others of its kind in a module."""
 
     path: str
