@@ -19,6 +19,7 @@ import fp8
 import unit_scaling as uu
 from benchmarks.common import Row
 from fp8.casts.counts import OPEN, CastRecorder, Observed
+from fp8.common.step import evaluating
 from unit_scaling.transforms import simulate_fp8, unit_scale
 
 from .case import Case, Stranger
@@ -235,13 +236,12 @@ def _short(values: Tensor, bits: int) -> bool:
 def _preserved(case: Case, row: Row) -> None:
     """Whether init="preserve" keeps the outputs, in evaluation mode."""
     try:
-        plain = _outputs(case, case.model.eval())
-        case.model.train()
+        with evaluating(case.model):
+            plain = _outputs(case, case.model)
         model = unit_scale(case.model, init="preserve").eval()
         errors = [_error(ours, plain) for ours in (_outputs(case, model), _outputs(case, model))]
     except Exception as error:
         row["preserve"] = described(error)
-        case.model.train()
         return
     row["preserve"] = "exact" if max(errors) == 0 else f"{max(errors):.1e}"
 

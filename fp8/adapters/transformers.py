@@ -20,7 +20,15 @@ from ..formats.quantize import quantize
 from ..products.attention import by_products
 from ..recipes.scaling import SCALINGS, scale_of
 
-__all__ = ["KV_SCALINGS", "CacheError", "cache_errors", "kv_cache", "register_attention"]
+__all__ = [
+    "KV_SCALINGS",
+    "CacheError",
+    "CacheSize",
+    "cache_errors",
+    "cache_size",
+    "kv_cache",
+    "register_attention",
+]
 
 KV_SCALINGS: dict[str, tuple[int, ...] | None] = {
     "tensor": None,
@@ -31,6 +39,10 @@ KV_SCALINGS: dict[str, tuple[int, ...] | None] = {
 all. The scale of "tensor" and "head" (one for each head of each sequence) is that of the first
 tokens, the prompt, and stays; larger values of later tokens saturate. "token" has one for each head
 of each token."""
+
+
+_STATES, _SCALES = ("keys", "values"), ("key_scale", "value_scale")
+"""The tensors of a layer of a cache, and of one in FP8."""
 
 
 def kv_cache(
@@ -182,7 +194,8 @@ def cache_errors(
         log_p, log_q = wanted.log_softmax(-1), got.log_softmax(-1)
         divergence = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
         largest = float((wanted - got).abs().max())
-        rows.append(CacheError(scaling, divergence, largest, _bytes(cache), _bytes(plain)))
+        sizes = [cache_size(each).bytes for each in (cache, plain)]
+        rows.append(CacheError(scaling, divergence, largest, *sizes))
     return rows
 
 
@@ -192,11 +205,20 @@ def _logits(model: Any, input_ids: Tensor, prompt: int, cache: Any) -> Tensor:
     return model(input_ids[:, prompt:], past_key_values=cache, use_cache=True).logits.double()
 
 
-def _bytes(cache: Any) -> int:
-    """The bytes of the keys, the values and the scales of a cache."""
-    names = ("keys", "values", "key_scale", "value_scale")
-    tensors = [getattr(layer, name, None) for layer in cache.layers for name in names]
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+class CacheSize(NamedTuple):
+    """bytes: of keys, values and scales. elements: of keys and values."""
+
+    bytes: int
+    elements: int
+
+
+def cache_size(cache: Any) -> CacheSize:
+    """The size of a cache of `kv_cache`, or of a ``transformers.DynamicCache``."""
+    states, scales = (
+        [x for layer in cache.layers for n in names if (x := getattr(layer, n, None)) is not None]
+        for names in (_STATES, _SCALES)
+    )
+    return CacheSize(sum(x.nbytes for x in (*states, *scales)), sum(x.numel() for x in states))
 
 
 def _decoded(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -262,10 +284,10 @@ class _Stored:
         """Replaces the sequences of the batch by ``pick`` of them."""
         if not self.get_seq_length():
             return
-        for name in ("keys", "values"):
+        for name in _STATES:
             stored = getattr(self, name)
             setattr(self, name, pick(stored.view(torch.uint8)).view(stored.dtype))
-        for name in ("key_scale", "value_scale") if self.scaling != "tensor" else ():
+        for name in _SCALES if self.scaling != "tensor" else ():
             setattr(self, name, pick(getattr(self, name)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -280,7 +302,7 @@ class _Stored:
     def crop(self, tokens: int) -> None:
         super().crop(tokens)  # type: ignore[misc]
         if self.scaling == "token" and self.key_scale is not None:
-            for name in ("key_scale", "value_scale"):
+            for name in _SCALES:
                 setattr(self, name, getattr(self, name)[..., : self.keys.shape[-2], :])
 
     def reset(self) -> None:

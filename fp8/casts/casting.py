@@ -42,6 +42,7 @@ __all__ = [
     "Spec",
     "cast_backward",
     "cast_forward",
+    "corrected_tiles",
     "format_of",
     "is_symmetric",
     "is_whole",
@@ -54,7 +55,6 @@ __all__ = [
     "spec_of",
     "static_scale",
     "tensor_unit",
-    "tiles_together",
     "turn_of",
     "unrotated",
     "untiled",
@@ -147,7 +147,10 @@ def labelled(spec: Spec | None, name: str, operand: str) -> Spec | None:
 
 def is_symmetric(spec: Spec | None) -> bool:
     """Whether the cast is the same along both axes of a matrix, so that one copy serves both."""
-    return spec is None or (spec.tile[0] == spec.tile[1] and not spec.hadamard)
+    if spec is None:
+        return True
+    across, along = spec.tile
+    return across == along and not spec.hadamard
 
 
 def unrotated(spec: Spec | None) -> Spec | None:
@@ -283,12 +286,12 @@ def format_of(spec: Spec) -> Format:
     return Format.from_text(spec.format) if "|" in spec.format else get_format(spec.format)
 
 
-def rounding_of(spec: Spec) -> dict[str, Any]:
-    """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a spec."""
+def rounding_of(cast: Spec | Cast) -> dict[str, Any]:
+    """The keyword arguments of `fp8.formats.quantize.quantize_operand` for a cast."""
     return {
-        "rounding": spec.rounding,
-        "overflow": spec.overflow,
-        "random_bits": spec.random_bits,
+        "rounding": cast.rounding,
+        "overflow": cast.overflow,
+        "random_bits": cast.random_bits,
     }
 
 
@@ -317,7 +320,9 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
                 scale = scales_of(of, tiles, dims, format, rule, tile, axis)
             scale = with_margin(scale, spec.margin, rule)
         if rule in CORRECTED:
-            values, scale = _corrected(tiles, dims, scale, spec, of)
+            unit = tensor_unit(tiles, dims, spec, of)
+            units, scale = corrected_tiles(tiles, dims, scale, unit, spec)
+            values = (units * scale).to(tiles.dtype)
         else:
             how |= {"scale": scale, "inverse": inverse_of(scale, rule)}
             values = quantize_operand(tiles, format, **how)
@@ -340,22 +345,16 @@ def tensor_unit(tiles: Tensor, dims: tuple[int, ...] | None, spec: Spec, of: Any
     return with_margin(unit, spec.margin, spec.rule)
 
 
-def _corrected(
-    tiles: Tensor, dims: tuple[int, ...] | None, scale: Tensor, spec: Spec, of: Any
+def corrected_tiles(
+    tiles: Tensor, dims: tuple[int, ...] | None, scale: Tensor, unit: Tensor, spec: Spec
 ) -> tuple[Tensor, Tensor]:
-    """Tiles rounded under a spec with a rule in CORRECTED, and the scales that multiply them."""
+    """Tiles rounded to numbers of the format under a spec with a rule in CORRECTED, and the scales
+    that multiply them. scale, unit: by the rule."""
     assert dims is not None
-    x = tiles.detach().to(scale.dtype) / scale
-    values = quantize_operand(x, format_of(spec), **rounding_of(spec))
-    scale = corrected(
-        x, values, scale, tensor_unit(tiles, dims, spec, of), dims, tiles_together(spec)
-    )
-    return (values * scale).to(tiles.dtype), scale
-
-
-def tiles_together(spec: Spec) -> int:
-    """The number of tiles that are rotated together."""
-    return max(spec.hadamard // spec.tile[1], 1)
+    _, along = spec.tile
+    units = tiles.detach().to(scale.dtype) / scale
+    values = quantize_operand(units, format_of(spec), **rounding_of(spec))
+    return values, corrected(units, values, scale, unit, dims, max(spec.hadamard // along, 1))
 
 
 def untiled(y: Tensor, x: Tensor, tile: tuple[int, int], axis: int) -> Tensor:

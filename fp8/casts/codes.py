@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ..formats.quantize import quantize_operand
 from ..recipes.rules import CORRECTED, scale_format
-from ..recipes.scaling import corrected, inverse_of, scale_of, scaled_tiles, with_margin
+from ..recipes.scaling import inverse_of, scale_of, scaled_tiles, with_margin
 from ..tensors.scaled_tensor import plain
 from .casting import (
     Spec,
+    corrected_tiles,
     format_of,
     rotated,
     rounding_of,
     static_scale,
     tensor_unit,
-    tiles_together,
     untiled,
     whole_scale,
 )
@@ -73,17 +73,16 @@ def codes(
     else:
         tiles, dims = scaled_tiles(x, tile, axis)
         scale = with_margin(scale_of(tiles, dims, format, rule), margin, rule)
-        inverse = inverse_of(scale, rule)
-        units = tiles / scale if inverse is None else tiles * inverse
-        values = quantize_operand(units, format, **how)
-        y = untiled(values, x, tile, axis)
         if scale_format(rule) == "e4m3":
             unit = tensor_unit(tiles, dims, spec)
-        if tile[1]:
-            assert dims is not None
-            if rule in CORRECTED:
-                assert unit is not None
-                scale = corrected(units, values, scale, unit, dims, tiles_together(spec))
+        if unit is not None and rule in CORRECTED:
+            values, scale = corrected_tiles(tiles, dims, scale, unit, spec)
+        else:
+            inverse = inverse_of(scale, rule)
+            units = tiles / scale if inverse is None else tiles * inverse
+            values = quantize_operand(units, format, **how)
+        y = untiled(values, x, tile, axis)
+        if dims and tile[1]:
             scale = scale.squeeze(dims)
     if axis == -2:
         y, scale = y.mT, scale.mT if scale.dim() else scale

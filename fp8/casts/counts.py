@@ -16,7 +16,6 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from ..common.compiler import eager_only
 from ..common.pitfalls import RecipeWarning, ScaleWarning, warn_once
 from ..formats.format import Format, get_format
+from .kurtosis import ACTIVATIONS, NORMAL, Halves, kurtosis
 
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
@@ -39,7 +39,6 @@ __all__ = [
     "Observed",
     "forget_looks",
     "is_sampled",
-    "kurtosis",
     "look_here",
     "observe",
     "product_name",
@@ -119,8 +118,8 @@ class CastRecorder:
     def __init__(self, model: nn.Module, sample: int) -> None:
         self.sample = sample
         self.sums: dict[tuple[str, str, str], Tensor] = {}
-        self.kurtoses: dict[tuple[str, str, str], list[float]] = {}
-        self.lock = threading.Lock()  # protects sums
+        self.kurtoses: dict[tuple[str, str, str], Halves] = {}
+        self.lock = threading.Lock()  # protects sums and kurtoses
         self.token = str(next(_TOKENS))
         _RECORDERS[self.token] = self
         self._model = model
@@ -188,32 +187,18 @@ class CastRecorder:
         if not (found := kurtosis(dict(zip(COUNTS, total.tolist(), strict=True)))) > 0:
             return
         with self.lock:
-            seen = self.kurtoses.setdefault(key, [])
-            seen.append(found)
-            if len(seen) < WATCHED:
-                return
-            half = len(seen) // 2
-            before, now = (math.fsum(part) / half for part in (seen[:half], seen[-half:]))
+            halves = self.kurtoses.setdefault(key, Halves())
+            halves.add(found)
+            means = halves.means()
+        if means is None:
+            return
+        before, now = means
         if now > 2 * max(before, NORMAL):
-            message = _GROWS.format(key[1], key[0], before, now)
+            layer, operand, _ = key
+            message = _GROWS.format(operand, layer, before, now)
             warn_once(RecipeWarning, message, self._model, "kurtosis")
 
 
-def kurtosis(sums: Mapping[str, float]) -> float:
-    """The uncentred kurtosis, mean x^4 / (mean x^2)^2, of sums of COUNTS; NaN without elements that
-    are not zero. That of normal data is 3."""
-    return sums["sampled"] * sums["fourth"] / sums["signal"] ** 2 if sums["signal"] else math.nan
-
-
-ACTIVATIONS = ("input", "query", "key", "value")
-"""The operands whose kurtosis `CastRecorder` watches."""
-NORMAL, WATCHED = 3.0, 32
-"""The kurtosis of normal data, and the casts after which `CastRecorder` watches it.
-
-FOG (arXiv:2505.20524): the kurtosis of queries, keys and values grows slower than the logarithm of
-the tokens, and faster several times as many tokens before the loss diverges. For a + b log(t) with
-a, b >= 0 the mean over the second half of the casts is at most 1.7 times that over the first one
-from 32 casts on: 2 is beyond that, and 2 * 3 beyond what normal data sampled anew does."""
 _GROWS = (
     "the kurtosis of the {} of {} grows faster than the logarithm of the passes: from {:.3g} to "
     "{:.3g} on average. Such outliers come before FP8 training diverges (arXiv:2505.20524): scale "
@@ -248,7 +233,7 @@ class Look:
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
         self.unnamed: Counter[str] = Counter()
-        self.worst = (0.0, "")
+        self.worst, self.what = 0.0, ""
         self.warned = False
         self.token = str(next(_TOKENS))
         _RECORDERS[self.token] = self
@@ -271,10 +256,10 @@ class Look:
             ):
                 which = operand.removesuffix(" again")
                 text = f"{share:.0%} of the {which} of {layer} {what} in {format}"
-                self.worst = max(self.worst, (beyond, text))
-        if operand.startswith("grad") and self.worst[0] > LOST:
+                self.worst, self.what = max((self.worst, self.what), (beyond, text))
+        if operand.startswith("grad") and self.worst > LOST:
             self.warned = True
-            warn_once(RecipeWarning, _FLUSHED.format(self.worst[1], self.recipe), self)
+            warn_once(RecipeWarning, _FLUSHED.format(self.what, self.recipe), self)
 
 
 _FLUSHED = (

@@ -9,6 +9,7 @@ operator.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,17 @@ def aligned(offs: Tensor, multiple: int) -> Tensor:
     return (-(-sizes // multiple) * multiple).cumsum(0, dtype=torch.int32)
 
 
+def _fields(spec: Spec) -> tuple[Any, ...]:
+    """The fields of a spec as arguments of the operator, which takes no tuple."""
+    format, rule, tile, *rest = spec
+    return format, rule, *tile, *rest
+
+
+def _spec(format: str, rule: str | None, across: int, along: int, *rest: Any) -> Spec:
+    """The spec with these `_fields`."""
+    return Spec(format, rule, (across, along), *rest)
+
+
 def _like(x: Tensor, offs: Tensor | None, split: int, axis: int, hadamard: int) -> Tensor:
     """Zeros for the cast operand: `rotated` fills the summed axis up to a multiple of its size, of
     each group if it splits that axis."""
@@ -87,15 +99,11 @@ def _cast_groups(
     split: int,
     axis: int,
     record: bool,
-    format: str,
-    rule: str | None,
-    across: int,
-    along: int,
-    *rest: int | str,
+    *fields: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cast operand, its scale factors, and the history afterwards. split: the axis that groups
-    split, if x is one matrix. axis: the axis that the product sums over."""
-    spec = Spec(format, rule, (across, along), *rest)  # type: ignore[arg-type]
+    split, if x is one matrix. axis: the axis that the product sums over. fields: of the spec."""
+    spec = _spec(*fields)
     y = _like(x, offs, split, axis, spec.hadamard)
     scales = _no_scales(y, split)
     after = x.new_empty(0) if history is None else history.clone()
@@ -129,11 +137,10 @@ def _(
     turn: Tensor | None,
     split: int,
     axis: int,
-    *rest: bool | int | str | None,
+    record: bool,
+    *fields: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    hadamard = rest[-3]
-    assert isinstance(hadamard, int)
-    y = _like(x, offs, split, axis, hadamard)
+    y = _like(x, offs, split, axis, _spec(*fields).hadamard)
     return y, _no_scales(y, split), x.new_empty(0) if history is None else history.clone()
 
 
@@ -168,10 +175,8 @@ def cast_groups(
     if spec is None:
         return x, None
     record = torch.is_grad_enabled() if record is None else record
-    format, rule, tile, *rest = spec
-    operator = torch.ops.fp8.cast_groups
-    arguments = (offs, history, turn, split, axis, record, format, rule, *tile, *rest)
-    y, scales, after = operator(plain(x).detach(), *arguments)
+    arguments = (offs, history, turn, split, axis, record, *_fields(spec))
+    y, scales, after = torch.ops.fp8.cast_groups(plain(x).detach(), *arguments)
     if history is not None and record:
         with torch.no_grad():
             history.copy_(after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,27 +15,37 @@ from ..common.threads import Stack
 from ..recipes.scaling import second_moment
 from ..tensors.scaled_tensor import plain
 
-__all__ = ["MEASURING", "Measurement", "measuring", "uncast"]
+__all__ = ["MEASURING", "Measurement", "Moment", "measuring", "uncast"]
+
+
+@dataclass
+class Moment:
+    """The operands with one static scale. state: that scale. total: the sum of their squares.
+    elements: their number."""
+
+    state: Tensor
+    total: Tensor | float = 0.0
+    elements: int = 0
 
 
 class Measurement:
     """Sums of squares and element counts of all operands in a pass.
 
-    moments: address of an operand's state (its static scale) -> [state, sum, elements].
+    moments: by the address of an operand's state.
     histories: id -> the `fp8.AmaxHistory` that holds such states.
     """
 
     def __init__(self) -> None:
-        self.moments: dict[int, list[Any]] = {}
+        self.moments: dict[int, Moment] = {}
         self.histories: dict[int, Any] = {}
 
     def operand(self, state: Tensor | None, x: Tensor) -> None:
         """Adds operand ``x`` with state ``state``; None: it has none and is skipped."""
         if state is None or state.dim() > 1 or state.numel() != 1:
             return
-        entry = self.moments.setdefault(state.data_ptr(), [state, 0.0, 0])
-        entry[1] = entry[1] + second_moment(unreduced(x) if is_dtensor(x) else plain(x))
-        entry[2] += x.numel()
+        moment = self.moments.setdefault(state.data_ptr(), Moment(state))
+        moment.total = moment.total + second_moment(unreduced(x) if is_dtensor(x) else plain(x))
+        moment.elements += x.numel()
 
     def gradient(self, state: Tensor | None, y: Tensor) -> Tensor:
         """Returns ``y`` and adds its gradient once that is computed."""

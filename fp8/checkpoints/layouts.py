@@ -205,8 +205,7 @@ def rounded(
         sizes = zip(weight.shape, (down, along), strict=True)
         scale = scale.reshape([-(-n // by) if by else 1 for n, by in sizes])
     wide = widened(scale, weight.shape, (down, along))
-    how: Any = {"rounding": "nearest", "overflow": "saturate", "random_bits": 31}
-    values = quantize_operand(weight, format, scale=wide, **how)
+    values = quantize_operand(weight, format, scale=wide)
     return Rounded(values / wide, scale, values)
 
 
@@ -221,8 +220,8 @@ def stored(
     entry = layout.entries(units.shape)[layout.scale]
     if scale.dim():
         sizes = zip(cast.tile or (), layout.tile, strict=True)
-        ratio = [n // by if by else 1 for n, by in sizes]
-        scale = widened(scale, entry.shape, (ratio[0], ratio[1]))
+        down, along = (n // by if by else 1 for n, by in sizes)
+        scale = widened(scale, entry.shape, (down, along))
     if layout.values == "e4m3":
         if layout.dtype == torch.uint8:
             bits = (scale.log2() + E8M0_BIAS).nan_to_num(E8M0_NAN)

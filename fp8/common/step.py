@@ -21,6 +21,7 @@ __all__ = [
     "arguments",
     "call",
     "described",
+    "evaluating",
     "find_loss",
     "loss_value",
     "plain",
@@ -127,6 +128,21 @@ def starts(
 def _described(value: Any) -> str:
     shaped = isinstance(value, Tensor)
     return f"a tensor of shape {tuple(value.shape)}" if shaped else type(value).__name__
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode. Each module has its own mode again on exit."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for model in models:
+            model.train(modes[model])  # which a module may override
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from ..casts.casting import spec_of, static_scale
+from ..casts.casting import rounding_of, spec_of, static_scale
 from ..casts.operands import static_exponent
 from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row
@@ -360,10 +360,7 @@ class _Weight(Tensor):
         x = x if scale is None else x.float() / scale
         format = get_format(self.cast.format)
         assert format.dtype is not None
-        how: Any = {
-            name: getattr(self.cast, name) for name in ("rounding", "overflow", "random_bits")
-        }
-        sent = quantize_operand(x, format, **how)
+        sent = quantize_operand(x, format, **rounding_of(self.cast))
         bits = sent.to(format.dtype).view(torch.uint8)
         missing = -(-outer_size[0] // mesh.size()) - len(bits)  # rows of the last shard
         if missing > 0:

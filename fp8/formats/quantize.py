@@ -90,9 +90,9 @@ def quantize_operand(
     x: Tensor,
     format: Format,
     *,
-    rounding: str,
-    overflow: str,
-    random_bits: int,
+    rounding: str = "nearest",
+    overflow: str = "saturate",
+    random_bits: int = 31,
     scale: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> Tensor:
@@ -100,8 +100,8 @@ def quantize_operand(
 
     Under overflow="saturate" finite values saturate, and +-Inf becomes +-Inf if the format has Inf,
     else NaN. A check of the results, such as GradScaler's, thereby detects nonfinite operands.
-    scale: a result of a rule, not validated; NaN gives NaN. inverse: a factor that replaces the
-    division by the scale.
+    Defaults are those of `quantize`. scale: a result of a rule, not validated; NaN gives NaN.
+    inverse: a factor that replaces the division by the scale.
     """
     infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
     scaled = scale is not None

@@ -7,7 +7,7 @@ powers of two this division is exact.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -220,15 +220,15 @@ def corrected(
     steps = scale / unit
     pairs = [(y * x).sum(dims, keepdim=True) * steps.square() for y in (x, values)]
     if together > 1:
-        along = dims[0] - 1
+        (dim,) = dims
+        along = dim - 1
         groups = [p.unflatten(along, (-1, together)) for p in pairs]
         pairs = [
             g.nansum(along, keepdim=True).expand_as(g).flatten(along - 1, along) for g in groups
         ]
     whole, projected = pairs
     factor = torch.where(projected > 0, whole / projected, 1.0)
-    how: Any = {"rounding": "stochastic", "overflow": "saturate", "random_bits": 31}
-    return quantize_operand(steps * factor, get_format("e4m3"), **how) * unit
+    return quantize_operand(steps * factor, get_format("e4m3"), rounding="stochastic") * unit
 
 
 def _error(
@@ -237,8 +237,7 @@ def _error(
     """The sum over ``dims`` of squared errors of rounding ``x`` to nearest, in units of ``by`` and
     the format's largest power of two."""
     x, by = x.detach().to(scale.dtype), by * 2.0**format.max_exponent
-    how: Any = {"rounding": "nearest", "overflow": "saturate", "random_bits": 31}
-    square = ((quantize_operand(x, format, scale=scale, **how) - x) / by).square()
+    square = ((quantize_operand(x, format, scale=scale) - x) / by).square()
     return square.sum() if dims is None else square.sum(dims, keepdim=True)
 
 

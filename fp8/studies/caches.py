@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters.transformers import cache_errors, kv_cache
-from ..common.step import Batch
+from ..adapters.transformers import cache_errors, cache_size, kv_cache
+from ..common.step import Batch, evaluating
 
 __all__ = ["cache_found", "has_cache"]
 
@@ -46,24 +46,15 @@ def cache_found(model: Any, batch: Any, full: Any = None) -> dict[str, float]:
         ValueError: for a model with layers that keep other states.
     """
     counted = model if full is None else full
-    training = [module for module in (model, counted) if module.training]
-    for module in training:
-        module.eval()
-    try:
-        cache = kv_cache(counted.config)
-        ids = torch.zeros(1, TOKENS, dtype=torch.long, device=next(counted.parameters()).device)
+    cache = kv_cache(counted.config)
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=next(counted.parameters()).device)
+    with evaluating(model, counted):
         counted(ids, past_key_values=cache, use_cache=True)
         (row,) = cache_errors(model, batch["input_ids"], scalings=("token",))
-    finally:
-        for module in training:
-            module.train()
-    parts = [(layer.keys, layer.values) for layer in cache.layers]
-    scales = [(layer.key_scale, layer.value_scale) for layer in cache.layers]
-    values = sum(x.numel() for pair in parts for x in pair)
-    own = sum(x.numel() * x.element_size() for pair in (*parts, *scales) for x in pair)
+    size = cache_size(cache)
     return {
-        "bytes": own / TOKENS,
-        "bytes_bf16": 2 * values / TOKENS,
+        "bytes": size.bytes / TOKENS,
+        "bytes_bf16": 2 * size.elements / TOKENS,
         "kl": row.kl,
         "largest": row.largest,
     }

@@ -411,9 +411,11 @@ class _Planned(NamedTuple):
         units = {n: unit for n, unit in units.items() if unit in device.peak and unit != BF16}
         passes = {}  # the first product of an operand sums over its contiguous axis
         for operand, names in OPERANDS.items():
-            uses = [pairs[n][PRODUCTS[n].index(operand)] if n in units else None for n in names]
+            first, second = (
+                pairs[n][PRODUCTS[n].index(operand)] if n in units else None for n in names
+            )
             weight = operand == "weight" and product.weight_elements > 0
-            passes[operand] = _passes(uses[0], uses[1], device, weight)
+            passes[operand] = _passes(first, second, device, weight)
         return _Planned(product, units, passes)
 
     @property
@@ -474,8 +476,8 @@ def _passes(first: Cast | None, second: Cast | None, device: Hardware, weight: b
 
 def _serves_both(a: Cast, b: Cast) -> bool:
     """Whether the values of one cast serve products that sum over different axes."""
-    tile = a.tile or (0, 0)
-    return a == b and tile[0] == tile[1] and not a.hadamard
+    across, along = a.tile or (0, 0)
+    return a == b and across == along and not a.hadamard
 
 
 def _memory(planned: list[_Planned], parameters: int, moments: int) -> dict[str, dict[str, int]]:

@@ -136,15 +136,20 @@ def shrunk(config: Any) -> Any:
     Sizes are multiplied by 256 / hidden_size and rounded to a multiple of 16; the dimension of a
     head becomes at most 64. Numbers of heads keep their ratios; so do numbers, lists and indices of
     layers, of which each kind stays. The vocabulary becomes 256 bytes. Of a configuration with
-    several parts it is that of the language model. It is built and runs once.
+    several parts it is that of the language model. It is built and runs once; the states of torch's
+    random number generators are not changed.
 
     Raises:
         ValueError: if the model of the copy does not run.
     """
     config, why = config.get_text_config(decoder=True), ""
+    tried: list[_Scale] = []
     for share in _share_of_heads, _share_of_width:
         try:
             scale = _Scale(_share_of_width(config), share(config), config.num_hidden_layers)
+            if scale in tried:
+                continue
+            tried.append(scale)
             small = type(config).from_dict(_scaled(config.to_dict(), scale))
             why = _why_not(small)
         except Exception as error:  # of the code of a model
@@ -246,10 +251,11 @@ NO_TEXT = 255
 
 def _why_not(config: Any) -> str:
     """Why the model of a configuration cannot be trained here; "" if it can."""
-    model = need("transformers").AutoModelForCausalLM.from_config(config)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    if size > LARGEST:
-        return f"{size:,} parameters are left"
-    ids = torch.arange(1, 33).reshape(2, 16)
-    loss = model(input_ids=ids, labels=ids).loss
+    with torch.random.fork_rng():
+        model = need("transformers").AutoModelForCausalLM.from_config(config)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        if size > LARGEST:
+            return f"{size:,} parameters are left"
+        ids = torch.arange(1, 33).reshape(2, 16)
+        loss = model(input_ids=ids, labels=ids).loss
     return "" if loss is not None and bool(loss.isfinite()) else f"its loss is {loss}"

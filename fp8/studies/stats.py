@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..casts.counts import COUNTS, OPEN, CastRecorder, kurtosis
+from ..casts.counts import COUNTS, OPEN, CastRecorder
+from ..casts.kurtosis import kurtosis
 from ..common.mixin import check_module
 from ..common.report import as_table
 from ..common.threads import Stack

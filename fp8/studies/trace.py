@@ -107,7 +107,7 @@ class _Trace(TorchDispatchMode):
             first = _MATRICES[op]
             self._add("linear", _of_matrices(*args[first : first + 2]))
         elif op is aten.convolution:
-            x, w, transposed, groups = args[0], args[1], args[6], args[8]
+            x, w, _bias, _stride, _padding, _dilation, transposed, _output_padding, groups = args
             self._add("convolution", _of_convolution(x, w, output, transposed, groups))
         elif op in _GROUPED:
             self._add("linear", _of_grouped(*args[:2]))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.mixin import check_module
-from ..common.step import Batch, Loss, call, loss_value, unwrapped
+from ..common.step import Batch, Loss, call, evaluating, loss_value, unwrapped
 from ..recipes.policy import Policy
 from ..surgery.convert import convert, report, revert
 from .findings import Run
@@ -320,15 +320,10 @@ def _evaluations(steps: int) -> frozenset[int]:
 
 
 def _evaluate(start: _Start) -> float:
-    was_training = start.model.training
-    start.model.eval()
-    try:
-        with torch.random.fork_rng():
-            losses = [
-                float(loss_of(start.model, batch, start.loss).detach()) for batch in start.held_out
-            ]
-    finally:
-        start.model.train(was_training)
+    with evaluating(start.model), torch.random.fork_rng():
+        losses = [
+            float(loss_of(start.model, batch, start.loss).detach()) for batch in start.held_out
+        ]
     return sum(losses) / len(losses)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..casts.measuring import MEASURING, Measurement
+from ..casts.measuring import MEASURING, Measurement, Moment
 from ..common.mixin import check_module
 from ..common.step import Batch, Loss, call, starts, untouched, unwrapped
 from ..modes.autocast import outside_compiler
@@ -86,7 +86,7 @@ def calibrate(
     outside_compiler(lambda: _measure(model, batch, loss, measurement))
     states = list(_states(model).values())
     known = {state.data_ptr() for state in states}
-    states += [entry[0] for key, entry in measurement.moments.items() if key not in known]
+    states += [moment.state for key, moment in measurement.moments.items() if key not in known]
     if not states:
         raise ValueError(_NOTHING.format(type(model).__name__))
     _write(states, measurement, group)
@@ -162,9 +162,8 @@ def _set(model: nn.Module | AmaxHistory, scales: Mapping[str, int | None]) -> No
 @torch.no_grad()
 def _write(states: list[Tensor], measurement: Measurement, group: Group) -> None:
     """Sets the scales from the second moments of all processes."""
-    zero = [None, 0.0, 0]
-    entries = [measurement.moments.get(state.data_ptr(), zero) for state in states]
-    sums = [[float(total), float(count)] for _, total, count in entries]
+    found = [measurement.moments.get(state.data_ptr(), Moment(state)) for state in states]
+    sums = [[float(moment.total), float(moment.elements)] for moment in found]
     device = states[0].device
     dtype = torch.float32 if device.type == "mps" else torch.float64
     moments = torch.tensor(sums, dtype=dtype, device=device)

@@ -247,7 +247,7 @@ def addmm_scales(
     "output" is the factor of the product, "input" that of the gradient of the added term.
     """
     a, b = abs(alpha) or 1.0, abs(beta) or 1.0
-    if _is_bias(input, mat2):
+    if is_bias(input, mat2):
         grad = row_scale(math.prod(mat1.shape[:-1]))
         fan_in, fan_out = mat2.shape
         tied = tie(constraint, output=inverse(fan_in) / a, mat1=inverse(fan_out) / a)
@@ -266,7 +266,8 @@ def addmm_scales(
     return {"input": 1 / norm if constraint else own, **tied}
 
 
-def _is_bias(input: Tensor, mat2: Tensor) -> bool:
+def is_bias(input: Tensor, mat2: Tensor) -> bool:
+    """Whether the added term of `addmm` is the bias of a layer with the weight ``mat2``."""
     return input.dim() == 1 and mat2.dim() == 2
 
 
@@ -338,7 +339,7 @@ def addmm(
         return input * beta + torch.matmul(mat1, mat2) * alpha
     s = addmm_scales(input, mat1, mat2, beta, alpha, constraint)
     scales = (alpha * s["output"], alpha * s["mat1"], alpha * s["mat2"])
-    if _is_bias(input, mat2):
+    if is_bias(input, mat2):
         bias = None
         if beta:  # the product applies its weight's factor to the bias
             bias = scale_each(input, beta * s["output"], beta * s["input"] / (scales[2] or 1.0))

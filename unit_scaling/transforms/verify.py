@@ -25,7 +25,7 @@ from ..checks.first_call import skip_checks
 from .capture.copies import deep_copy
 from .capture.record import rms_of
 from .inspect.diagnosis import diagnosis
-from .inspect.product_probe import Watch
+from .inspect.product_probe import Found, Watch
 from .inspect.serialize import as_csv, as_json
 from .plan.weights import parametrizations
 from .run.install import find_scope, install, is_sharded
@@ -69,7 +69,7 @@ CPU; fused kernels do not expose it.
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Found):
     """One tensor of one call.
 
     Attributes:
@@ -82,12 +82,6 @@ class Measurement:
         inside: whether rms is in the range of its kind; None if the kind has no range or rms is 0.
     """
 
-    path: str
-    call: str
-    number: int
-    tensor: str
-    kind: str
-    rms: float
     inside: bool | None
 
 
@@ -222,7 +216,7 @@ def verify(
         watch.active = False  # checkpoints recompute parts of the model in the backward pass
         at_output = _measured(output)
         outside_compiler(lambda: _backward(output, loss, seed))
-    rows = [_measurement(*found) for found in watch.results()]
+    rows = [_measurement(found) for found in watch.results()]
     at_loss = None if _is_gauged(twin) else max(at_output, default=None)
     return Verification(rows, watch.notes, at_loss)
 
@@ -251,12 +245,12 @@ def _measured(output: Any) -> list[float]:
     return found
 
 
-def _measurement(
-    path: str, call: str, number: int, tensor: str, kind: str, rms: float
-) -> Measurement:
-    limits = RANGES[kind]
-    inside = None if limits is None or rms == 0 else limits[0] <= rms <= limits[1]
-    return Measurement(path, call, number, tensor, kind, rms, inside)
+def _measurement(found: Found) -> Measurement:
+    limits = RANGES[found.kind]
+    if limits is None or found.rms == 0:
+        return Measurement(**vars(found), inside=None)
+    low, high = limits
+    return Measurement(**vars(found), inside=low <= found.rms <= high)
 
 
 def _detached(batch: Any) -> Any:

@@ -21,6 +21,7 @@ with warnings.catch_warnings():
 from fp8.adapters.transformers import (
     KV_SCALINGS,
     cache_errors,
+    cache_size,
     kv_cache,
     register_attention,
 )
@@ -111,6 +112,10 @@ def test_bytes(scaling):
     assert row.plain_bytes == 2 * values
     assert row.bytes == values + 4 * scales
     assert row.bytes < 0.54 * row.plain_bytes
+    cache = kv_cache(model.config, scaling=scaling)
+    assert cache_size(cache) == (0, 0)
+    model(TOKENS, past_key_values=cache, use_cache=True)
+    assert cache_size(cache) == (row.bytes, values)
 
 
 @pytest.mark.proves("the field", "KV cache in FP8", how="library")

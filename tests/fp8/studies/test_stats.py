@@ -286,3 +286,6 @@ def test_kurtosis_that_grows_faster_than_a_logarithm_warns_by_name():
     assert not sampled([1.1 + 50 * math.log(t) for t in range(1, 65)])
     assert not sampled([4 + 3 * (t % 2) for t in range(40)])
     assert not sampled([500.0] * 40)
+    assert not sampled([4.0] * 160)
+    (caught,) = sampled([4.0] * 80 + [500.0] * 80)
+    assert "from 4 to " in str(caught.message)

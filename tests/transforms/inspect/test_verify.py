@@ -106,6 +106,16 @@ def test_every_spelling_of_a_product(name: str):
     assert {row.kind for row in result if row.inside is None} == {"passed gradient", "output"}
 
 
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+def test_every_matrix_of_a_chain_is_measured():
+    torch.manual_seed(0)
+    x, first, second = torch.randn(3, 4), 2 * torch.randn(4, 5), 3 * torch.randn(5, 6)
+    model = Calls(lambda x, w: torch.chain_matmul(x, w, second), first)
+    measured = {row.tensor: row.rms for row in uu.verify(model, x) if "grad" not in row.tensor}
+    expected = {"input": rms(x), "weight": rms(first), "other": rms(second)}
+    close(measured, expected | {"output": rms(x @ first @ second)})
+
+
 def test_products_of_constants_have_no_row():
     """The angles of rotary embeddings are none of the model's values."""
 

@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -19,6 +19,7 @@ from ... import functional as _rows  # noqa: F401 - fills OPS
 from ...rules.table import OPS
 
 __all__ = [
+    "ADDED",
     "ALGEBRA",
     "ATTENTION",
     "AVERAGES",
@@ -28,6 +29,7 @@ __all__ = [
     "EMBEDDINGS",
     "KEPT",
     "KINDS",
+    "LAYERS",
     "LINEAR",
     "LOSSES",
     "MOVES",
@@ -38,7 +40,9 @@ __all__ = [
     "SELECTIONS",
     "TRANSPARENT",
     "UNRULED_LOSSES",
+    "Added",
     "canonical",
+    "is_added",
     "writes",
 ]
 
@@ -104,6 +108,31 @@ PRODUCTS = frozenset(
     ).split()
 )
 """Kinds that mix features; a residual branch contains at least one."""
+
+LAYERS = frozenset(kind for kind in PRODUCTS if kind.startswith(("linear", "conv")))
+"""Products of an input and a weight."""
+
+
+class Added(NamedTuple):
+    """The position and the name of the argument that a product adds to its sum."""
+
+    position: int
+    name: str
+
+
+ADDED = {
+    **dict.fromkeys(LAYERS, Added(2, "bias")),
+    "bilinear": Added(3, "bias"),
+    "scaled_dot_product_attention": Added(3, "attn_mask"),
+    **dict.fromkeys(("addmm", "baddbmm"), Added(0, "input")),
+}
+"""Product -> its added argument. A product that is not listed adds none."""
+
+
+def is_added(kind: str, slot: tuple[int | str, ...]) -> bool:
+    """Whether the argument in a slot of a call is added (a bias or a mask), not multiplied."""
+    return kind in ADDED and slot[0] in ADDED[kind]
+
 
 EMBEDDINGS = frozenset(["embedding", "embedding_bag"])
 """Kinds that look up rows of a weight."""

@@ -16,8 +16,19 @@ from typing import Any
 
 from torch import Tensor
 
+from ...ops.products import is_bias
 from ...rules.table import OPS, find_op
-from ..capture.kinds import AVERAGES, CASTS, LOSSES, PARTS, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.kinds import (
+    ATTENTION,
+    AVERAGES,
+    CASTS,
+    LOSSES,
+    PARTS,
+    PRODUCTS,
+    RECURRENT,
+    TRANSPARENT,
+    is_added,
+)
 from ..capture.record import MASKING, CallGraph, CallNode, Input, tensors_in
 from ..plan.actions import Plan, Step, Tie
 
@@ -68,13 +79,6 @@ _NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm".spl
 _DROPOUTS = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split()
 )
-_BIASED = frozenset(
-    (
-        "linear linear_readout conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
-        "conv_transpose3d"
-    ).split()
-)
-_ADDED = frozenset("addmm baddbmm addbmm addmv".split())
 _FREE = frozenset("zeros zeros_like new_zeros empty empty_like new_empty".split())
 _ONES = frozenset(
     (
@@ -290,16 +294,12 @@ class _Ratios:
         return ratio
 
     def _product(self, call: _Call) -> Ratio | None:
-        node, ratios = call.node, call.ratios
-        bias: Ratio | None = None
-        if call.kind == "scaled_dot_product_attention":
+        node = call.node
+        if call.kind in ATTENTION:
             return self._attention(call)
-        if call.kind in _ADDED:
-            bias, ratios = ratios[0], ratios[1:]
-            bias = _of_added(call, bias)
-        elif call.kind in _BIASED | {"bilinear"}:
-            count = 3 if call.kind == "bilinear" else 2
-            bias, ratios = (ratios[count] if len(ratios) > count else None), ratios[:count]
+        added = next((n for n, i in enumerate(call.inputs) if is_added(call.kind, i.slot)), None)
+        bias = None if added is None else _of_added(call, added)
+        ratios = [ratio for n, ratio in enumerate(call.ratios) if n != added]
         if any(ratio is None for ratio in ratios):
             return bias
         result = _plus(*(r for r in ratios if r is not None))
@@ -396,12 +396,14 @@ def _has_scale(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _of_added(call: _Call, bias: Ratio | None) -> Ratio | None:
+def _of_added(call: _Call, index: int) -> Ratio | None:
     """The ratio of the added term of a product, without the factor of the product."""
-    node = call.node
-    if bias is None or call.step.op != "addmm" or call.tensors[0].dim() == 1:
+    node, bias = call.node, call.ratios[index]
+    if bias is None or call.step.op != "addmm":
         return bias
     given = OPS["addmm"].bind(node.args, node.kwargs, node.function)
+    if is_bias(given["input"], given["mat2"]):
+        return bias
     own = 1 / (math.hypot(given["alpha"], given["beta"]) or 1.0)
     return _plus(bias, _log(own), _plus(_factor(call.step, node), times=-1))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +20,30 @@ from fp8.common.compiler import FIRST_LOOK
 from fp8.modes.autocast import OPAQUE
 from fp8.modes.autocast import PRODUCTS as FP8_PRODUCTS
 
-from ..capture.kinds import EMBEDDINGS, KINDS, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.kinds import (
+    ATTENTION,
+    EMBEDDINGS,
+    KINDS,
+    LAYERS,
+    PRODUCTS,
+    RECURRENT,
+    TRANSPARENT,
+    is_added,
+)
 from ..capture.probe import Observer, mapped, unseen
 from ..capture.record import Slot, tensors_in
 from ..run.replay import Replay, factor_after
 
-__all__ = ["Watch"]
+__all__ = ["Found", "Watch"]
 
 _UNCAST = frozenset(["chain_matmul", "multi_dot"])
 """Products that no recipe applies to; they are measured all the same."""
 
-_ATTENTION = "scaled_dot_product_attention"
-_WEIGHTED = EMBEDDINGS | {kind for kind in PRODUCTS if kind.startswith(("linear", "conv"))}
+_WEIGHTED = EMBEDDINGS | LAYERS
 """Products whose second operand is always a weight."""
 
-_ADDED = {"addmm": 0, "addmv": 0, "addbmm": 0, "baddbmm": 0, _ATTENTION: 3, "bilinear": 3}
-"""Product -> the index of the argument that is added; by default the third."""
-
-_ADDED_NAMES = frozenset(["bias", "attn_mask", "out", "per_sample_weights"])
+_UNMEASURED = frozenset(["out", "per_sample_weights"])
+"""Arguments that are neither added nor operands."""
 
 
 @dataclass
@@ -86,7 +92,7 @@ class _Product:
     @property
     def mixes(self) -> bool:
         """Whether it multiplies activations with activations, as in queries times keys."""
-        return self.call != _ATTENTION and all(t.kind != "weight" for t in self.tensors)
+        return self.call not in ATTENTION and all(t.kind != "weight" for t in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,18 @@ class _Origin:
     sources: frozenset[int] = frozenset()
     parameter: bool = False
     probabilities: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """The RMS of a tensor of a call, the one after ``number`` others of its kind in a module."""
+
+    path: str
+    call: str
+    number: int
+    tensor: str
+    kind: str
+    rms: float
 
 
 class Watch(Observer):
@@ -202,7 +220,7 @@ class Watch(Observer):
                 product.tensors.append(result)
                 if first.requires_grad:
                     first.register_hook(result.note)
-                if kind == _ATTENTION:
+                if kind in ATTENTION:
                     self._scores(product, first, [t for _, t in tensors_in((args, kwargs))])
         self._products.append(product)
         return output
@@ -230,7 +248,7 @@ class Watch(Observer):
         slots: dict[Slot, _Operand] = {}
 
         def watched(slot: Slot, tensor: Tensor) -> Tensor:
-            if _is_added(product.call, slot):
+            if slot[0] in _UNMEASURED or is_added(product.call, slot):
                 product.biases |= self._origin(tensor).sources
                 return tensor
             state = product.call in RECURRENT and slot not in ((0,), ("input",))
@@ -252,7 +270,7 @@ class Watch(Observer):
 
     def _operand(self, product: _Product, slot: Slot, tensor: Tensor) -> _Operand:
         origin = self._origin(tensor)
-        if product.call == _ATTENTION:
+        if product.call in ATTENTION:
             label = slot[0] if isinstance(slot[0], str) else ("query", "key", "value")[slot[0]]
         elif origin.parameter or (product.call in _WEIGHTED and slot[0] in (1, "weight")):
             label = "weight"
@@ -265,23 +283,20 @@ class Watch(Observer):
 
     # Results
 
-    def results(self) -> Iterator[tuple[str, str, int, str, str, float]]:
-        """(path, call, number, tensor, kind, rms) of every measurement, in order."""
+    def results(self) -> Iterator[Found]:
+        """Every measurement, in order."""
         small = self._small()
         for index, product in enumerate(self._products):
             for t in product.tensors:
-                label, kind, of_grad = _named(product, t, index in small)
+                name = _named(product, t, index in small)
                 place = (product.path, product.call, product.number)
                 root = t.numel**0.5
                 if t.norm is not None:
-                    yield (*place, label, kind, abs(t.factor) * t.norm.item() / root)
+                    rms = abs(t.factor) * t.norm.item() / root
+                    yield Found(*place, name.label, name.kind, rms)
                 if t.grad is not None:
-                    yield (
-                        *place,
-                        f"gradient of {label}",
-                        of_grad,
-                        abs(t.after) * t.grad.item() / root,
-                    )
+                    rms = abs(t.after) * t.grad.item() / root
+                    yield Found(*place, f"gradient of {name.label}", name.of_gradient, rms)
 
     def _small(self) -> set[int]:
         """The products that compute only queries, keys or biases of logits."""
@@ -291,38 +306,37 @@ class Watch(Observer):
             product = self._products[index]
             if index in other:
                 small.discard(index)
-            small |= product.biases if product.call == _ATTENTION or product.scores else set()
+            small |= product.biases if product.call in ATTENTION or product.scores else set()
             for t in product.tensors:
                 logits = product.scores or t.label in ("query", "key")
                 (small if logits or index in small else other).update(t.sources)
         return small
 
 
-def _named(product: _Product, t: _Operand, small: bool) -> tuple[str, str, str]:
-    """The label, kind and kind of gradient that a tensor is reported with."""
+class _Named(NamedTuple):
+    """What a tensor is reported as: its label, its kind, the kind of its gradient."""
+
+    label: str
+    kind: str
+    of_gradient: str
+
+
+def _named(product: _Product, t: _Operand, small: bool) -> _Named:
     if product.scores:
         if t.label == "output":
-            return "logits", "attention", "gradient"
-        return "query" if t.label == "input" else "key", t.kind, PASSED
+            return _Named("logits", "attention", "gradient")
+        return _Named("query" if t.label == "input" else "key", t.kind, PASSED)
     if t.probabilities:
-        return "probabilities", "attention", "attention"
+        return _Named("probabilities", "attention", "attention")
     if t.label == "weight":
-        return t.label, t.kind, "weight gradient"
+        return _Named(t.label, t.kind, "weight gradient")
     if t.norm is None:
-        return t.label, t.kind, "gradient"
+        return _Named(t.label, t.kind, "gradient")
     if t.label != "output" or product.call in EMBEDDINGS:
         averages = any(each.probabilities for each in product.tensors)
-        return "value" if averages and t.label in ("input", "other") else t.label, t.kind, PASSED
-    return t.label, t.kind, "query-key gradient" if small else "gradient"
-
-
-def _is_added(call: str, slot: Slot) -> bool:
-    """Whether an argument is added (a bias or mask), not multiplied."""
-    if isinstance(slot[0], str):
-        return slot[0] in _ADDED_NAMES or (slot[0] == "input" and _ADDED.get(call) == 0)
-    if call in ("einsum", *EMBEDDINGS, *RECURRENT):
-        return False
-    return slot[0] == _ADDED.get(call, 2) or slot[0] > 3
+        label = "value" if averages and t.label in ("input", "other") else t.label
+        return _Named(label, t.kind, PASSED)
+    return _Named(t.label, t.kind, "query-key gradient" if small else "gradient")
 
 
 def _find_softmax(node: Node | None, ends: set[Node | None]) -> Node | None:

@@ -22,8 +22,9 @@ from dataclasses import replace
 
 import torch
 
+from ...ops.products import is_bias
 from ...rules.table import OPS
-from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT, is_added
 from ..capture.record import CallNode, Input, Key, Slot, tensors_in
 from ..plan.actions import MEASURED, CallRow, Placed, Settled, Step, with_slots
 from ..plan.planner import Planned
@@ -263,8 +264,10 @@ class _Regions:
 
 
 def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
-    """The tensor operands of a product, by the names of their scales in its op."""
-    if step is None or step.op not in OPS or node.kind not in PRODUCTS | {"linear_readout"}:
+    """The tensor operands of a product, by the names of their scales in its op. None if some of
+    them are not arguments of the call, but parts of one or reshaped.
+    """
+    if step is None or step.op not in OPS or node.kind not in PRODUCTS:
         return {}
     op = OPS[step.op]
     if not op.constrainable:
@@ -274,9 +277,13 @@ def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
         return {}
     slots = {id(t): slot for slot, t in (*tensors_in(node.args), *tensors_in(node.kwargs))}
     names = op.scales(node.args, node.kwargs, func=node.function).keys()
-    found = {name: slots[id(t)] for name in names if id(t := given.get(name)) in slots}
-    if "mat1" in found and given["input"].dim() > 1:  # a term of the sum, not a bias
-        found.pop("input", None)
+    tensors = {name: t for name in names if isinstance(t := given.get(name), torch.Tensor)}
+    if any(id(t) not in slots for t in tensors.values()):
+        return {}
+    found = {name: slots[id(t)] for name, t in tensors.items()}
+    added = next((name for name, slot in found.items() if is_added(node.kind, slot)), "bias")
+    if added != "bias" and not is_bias(given[added], given["mat2"]):
+        del found[added]  # a term of the sum
     return found
 
 

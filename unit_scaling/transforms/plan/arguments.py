@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from ..capture.dataflow import Flow
-from ..capture.kinds import ATTENTION, PRODUCTS
+from ..capture.kinds import ADDED, PRODUCTS
 from ..capture.record import CallNode, Slot, rms_of, tensors_in
 from .actions import Scaling, Settings, Step, with_slots
 from .lookups import one_hot
 
 __all__ = ["Arguments"]
 
-_MULTIPLY = PRODUCTS - ATTENTION - {"addmm", "baddbmm"}
+_MULTIPLY = PRODUCTS - {kind for kind, added in ADDED.items() if added.name != "bias"}
 """Kinds that multiply all of their arguments, except biases."""
 
 _SAME = 0.05

@@ -11,6 +11,7 @@ import torch
 
 from ...rules.table import OPS
 from ..capture.dataflow import Flow
+from ..capture.kinds import ATTENTION
 from ..capture.record import CallNode, sees_the_past
 from .actions import Decision, Settings, Step
 
@@ -37,7 +38,7 @@ class Attention:
             return Step(op="matmul", constraint=constraint), "scaled", f"attention over {keys} keys"
         if node.kind == "softmax":
             return self._softmax(index, node)
-        return self._fused(index, node) if node.kind == "scaled_dot_product_attention" else None
+        return self._fused(index, node) if node.kind in ATTENTION else None
 
     def _softmax(self, index: int, node: CallNode) -> Decision | None:
         """The softmax of decomposed attention, scaled for a fixed number of keys."""

@@ -28,7 +28,17 @@ from fp8.common.report import LEFT_ALONE
 
 from ...rules.table import find_op
 from ..capture.dataflow import Flow
-from ..capture.kinds import ATTENTION, CASTS, KEPT, NEUTRAL, PRODUCTS, RECURRENT, TRANSPARENT
+from ..capture.kinds import (
+    ATTENTION,
+    CASTS,
+    KEPT,
+    LAYERS,
+    NEUTRAL,
+    PRODUCTS,
+    RECURRENT,
+    TRANSPARENT,
+    is_added,
+)
 from ..capture.record import DISTRIBUTION, CallGraph, CallNode, Slot, is_sparse, tensors_in
 from .actions import CallRow, Decision, Plan, Settings, Step, with_slots
 from .arguments import Arguments
@@ -94,9 +104,9 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
 
 def _bias(node: CallNode) -> Slot | None:
     """The slot of the bias of a linear layer or convolution."""
-    if not node.kind.startswith(("linear", "conv")):
+    if node.kind not in LAYERS:
         return None
-    return next((i.slot for i in node.inputs if i.slot in ((2,), ("bias",))), None)
+    return next((i.slot for i in node.inputs if is_added(node.kind, i.slot)), None)
 
 
 def _is_multilinear(node: CallNode) -> bool:
@@ -263,9 +273,10 @@ class _Planner:
     def _gain(self, node: CallNode) -> Decision:
         """A value times a tensor computed from parameters: a gain, initially of RMS 1."""
         gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self.nodes[i.node].computed]
-        slots = [(slot, 1 / gain.rms, 1 / gain.rms) for slot, gain in gains if not gain.parameter]
-        why = "".join(f", divided by {1 / fwd:.3g}" for _, fwd, _ in slots if abs(fwd - 1) > 0.1)
-        return with_slots(None, [s for s in slots if abs(s[1] - 1) > 0.1]), "scaled", f"a gain{why}"
+        sizes = [(slot, gain.rms) for slot, gain in gains if not gain.parameter]
+        sizes = [(slot, rms) for slot, rms in sizes if abs(1 / rms - 1) > 0.1]
+        why = "a gain" + "".join(f", divided by {rms:.3g}" for _, rms in sizes)
+        return with_slots(None, [(slot, 1 / rms, 1 / rms) for slot, rms in sizes]), "scaled", why
 
     def _by_rule(self, index: int, node: CallNode, kind: str) -> Decision:
         assert node.function is not None

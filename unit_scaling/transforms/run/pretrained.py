@@ -110,9 +110,8 @@ def register(restore: Restore) -> None:
     """Makes ``from_pretrained`` restore models. Raises ImportError without transformers."""
     auto = _module("transformers.quantizers.auto")
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
-        config, quantizer = _classes(restore)
-        auto.register_quantization_config(METHOD)(config)
-        auto.register_quantizer(METHOD)(quantizer)
+        auto.register_quantization_config(METHOD)(_config_class())
+        auto.register_quantizer(METHOD)(_quantizer_class(restore))
 
 
 def _module(name: str) -> Any:
@@ -120,15 +119,21 @@ def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _classes(restore: Restore) -> tuple[type, type]:
-    """(the class of the quantization_config, the class that processes the model)."""
+def _config_class() -> type:
+    """The class of the quantization_config."""
     mixin: Any = _module("transformers.utils.quantization_config").QuantizationConfigMixin
-    base: Any = _module("transformers.quantizers.base").HfQuantizer
 
     class UnitScaleConfig(mixin):
         def __init__(self, plan: str | None, quant_method: str = METHOD) -> None:
             self.plan = plan
             self.quant_method = quant_method
+
+    return UnitScaleConfig
+
+
+def _quantizer_class(restore: Restore) -> type:
+    """The class that processes the model."""
+    base: Any = _module("transformers.quantizers.base").HfQuantizer
 
     class UnitScaleQuantizer(base):
         requires_calibration = False
@@ -161,4 +166,4 @@ def _classes(restore: Restore) -> tuple[type, type]:
             restore(model, plan)
             return model
 
-    return UnitScaleConfig, UnitScaleQuantizer
+    return UnitScaleQuantizer
