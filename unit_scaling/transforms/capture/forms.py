@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["described", "form_of", "without_shapes"]
+__all__ = ["Form", "described", "form_of", "without_shapes"]
+
+
+class Form(NamedTuple):
+    """The signature of a call of the module at ``path``. grads: whether gradients are taken."""
+
+    path: str
+    training: bool
+    args: Any
+    kwargs: Any
+    grads: bool
 
 
 def form_of(value: Any) -> Any:
@@ -23,11 +33,16 @@ def form_of(value: Any) -> Any:
     return type(value).__name__
 
 
-def without_shapes(form: Any) -> Any:
-    """The signature without the dimensions of its tensors."""
+def without_shapes(form: Form) -> Form:
+    """The signature without the dimensions of its tensors, as with gradients."""
+    args, kwargs = _without_shapes(form.args), _without_shapes(form.kwargs)
+    return form._replace(args=args, kwargs=kwargs, grads=True)
+
+
+def _without_shapes(form: Any) -> Any:
     if isinstance(form, tuple) and form[:1] == ("tensor",):
         return ("tensor", form[-1])
-    return tuple(map(without_shapes, form)) if isinstance(form, tuple) else form
+    return tuple(map(_without_shapes, form)) if isinstance(form, tuple) else form
 
 
 def described(tensor: Tensor) -> str:

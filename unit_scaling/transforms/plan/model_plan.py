@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
+from ..capture.forms import Form
 from .actions import CallRow, Plan, Settled, Step, Tie
 
 __all__ = ["ModelPlan", "check_fits", "pairs", "retag", "tags_in", "tupled"]
@@ -43,7 +44,7 @@ class ModelPlan:
     context_length: int | None
     tags: dict[str, Tags]
     rows: tuple[CallRow, ...]
-    plans: dict[Any, Plan]
+    plans: dict[Form, Plan]
     settled: Settled
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,7 +178,7 @@ _MEASURED = (
 _PLAN = ("form", "steps", "rows", "inner", "depths", "ties", *_MEASURED)
 
 
-def _written(form: Any, plan: Plan) -> dict[str, Any]:
+def _written(form: Form, plan: Plan) -> dict[str, Any]:
     steps = [[*key, None if step is None else _named(step)] for key, step in plan.steps.items()]
     rows = [_listed(dataclasses.astuple(row)) for row in plan.rows]
     ties = [_named(tie) for tie in plan.ties]
@@ -189,7 +190,7 @@ def _written(form: Any, plan: Plan) -> dict[str, Any]:
     return dict(zip(_PLAN, values, strict=True))
 
 
-def _read(data: Any) -> tuple[Any, Plan]:
+def _read(data: Any) -> tuple[Form, Plan]:
     given = _checked("the plan of a form of call", data, _PLAN)
     plan = Plan(
         steps={
@@ -205,7 +206,7 @@ def _read(data: Any) -> tuple[Any, Plan]:
         value = given[name]
         table = isinstance(getattr(plan, name), dict)
         setattr(plan, name, dict(tupled(value)) if table else tupled(value))
-    return tupled(given["form"]), plan
+    return Form(*tupled(given["form"])), plan
 
 
 # A plan and a model

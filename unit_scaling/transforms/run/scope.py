@@ -19,7 +19,7 @@ from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
 from ..capture.copies import Example, example_of, remade
-from ..capture.forms import described, form_of, without_shapes
+from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
 from ..capture.record import tensors_in
 from ..capture.structure import Structure, part, structure_of, warn_of_new_weights
@@ -78,14 +78,14 @@ class UnitScale:
         self.strict = strict
         self.context_length = context_length
         self.settled = Settled()
-        self.plans: dict[Any, Plan] = {}
+        self.plans: dict[Form, Plan] = {}
         self.structure: Structure = {}
         #: An identifier of the structure; compiled code guards on it.
         self.edition = "0"
         self.path = Stack()
         self._recording = threading.RLock()
         self._latest: dict[bool, Plan] = {}
-        self._watched: dict[Any, Watching] = {}
+        self._watched: dict[Form, Watching] = {}
         self._missed: frozenset[str] = frozenset()
         #: The exponent of gradients arriving at the output in the first call signature, once known.
         self.arriving: int | None = None
@@ -146,11 +146,11 @@ class UnitScale:
         # In training, gradients are measured even under `torch.no_grad`, for warm-up calls.
         wanted = module.training or torch.is_grad_enabled()
         grads = wanted if traced else records(wanted)
-        form = (path, module.training, form_of(args), form_of(kwargs), grads)
-        plan = self._known(form, path, module.training)
+        form = Form(path, module.training, form_of(args), form_of(kwargs), grads)
+        plan = self._known(form)
         if compiling:
             if plan is not None and not changed and not self.settled.varying:
-                return self._replay(plan, call, module, path, (args, kwargs), form)
+                return self._replay(plan, call, module, (args, kwargs), form)
             if is_exported():
                 raise RuntimeError(
                     _VARIES if plan else f"{UNSEEN}: call the model once before torch.export"
@@ -158,7 +158,7 @@ class UnitScale:
             from .graph_break import outside_graph
 
             return outside_graph(lambda: self._beside_graph(call, module, path, args, kwargs))
-        return outside_compiler(lambda: self._eager(form, call, module, path, args, kwargs))
+        return outside_compiler(lambda: self._eager(form, call, module, args, kwargs))
 
     def _beside_graph(
         self, call: Call, module: Any, path: str, args: tuple[Any, ...], kwargs: Any
@@ -201,42 +201,41 @@ class UnitScale:
         self.plans, self._latest, self.settled = {}, {}, Settled()
         self.edition = str(int(self.edition) + 1)
 
-    def _known(self, form: Any, path: str, training: bool) -> Plan | None:
+    def _known(self, form: Form) -> Plan | None:
         """The plan for a call signature; for a submodule also that of the whole model, if it has
         run.
         """
         plan = self.plans.get(form)
-        if plan is None and not form[-1]:  # without gradients, as with them
-            plan = self.plans.get((*form[:-1], True))
-        if plan is None and path:
-            plan = self._latest.get(training)
-            return plan if plan is not None and _covers(plan, path) else None
-        if plan is not None and not path:
-            self._latest[training] = plan
+        if plan is None and not form.grads:  # without gradients, as with them
+            plan = self.plans.get(form._replace(grads=True))
+        if plan is None and form.path:
+            plan = self._latest.get(form.training)
+            return plan if plan is not None and _covers(plan, form.path) else None
+        if plan is not None and not form.path:
+            self._latest[form.training] = plan
         return plan
 
     def _eager(
         self,
-        form: Any,
+        form: Form,
         call: Call,
         module: nn.Module,
-        path: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         stale, made = None, None
         if form in self._watched:
             with self._recording:
-                self._look_again(form, module, path, args, kwargs)
+                self._look_again(form, module, args, kwargs)
         while True:
-            plan = self._known(form, path, module.training)
+            plan = self._known(form)
             if plan is None or plan is stale or (self.settled.varying and not plan.places):
                 with self._recording:
-                    if self._known(form, path, module.training) is not plan:
+                    if self._known(form) is not plan:
                         continue  # another thread has made the plan
-                    made = plan = self._first(form, module, path, args, kwargs)
+                    made = plan = self._first(form, module, args, kwargs)
             try:
-                return self._replay(plan, call, module, path, (args, kwargs), form, eager=True)
+                return self._replay(plan, call, module, (args, kwargs), form, eager=True)
             except PlanMissError as miss:
                 if plan is made and not self._is_news(miss.paths):
                     raise
@@ -264,7 +263,7 @@ class UnitScale:
                     raise
 
     def _look_again(
-        self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
+        self, form: Form, module: nn.Module, args: tuple[Any, ...], kwargs: Any
     ) -> None:
         """Makes a plan again after a step of the model itself has measured gradients that the first
         plan lacked: those of a loss outside the model, and those that were zero.
@@ -281,17 +280,17 @@ class UnitScale:
             return
         true = {key: size - plan.gauges[key] - outside for key, size in found.items()}
         self.settled.settle(plan)
-        refined = self._look(module, path, (args, kwargs), actual=Actual(true, later))
+        refined = self._look(module, form.path, (args, kwargs), actual=Actual(true, later))
         refined.looks = plan.looks
         self.plans[form] = refined
-        if not path:
-            self._latest[module.training] = refined
+        if not form.path:
+            self._latest[form.training] = refined
 
-    def _mode(self, plan: Plan, form: Any, following: Following | None) -> Replay:
+    def _mode(self, plan: Plan, form: Form, following: Following | None) -> Replay:
         """The mode that executes a plan; it measures gradients if the plan still lacks some."""
         rest = (self.kinds, self.replacements, self.path.items, following)
         shows = plan.looks < LOOKS and (not plan.final or bool(plan.unseen))
-        if form is None or form[0] or not (form[-1] and shows and plan is self.plans.get(form)):
+        if form.path or not (form.grads and shows and plan is self.plans.get(form)):
             return Replay(plan, *rest)
         self._watched[form] = watch = Watching(plan, plan.gauges.keys(), *rest)
         return watch
@@ -309,18 +308,17 @@ class UnitScale:
         plan: Plan,
         call: Call,
         module: Any,
-        path: str,
         given: Any,
-        form: Any,
+        form: Form,
         eager: bool = False,
     ) -> Any:
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         if not (eager or traced):  # a graph break has left this frame to eager mode
-            return outside_compiler(lambda: self._eager(form, call, module, path, *given))
+            return outside_compiler(lambda: self._eager(form, call, module, *given))
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
         # the mode is active. Inside try, a graph break leaves the whole frame to eager mode.
         entered = entering(given, plan)
-        following = None if traced else self._following(plan, module, path)
+        following = None if traced else self._following(plan, module, form.path)
         mode = (
             Replay(plan, self.kinds, self.replacements, self.path.items)
             if traced
@@ -329,7 +327,7 @@ class UnitScale:
         RUNNING.items.append(self)
         mode.__enter__()
         try:
-            output = self.within(path, lambda: call(entered))
+            output = self.within(form.path, lambda: call(entered))
         finally:
             mode.__exit__(None, None, None)
             RUNNING.items.pop()
@@ -340,7 +338,7 @@ class UnitScale:
                 raise RuntimeError(_VARIES)
             from .graph_break import outside_graph
 
-            return outside_graph(lambda: self._eager(form, call, module, path, *given))
+            return outside_graph(lambda: self._eager(form, call, module, *given))
         return leaving(output, plan, following)
 
     def is_otherwise(self, plan: int, counts: Iterable[tuple[tuple[str, str], int]]) -> bool:
@@ -348,7 +346,7 @@ class UnitScale:
 
         counts: (module path, kind) -> number of calls, as items.
         """
-        found = next(p for p in self.plans.values() if id(p) == plan)
+        found = next(known for known in self.plans.values() if id(known) == plan)
         return bool(found.other_paths(dict(counts)))
 
     def _following(self, plan: Plan, module: Any, path: str) -> Following | None:
@@ -361,17 +359,17 @@ class UnitScale:
         return Following(plan, self.settled, self.structure, leaves, exact)
 
     def _first(
-        self, form: Any, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, form: Form, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Plan:
         """Records the model and makes the plan for this call signature."""
         try:
-            with torch.set_grad_enabled(form[-1]):
-                plan = self._look(module, path, (args, kwargs))
+            with torch.set_grad_enabled(form.grads):
+                plan = self._look(module, form.path, (args, kwargs))
         except RuntimeError as error:
             if not str(error).startswith("vmap:"):
                 raise
             return self._mapped(form, args, kwargs, error)
-        if not path:
+        if not form.path:
             with contextlib.suppress(TypeError):
                 self._example = example_of((args, kwargs))
             self._demote(module, plan.inner)
@@ -390,20 +388,20 @@ class UnitScale:
             older, newer = self.plans[form].places, plan.places
             plan.places = newer | older if self.settled.varying else older | newer
         self.plans[form] = plan
-        if not path:
-            self._latest[module.training] = plan
+        if not form.path:
+            self._latest[form.training] = plan
         return plan
 
-    def _mapped(self, form: Any, args: Any, kwargs: Any, error: Exception) -> Plan:
+    def _mapped(self, form: Form, args: Any, kwargs: Any, error: Exception) -> Plan:
         """Inside vmap, values are not accessible: uses the plan of a call that differs only in
         dimensions, as a batch differs from its examples.
         """
-        shapeless, plans = without_shapes(form[:-1]), list(self.plans.items())
-        similar = [plan for seen, plan in plans if without_shapes(seen[:-1]) == shapeless]
+        shapeless, plans = without_shapes(form), list(self.plans.items())
+        similar = [plan for seen, plan in plans if without_shapes(seen) == shapeless]
         if similar:
             return similar[-1]
         given = ", ".join(described(t) for _, t in tensors_in((args, kwargs))) or "no tensor"
-        mode = "training" if form[1] else "evaluation"
+        mode = "training" if form.training else "evaluation"
         raise RuntimeError(
             f"{UNSEEN}: call the model once before torch.vmap, in {mode} mode and with arguments "
             f"as each example has them: {given}"
@@ -461,7 +459,7 @@ class UnitScale:
             self.plans, self._latest, self._watched = {}, {}, {}
             actual = None if loss is None else Actual({}, 0, loss)
             plan = self._look(module, "", (args, kwargs), actual=actual)
-            form = ("", module.training, form_of(args), form_of(kwargs), True)
+            form = Form("", module.training, form_of(args), form_of(kwargs), grads=True)
             self.plans[form] = self._latest[module.training] = plan
 
     def plan(self, model: nn.Module, seen: bool = True) -> ModelPlan:
@@ -479,10 +477,10 @@ class UnitScale:
         """Adopts a plan instead of recording the model."""
         self.rows = list(plan.rows)
         self.plans, self.settled = copy.deepcopy((plan.plans, plan.settled))
-        self._latest = {form[1]: p for form, p in self.plans.items() if not form[0]}
+        self._latest = {form.training: p for form, p in self.plans.items() if not form.path}
 
     def _check_seen(self, model: nn.Module) -> None:
-        if not any(form[0] == "" for form in self.plans):
+        if not any(form.path == "" for form in self.plans):
             raise ValueError(
                 f"{type(model).__name__} is unit-scaled and has not run: its factors are found at "
                 "its first call, so call it once with an example batch"
@@ -499,7 +497,8 @@ class UnitScale:
                 raise ValueError("functions in replace of unit_scale cannot be folded into weights")
             return Folded({}, {})
         self._check_seen(model)
-        seen = [plan for form, plan in list(self.plans.items()) if form[0] == "" and not form[1]]
+        plans = list(self.plans.items())
+        seen = [plan for form, plan in plans if form.path == "" and not form.training]
         if not seen:
             seen = [self._evaluated(model)]
         return folded([tie for plan in seen for tie in plan.ties])
@@ -527,7 +526,7 @@ class UnitScale:
         submodules, and those made without its loss.
         """
         for form, other in list(self.plans.items()):
-            if form[0] or (plan.final and not other.final and other.outside is None):
+            if form.path or (plan.final and not other.final and other.outside is None):
                 del self.plans[form]
 
 
