@@ -141,7 +141,7 @@ class Plan:
     parameters: dict[str, int] = field(default_factory=dict)
     unseen: tuple[Key, ...] = ()
     idle: tuple[str, ...] = ()
-    name: str = ""
+    name: str = field(default="", compare=False)
     calls: dict[Key, Placed] = field(default_factory=dict, compare=False)
     places: dict[Place, Placed] = field(default_factory=dict, compare=False)
     ends: dict[Slot, tuple[int, float]] = field(default_factory=dict, compare=False)
