@@ -244,13 +244,15 @@ def test_rules_keep_the_sums_of_a_recipe():
         fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), mixed)
 
 
-@pytest.mark.parametrize("kind", ["convolution", "attention", "grouped product"])
+@pytest.mark.parametrize("kind", ["convolution", "attention", "einsum", "bilinear"])
 def test_products_without_these_sums_warn(kind):
     maps, kernel, q = torch.randn(1, 4, 8), torch.randn(4, 4, 3), torch.randn(1, 2, 4, 16)
+    m = torch.randn(4, 4)
     functions = {
+        "einsum": lambda: torch.einsum("ij,jk,kl->il", m, m, m),
+        "bilinear": lambda: nn.functional.bilinear(m, m, torch.randn(2, 4, 4)),
         "convolution": lambda: nn.functional.conv1d(maps, kernel),
         "attention": lambda: nn.functional.scaled_dot_product_attention(q, q, q),
-        "grouped product": lambda: nn.functional.grouped_mm(q[0], q[0].mT),
     }
     raised = pytest.raises(fp8.RecipeWarning, match=kind)  # each is shown once per process
     with fp8.strict(), fp8.autocast(on("tensor", "hopper")), raised:
