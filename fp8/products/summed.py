@@ -31,7 +31,14 @@ from ..sums.dot import dot
 from ..sums.tensor_cores import Matrix, instruction_for
 from ..tensors.scaled_tensor import plain
 
-__all__ = ["product", "warn_unsummed"]
+__all__ = [
+    "add_bias",
+    "multiply",
+    "operand",
+    "product",
+    "refuse_second_derivative",
+    "warn_unsummed",
+]
 
 
 def product(
@@ -57,11 +64,37 @@ def product(
     record = torch.is_grad_enabled()
     with torch.no_grad():
         turn = turn_of(casts.a, a)
-        left = _codes(a, casts.a, -1, offs, split, of_a, record, turn)
-        right = _codes(b, casts.b, -1, offs, split, of_b, record, turn)
+        left = operand(a, casts.a, -1, of_a, record, turn, offs, split)
+        right = operand(b, casts.b, -1, of_b, record, turn, offs, split)
     settings = (*scales, casts, sums, dtype, split)
     y = _Summed.apply(a, b, offs, of_grad, *settings, *left, *right)
-    return y if bias is None else y + bias
+    return y if bias is None else add_bias(y, bias, scales[2])
+
+
+def add_bias(y: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """``y + bias`` along dimension 1; the gradient of the bias is multiplied by ``scale``."""
+    added: Tensor = _Biased.apply(y, bias, scale)
+    return added
+
+
+class _Biased(Function):
+    @staticmethod
+    def forward(y: Tensor, bias: Tensor, scale: float) -> Tensor:
+        return y + bias.view(-1, *[1] * (y.dim() - 2))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, ctx.scale = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, grad.sum([d for d in range(grad.dim()) if d != 1]) * ctx.scale, None
+
+
+def refuse_second_derivative() -> None:
+    """Raises RuntimeError in a backward pass that is recorded (``create_graph=True``)."""
+    if is_differentiated_again():
+        raise RuntimeError("create_graph=True: products with accumulate= have no second derivative")
 
 
 def warn_unsummed(recipe: Recipe, product: str) -> None:
@@ -72,7 +105,7 @@ def warn_unsummed(recipe: Recipe, product: str) -> None:
 
 _UNSUMMED = (
     "{} has no sums of accumulate={!r}: its operands are cast, and its sums are torch's. Linear "
-    "layers and matrix products have them"
+    "layers, matrix products, and convolutions with one scale for each operand have them"
 )
 
 
@@ -96,7 +129,7 @@ class _Summed(Function):
         *operands: Tensor | None,
     ) -> Tensor:
         left, right = Codes(*operands[:3]), Codes(*operands[3:])  # type: ignore[arg-type]
-        y = _multiply(left, right, casts.a, casts.b, sums, offs, split)
+        y = multiply(left, right, casts.a, casts.b, sums, offs, split)
         return (y * s_y).to(getattr(torch, dtype))
 
     @staticmethod
@@ -112,50 +145,47 @@ class _Summed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if is_differentiated_again():
-            raise RuntimeError(
-                "create_graph=True: products with accumulate= have no second derivative"
-            )
-        casts, (offs, *saved), given = ctx.casts, ctx.saved_tensors, (ctx.history, True)
+        refuse_second_derivative()
+        casts, (offs, *saved), history = ctx.casts, ctx.saved_tensors, ctx.history
         groups = (offs, ctx.split)
         da = db = g = None
         if ctx.needs_input_grad[0]:
             turn = turn_of(casts.grad_for_a, grad)
-            g = _codes(grad, casts.grad_for_a, -1, *groups, *given, turn)
-            b = _second(saved[3:], casts.b_again, *groups, turn)
-            da = _multiply(g, b, casts.grad_for_a, casts.b_again, ctx.sums, *groups) * ctx.s_a
+            g = operand(grad, casts.grad_for_a, -1, history, True, turn, *groups)
+            b = _second(saved[3:], casts.b_again, turn, *groups)
+            da = multiply(g, b, casts.grad_for_a, casts.b_again, ctx.sums, *groups) * ctx.s_a
             da = da.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             turn = turn_of(casts.grad_for_b, grad)
             if g is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
                 g = g.mT
             else:
-                g = _codes(grad, casts.grad_for_b, -2, *groups, *given, turn)
-            a = _second(saved[:3], casts.a_again, *groups, turn)
-            db = _multiply(g, a, casts.grad_for_b, casts.a_again, ctx.sums, *groups) * ctx.s_b
+                g = operand(grad, casts.grad_for_b, -2, history, True, turn, *groups)
+            a = _second(saved[:3], casts.a_again, turn, *groups)
+            db = multiply(g, a, casts.grad_for_b, casts.a_again, ctx.sums, *groups) * ctx.s_b
             db = db.to(ctx.dtypes[1])
         return da, db, *[None] * 15
 
 
 def _second(
-    saved: Sequence[Any], spec: Spec | None, offs: Tensor | None, split: int, turn: Tensor | None
+    saved: Sequence[Any], spec: Spec | None, turn: Tensor | None, offs: Tensor | None, split: int
 ) -> Codes:
     """The codes of an operand for its second product, along its other axis. saved: its codes, or
     itself without them."""
     if saved[1] is not None:
         return Codes(*saved).mT
-    return _codes(saved[0], spec, -2, offs, split, turn=turn)
+    return operand(saved[0], spec, -2, None, False, turn, offs, split)
 
 
-def _codes(
+def operand(
     x: Tensor,
     spec: Spec | None,
-    axis: int,
-    offs: Tensor | None,
-    split: int,
+    axis: int = -1,
     history: Tensor | None = None,
     record: bool = False,
     turn: Tensor | None = None,
+    offs: Tensor | None = None,
+    split: int = 0,
 ) -> Codes:
     """`fp8.casts.codes.codes`, or `group_codes` if ``split`` is not 0; of an operand that is not
     cast its values, with scale 1."""
@@ -168,18 +198,19 @@ def _codes(
     return Codes(x if axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
 
 
-def _multiply(
+def multiply(
     a: Codes,
     b: Codes,
     of_a: Spec | None,
     of_b: Spec | None,
     sums: str,
-    offs: Tensor | None,
-    split: int,
+    offs: Tensor | None = None,
+    split: int = 0,
 ) -> Tensor:
-    """``a b^T``; float32 if both are cast."""
+    """``a b^T``; float32 if both are cast, otherwise in the dtype of one that is not."""
     if of_a is None or of_b is None:
-        first, second = (_decoded(x, spec, split) for x, spec in ((a, of_a), (b, of_b)))
+        dtype = (a if of_a is None else b).values.dtype
+        first, second = (_decoded(x, spec, split).to(dtype) for x, spec in ((a, of_a), (b, of_b)))
         if split:
             y: Tensor = torch.ops.fp8.multiply_groups(first, second.mT, offs, 1.0)
             return y

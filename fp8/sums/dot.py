@@ -53,13 +53,10 @@ def _sums(a: Matrix, b: Matrix, how: Instruction) -> Tensor:
     """`dot` with zeros for Inf and NaN, and scales of 1 for NaN; tile by tile."""
     (m, k), n = a.values.shape, b.values.shape[0]
     add, whole = _adder(how, m * n * k, a.values.device)
-    left, right = (
-        [_parts(tile, how.step) for tile in _tiles(x, rows, whole)]
-        for x, rows in zip((a, b), TILE, strict=True)
-    )
+    right = [_parts(tile, how.step) for tile in _tiles(b, TILE[1], whole)]
     bands = []
-    for parts in left:
-        sums = []
+    for tile in _tiles(a, TILE[0], whole):
+        parts, sums = _parts(tile, how.step), []
         for others in right:
             c = a.values.new_zeros(parts[0].values.shape[1], others[0].values.shape[1])
             for first, second in zip(parts, others, strict=True):
