@@ -195,6 +195,15 @@ def test_bits_of_block_scaled_instructions(first, second, along, scale, name, si
     assert same_bits(got, c)
 
 
+def test_sums_of_terms_with_the_largest_fractions():
+    """The 32 terms of a step, 3.5 * 2**25 each, exceed int32; 16 do not."""
+    op = nvidia.TCGen05MMA("Blackwell", "m64n8k32.kind::f8f6f4.f32.e4m3.e4m3")
+    a, b = torch.full((op.m, op.k), 1.875), torch.full((op.n, op.k), 1.875)
+    want = op(stored(a, "e4m3"), stored(b, "e4m3").T, torch.zeros(op.m, op.n))
+    got = dot(Matrix(a, -6), Matrix(b, -6), instruction("blackwell", ("e4m3", "e4m3")))
+    assert same_bits(got, want)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("chip", "row"), [(chip, i) for chip, rows in TENSOR_CORES.items() for i in range(len(rows))]
