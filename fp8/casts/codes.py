@@ -25,7 +25,7 @@ from .casting import (
 )
 from .counts import observe
 
-__all__ = ["Codes", "codes", "widened"]
+__all__ = ["Codes", "codes", "narrowed", "widened"]
 
 
 class Codes(NamedTuple):
@@ -96,3 +96,9 @@ def widened(scale: Tensor, shape: Sequence[int], tile: tuple[int, int]) -> Tenso
         if scale.dim() and by != 1:
             scale = scale.repeat_interleave(by or shape[dim], dim).narrow(dim, 0, shape[dim])
     return scale
+
+
+def narrowed(scale: Tensor, tile: tuple[int, int]) -> Tensor:
+    """One scale for each tile, of the scale of each element of a matrix that is not empty."""
+    rows, columns = (by or size for by, size in zip(tile, scale.shape, strict=True))
+    return scale[::rows, ::columns]

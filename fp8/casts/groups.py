@@ -16,8 +16,17 @@ from torch import Tensor
 
 from ..tensors.scaled_tensor import plain
 from .casting import Spec, rounded
+from .codes import Codes, codes, widened
 
-__all__ = ["aligned", "bounds", "cast_groups", "group_states", "pieces"]
+__all__ = [
+    "aligned",
+    "bounds",
+    "cast_groups",
+    "group_codes",
+    "group_states",
+    "pieces",
+    "product_shape",
+]
 
 
 def bounds(offs: Tensor, size: int) -> list[int]:
@@ -40,6 +49,14 @@ def pieces(x: Tensor, offs: Tensor | None, axis: int) -> list[Tensor]:
     assert offs is not None
     ends = bounds(offs, x.shape[axis])
     return [x.narrow(axis, start, end - start) for start, end in pairwise(ends)]
+
+
+def product_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
+    """The shape of ``a @ b`` by groups."""
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        shape = [a.shape[0] if offs is None else offs.shape[0], *shape]
+    return shape
 
 
 def group_states(history: Tensor) -> list[Tensor]:
@@ -87,9 +104,9 @@ def _like(x: Tensor, offs: Tensor | None, split: int, axis: int, hadamard: int) 
     "fp8::cast_groups",
     mutates_args=(),
     schema="(Tensor x, Tensor? offs, Tensor? history, Tensor? turn, int split, int axis, "
-    "bool record, str format, str? rule, int across, int along, int margin, str rounding, "
-    "str overflow, int random_bits, bool mean, int hadamard, str signs, str label) "
-    "-> (Tensor, Tensor, Tensor)",
+    "bool record, bool apart, str format, str? rule, int across, int along, int margin, "
+    "str rounding, str overflow, int random_bits, bool mean, int hadamard, str signs, str label) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _cast_groups(
     x: Tensor,
@@ -99,25 +116,52 @@ def _cast_groups(
     split: int,
     axis: int,
     record: bool,
+    apart: bool,
     *fields: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The cast operand, its scale factors, and the history afterwards. split: the axis that groups
-    split, if x is one matrix. axis: the axis that the product sums over. fields: of the spec."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The cast operand, its scale factors, the units of groups, and the history afterwards. split:
+    the axis that groups split, if x is one matrix. axis: the axis that the product sums over.
+    apart: whether the result is that of `group_codes`. fields: of the spec."""
     spec = _spec(*fields)
-    y = _like(x, offs, split, axis, spec.hadamard)
-    scales = _no_scales(y, split)
-    after = x.new_empty(0) if history is None else history.clone()
+    y, scales, units, after = _results(x, offs, history, split, axis, apart, spec.hadamard)
     states: list[Tensor] = [] if history is None else group_states(after)
     ends = offs if offs is None or split != axis else aligned(offs, spec.hadamard)
     parts = (pieces(x, offs, split), pieces(y, ends, split), pieces(scales, ends, split))
     for i, (part, values, scaled) in enumerate(zip(*parts, strict=True)):
         if part.numel():
-            state = states[i] if states else None
-            cast, scale = rounded(part, spec, axis, state, record, turn)
+            given = (part, spec, axis, states[i] if states else None, record, turn)
+            cast, scale, unit = _codes(*given) if apart else (*rounded(*given), None)
             values.copy_(cast)
             if scale is not None:
                 scaled.copy_(scale)
-    return y, scales, after
+            if unit is not None:
+                units[i] = unit
+    return y, scales, units, after
+
+
+def _codes(x: Tensor, spec: Spec, axis: int, *given: Any) -> Codes:
+    """`codes` with the scale of each element, in the orientation of ``x``."""
+    y = codes(x, spec, axis, *given)
+    y = y._replace(scale=widened(y.scale, y.values.shape, spec.tile))
+    return y if axis == -1 else y.mT
+
+
+def _results(
+    x: Tensor,
+    offs: Tensor | None,
+    history: Tensor | None,
+    split: int,
+    axis: int,
+    apart: bool,
+    hadamard: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `_cast_groups` returns if all groups are empty."""
+    y = _like(x, offs, split, axis, hadamard)
+    if apart:
+        y = y.float()
+    scales = torch.ones_like(y) if apart else _no_scales(y, split)
+    units = scales.new_ones(x.shape[0] if offs is None else offs.shape[0])
+    return y, scales, units, x.new_empty(0) if history is None else history.clone()
 
 
 def _no_scales(x: Tensor, split: int) -> Tensor:
@@ -138,10 +182,10 @@ def _(
     split: int,
     axis: int,
     record: bool,
+    apart: bool,
     *fields: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = _like(x, offs, split, axis, _spec(*fields).hadamard)
-    return y, _no_scales(y, split), x.new_empty(0) if history is None else history.clone()
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _results(x, offs, history, split, axis, apart, _spec(*fields).hadamard)
 
 
 def cast_groups(
@@ -175,10 +219,42 @@ def cast_groups(
     if spec is None:
         return x, None
     record = torch.is_grad_enabled() if record is None else record
-    arguments = (offs, history, turn, split, axis, record, *_fields(spec))
-    y, scales, after = torch.ops.fp8.cast_groups(plain(x).detach(), *arguments)
+    y, scales, _ = _cast(x, offs, spec, split, axis, history, record, turn, apart=False)
+    scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
+    return y, scales if scaled else None
+
+
+def group_codes(
+    x: Tensor,
+    offs: Tensor | None,
+    spec: Spec,
+    split: int,
+    axis: int,
+    history: Tensor | None = None,
+    record: bool = False,
+    turn: Tensor | None = None,
+) -> Codes:
+    """`fp8.casts.codes.codes` of every group of ``x``, with the scale of each element and the unit
+    of each group. Arguments as in `cast_groups`."""
+    y = Codes(*_cast(x, offs, spec, split, axis, history, record, turn, apart=True))
+    return y if axis == -1 else y.mT
+
+
+def _cast(
+    x: Tensor,
+    offs: Tensor | None,
+    spec: Spec,
+    split: int,
+    axis: int,
+    history: Tensor | None,
+    record: bool,
+    turn: Tensor | None,
+    apart: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first results of `_cast_groups`; writes the last into ``history``."""
+    arguments = (offs, history, turn, split, axis, record, apart, *_fields(spec))
+    y, scales, units, after = torch.ops.fp8.cast_groups(plain(x).detach(), *arguments)
     if history is not None and record:
         with torch.no_grad():
             history.copy_(after)
-    scaled = spec.tile == (0, 0) and (spec.rule is not None or spec.margin or history is not None)
-    return y, scales if scaled else None
+    return y, scales, units

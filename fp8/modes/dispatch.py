@@ -26,6 +26,7 @@ from ..products.einsum import as_equation, einsum, sums_products
 from ..products.grouped import grouped_mm
 from ..products.multi_head import multi_head_attention_forward
 from ..products.spellings import by_function
+from ..products.summed import warn_unsummed
 from ..recipes.recipe import Recipe
 
 __all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler", "handler_of"]
@@ -225,6 +226,7 @@ def _bilinear(
         return (
             "it sums over two axes one after the other, and a scale belongs to one; write it with @"
         )
+    warn_unsummed(recipe, "a bilinear layer")
     casts = (recipe.input, recipe.input, recipe.weight)
     *of, of_grad = histories(recipe, "bilinear", (input1, input2), *casts, recipe.grad)
     name, roles = product_name("bilinear", weight, recipe), ("input 1", "input 2", "weight")

@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..casts.casting import Spec, round_straight, rounded, unrotated
-from ..casts.counts import product_name
+from ..casts.casting import Spec, is_whole, round_straight, rounded, unrotated
+from ..casts.counts import is_sampled, product_name
 from ..casts.measuring import measuring
 from ..casts.operands import Casts, casts_of, one_copy, with_copies
 from ..casts.saved_operands import SharedCasts, saved_operands, shared_casts
 from ..common.compiler import apply, apply_eagerly, in_graph
 from ..context.active import layer_histories, product_recipe, static_exponents
+from ..formats.format import dtype_name
+from . import summed_convolution
 from .matmul import (
     ONES,
     Scales,
@@ -153,11 +155,16 @@ def _convolve(
         histories = layer_histories(recipe, "conv", x, weight)
         y = _as_it_is(x, weight, bias, scales, geometry)
         return measured(pass_, histories, x, weight, y)
-    warn_unsummed(recipe, "a convolution")
     static = static_exponents(recipe, x, weight)
-    casts = casts_of(recipe, name=product_name("conv", weight, recipe), static=static)
-    casts = Casts(*map(unrotated, casts))
-    of_x, of_w, of_grad = layer_histories(recipe, "conv", x, weight)
+    name = product_name("conv", weight, recipe)
+    casts = Casts(*map(unrotated, casts_of(recipe, name=name, static=static)))
+    of_x, of_w, of_grad = histories = layer_histories(recipe, "conv", x, weight)
+    if recipe.accumulate is not None and not is_sampled(name):
+        if is_whole(recipe):
+            like, _, bias = _of_one_dtype(x[:0], weight[:0], bias)
+            given = (scales, geometry, casts, histories, recipe.sums, dtype_name(like.dtype))
+            return summed_convolution.convolution(x, weight, bias, *given)
+        warn_unsummed(recipe, "a convolution with scales by rows or blocks")
     shared = shared_casts(x, of_x, casts.a, casts.a_again)
     first, second, casts = with_copies(x, weight, casts)
     x, scale_x = _cast_maps(x, casts.a, -1, of_x)

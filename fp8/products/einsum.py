@@ -17,6 +17,7 @@ from ..casts.operands import Exponents
 from ..context.active import histories, static_exponents
 from ..recipes.recipe import Recipe
 from .matmul import ONES, Scales, matmul
+from .summed import warn_unsummed
 
 __all__ = ["as_equation", "as_matmul", "einsum", "letters", "sums_products"]
 
@@ -37,6 +38,7 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
         return y
     if not is_whole(recipe):
         return "a scale by rows or blocks needs one axis to sum over; write products of two"
+    warn_unsummed(recipe, "an einsum that is not one product")
     cast, name = recipe.input, product_name("einsum", None, recipe)
     *of, of_grad = histories(recipe, "einsum", operands, *[cast] * len(operands), recipe.grad)
     operands = [

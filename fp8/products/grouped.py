@@ -20,17 +20,18 @@ from torch.autograd import Function
 
 from ..casts.casting import Spec, turn_of
 from ..casts.counts import is_sampled, product_name
-from ..casts.groups import aligned, bounds, cast_groups, pieces
+from ..casts.groups import aligned, bounds, cast_groups, pieces, product_shape
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply, eager_only, is_differentiated_again
 from ..context.active import chosen, layer_histories, static_exponents
+from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
 from ..native import product as native
 from ..recipes.recipe import Recipe
+from . import summed
 from .matmul import ONES, Scales, check_scales, gemm, linear
-from .summed import warn_unsummed
 
 __all__ = ["MULTIPLY_GROUPS", "grouped_mm"]
 
@@ -44,7 +45,7 @@ def _multiply_groups(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) ->
     """``alpha * a @ b`` by groups, in the shapes of `torch.nn.functional.grouped_mm`; zero outside
     of all groups."""
     rank_a, rank_b = a.dim(), b.dim()
-    y = a.new_zeros(_shape(a, b, offs))
+    y = a.new_zeros(product_shape(a, b, offs))
     split = -1 if rank_a == 3 else -2
     left = pieces(a, offs, -2 if rank_b == 3 else -1)
     right = pieces(b, offs, -1 if rank_a == 3 else -2)
@@ -56,7 +57,7 @@ def _multiply_groups(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) ->
 
 @_multiply_groups.register_fake
 def _(a: Tensor, b: Tensor, offs: Tensor | None, alpha: float) -> Tensor:
-    return a.new_empty(_shape(a, b, offs))
+    return a.new_empty(product_shape(a, b, offs))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -75,13 +76,6 @@ _multiply_groups.register_autograd(_differentiate, setup_context=_save)
 
 MULTIPLY_GROUPS = torch.ops.fp8.multiply_groups
 """The operator of all grouped products, as modes below autograd see it."""
-
-
-def _shape(a: Tensor, b: Tensor, offs: Tensor | None) -> list[int]:
-    shape = [a.shape[-2], b.shape[-1]]
-    if a.dim() == b.dim():
-        shape = [a.shape[0] if offs is None else offs.shape[0], *shape]
-    return shape
 
 
 def _ends(offs: Tensor | None, spec: Spec | None) -> Tensor | None:
@@ -170,14 +164,15 @@ def _product(
     """``a b^T`` by groups. b is cast as a weight if it is a stack."""
     layer, split = b.dim() == 3, -2 if b.dim() == 3 else -1
     groups = b.shape[0] if layer else offs.shape[0]  # type: ignore[union-attr]
-    if recipe is not None:
-        warn_unsummed(recipe, "a grouped product")
     histories = layer_histories(recipe, "grouped_mm", a, b, layer, groups)
     if (pass_ := measuring()) is not None and recipe is not None:
         y = _product(a, b, offs, scales, None, backend, static)
         return _measured(pass_, histories, a, b, y, offs, split)
     name = product_name("grouped_mm", b if layer else None, recipe)
     casts = casts_of(recipe, layer, name, static)
+    if recipe is not None and recipe.accumulate is not None and not is_sampled(name):
+        given = (scales, casts, histories, recipe.sums, dtype_name(a.dtype))
+        return summed.product(a, b, None, *given, offs, split)
     if recipe is not None and layer and _runs_native(recipe, backend, name, a, b):
         return _by_group(a, b, offs, scales, recipe, backend, static)
     first, second, needed = with_copies(a, b, casts)

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..casts.casting import Spec, turn_of
-from ..casts.codes import Codes, codes, widened
+from ..casts.codes import Codes, codes, narrowed, widened
+from ..casts.groups import aligned, group_codes, pieces, product_shape
 from ..casts.operands import Casts, one_copy
 from ..common.compiler import is_differentiated_again
 from ..common.pitfalls import RecipeWarning, warn_once
@@ -30,7 +31,14 @@ from ..sums.dot import dot
 from ..sums.tensor_cores import Matrix, instruction_for
 from ..tensors.scaled_tensor import plain
 
-__all__ = ["product", "warn_unsummed"]
+__all__ = [
+    "add_bias",
+    "multiply",
+    "operand",
+    "product",
+    "refuse_second_derivative",
+    "warn_unsummed",
+]
 
 
 def product(
@@ -42,22 +50,51 @@ def product(
     histories: list[Tensor | None],
     sums: str,
     dtype: str,
+    offs: Tensor | None = None,
+    split: int = 0,
 ) -> Tensor:
     """``s_y * a b^T + bias`` in ``dtype`` for a (m, k) and b (n, k), or batches of them.
 
     casts, histories: as in `fp8.products.matmul`. sums: `fp8.Recipe.sums`. A product of which an
     operand is not cast sums as torch does. dtype: a name. bias has that dtype, and is added after
-    the result is rounded to it.
+    the result is rounded to it. offs, split: those of a grouped product, as in
+    `fp8.products.grouped`; split is 0 for others.
     """
     of_a, of_b, of_grad = histories
     record = torch.is_grad_enabled()
     with torch.no_grad():
         turn = turn_of(casts.a, a)
-        left = _codes(a, casts.a, -1, of_a, record, turn)
-        right = _codes(b, casts.b, -1, of_b, record, turn)
-    settings = (*scales, casts, sums, dtype)
-    y = _Summed.apply(a, b, of_grad, *settings, *left, *right)
-    return y if bias is None else y + bias
+        left = operand(a, casts.a, -1, of_a, record, turn, offs, split)
+        right = operand(b, casts.b, -1, of_b, record, turn, offs, split)
+    settings = (*scales, casts, sums, dtype, split)
+    y = _Summed.apply(a, b, offs, of_grad, *settings, *left, *right)
+    return y if bias is None else add_bias(y, bias, scales[2])
+
+
+def add_bias(y: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """``y + bias`` along dimension 1; the gradient of the bias is multiplied by ``scale``."""
+    added: Tensor = _Biased.apply(y, bias, scale)
+    return added
+
+
+class _Biased(Function):
+    @staticmethod
+    def forward(y: Tensor, bias: Tensor, scale: float) -> Tensor:
+        return y + bias.view(-1, *[1] * (y.dim() - 2))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, ctx.scale = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, grad.sum([d for d in range(grad.dim()) if d != 1]) * ctx.scale, None
+
+
+def refuse_second_derivative() -> None:
+    """Raises RuntimeError in a backward pass that is recorded (``create_graph=True``)."""
+    if is_differentiated_again():
+        raise RuntimeError("create_graph=True: products with accumulate= have no second derivative")
 
 
 def warn_unsummed(recipe: Recipe, product: str) -> None:
@@ -68,7 +105,7 @@ def warn_unsummed(recipe: Recipe, product: str) -> None:
 
 _UNSUMMED = (
     "{} has no sums of accumulate={!r}: its operands are cast, and its sums are torch's. Linear "
-    "layers and matrix products have them"
+    "layers, matrix products, and convolutions with one scale for each operand have them"
 )
 
 
@@ -80,6 +117,7 @@ class _Summed(Function):
     def forward(
         a: Tensor,
         b: Tensor,
+        offs: Tensor | None,
         history: Tensor | None,
         s_y: float,
         s_a: float,
@@ -87,83 +125,113 @@ class _Summed(Function):
         casts: Casts,
         sums: str,
         dtype: str,
+        split: int,
         *operands: Tensor | None,
     ) -> Tensor:
         left, right = Codes(*operands[:3]), Codes(*operands[3:])  # type: ignore[arg-type]
-        return (_multiply(left, right, casts.a, casts.b, sums) * s_y).to(getattr(torch, dtype))
+        y = multiply(left, right, casts.a, casts.b, sums, offs, split)
+        return (y * s_y).to(getattr(torch, dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, ctx.history, _, ctx.s_a, ctx.s_b, casts, ctx.sums, _, *operands = inputs
+        a, b, offs, ctx.history, _, *rest = inputs
+        ctx.s_a, ctx.s_b, casts, ctx.sums, _, ctx.split, *operands = rest
         ctx.casts, ctx.dtypes = casts, (a.dtype, b.dtype)
         keep_a = one_copy(casts.a, casts.a_again)
         keep_b = one_copy(casts.b, casts.b_again)
         of_a = operands[:3] if keep_a else (a, None, None)
         of_b = operands[3:] if keep_b else (b, None, None)
-        ctx.save_for_backward(*of_a, *of_b)
+        ctx.save_for_backward(offs, *of_a, *of_b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if is_differentiated_again():
-            raise RuntimeError(
-                "create_graph=True: products with accumulate= have no second derivative"
-            )
-        casts, saved = ctx.casts, ctx.saved_tensors
+        refuse_second_derivative()
+        casts, (offs, *saved), history = ctx.casts, ctx.saved_tensors, ctx.history
+        groups = (offs, ctx.split)
         da = db = g = None
         if ctx.needs_input_grad[0]:
             turn = turn_of(casts.grad_for_a, grad)
-            g = _codes(grad, casts.grad_for_a, -1, ctx.history, True, turn)
-            b = _second(saved[3:], casts.b_again, turn)
-            da = _multiply(g, b, casts.grad_for_a, casts.b_again, ctx.sums) * ctx.s_a
+            g = operand(grad, casts.grad_for_a, -1, history, True, turn, *groups)
+            b = _second(saved[3:], casts.b_again, turn, *groups)
+            da = multiply(g, b, casts.grad_for_a, casts.b_again, ctx.sums, *groups) * ctx.s_a
             da = da.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             turn = turn_of(casts.grad_for_b, grad)
             if g is not None and one_copy(casts.grad_for_a, casts.grad_for_b):
                 g = g.mT
             else:
-                g = _codes(grad, casts.grad_for_b, -2, ctx.history, True, turn)
-            a = _second(saved[:3], casts.a_again, turn)
-            db = _multiply(g, a, casts.grad_for_b, casts.a_again, ctx.sums) * ctx.s_b
+                g = operand(grad, casts.grad_for_b, -2, history, True, turn, *groups)
+            a = _second(saved[:3], casts.a_again, turn, *groups)
+            db = multiply(g, a, casts.grad_for_b, casts.a_again, ctx.sums, *groups) * ctx.s_b
             db = db.to(ctx.dtypes[1])
-        return da, db, *[None] * 13
+        return da, db, *[None] * 15
 
 
-def _second(saved: Sequence[Any], spec: Spec | None, turn: Tensor | None) -> Codes:
+def _second(
+    saved: Sequence[Any], spec: Spec | None, turn: Tensor | None, offs: Tensor | None, split: int
+) -> Codes:
     """The codes of an operand for its second product, along its other axis. saved: its codes, or
     itself without them."""
-    return _codes(saved[0], spec, -2, turn=turn) if saved[1] is None else Codes(*saved).mT
+    if saved[1] is not None:
+        return Codes(*saved).mT
+    return operand(saved[0], spec, -2, None, False, turn, offs, split)
 
 
-def _codes(
+def operand(
     x: Tensor,
     spec: Spec | None,
-    axis: int,
+    axis: int = -1,
     history: Tensor | None = None,
     record: bool = False,
     turn: Tensor | None = None,
+    offs: Tensor | None = None,
+    split: int = 0,
 ) -> Codes:
-    """`fp8.casts.codes.codes`; of an operand that is not cast its values, with scale 1."""
+    """`fp8.casts.codes.codes`, or `group_codes` if ``split`` is not 0; of an operand that is not
+    cast its values, with scale 1."""
     if spec is not None:
         check_dtype(plain(x))
+    if spec is not None and split:
+        return group_codes(x, offs, spec, split, axis, history, record, turn)
     if spec is not None and x.numel():
         return codes(x, spec, axis, history, record, turn)
     return Codes(x if axis == -1 else x.mT, x.new_ones((), dtype=torch.float32))
 
 
-def _multiply(a: Codes, b: Codes, of_a: Spec | None, of_b: Spec | None, sums: str) -> Tensor:
-    """``a b^T``; float32 if both are cast."""
+def multiply(
+    a: Codes,
+    b: Codes,
+    of_a: Spec | None,
+    of_b: Spec | None,
+    sums: str,
+    offs: Tensor | None = None,
+    split: int = 0,
+) -> Tensor:
+    """``a b^T``; float32 if both are cast, otherwise in the dtype of one that is not."""
     if of_a is None or of_b is None:
-        first, second = (_decoded(x, spec) for x, spec in ((a, of_a), (b, of_b)))
+        dtype = (a if of_a is None else b).values.dtype
+        first, second = (_decoded(x, spec, split).to(dtype) for x, spec in ((a, of_a), (b, of_b)))
+        if split:
+            y: Tensor = torch.ops.fp8.multiply_groups(first, second.mT, offs, 1.0)
+            return y
         return torch.matmul(first, second.mT)
     formats = [spec.format for spec in (of_a, of_b)]
     stored = [scale_format(spec.rule) for spec in (of_a, of_b)]
-    y: Tensor = _summed(*a, *b, formats, stored, [*of_a.tile, *of_b.tile], sums)
+    settings = (formats, stored, [*of_a.tile, *of_b.tile], sums)
+    if not split:
+        y = _summed(*a, *b, *settings)
+        return y
+    if offs is not None and a.values.dim() == b.values.dim():
+        offs = aligned(offs, of_a.hadamard)
+    y = _summed_groups(*a, *b, offs, *settings)
     return y
 
 
-def _decoded(x: Codes, spec: Spec | None) -> Tensor:
+def _decoded(x: Codes, spec: Spec | None, split: int) -> Tensor:
     """The values of an operand."""
-    scale = x.scale if spec is None else widened(x.scale, x.values.shape, spec.tile)
+    scale = x.scale
+    if spec is not None and not split:
+        scale = widened(scale, x.values.shape, spec.tile)
     return x.values * scale.to(x.values.dtype)
 
 
@@ -218,6 +286,55 @@ def _summed(
 @_summed.register_fake
 def _(a: Tensor, a_scale: Tensor, a_unit: Tensor | None, b: Tensor, *_: Any) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[-2], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "fp8::summed_groups",
+    mutates_args=(),
+    schema="(Tensor a, Tensor a_scale, Tensor a_unit, Tensor b, Tensor b_scale, Tensor b_unit, "
+    "Tensor? offs, str[] formats, str[] scale_formats, int[] tiles, str sums) -> Tensor",
+)
+def _summed_groups(
+    a: Tensor,
+    a_scale: Tensor,
+    a_unit: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_unit: Tensor,
+    offs: Tensor | None,
+    formats: list[str],
+    scale_formats: list[str],
+    tiles: list[int],
+    sums: str,
+) -> Tensor:
+    """`_summed` of each group of `group_codes` a and b; zero outside of all groups."""
+    y = torch.zeros(product_shape(a, b.mT, offs), device=a.device)
+    of_a, of_b = (-2 if x.dim() == 3 else -1 for x in (b, a))
+    left = _groups(Codes(a, a_scale, a_unit), offs, of_a, tiles[:2], scale_formats[0])
+    right = _groups(Codes(b, b_scale, b_unit), offs, of_b, tiles[2:], scale_formats[1])
+    into = pieces(y, offs, -1 if a.dim() == 3 else -2)
+    for first, second, part in zip(left, right, into, strict=True):
+        if first is not None and second is not None:
+            part.copy_(_summed(*first, *second, formats, scale_formats, tiles, sums))
+    return y
+
+
+@_summed_groups.register_fake
+def _(a: Tensor, _a: Tensor, _b: Tensor, b: Tensor, _c: Tensor, _d: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty(product_shape(a, b.mT, rest[0]), dtype=torch.float32)
+
+
+def _groups(
+    x: Codes, offs: Tensor | None, axis: int, tile: list[int], stored: str
+) -> list[Codes | None]:
+    """The codes of each group as `codes` has them; None for one that is empty."""
+    assert x.unit is not None
+    units = x.unit.unbind() if stored == "e4m3" else [None] * x.unit.shape[0]
+    parts = zip(pieces(x.values, offs, axis), pieces(x.scale, offs, axis), units, strict=True)
+    return [
+        Codes(values, narrowed(scale, (tile[0], tile[1])), unit) if values.numel() else None
+        for values, scale, unit in parts
+    ]
 
 
 def _each(x: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:

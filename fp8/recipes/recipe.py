@@ -76,9 +76,10 @@ class Recipe:
             ReLU saves one bit per element. Scaling by tiles and histories are not supported. None:
             as torch does.
         accumulate: the accelerator whose sums matrix products have: "ada", "hopper", "blackwell" or
-            "cdna3", the rows of `fp8.sums.tensor_cores.TENSOR_CORES`. Convolutions, attention
-            as one product, and products of which an operand is not cast, sum as torch does. On a
-            CPU it takes about 50 times a product in float32. None: torch's sums.
+            "cdna3", the rows of `fp8.sums.tensor_cores.TENSOR_CORES`. Convolutions with scales by
+            rows or blocks, attention as one product, and products of which an operand is not cast,
+            sum as torch does. On a CPU it takes 10 to 20 times a product in float32. None: torch's
+            sums.
         promote: the number of products after which a sum of the accelerator ends and is added in
             float32; 0: after all. Needs ``accumulate``.
         grad_input_weight, grad_weight_grad, grad_weight_input: a different Cast (or None) of the

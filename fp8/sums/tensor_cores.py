@@ -11,6 +11,7 @@ fractions multiply to, and a subnormal value has the exponent of the smallest no
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -124,8 +125,9 @@ def _aligned(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
     wide = torch.float32 if how.fraction < 23 else torch.float64
     unit = _power((how.kept - top + shift).clamp(-126, _HIGH), torch.float32)
     high, low = (_HIGH, -126) if wide == torch.float32 else (1000, -1000)
-    whole = torch.trunc(c.to(wide) * _power((how.kept - top).clamp_max(high), wide))
-    total = _truncated(a, b, unit, range(how.step), whole)
+    total = torch.trunc(c.to(wide) * _power((how.kept - top).clamp_max(high), wide))
+    for start in range(0, how.step, _EXACT):
+        total = total + _truncated(a, b, unit, range(start, start + _EXACT)).to(wide)
     return _toward_zero(total * _power((top - how.kept).clamp_min(low), wide), how.fraction)
 
 
@@ -137,12 +139,15 @@ def _highest(a: Part, b: Part, which: range) -> Tensor:
     return top
 
 
-def _truncated(a: Part, b: Part, unit: Tensor, which: range, start: Tensor) -> Tensor:
-    """``start`` and some products of a step, each multiplied by ``unit`` and truncated, in the
-    dtype of start. Each product is exact, as its fraction has at most 8 bits."""
-    for k in which:
-        start = start + torch.trunc(a.values[k][:, None] * unit * b.values[k]).to(start.dtype)
-    return start
+_EXACT = 16
+"""The terms whose sum int32 holds: of at most 3.6 * 2**25, 25 the most bits that a term keeps."""
+
+
+def _truncated(a: Part, b: Part, unit: Tensor, which: range) -> Tensor:
+    """The sum of some products of a step, each multiplied by ``unit`` and truncated, int32. Each
+    product is exact, as its fraction has at most 8 bits."""
+    terms = [(a.values[k][:, None] * unit * b.values[k]).int() for k in which]
+    return functools.reduce(torch.add, terms)
 
 
 def _in_groups(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
@@ -191,7 +196,7 @@ def _in_halves(a: Part, b: Part, c: Tensor, how: Instruction) -> Tensor:
     for which in (range(0, how.step, 2), range(1, how.step, 2)):
         top = _highest(a, b, which).clamp_min(how.of_zero)
         unit = _power((how.kept - top).clamp_max(_HIGH), torch.float32)
-        halves.append((_truncated(a, b, unit, which, torch.zeros_like(c, dtype=wide)), top))
+        halves.append((_truncated(a, b, unit, which).to(wide), top))
     (even, of_even), (odd, of_odd) = halves
     top = torch.maximum(of_even, of_odd)
     dot = torch.floor(even * _power(of_even - top, wide))

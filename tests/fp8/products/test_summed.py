@@ -141,6 +141,26 @@ def test_dtypes(dtype):
         assert (got - want).norm() < 0.1 * want.norm()
 
 
+def test_the_gradient_of_a_bias_is_scaled():
+    x, w, g = operands()
+    gradients = []
+    for recipe in (on("tensor", "hopper"), None):
+        bias = torch.zeros(OUT, requires_grad=True)
+        linear(x, w, bias, scales=(1, 1, 0.5), recipe=recipe).backward(g)
+        gradients.append(bias.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_product_of_an_uncast_operand_is_torchs():
+    """In the dtype of the operands, as without these sums."""
+    cast = Cast(format="e4m3", scaling="tensor", rule="up")
+    recipe = Recipe(name="half", weight=cast, grad=cast, accumulate="hopper")
+    got = three(recipe, torch.bfloat16)
+    want = three(dataclasses.replace(recipe, accumulate=None), torch.bfloat16)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[2], want[2])
+
+
 def test_under_autocast_and_bias():
     layer = nn.Linear(IN, OUT)
     with torch.autocast("cpu", torch.bfloat16), fp8.autocast(on("tensor", "hopper")):
@@ -244,13 +264,14 @@ def test_rules_keep_the_sums_of_a_recipe():
         fp8.convert(nn.Sequential(nn.Linear(IN, OUT)), mixed)
 
 
-@pytest.mark.parametrize("kind", ["convolution", "attention", "grouped product"])
+@pytest.mark.parametrize("kind", ["attention", "einsum", "bilinear"])
 def test_products_without_these_sums_warn(kind):
-    maps, kernel, q = torch.randn(1, 4, 8), torch.randn(4, 4, 3), torch.randn(1, 2, 4, 16)
+    q = torch.randn(1, 2, 4, 16)
+    m = torch.randn(4, 4)
     functions = {
-        "convolution": lambda: nn.functional.conv1d(maps, kernel),
+        "einsum": lambda: torch.einsum("ij,jk,kl->il", m, m, m),
+        "bilinear": lambda: nn.functional.bilinear(m, m, torch.randn(2, 4, 4)),
         "attention": lambda: nn.functional.scaled_dot_product_attention(q, q, q),
-        "grouped product": lambda: nn.functional.grouped_mm(q[0], q[0].mT),
     }
     raised = pytest.raises(fp8.RecipeWarning, match=kind)  # each is shown once per process
     with fp8.strict(), fp8.autocast(on("tensor", "hopper")), raised:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8.formats.format import get_format
 from fp8.formats.quantize import quantize
+from fp8.sums import dot as dot_module
 from fp8.sums.dot import dot
 from fp8.sums.tensor_cores import TENSOR_CORES, Matrix, instruction
 
@@ -192,3 +193,34 @@ def test_bits_of_block_scaled_instructions(first, second, along, scale, name, si
     )
     got = dot(left, right, how)
     assert same_bits(got, c)
+
+
+def test_sums_of_terms_with_the_largest_fractions():
+    """The 32 terms of a step, 3.5 * 2**25 each, exceed int32; 16 do not."""
+    op = nvidia.TCGen05MMA("Blackwell", "m64n8k32.kind::f8f6f4.f32.e4m3.e4m3")
+    a, b = torch.full((op.m, op.k), 1.875), torch.full((op.n, op.k), 1.875)
+    want = op(stored(a, "e4m3"), stored(b, "e4m3").T, torch.zeros(op.m, op.n))
+    got = dot(Matrix(a, -6), Matrix(b, -6), instruction("blackwell", ("e4m3", "e4m3")))
+    assert same_bits(got, want)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("chip", "row"), [(chip, i) for chip, rows in TENSOR_CORES.items() for i in range(len(rows))]
+)
+def test_compiled_sums_are_those_of_eager_mode(chip, row, monkeypatch):
+    """Also where tiles and steps are not full."""
+    how, name = TENSOR_CORES[chip][row], TENSOR_CORES[chip][row].formats[0]
+    low, along = get_format(name).min_exponent, min(how.scales, default=0)
+    for kind in ("mixed", "not finite"):
+        operands = []
+        for seed, rows in enumerate((140, 270)):
+            x, scales = values(kind, (rows, 75), name, seed), None
+            if along:
+                scales = SCALES["near 1"]((rows, -(-75 // along)))
+            operands.append(Matrix(x, low, scales, along))
+        results = []
+        for products in (1 << 60, 0):
+            monkeypatch.setattr(dot_module, "EAGER", products)
+            results.append(dot(*operands, how))
+        assert same_bits(*results)
