@@ -28,7 +28,7 @@ from benchmarks.common import Row, write
 
 from . import collection
 from .case import Stranger
-from .examine import Options, described, examine
+from .examine import COMPILED, Options, described, examine
 
 SECONDS = 60.0
 """What a model may take, of the processor's time."""
@@ -38,9 +38,6 @@ STATIC = 0.99
 
 PATIENCE = 5
 """How many seconds of the clock to wait for one of the processor, on a machine with other work."""
-
-COMPILED = 1e-3
-"""The error up to which a compiled model equals the eager one."""
 
 OUT = Path("out/benchmark-strangers.jsonl")
 
@@ -57,7 +54,7 @@ model and of the unit-scaled one; preserve: the error of the outputs with
 init="preserve"; fp32 fall, fp8 fall: the last loss of 20 steps over the first, of the plain model
 with AdamW and of the unit-scaled one in FP8 with `uu.optim.AdamW`, at one learning rate for all
 models; compiled: the largest error of outputs and gradients of the unit-scaled model under
-torch.compile, relative to the largest value\
+torch.compile, relative to the largest value, of those that torch.compile of the plain model keeps\
 """
 
 
