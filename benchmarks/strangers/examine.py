@@ -339,7 +339,7 @@ def _changes(case: Case, model: nn.Module, backend: str) -> dict[str, float]:
         found.append(results | grads)
     eager, compiled = found
     names = eager.keys() | compiled.keys()
-    missing = {name: math.inf for name in names - (eager.keys() & compiled.keys())}
+    missing = dict.fromkeys(names - (eager.keys() & compiled.keys()), math.inf)
     return missing | {n: _error([compiled[n]], [eager[n]]) for n in names - missing.keys()}
 
 
