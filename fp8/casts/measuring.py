@@ -31,11 +31,14 @@ class Moment:
 class Measurement:
     """Sums of squares and element counts of all operands in a pass.
 
+    of_states: whether products have states. Otherwise the pass is of a copy of the model, which an
+    `fp8.AmaxHistory` does not count.
     moments: by the address of an operand's state.
     histories: id -> the `fp8.AmaxHistory` that holds such states.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_states: bool = True) -> None:
+        self.of_states = of_states
         self.moments: dict[int, Moment] = {}
         self.histories: dict[int, Any] = {}
 
@@ -58,11 +61,11 @@ MEASURING = Stack()
 
 
 @contextmanager
-def uncast() -> Iterator[Measurement]:
-    """Within the block, products of this thread are measured and not cast."""
-    MEASURING.items.append(Measurement())
+def uncast() -> Iterator[None]:
+    """Within the block, products of this thread are not cast, nor counted by a history."""
+    MEASURING.items.append(Measurement(of_states=False))
     try:
-        yield MEASURING.items[-1]
+        yield
     finally:
         MEASURING.items.pop()
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from fp8.casts.measuring import uncast
 from fp8.common.report import LEFT_ALONE
 from fp8.common.step import plain
 from fp8.common.threads import Setting, Stack
@@ -130,7 +131,7 @@ def _record(
     path_now = lambda: running[-1]  # noqa: E731
     rest = (inputs, path_now, computing)
     recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
-    with torch.random.fork_rng(_devices(twin)), torch.no_grad(), _SILENT:
+    with torch.random.fork_rng(_devices(twin)), torch.no_grad(), _SILENT, uncast():
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
     return recorder, recorder.ends(plain(result))
 
