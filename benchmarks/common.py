@@ -141,6 +141,9 @@ class Finished:
     def _key(run: Mapping[str, Any]) -> str:
         return json.dumps({k: v for k, v in run.items() if k != "loss"}, sort_keys=True)
 
+    def __contains__(self, run: Mapping[str, Any]) -> bool:
+        return self._key(run) in self._losses
+
     def loss(self, run: Mapping[str, Any], train: Callable[[], float]) -> float:
         """That of a run with these settings, plain values: ``train()``, once."""
         key = self._key(run)

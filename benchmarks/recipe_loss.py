@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.recipe_loss --data FILE`` trains the nanoGPT demo's preset `small`, at half
 its size, under every recipe with five seeds; all its products are cast. Run again, it continues
-with what is missing in --out. Recipes with the sums of a tensor core are in benchmarks.sums: they
-are the operands of others, at 50 times the cost.
+with what is missing in --out; with --finished it records what is there. The claims of papers that
+can be seen at this size are judged by the same runs. Recipes with the sums of a tensor core are in
+benchmarks.sums: they are the operands of others, at ten times the cost.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,28 @@ def _unnamed(recipe: fp8.Recipe | None) -> fp8.Recipe | None:
     return recipe and dataclasses.replace(recipe, name="")
 
 
+class Claim(NamedTuple):
+    """What a paper says of the loss of a run: it exceeds that of ``against`` with the same seed by
+    at most the share ``most``; for 0 it is smaller.
+    """
+
+    paper: str
+    run: str
+    against: str
+    most: float = 0.0
+
+
+CLAIMS = (
+    Claim("DeepSeek-V3, arXiv:2412.19437", "block", "fp32", 0.0025),
+    Claim("MXFP8, arXiv:2506.08027", "mxfp8", "fp32", 0.0025),
+    Claim("NVFP4, arXiv:2509.25149", "nvfp4", "fp32", 0.015),
+    Claim("NVFP4, arXiv:2509.25149", "nvfp4", "mxfp4"),
+    Claim("Four over six, arXiv:2512.02010", "four_over_six", "nvfp4"),
+    Claim("Quartet, arXiv:2505.14669", "quartet", "mxfp4"),
+    Claim("Quartet II, arXiv:2601.22813", "quartet2", "nvfp4"),
+)
+"""The bounds are those of the papers. MXFP8 "matches BF16": the bound of DeepSeek-V3 is used."""
+
 Losses = dict[tuple[str, str, int], float]
 
 
@@ -93,13 +116,35 @@ def held_out_loss(
     return training.evaluate()[1]
 
 
-def losses(finished: Finished, corpus: Corpus, settings: Settings, seeds: Sequence[int]) -> Losses:
+class Setting(NamedTuple):
+    """What the command line of a benchmark of held-out loss asks for."""
+
+    corpus: Corpus
+    settings: Settings
+    finished: Finished
+    seeds: list[int]
+    threads: int
+    only_finished: bool
+
+    @property
+    def question(self) -> str:
+        """What all its losses are of."""
+        return (
+            f"held-out loss on {self.corpus.name} after {self.settings.iters} steps of a GPT with "
+            f"{self.settings.layers} layers, {self.settings.width} wide"
+        )
+
+
+def losses(setting: Setting) -> Losses:
     """(model, run, seed) -> its loss; all of the first seed before any of the second."""
     found: Losses = {}
+    corpus, settings, finished = setting.corpus, setting.settings, setting.finished
     shared = {"settings": settings.as_json(), "sha256": corpus.sha256, "torch": torch.__version__}
-    for seed, kind, name in itertools.product(seeds, MODELS, RUNS):
+    for seed, kind, name in itertools.product(setting.seeds, MODELS, RUNS):
         recipe = RUNS[name]
         about = {"model": kind, "recipe": trained(name), "seed": seed, **shared}
+        if setting.only_finished and about not in finished:
+            continue
 
         def train(kind: str = kind, recipe: Any = recipe, seed: int = seed) -> float:
             return held_out_loss(kind, recipe, corpus, settings, seed)
@@ -110,38 +155,53 @@ def losses(finished: Finished, corpus: Corpus, settings: Settings, seeds: Sequen
 
 
 def rows(found: Losses) -> list[Row]:
-    """One row for each recipe: for each model the loss, and how far it is from the first row's with
-    the same seed: the mean, and half the width of its 95 % interval (Student's t over seeds)."""
-    result, seeds = [], sorted({seed for _, _, seed in found})
+    """One row for each recipe: for each model the number of seeds, the loss, and how far it is from
+    the first row's with the same seed: the mean, and half the width of its 95 % interval (Student's
+    t over seeds)."""
+    result, base = [], next(iter(RUNS))
     for name in RUNS:
         row: Row = {"name": name}
         for kind in MODELS:
-            values = [found[kind, name, seed] for seed in seeds]
-            base = [found[kind, next(iter(RUNS)), seed] for seed in seeds]
-            gaps = [loss - reference for loss, reference in zip(values, base, strict=True)]
-            row[kind] = round(statistics.fmean(values), 4)
-            row[f"{kind}_gap"] = round(statistics.fmean(gaps), 4)
+            values = [loss for (k, run, _), loss in found.items() if (k, run) == (kind, name)]
+            gaps = differences(found, kind, name, base)
+            row[f"{kind}_seeds"] = len(gaps)
+            row[kind] = round(statistics.fmean(values), 4) if values else None
+            row[f"{kind}_gap"] = round(statistics.fmean(gaps), 4) if gaps else None
             row[f"{kind}_half"] = round(half_width(gaps), 4) if gaps[1:] else None
-        result.append(row)
+        if any(row[f"{kind}_seeds"] for kind in MODELS):
+            result.append(row)
     return result
 
 
-class Setting(NamedTuple):
-    """What the command line of a benchmark of held-out loss asks for."""
+def differences(found: Losses, kind: str, run: str, against: str) -> list[float]:
+    """The losses of a run less those of another, for every seed that both have."""
+    seeds = sorted({seed for _, _, seed in found})
+    pairs = [(found.get((kind, run, s)), found.get((kind, against, s))) for s in seeds]
+    return [a - b for a, b in pairs if a is not None and b is not None]
 
-    corpus: Corpus
-    settings: Settings
-    finished: Finished
-    seeds: list[int]
-    threads: int
 
-    @property
-    def question(self) -> str:
-        """What all its losses are of."""
-        return (
-            f"held-out loss on {self.corpus.name} after {self.settings.iters} steps of a GPT with "
-            f"{self.settings.layers} layers, {self.settings.width} wide"
+def judged(found: Losses) -> list[Row]:
+    """One row for each claim that two seeds or more are there for, of the plain model."""
+    result = []
+    for claim in CLAIMS:
+        gaps = differences(found, "plain", claim.run, claim.against)
+        if len(gaps) < 2:
+            continue
+        bases = [v for (k, run, _), v in found.items() if (k, run) == ("plain", claim.against)]
+        mean, half = statistics.fmean(gaps), half_width(gaps)
+        bound = claim.most * statistics.fmean(bases)
+        seen = "confirmed" if mean + half <= bound else "not seen"
+        result.append(
+            {
+                "name": f"{claim.paper}: {claim.run} against {claim.against}",
+                "most": round(bound, 4),
+                "seeds": len(gaps),
+                "gap": round(mean, 4),
+                "half": round(half, 4),
+                "verdict": "opposite" if mean - half > bound else seen,
+            }
         )
+    return result
 
 
 def asked(
@@ -157,24 +217,33 @@ def asked(
     parser.add_argument("--iters", type=int, default=iters)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--finished", action="store_true", help="train nothing")
     args = parser.parse_args()
     settings = dataclasses.replace(PRESETS["small"], iters=args.iters, **SIZE, **ONE_RATE)
     corpus = load_corpus(args.data, context=settings.context)
     numbers = [int(seed) for seed in args.seeds.split(",")]
-    return Setting(corpus, settings, Finished(args.out), numbers, args.threads)
+    finished = Finished(args.out)
+    return Setting(corpus, settings, finished, numbers, args.threads, args.finished)
 
 
 def main() -> int:
     """Trains what is missing, prints the rows and records them."""
     run = asked("recipe_loss", __doc__, ITERS)
     with deterministic(run.threads):
-        found = losses(run.finished, run.corpus, run.settings, run.seeds)
+        found = losses(run)
         seeds = ",".join(map(str, run.seeds))
         report(
             "recipe_loss",
             f"{run.question}, and its gap to fp32 ± half its 95 % interval, seeds {seeds}",
             rows(found),
         )
+        if claims := judged(found):
+            report(
+                "recipe_claims",
+                f"claims of papers, by the {run.question}, plain: the largest difference that is "
+                "claimed, the mean difference ± half its 95 % interval over seeds",
+                claims,
+            )
     return 0
 
 

@@ -106,6 +106,10 @@ def _recipe_loss(rows: list[Row]) -> str:
     )
 
 
+def _recipe_claims(rows: list[Row]) -> str:
+    return "; ".join(f"{row['name']}: {row['verdict']}" for row in rows)
+
+
 def _router(rows: list[Row]) -> str:
     shares: dict[str, list[str]] = {}
     for row in rows:  # kept, then cast
@@ -262,6 +266,9 @@ QUESTIONS: dict[str, Question] = {
     ),
     "recipe_loss": Question(
         text="How much held-out loss does each recipe cost?", answer=_recipe_loss
+    ),
+    "recipe_claims": Question(
+        text="Which claims of papers on recipes show in a small GPT?", answer=_recipe_claims
     ),
     "sums": Question(text="What do the sums of tensor cores cost?", answer=_sums),
     "router": Question(text="What does a router in low precision change?", answer=_router),

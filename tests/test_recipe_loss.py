@@ -44,6 +44,36 @@ def test_the_benchmark_trains_records_and_goes_on(tmp_path, monkeypatch):
     assert table[-1] == table[1] | {"name": "mus"}
 
 
+def test_claims_are_judged_by_the_interval_of_paired_differences(monkeypatch):
+    claims = (
+        recipe_loss.Claim("paper", "ours", "fp32", 0.1),
+        recipe_loss.Claim("paper", "ours", "fp32"),
+    )
+    monkeypatch.setattr(recipe_loss, "CLAIMS", claims)
+
+    def verdicts(*gaps: float) -> list[str]:
+        found = {("plain", "fp32", seed): 2.0 for seed in range(len(gaps))}
+        found |= {("plain", "ours", seed): 2.0 + gap for seed, gap in enumerate(gaps)}
+        return [row["verdict"] for row in recipe_loss.judged(found)]
+
+    assert verdicts(0.05, 0.06, 0.07) == ["confirmed", "opposite"]
+    assert verdicts(-0.05, -0.06, -0.07) == ["confirmed", "confirmed"]
+    assert verdicts(0.3, 0.31, 0.32) == ["opposite", "opposite"]
+    assert verdicts(-0.3, 0.1, 0.4) == ["not seen", "not seen"]
+    assert verdicts(0.1) == []  # one seed has no interval
+
+
+def test_rows_of_what_is_finished(tmp_path, monkeypatch):
+    """Seeds that only one of two runs has are left out of their difference."""
+    monkeypatch.setattr(recipe_loss, "RUNS", {"fp32": None, "unit": fp8.RECIPES["unit"]})
+    found = {("plain", "fp32", 0): 2.0, ("plain", "fp32", 1): 3.0, ("plain", "unit", 1): 3.5}
+    plain, unit = recipe_loss.rows(found)
+    assert plain["plain"] == 2.5
+    assert (unit["plain"], unit["plain_gap"], unit["plain_seeds"]) == (3.5, 0.5, 1)
+    assert unit["plain_half"] is unit["unit_scaled"] is None
+    assert unit["unit_scaled_seeds"] == 0
+
+
 def test_all_recipes_have_a_run():
     own_sums = {name for name, recipe in fp8.RECIPES.items() if recipe.accumulate is None}
     assert own_sums < recipe_loss.RUNS.keys()
