@@ -88,3 +88,21 @@ def test_operands_are_inside(name: str) -> None:
     model, x = unit_scale(make()), torch.randn(shape) / 100
     found = uu.verify(model, x, loss=lambda y: y.square().mean())
     assert found.share("activation") == 1
+
+
+def test_factors_of_the_first_form_hold_for_others() -> None:
+    """Casts read the same operands in evaluation as in training, however weights have grown."""
+    torch.manual_seed(0)
+    model, x = unit_scale(Layers(nn.Linear(8, 8), 8)), torch.randn(64, 8)
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(16)
+        model.eval()(x)
+    trained, evaluated = uu.plan(model).plans.values()
+    assert trained.operands == evaluated.operands
+    again = uu.plan(unit_scale(Layers(nn.Linear(8, 8), 8), plan=uu.plan(model)))
+    assert [plan.operands for plan in again.plans.values()] == [trained.operands] * 2
+    uu.recalibrate(model.train(), x, loss=lambda y: y.square().mean())
+    (anew,) = uu.plan(model).plans.values()
+    assert anew.operands != trained.operands

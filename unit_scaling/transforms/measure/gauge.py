@@ -313,7 +313,7 @@ def place(
             if exponent:
                 known = plan.steps.get(node.key) or Step()
                 plan.steps[node.key] = replace(known, output=known.output * 2.0**exponent)
-    _scale_operands(planned, measured)
+    _scale_operands(planned, measured, settled)
     for node in nodes:
         step = None if node.key is None else plan.steps.get(node.key)
         if node.key is not None and step is not None and (0,) in node.written:
@@ -364,14 +364,16 @@ def note_places(
             plan.places.setdefault(node.place, call)
 
 
-def _scale_operands(planned: Planned, measured: Measured) -> None:
+def _scale_operands(planned: Planned, measured: Measured, settled: Settled) -> None:
     """Brings the operands of products to RMS 1 by powers of two, which the results are divided by.
     The bias is multiplied by all of them, as it is divided with the result.
     """
     found: dict[Key, dict[Slot, float]] = defaultdict(dict)
     for (key, slot), size in measured.operands.items():
-        if abs(size) > REACH:
-            found[key][slot] = 2.0 ** -round(size)
+        own = -round(size) if abs(size) > REACH else 0
+        exponent = planned.plan.operands[key, slot] = settled.operands.get((key, slot), own)
+        if exponent:
+            found[key][slot] = 2.0**exponent
     steps = planned.plan.steps
     biases = {planned.flow.nodes[index].key: bias for index, bias in planned.products.items()}
     for key in found:

@@ -120,11 +120,11 @@ class Plan:
     result that other calls read too -> as `Step.end`. outside: the exponent of gradients arriving
     at the output, None until known; see `run.border`. final: whether the gauges were measured with
     the model's own loss. looks: the number of steps watched for zero gradients. corrections,
-    gauges, parameters: measurements, as in `Settled`. unseen: products with gauges whose gradient
-    was zero. idle: parameters whose gradient was zero. name: the same in all processes that run the
-    model. ties: the equations for `folding.ratios`. For models whose calls depend on values
-    (`run.varying`), not saved: calls and places, every call and the first one at each place of the
-    code; ends, all results as in `outputs`.
+    operands, gauges, parameters: measurements, as in `Settled`. unseen: products with gauges whose
+    gradient was zero. idle: parameters whose gradient was zero. name: the same in all processes
+    that run the model. ties: the equations for `folding.ratios`. For models whose calls depend on
+    values (`run.varying`), not saved: calls and places, every call and the first one at each place
+    of the code; ends, all results as in `outputs`.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -137,6 +137,7 @@ class Plan:
     final: bool = False
     looks: int = 0
     corrections: dict[Place, int] = field(default_factory=dict)
+    operands: dict[tuple[Key, Slot], int] = field(default_factory=dict)
     gauges: dict[Key, int] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
     unseen: tuple[Key, ...] = ()
@@ -173,16 +174,17 @@ class Settled:
     """What the first call signature fixes for all others, so that they compute the same.
 
     keys: attention call -> (the number of keys to scale for, whether it is causal). units: last
-    call of a unit -> the factor of its output. carried: as in `plan.carried`. corrections, gauges,
-    parameters: exponents of the factors of results, and of the gauges of calls and parameters
-    (`measure.gauge`). varying: the paths of modules whose number of calls depends on values, True
-    for each (`run.varying`).
+    call of a unit -> the factor of its output. carried: as in `plan.carried`. corrections,
+    operands, gauges, parameters: exponents of the factors of results and of arguments of products,
+    and of the gauges of calls and parameters (`measure.gauge`). varying: the paths of modules whose
+    number of calls depends on values, True for each (`run.varying`).
     """
 
     keys: dict[Key, tuple[int, bool]] = field(default_factory=dict)
     units: dict[Key, float] = field(default_factory=dict)
     carried: dict[Place, int] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
+    operands: dict[tuple[Key, Slot], int] = field(default_factory=dict)
     gauges: dict[Key, int] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
     varying: dict[str, bool] = field(default_factory=dict)
@@ -190,6 +192,7 @@ class Settled:
     def settle(self, plan: Plan) -> None:
         """Adopts the measurements of a plan that are not fixed yet."""
         self.corrections = {**plan.corrections, **self.corrections}
+        self.operands = {**plan.operands, **self.operands}
         if plan.final:
             gauges = {k: c for k, c in plan.gauges.items() if k not in plan.unseen}
             self.gauges = {**gauges, **self.gauges}

@@ -79,7 +79,7 @@ class ModelPlan:
             raise ValueError(f"a plan of version {VERSION} is needed, got version {version!r}")
         tables = given["settled"]
         if isinstance(tables, Mapping):
-            tables = {"varying": [], **tables}  # plans of before have no such field
+            tables = {"operands": [], "varying": [], **tables}  # which older plans lack
         settled = _checked("settled", tables, [f.name for f in fields(Settled)])
         return cls(
             init=given["init"],
@@ -172,6 +172,7 @@ _MEASURED = (
     "final",
     "looks",
     "corrections",
+    "operands",
     "gauges",
     "parameters",
 )
@@ -191,6 +192,8 @@ def _written(form: Form, plan: Plan) -> dict[str, Any]:
 
 
 def _read(data: Any) -> tuple[Form, Plan]:
+    if isinstance(data, Mapping):
+        data = {"operands": [], **data}  # which older plans lack
     given = _checked("the plan of a form of call", data, _PLAN)
     plan = Plan(
         steps={

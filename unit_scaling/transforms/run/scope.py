@@ -455,7 +455,7 @@ class UnitScale:
         """Measures the gauges of all calls again; the exponents of parameters are kept."""
         with self._recording, torch.enable_grad():
             self.settle()
-            self.settled.gauges = {}
+            self.settled.gauges, self.settled.operands = {}, {}
             self.plans, self._latest, self._watched = {}, {}, {}
             actual = None if loss is None else Actual({}, 0, loss)
             plan = self._look(module, "", (args, kwargs), actual=actual)
