@@ -55,7 +55,7 @@ init="preserve"; fp32 fall, fp8 fall: the last loss of 20 steps over the first, 
 with AdamW and of the unit-scaled one in FP8 with `uu.optim.AdamW`, at one learning rate for all
 models; compiled: the largest error of outputs and gradients of the unit-scaled model under
 torch.compile (backend "aot_eager", which draws the random numbers of eager mode), relative to the
-largest value, of those that torch.compile of the plain model keeps\
+largest value; gradients that are zero but for rounding aside\
 """
 
 
