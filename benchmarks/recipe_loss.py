@@ -240,8 +240,8 @@ def main() -> int:
         if claims := judged(found):
             report(
                 "recipe_claims",
-                f"claims of papers, by the {run.question}, plain: the largest difference that is "
-                "claimed, the mean difference ± half its 95 % interval over seeds",
+                f"claims of papers, by the {run.question}, plain, all products cast: the largest "
+                "difference that is claimed, the mean one ± half its 95 % interval over seeds",
                 claims,
             )
     return 0
