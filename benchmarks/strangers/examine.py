@@ -306,14 +306,13 @@ def _distance(output: Any) -> Tensor:
     return torch.stack([(t - target).abs().square().mean() for t, target in pairs]).sum()
 
 
-COMPILED = 1e-3
-"""The error up to which a compiled model equals the eager one."""
-
-
 NOISE = 1e-5
 """Gradients whose largest value is below this share of that of all are zero but for rounding: those
 of a bias of keys, or in front of a batch norm.
 """
+
+OUTPUT = "output "
+"""Starts the names of outputs among the results of a step."""
 
 
 def _compiled(case: Case, model: nn.Module, backend: str, row: Row) -> None:
@@ -335,9 +334,6 @@ def _compiled(case: Case, model: nn.Module, backend: str, row: Row) -> None:
     errors = [_error([compiled[name]], [eager[name]]) for name in names] if whole else [math.inf]
     row["compiled"] = f"{max(errors):.1e}"
     row["details"]["compiled_left_out"] = len(eager) - len(names)
-
-
-OUTPUT = "output "
 
 
 def _results(case: Case, model: nn.Module, call: nn.Module) -> dict[str, Tensor]:
