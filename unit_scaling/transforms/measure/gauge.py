@@ -264,8 +264,8 @@ class _Regions:
 
 
 def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
-    """The tensor operands of a product, by the names of their scales in its op. None if some of
-    them are not arguments of the call, but parts of one or reshaped.
+    """The tensor operands of a product, by the names of their scales in its op. Empty if some
+    of them are not arguments of the call, but parts of one or reshaped.
     """
     if step is None or step.op not in OPS or node.kind not in PRODUCTS:
         return {}

@@ -28,7 +28,7 @@ def fingerprint(*parts: object) -> str:
 
 
 def numbered(name: str) -> str:
-    """``name`` and how often this process has asked for it: all processes make the same models."""
+    """``name`` and how often this process has asked for it: all processes ask in the same order."""
     _TIMES[name] += 1
     return f"{name} {_TIMES[name]}"
 
@@ -43,9 +43,8 @@ def agreed(name: str, value: str) -> str:
     """``value``, or that of the first process to make the same-numbered request for ``name``."""
     if is_alone():
         return value
-    _TIMES[name] += 1
     store = distributed_c10d._get_default_store()  # public stores must be created anew
-    found: bytes = store.compare_set(f"unit_scaling/{name}/{_TIMES[name]}", "", value)
+    found: bytes = store.compare_set(f"unit_scaling/{numbered(name)}", "", value)
     return found.decode()
 
 
