@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -255,6 +256,48 @@ def test_a_preserved_model_has_its_function_and_its_gradients(name: str) -> None
     assert torch.equal(value, expected)
     for path, grad in true.items():
         torch.testing.assert_close(found[path], grad, rtol=1e-12, atol=1e-12 * rms(grad))
+
+
+# Gradients that are zero but for rounding
+
+
+class Keys(nn.Module):
+    """Attention, whose softmax does not see the bias of the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = linear(), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        return torch.softmax(q @ k.mT / WIDTH**0.5, -1) @ v
+
+
+NORMED = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), nn.ReLU(), linear())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("model", "name"), [(Keys(), "key.bias"), (NORMED, "0.bias")])
+def test_rounding_is_not_brought_to_rms_one(
+    model: nn.Module, name: str, dtype: torch.dtype
+) -> None:
+    ours, x = unit_scale(copy.deepcopy(model).to(dtype)), rows().to(dtype)
+    target = rows().to(dtype)
+    for _ in range(3):
+        _, grads = gradients(ours, lambda m: F.mse_loss(m(x), target))
+    assert rms(grads[name].double()) <= 32 * torch.finfo(dtype).eps
+    assert all(rms(grad) >= 1 / 4 for path, grad in grads.items() if path != name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_small_gradients_are_brought_to_rms_one(dtype: torch.dtype) -> None:
+    """That of a weight whose scale a batch norm takes off is as small as its eps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), linear(), nn.BatchNorm1d(WIDTH))
+    ours, x, target = unit_scale(model.to(dtype)), rows().to(dtype), rows().to(dtype)
+    _, grads = gradients(ours, lambda m: F.mse_loss(m(x), target))
+    _, grads = gradients(ours, lambda m: F.mse_loss(m(x), target))
+    assert 1 / 4 <= rms(grads["1.weight"]) <= 4
 
 
 # Losses outside of the model

@@ -43,13 +43,14 @@ A rule is corrected, and a product gets its own gauge, if the error is larger.
 @dataclass
 class Measured:
     """log2 of RMS values. gradients: of the results of calls. parameters: of the gradients of
-    parameters.
+    parameters. operands: of the arguments of products.
 
-    operands: of the arguments of products. corrections: place of a call ->
-    exponent of a factor of its result, shared by all loop iterations.
+    rounding: log2 of the norm of the rounding errors of each gradient of a result. corrections:
+    place of a call -> exponent of a factor of its result, shared by all loop iterations.
     """
 
     gradients: dict[Key, float] = field(default_factory=dict)
+    rounding: dict[Key, float] = field(default_factory=dict)
     parameters: dict[str, float] = field(default_factory=dict)
     operands: dict[tuple[Key, Slot], float] = field(default_factory=dict)
     corrections: dict[Place, int] = field(default_factory=dict)
@@ -92,7 +93,7 @@ class Watching(Replay):
     def __init__(self, plan: Plan, keys: Collection[Key] | None, *rest: Any) -> None:
         super().__init__(plan, *rest)
         self._keys = keys
-        self._squares: dict[Key, list[tuple[float, int]]] = defaultdict(list)
+        self._squares: dict[Key, list[_Norm]] = defaultdict(list)
         self._key: Key | None = None
 
     def _next(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
@@ -125,18 +126,34 @@ class Watching(Replay):
                 norm = torch.linalg.vector_norm(grad.detach(), dtype=_wide(grad)).item()
             except RuntimeError:  # no values inside vmap
                 return
-            self._squares[key].append((norm**2, grad.numel()))
+            eps = torch.finfo(grad.dtype).eps
+            self._squares[key].append(_Norm(norm**2, grad.numel(), (eps * norm) ** 2))
 
         tensor.register_hook(note)
 
     def gradients(self) -> dict[Key, float]:
         """log2 of the RMS of each measured gradient that is finite and not zero."""
-        found = {}
-        for key, parts in list(self._squares.items()):
-            mean = sum(square for square, _ in parts) / max(1, sum(count for _, count in parts))
-            if 0 < mean < math.inf:
-                found[key] = math.log2(mean) / 2
-        return found
+        means = {key: n.square / max(1, n.numel) for key, n in self._norms().items()}
+        return {key: math.log2(mean) / 2 for key, mean in means.items() if 0 < mean < math.inf}
+
+    def rounding(self) -> dict[Key, float]:
+        """log2 of the norm of the rounding errors of each measured gradient."""
+        errors = {key: n.rounding for key, n in self._norms().items()}
+        return {key: math.log2(error) / 2 for key, error in errors.items() if 0 < error < math.inf}
+
+    def _norms(self) -> dict[Key, _Norm]:
+        """Sums over the backward passes."""
+        parts = list(self._squares.items())  # a backward pass may run in another thread
+        return {key: _Norm(*map(sum, zip(*each, strict=True))) for key, each in parts}
+
+
+class _Norm(NamedTuple):
+    """The square of the norm of a gradient, its number of elements, and the square of the norm of
+    their rounding errors."""
+
+    square: float
+    numel: int
+    rounding: float
 
 
 class Measuring(Watching):
@@ -223,6 +240,7 @@ class Measuring(Watching):
         self.found.gradients = {key: size + move for key, size in found.items()} | dict(actual)
         own = self.found.parameters.items()
         self.found.parameters = {name: size + move for name, size in own}
+        self.found.rounding = {key: size + move for key, size in self.rounding().items()}
         return self.found
 
 
