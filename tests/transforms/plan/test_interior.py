@@ -563,8 +563,8 @@ def test_gradients_of_what_is_read_at_some_positions(name: str) -> None:
     ours.zero_grad()
     loss(ours).backward()
     for parameter, grad in ((n, p.grad) for n, p in ours.named_parameters()):
-        if grad.any():
-            assert 2**-2.5 < grad.square().mean().sqrt() < 2**2.5, parameter
+        size = grad.square().mean().sqrt()
+        assert 2**-2.5 < size < 2**2.5 or size < 1e-14, parameter  # a bias minus itself
 
 
 def test_a_token_of_zeros_starts_at_unit_scale() -> None:
