@@ -128,18 +128,20 @@ def _row(name: str, baseline: np.ndarray, candidate: np.ndarray) -> Row:
 
 
 class Finished:
-    """Runs that are finished, in a file of one JSON object a line, so that a benchmark that was
-    interrupted goes on."""
+    """Runs that are finished, in a file of one JSON object a line with the commit that made it, so
+    that a benchmark that was interrupted goes on."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         lines = path.read_text().splitlines() if path.exists() else []
-        self._losses = {self._key(run): run.pop("loss") for run in map(json.loads, lines)}
+        self._losses = {self._key(run): run["loss"] for run in map(json.loads, lines)}
 
     @staticmethod
     def _key(run: Mapping[str, Any]) -> str:
-        return json.dumps({k: v for k, v in run.items() if k != "loss"}, sort_keys=True)
+        return json.dumps(
+            {k: v for k, v in run.items() if k not in ("loss", "commit")}, sort_keys=True
+        )
 
     def __contains__(self, run: Mapping[str, Any]) -> bool:
         return self._key(run) in self._losses
@@ -150,7 +152,8 @@ class Finished:
         if key not in self._losses:
             self._losses[key] = train()
             with self._path.open("a") as file:
-                file.write(json.dumps({**run, "loss": self._losses[key]}) + "\n")
+                made = {"loss": self._losses[key], "commit": machine()["commit"]}
+                file.write(json.dumps({**run, **made}) + "\n")
         return self._losses[key]
 
 

@@ -1,8 +1,10 @@
 """What does each recipe cost in held-out loss, in a plain and in a unit-scaled GPT?
 
 ``python -m benchmarks.recipe_loss --data FILE`` trains the nanoGPT demo's preset `small`, at half
-its size, under every recipe with five seeds; all its products are cast. Run again, it continues
-with what is missing in --out; with --finished it records what is there. The claims of papers that
+its size, under every recipe with five seeds; all its products are cast. Finished runs are kept in
+benchmarks/results/recipe_loss.jsonl with the commit that trained them; run again, it continues with
+what is missing. --train NAME ... trains these recipes alone; --train without a name trains nothing,
+and records what is there. The claims of papers that
 can be seen at this size are judged by the same runs. Recipes with the sums of a tensor core are in
 benchmarks.sums: they are the operands of others, at ten times the cost.
 """
@@ -14,7 +16,7 @@ import dataclasses
 import itertools
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ import torch
 from torch import nn
 
 import fp8
-from benchmarks.common import Finished, Row, report
+from benchmarks.common import RESULTS, Finished, Row, report
 from fp8.studies.proof import half_width
 from notebooks.nanogpt.data import Corpus, load_corpus
 from notebooks.nanogpt.model import GPT
@@ -124,7 +126,7 @@ class Setting(NamedTuple):
     finished: Finished
     seeds: list[int]
     threads: int
-    only_finished: bool
+    train: Collection[str]
 
     @property
     def question(self) -> str:
@@ -143,7 +145,7 @@ def losses(setting: Setting) -> Losses:
     for seed, kind, name in itertools.product(setting.seeds, MODELS, RUNS):
         recipe = RUNS[name]
         about = {"model": kind, "recipe": trained(name), "seed": seed, **shared}
-        if setting.only_finished and about not in finished:
+        if name not in setting.train and about not in finished:
             continue
 
         def train(kind: str = kind, recipe: Any = recipe, seed: int = seed) -> float:
@@ -175,21 +177,25 @@ def rows(found: Losses) -> list[Row]:
 
 def differences(found: Losses, kind: str, run: str, against: str) -> list[float]:
     """The losses of a run less those of another, for every seed that both have."""
+    return [a - b for a, b in _pairs(found, kind, run, against)]
+
+
+def _pairs(found: Losses, kind: str, run: str, against: str) -> list[tuple[float, float]]:
     seeds = sorted({seed for _, _, seed in found})
     pairs = [(found.get((kind, run, s)), found.get((kind, against, s))) for s in seeds]
-    return [a - b for a, b in pairs if a is not None and b is not None]
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
 
 
 def judged(found: Losses) -> list[Row]:
     """One row for each claim that two seeds or more are there for, of the plain model."""
     result = []
     for claim in CLAIMS:
-        gaps = differences(found, "plain", claim.run, claim.against)
-        if len(gaps) < 2:
+        pairs = _pairs(found, "plain", claim.run, claim.against)
+        if len(pairs) < 2:
             continue
-        bases = [v for (k, run, _), v in found.items() if (k, run) == ("plain", claim.against)]
+        gaps = [a - b for a, b in pairs]
         mean, half = statistics.fmean(gaps), half_width(gaps)
-        bound = claim.most * statistics.fmean(bases)
+        bound = claim.most * statistics.fmean(b for _, b in pairs)
         seen = "confirmed" if mean + half <= bound else "not seen"
         result.append(
             {
@@ -205,11 +211,19 @@ def judged(found: Losses) -> list[Row]:
 
 
 def asked(
-    name: str, description: str | None, iters: int, *, data: str | None = None, seeds: str = SEEDS
+    name: str,
+    description: str | None,
+    iters: int,
+    *,
+    data: str | None = None,
+    seeds: str = SEEDS,
+    out: Path | None = None,
+    runs: Collection[str] = (),
 ) -> Setting:
     """From the command line of ``benchmarks.name``. The others are defaults: the steps of a run,
-    the file to train on (None: the standard library's source), and the seeds."""
-    out = Path(f"out/benchmark-{name.replace('_', '-')}.jsonl")
+    the file to train on (None: the standard library's source), the seeds, the file of finished
+    runs (None: in out/), and what is trained."""
+    out = out or Path(f"out/benchmark-{name.replace('_', '-')}.jsonl")
     parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
     default = "the standard library's source" if data is None else "%(default)s"
     parser.add_argument("--data", default=data, help=f"text to train on (default: {default})")
@@ -217,18 +231,23 @@ def asked(
     parser.add_argument("--iters", type=int, default=iters)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=out)
-    parser.add_argument("--finished", action="store_true", help="train nothing")
+    if runs:
+        only = "train these alone; without a name, nothing"
+        parser.add_argument("--train", nargs="*", default=runs, metavar="RECIPE", help=only)
     args = parser.parse_args()
     settings = dataclasses.replace(PRESETS["small"], iters=args.iters, **SIZE, **ONE_RATE)
     corpus = load_corpus(args.data, context=settings.context)
     numbers = [int(seed) for seed in args.seeds.split(",")]
     finished = Finished(args.out)
-    return Setting(corpus, settings, finished, numbers, args.threads, args.finished)
+    train = args.train if runs else ()
+    if unknown := set(train) - set(runs):
+        parser.error(f"--train: no recipe {', '.join(sorted(unknown))}; allowed: {', '.join(runs)}")
+    return Setting(corpus, settings, finished, numbers, args.threads, train)
 
 
 def main() -> int:
     """Trains what is missing, prints the rows and records them."""
-    run = asked("recipe_loss", __doc__, ITERS)
+    run = asked("recipe_loss", __doc__, ITERS, out=RESULTS / "recipe_loss.jsonl", runs=RUNS)
     with deterministic(run.threads):
         found = losses(run)
         seeds = ",".join(map(str, run.seeds))

@@ -54,6 +54,7 @@ def test_claims_are_judged_by_the_interval_of_paired_differences(monkeypatch):
     def verdicts(*gaps: float) -> list[str]:
         found = {("plain", "fp32", seed): 2.0 for seed in range(len(gaps))}
         found |= {("plain", "ours", seed): 2.0 + gap for seed, gap in enumerate(gaps)}
+        found["plain", "fp32", len(gaps)] = 1000.0  # without a run to compare it with
         return [row["verdict"] for row in recipe_loss.judged(found)]
 
     assert verdicts(0.05, 0.06, 0.07) == ["confirmed", "opposite"]
