@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fp8
 from benchmarks.strangers import collection
-from benchmarks.strangers.__main__ import has_all, measured, record, recorded, summary
+from benchmarks.strangers.__main__ import COMPILED, has_all, measured, record, recorded, summary
 from benchmarks.strangers.case import Case, Stranger, find_loss, loss_inside, loss_outside
 from benchmarks.strangers.examine import (
     Options,
@@ -190,9 +190,11 @@ def _careful() -> Case:
 KEYS = {"name", "library", "result", "products", "plain_activation", "plain_gradient"}
 
 
-def test_the_row_of_a_model() -> None:
+def test_the_row_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda m, **_: compile(m, backend="aot_eager"))
     rows: list[dict[str, Any]] = []
-    examine(Stranger("net", "none", _network), Options(train=True, backend="eager"), rows.append)
+    examine(Stranger("net", "none", _network), Options(train=True, compiled=True), rows.append)
     row = rows[-1]
     assert set(row) >= KEYS | {"activation", "weight", "gradient", "inside", "verify", "preserve"}
     assert (row["result"], row["preserve"], row["inside"]) == ("runs", "exact", True)
@@ -201,6 +203,7 @@ def test_the_row_of_a_model() -> None:
     assert isinstance(row["agrees"], bool)
     assert row["fp32_fall"] < 1
     assert row["fp8_fall"] < 1
+    assert float(row["compiled"]) <= COMPILED
     assert json.loads(json.dumps(row)) == row
     assert "1 models: 1 runs; inside 1 of 1" in summary([row])
 
