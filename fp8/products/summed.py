@@ -219,7 +219,11 @@ def multiply(
     stored = [scale_format(spec.rule) for spec in (of_a, of_b)]
     settings = (formats, stored, [*of_a.tile, *of_b.tile], sums)
     if not split:
-        y = _summed(*a, *b, *settings)
+        turned = [x.values.mT.is_contiguous() for x in (a, b)]
+        left, right = (
+            x.values.mT if turn else x.values for x, turn in zip((a, b), turned, strict=True)
+        )
+        y = _summed(left, *a[1:], right, *b[1:], *settings, turned)
         return y
     if offs is not None and a.values.dim() == b.values.dim():
         offs = aligned(offs, of_a.hadamard)
@@ -240,7 +244,7 @@ def _decoded(x: Codes, spec: Spec | None, split: int) -> Tensor:
     "fp8::summed",
     mutates_args=(),
     schema="(Tensor a, Tensor a_scale, Tensor? a_unit, Tensor b, Tensor b_scale, Tensor? b_unit, "
-    "str[] formats, str[] scale_formats, int[] tiles, str sums) -> Tensor",
+    "str[] formats, str[] scale_formats, int[] tiles, str sums, bool[] turned) -> Tensor",
 )
 def _summed(
     a: Tensor,
@@ -253,27 +257,50 @@ def _summed(
     scale_formats: list[str],
     tiles: list[int],
     sums: str,
+    turned: list[bool],
 ) -> Tensor:
-    """The product of `Codes` a (..., m, k) and b (..., n, k), float32. scale_formats: see
-    `scale_format`. tiles: that of a, that of b."""
-    if a.dim() == 3:
-        batches = [
-            _summed(*x, a_unit, *w, b_unit, formats, scale_formats, tiles, sums)
-            for x, w in zip(_each(a, a_scale), _each(b, b_scale), strict=True)
-        ]
-        return torch.stack(batches) if batches else a.new_zeros(0, a.shape[1], b.shape[1]).float()
-    if not (a.numel() and b.numel()):  # what has no elements has no scales of tiles
-        return torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    """The product of the operands, of which those that are ``turned`` are given as transposes: in
+    the order of their memory, as the compiler fails on casts of one tensor in two orders."""
+    a, b = _as_used(a, b, turned)
+    left, right = Codes(a, a_scale, a_unit), Codes(b, b_scale, b_unit)
+    return _product(left, right, formats, scale_formats, tiles, sums)
+
+
+def _as_used(a: Tensor, b: Tensor, turned: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """The operands or, of those that are ``turned``, the transposes."""
+    return a.mT if turned[0] else a, b.mT if turned[1] else b
+
+
+@_summed.register_fake
+def _(a: Tensor, a_scale: Tensor, a_unit: Tensor | None, b: Tensor, *rest: Any) -> Tensor:
+    a, b = _as_used(a, b, rest[-1])
+    return a.new_empty(*a.shape[:-1], b.shape[-2], dtype=torch.float32)
+
+
+def _product(
+    a: Codes, b: Codes, formats: list[str], scale_formats: list[str], tiles: list[int], sums: str
+) -> Tensor:
+    """The product of a (..., m, k) and b (..., n, k), float32. scale_formats: see `scale_format`.
+    tiles: that of a, that of b."""
+    if a.values.dim() == 3:
+        pairs = zip(_each(a), _each(b), strict=True)
+        batches = [_product(x, w, formats, scale_formats, tiles, sums) for x, w in pairs]
+        if not batches:
+            return a.values.new_zeros(0, a.values.shape[1], b.values.shape[1]).float()
+        return torch.stack(batches)
+    values, others = a.values, b.values
+    total = torch.zeros(values.shape[0], others.shape[0], device=values.device)
+    if not (values.numel() and others.numel()):  # what has no elements has no scales of tiles
+        return total
     chip, promote = sums.split()
-    x = _Operand.of(a, a_scale, a_unit, formats[0], scale_formats[0], tiles[:2])
-    w = _Operand.of(b, b_scale, b_unit, formats[1], scale_formats[1], tiles[2:])
+    x = _Operand.of(a, formats[0], scale_formats[0], tiles[:2])
+    w = _Operand.of(b, formats[1], scale_formats[1], tiles[2:])
     how = instruction_for(chip, formats, tiles[1::2], scale_formats)
     assert how is not None, "Recipe has checked it"
     inside = bool(how.scales)
     lengths = [int(promote), *(() if inside else (x.along, w.along))]
-    part = math.gcd(*lengths) or a.shape[1]
-    total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
-    for start in range(0, a.shape[1], part):
+    part = math.gcd(*lengths) or values.shape[1]
+    for start in range(0, values.shape[1], part):
         piece = dot(x.matrix(start, part, inside), w.matrix(start, part, inside), how)
         factor = None if inside else _product_of(x.scale_at(start), w.scale_at(start))
         if start and factor is not None:
@@ -281,11 +308,6 @@ def _summed(
         else:
             total = total + (piece if factor is None else piece * factor)
     return total * (x.whole * w.whole.mT)
-
-
-@_summed.register_fake
-def _(a: Tensor, a_scale: Tensor, a_unit: Tensor | None, b: Tensor, *_: Any) -> Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[-2], dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -315,7 +337,7 @@ def _summed_groups(
     into = pieces(y, offs, -1 if a.dim() == 3 else -2)
     for first, second, part in zip(left, right, into, strict=True):
         if first is not None and second is not None:
-            part.copy_(_summed(*first, *second, formats, scale_formats, tiles, sums))
+            part.copy_(_product(first, second, formats, scale_formats, tiles, sums))
     return y
 
 
@@ -337,9 +359,10 @@ def _groups(
     ]
 
 
-def _each(x: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The matrices of a batch, with their scales."""
-    return [(x[i], scale[i] if scale.dim() == 3 else scale) for i in range(x.shape[0])]
+def _each(x: Codes) -> list[Codes]:
+    """The matrices of a batch."""
+    scales = x.scale if x.scale.dim() == 3 else [x.scale] * len(x.values)
+    return [Codes(*each, x.unit) for each in zip(x.values, scales, strict=True)]
 
 
 def _product_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -361,11 +384,10 @@ class _Operand(NamedTuple):
     scale_low: int
 
     @staticmethod
-    def of(
-        x: Tensor, scale: Tensor, unit: Tensor | None, format: str, stored: str, tile: list[int]
-    ) -> _Operand:
-        """From the fields of `Codes`. stored: the format of its scales, "" for float32."""
-        x, low = x.float(), get_format(format).min_exponent
+    def of(operand: Codes, format: str, stored: str, tile: list[int]) -> _Operand:
+        """stored: the format of the scales, "" for float32."""
+        values, scale, unit = operand
+        x, low = values.float(), get_format(format).min_exponent
         if not tile[1]:
             return _Operand(x, low, None, 0, scale.float().reshape(-1, 1), 0)
         one = torch.ones((1, 1), device=x.device)
