@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.common import Row, compare, fix_allocator, report
+from benchmarks.common import Row, compare, fix_allocator, report, show
 from benchmarks.problems import PROBLEMS
 from fp8 import RECIPES, Cast, Policy, Recipe
 from fp8.products.matmul import linear
@@ -159,13 +159,13 @@ PARTS: dict[str, Callable[[], Iterator[Row] | list[Row]]] = {
 
 
 def main() -> int:
-    """Measures, prints and records the rows."""
+    """Measures and prints the rows; records them if all parts are there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parts = parser.parse_args().parts or list(PARTS)
+    asked = parser.parse_args().parts
     warnings.simplefilter("ignore")
-    rows = [row for part in parts for row in PARTS[part]()]
-    report("sums", " ".join(QUESTION.split()), rows)
+    rows = [row for part in asked or PARTS for row in PARTS[part]()]
+    (show if asked else report)("sums", " ".join(QUESTION.split()), rows)
     return 0
 
 
