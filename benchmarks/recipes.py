@@ -21,8 +21,8 @@ from benchmarks.common import Row, compare, fix_allocator, report, show
 from notebooks.nanogpt.model import GPT, GPTConfig
 
 QUESTION = (
-    "what does a compiled nanoGPT training step cost under a recipe, relative to fp32, in processor "
-    "time of one thread? ('deepseek_v3' has the sums of tensor cores)"
+    "what does a compiled nanoGPT training step cost under a recipe, relative to fp32? Processor "
+    "time of one thread; 'deepseek_v3' has the sums of tensor cores"
 )
 
 TARGETS = {
