@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..casts.casting import cast_backward, cast_forward, is_whole
 from ..casts.counts import product_name
+from ..common.pitfalls import RecipeWarning, warn_once
 from ..context.active import histories, static_exponents
 from ..formats.quantize import is_dense, refuse_nested
 from ..products import matmul
@@ -48,13 +49,24 @@ def _refuse_out(out: object) -> None:
 
 
 def _floating(*values: object) -> bool:
-    """Whether all values are tensors that a recipe applies to: not integer, complex or sparse."""
+    """Whether all values are tensors that a recipe applies to: not integer, complex or sparse.
+
+    Warns, once per process, of complex ones.
+    """
     for value in values:
         if isinstance(value, Tensor):
             refuse_nested(value)
+            if value.is_complex():
+                warn_once(RecipeWarning, _COMPLEX, key="complex")
         if not is_dense(value):
             return False
     return True
+
+
+_COMPLEX = (
+    "a product of complex numbers is not cast, as no format has complex numbers: it stays in high "
+    "precision. Multiply the real and imaginary parts to have them cast"
+)
 
 
 def _layer(function: Callable[..., Any]) -> Handler:

@@ -22,6 +22,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 @each_recipe
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.filterwarnings("ignore:a product of complex numbers")
 def test_tensors_that_are_not_floating_point(recipe, dtype):
     layer = fp8.convert(nn.Linear(8, 8), recipe)
     error, message = TypeError, f"cannot quantize {dtype}; allowed are float32, bfloat16"

@@ -192,6 +192,17 @@ def test_tensordot(left, right, dims):
 # --- what is left alone
 
 
+def test_products_of_complex_numbers_are_left_alone_with_a_warning():
+    z = torch.randn(4, 4, dtype=torch.cfloat)
+    with (
+        fp8.autocast("tensor"),
+        fp8.strict(),
+        pytest.raises(fp8.RecipeWarning, match="complex numbers is not cast"),
+    ):
+        z @ z
+
+
+@pytest.mark.filterwarnings("ignore:a product of complex numbers")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.complex64], ids=str)
 def test_integers_and_complex_numbers_are_left_alone(dtype):
     a, b = (torch.arange(n).reshape(s).to(dtype) * 100 for n, s in ((40, A), (48, B)))

@@ -1,6 +1,7 @@
 """Records a run of a model: every torch call with its location and the origin of its inputs.
 
-The model runs once, without gradients, on copies of the inputs.
+The model runs once, on copies of the inputs. What autograd derives from tensors that it has seen,
+by a function that no call shows, is a call of its own: autograd functions choose their gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from fp8.common.compiler import FirstLook
 from fp8.modes.autocast import EXPANDED
@@ -35,6 +38,7 @@ __all__ = [
     "Place",
     "Recorder",
     "Slot",
+    "has_values",
     "is_sparse",
     "replaced",
     "rms_of",
@@ -194,6 +198,7 @@ class Recorder(FirstLook):
         self._parametrizations = parametrizations
         self._counts: Counter[tuple[str, str]] = Counter()
         self._node_of: dict[int, tuple[int, int]] = {}
+        self._makers: dict[Node, int] = {}
         self._kept: list[Tensor] = []  # keeps tensors alive: ids of dead ones are reused
         self._busy = False
 
@@ -271,6 +276,12 @@ class Recorder(FirstLook):
 
         An unknown tensor gets a new node.
         """
+        maker = tensor.grad_fn
+        if maker is not None and self._is_hidden(tensor, maker):
+            if maker not in self._makers:
+                self._add_hidden(tensor, maker)
+            self._node_of[id(tensor)] = self._makers[maker], tensor.output_nr
+            self._kept.append(tensor)
         if id(tensor) not in self._node_of:
             name = self._parameters.get(id(tensor))
             node = CallNode(None, name or "input", shape=tuple(tensor.shape), parameter=name)
@@ -288,6 +299,55 @@ class Recorder(FirstLook):
         index, part = self._node_of[id(tensor)]
         return index, tensor.numel(), part
 
+    def _is_hidden(self, tensor: Tensor, maker: Node) -> bool:
+        """Whether autograd derives a tensor from others by more than the calls that were seen."""
+        if id(tensor) not in self._node_of:
+            return True
+        index, _ = self._node_of[id(tensor)]
+        chosen = isinstance(maker, BackwardCFunction) and self._makers.get(maker) != index
+        return chosen or not self.graph.nodes[index].live
+
+    def _add_hidden(self, tensor: Tensor, maker: Node) -> None:
+        """Adds the function whose gradient ``maker`` computes, as a call that nothing scales."""
+        inputs = [
+            Input((slot,), *self._source(t)) if isinstance(t, Tensor) else Input((slot,), t, 0)
+            for slot, t in enumerate(self._known_before(maker))
+        ]
+        sources = [self.graph.nodes[i.node] for i in inputs]
+        where, path = _location()[0], self._path()
+        if id(tensor) in self._node_of and not isinstance(maker, BackwardCFunction):
+            name, inside = "copy_", ""  # into a view of the tensor
+        else:
+            name = maker.name().removesuffix("0").removesuffix("Backward")
+            inside = f"the autograd function {name}"
+        if self.graph.nodes and self.graph.nodes[-1].inside == inside != "":  # its own calls
+            where, path = self.graph.nodes[-1].where, self.graph.nodes[-1].path
+        node = CallNode(None, name, path, type(maker), inputs, shape=tuple(tensor.shape))
+        node.inside, node.where = inside, where
+        node.computed = _computed("", sources)
+        node.rms = rms_of(tensor) if node.computed else 1.0
+        node.live = node.floating = True
+        self.graph.nodes.append(node)
+        self._makers[maker] = len(self.graph.nodes) - 1
+
+    def _known_before(self, maker: Node) -> list[int | Tensor]:
+        """What autograd derives a function's arguments from: nodes, and leaves of its graph."""
+        found: dict[int | Tensor, None] = {}
+        todo, seen = [maker], {maker}
+        while todo:
+            for function, _ in todo.pop().next_functions:
+                if function is None or function in seen:
+                    continue
+                seen.add(function)
+                leaf = getattr(function, "variable", None)
+                if function in self._makers:
+                    found[self._makers[function]] = None
+                elif leaf is not None:
+                    found[leaf] = None
+                else:
+                    todo.append(function)
+        return list(found)
+
     def ends(self, value: Any) -> dict[Slot, int]:
         """The nodes of the floating-point tensors of a model's result, by slot."""
         known = ((slot, t) for slot, t in tensors_in(value) if id(t) in self._node_of)
@@ -302,6 +362,8 @@ class Recorder(FirstLook):
         for part, tensor in enumerate(tensors):
             self._node_of[id(tensor)] = (len(self.graph.nodes) - 1, part)
             self._kept.append(tensor)
+            if tensor.grad_fn is not None:
+                self._makers[tensor.grad_fn] = len(self.graph.nodes) - 1
 
     def _original(self, arguments: Any, inputs: list[Input]) -> Any:
         """Arguments with parameters multiplied back to their original scale."""
@@ -328,7 +390,8 @@ class Recorder(FirstLook):
         if node.computed and largest is not None:
             node.rms = rms_of(largest)
         elif node.kind in PRODUCTS and len(written) == 1 and node.floating:
-            written[0].div_(rms_of(written[0]))
+            with torch.no_grad():
+                written[0].div_(rms_of(written[0]))
         node.results = len(written)
         self.graph.nodes.append(node)
         self._remember(written)
@@ -354,12 +417,21 @@ def _computed(kind: str, sources: list[CallNode]) -> bool:
 
 @torch.no_grad()
 def rms_of(tensor: Tensor) -> float:
-    """The RMS of the values; 1 if it is zero or not finite."""
-    if not tensor.numel() or tensor.is_meta:
+    """The RMS of the values; 1 if it is zero or not finite, or for an example inside torch.vmap."""
+    if not tensor.numel() or tensor.is_meta or not has_values([tensor]):
         return 1.0
     sizes = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
     rms = sizes.float().square().mean().sqrt().item()
     return rms if math.isfinite(rms) and rms > 0 else 1.0
+
+
+def has_values(tensors: Iterable[Tensor]) -> bool:
+    """Whether values can be read; those of the examples inside torch.vmap cannot."""
+    dense = (t.detach() for t in tensors if t.layout is torch.strided and not t.is_meta)
+    try:
+        return all(t.flatten()[:1].any().item() is not None for t in dense)
+    except RuntimeError:
+        return False
 
 
 def _any_masking(tensors: list[Tensor]) -> bool:
@@ -369,11 +441,11 @@ def _any_masking(tensors: list[Tensor]) -> bool:
             "the first call of a unit-scaled model looks at values, and there are none on the meta "
             "device: call it once where its weights are"
         )
-    return any(bool((t <= MASKING).any()) for t in dense)
+    return any(bool((t <= MASKING).any()) for t in dense if has_values([t]))
 
 
 def _all_zero(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not bool(tensor.any())
+    return tensor.layout is torch.strided and has_values([tensor]) and not bool(tensor.any())
 
 
 def is_sparse(node: CallNode) -> bool:

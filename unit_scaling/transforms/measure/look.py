@@ -7,6 +7,7 @@ restored afterwards.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -122,7 +123,7 @@ def look(
 def _record(
     scope: Looking, twin: nn.Module, path: str, given: Given, weights: Weights
 ) -> tuple[Recorder, dict[Slot, int]]:
-    """Runs a copy without gradients; returns (its recorder, the nodes of its results)."""
+    """Runs a copy; returns (its recorder, the nodes of its results)."""
     wanted = [t.requires_grad for _, t in tensors_in(given)]
     args, kwargs = detached(given)
     copies = [id(t) for _, t in tensors_in((args, kwargs))]
@@ -131,7 +132,7 @@ def _record(
     path_now = lambda: running[-1]  # noqa: E731
     rest = (inputs, path_now, computing)
     recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
-    with torch.random.fork_rng(_devices(twin)), torch.no_grad(), _SILENT, uncast():
+    with torch.random.fork_rng(_devices(twin)), _SILENT, uncast():
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
     return recorder, recorder.ends(plain(result))
 
@@ -156,10 +157,13 @@ def _measure(
     plan.name = fingerprint(scope.name, path, twin.training, actual is None)
     loss = None if actual is None else actual.loss
     known: Mapping[Place, int] = settled.corrections
-    if planned.settled:  # factors are for that length, gradients for this one
+    if planned.settled or _is_shared(planned, known):
+        # The factors first: those of another length, or one for all iterations of a loop.
         other = twin_of(twin, find_scope(twin, _Recorded), _Recorded(scope))
+        at_settled_length = bool(planned.settled)
         with torch.no_grad():
-            known = _step(scope, planned, other, path, given, known, True)[0].finish({}).corrections
+            first, _ = _step(scope, planned, other, path, given, known, at_settled_length)
+        known = first.finish({}).corrections
     mode, failed = _step(scope, planned, twin, path, given, known, False, loss)
     preserve = scope.init == "preserve"
     if actual is not None:
@@ -175,6 +179,12 @@ def _measure(
     if not path:
         scope.forget_loose(plan)
     return found.gradients
+
+
+def _is_shared(planned: Planned, known: Mapping[Place, int]) -> bool:
+    """Whether several calls will have one measured factor, that none of them may have alone."""
+    places = [planned.flow.nodes[i].place for i in planned.checked]
+    return any(number > 1 and place not in known for place, number in Counter(places).items())
 
 
 def _step(

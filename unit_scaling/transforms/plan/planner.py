@@ -177,7 +177,8 @@ class _Planner:
             return Step(op="replace"), "replaced", "as asked"
         if node.inside:
             done = "unchanged" if node.inside == DISTRIBUTION else LEFT_ALONE
-            done = "" if node.continues(self.nodes[index - 1]) else done
+            before = self.nodes[index - 1]
+            done = "" if before.live and node.continues(before) else done
             return self.arguments.restored(node), done, f"inside {node.inside}, as all its calls"
         if self.settings.preserve:
             return self._preserve(node, kind)

@@ -21,7 +21,7 @@ from ...parameter import has_parameter_data, remember_tags, tag
 from ..capture.copies import Example, example_of, remade
 from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
-from ..capture.record import tensors_in
+from ..capture.record import has_values, tensors_in
 from ..capture.structure import Structure, part, structure_of, warn_of_new_weights
 from ..folding.solve import Folded, folded
 from ..measure.look import RUNNING, UNSEEN, look
@@ -362,13 +362,10 @@ class UnitScale:
         self, form: Form, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Plan:
         """Records the model and makes the plan for this call signature."""
-        try:
-            with torch.set_grad_enabled(form.grads):
-                plan = self._look(module, form.path, (args, kwargs))
-        except RuntimeError as error:
-            if not str(error).startswith("vmap:"):
-                raise
-            return self._mapped(form, args, kwargs, error)
+        if not has_values(t for _, t in (*tensors_in((args, kwargs)), *module.named_parameters())):
+            return self._mapped(form, args, kwargs)
+        with torch.set_grad_enabled(form.grads):
+            plan = self._look(module, form.path, (args, kwargs))
         if not form.path:
             with contextlib.suppress(TypeError):
                 self._example = example_of((args, kwargs))
@@ -392,7 +389,7 @@ class UnitScale:
             self._latest[form.training] = plan
         return plan
 
-    def _mapped(self, form: Form, args: Any, kwargs: Any, error: Exception) -> Plan:
+    def _mapped(self, form: Form, args: Any, kwargs: Any) -> Plan:
         """Inside vmap, values are not accessible: uses the plan of a call that differs only in
         dimensions, as a batch differs from its examples.
         """
@@ -405,7 +402,7 @@ class UnitScale:
         raise RuntimeError(
             f"{UNSEEN}: call the model once before torch.vmap, in {mode} mode and with arguments "
             f"as each example has them: {given}"
-        ) from error
+        )
 
     def _demote(self, model: nn.Module, names: frozenset[str]) -> None:
         """Tags as weights the parameters that were taken for the readout before the first call."""
