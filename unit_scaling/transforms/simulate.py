@@ -18,7 +18,7 @@ from fp8.recipes.recipe import Recipe
 
 from ..formats import FPFormat
 from .compile import copied
-from .run.install import Call, Places, install
+from .run.install import Call, Places, install, warn_of_break
 
 __all__ = ["Simulate", "simulate_format", "simulate_fp8"]
 
@@ -43,22 +43,29 @@ class Simulate:
         self, call: Call, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Returns ``call()`` under the recipe."""
-        return call() if self._active.items else self._simulated(call)
+        return call() if self._active.items else self._simulated(call, module)
 
-    def _simulated(self, call: Call, eager: bool = False) -> Any:
+    def _simulated(self, call: Call, module: Any, eager: bool = False) -> Any:
         traced = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
         if not (eager or traced):
-            return outside_compiler(lambda: self._simulated(call, eager=True))
+            return outside_compiler(lambda: self._simulated(call, module, eager=True))
         # Not a with statement, for the reason given in UnitScale._replay.
         mode = autocast(self.recipe, opaque="warn")
         mode.reenters = True  # every module is reentered when it is called
         self._active.items.append(True)
+        if traced:
+            module._tracing(True)
+        else:
+            warn_of_break(module)
         mode.__enter__()
         try:
-            return call()
+            output = call()
         finally:
             mode.__exit__(None, None, None)
             self._active.items.pop()
+        if traced:
+            module._tracing(False)
+        return output
 
 
 def simulate_format(

@@ -199,7 +199,6 @@ def test_an_input_that_wants_a_gradient_is_a_path(fn: Function) -> None:
     torch.autograd.gradcheck(ours, x, fast_mode=True)
 
 
-@pytest.mark.xfail(strict=True, reason="a scaled action is larger than 1: the density is NaN")
 def test_a_value_whose_logarithm_needs_its_range_keeps_it() -> None:
     """The density of an action ``tanh(x)``, as in soft actor-critic, while the action goes on."""
 

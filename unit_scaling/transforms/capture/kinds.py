@@ -30,6 +30,7 @@ __all__ = [
     "KEPT",
     "KINDS",
     "LAYERS",
+    "LIMITED",
     "LINEAR",
     "LOSSES",
     "MOVES",
@@ -157,6 +158,14 @@ ELEMENTWISE = LINEAR | frozenset(
     ).split()
 )
 """Kinds that are elementwise if their other arguments are numbers."""
+
+LIMITED = frozenset(
+    (
+        "log log2 log10 log1p logit xlogy sqrt rsqrt acos arccos asin arcsin atanh arctanh acosh "
+        "arccosh binary_cross_entropy"
+    ).split()
+)
+"""Kinds that are defined on an interval alone."""
 
 AVERAGES = frozenset(
     (

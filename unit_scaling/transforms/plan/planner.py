@@ -31,8 +31,10 @@ from ..capture.dataflow import Flow
 from ..capture.kinds import (
     ATTENTION,
     CASTS,
+    ELEMENTWISE,
     KEPT,
     LAYERS,
+    LIMITED,
     NEUTRAL,
     PRODUCTS,
     RECURRENT,
@@ -56,6 +58,7 @@ __all__ = ["Planned", "make_plan"]
 _NOTHING: Decision = (None, "", "")
 _OUTSIDE = "not between two layers: keeps its values"
 _COSINE = "of a cosine, after the last layer: keeps its values"
+_LIMITED = "its logarithm or the like is taken: keeps its range"
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,21 @@ class _Planner:
             return self.carried.decide(index, self.arguments.restored(node))
         if index in self.cosines:
             return self.arguments.restored(node), "unchanged", _COSINE
+        own = index in self.units or (node.kind in ELEMENTWISE and index not in self.within)
+        if own and index in self.interior and self._is_limited(index):
+            return self.arguments.restored(node), "unchanged", _LIMITED
         return None
+
+    def _is_limited(self, index: int) -> bool:
+        """Whether a function that is defined on an interval alone reads a value, after the last
+        layer, perhaps through elementwise calls.
+        """
+        return any(
+            self.nodes[reader].kind in LIMITED
+            or (self.nodes[reader].kind in ELEMENTWISE | TRANSPARENT and self._is_limited(reader))
+            for reader in self.flow.readers[index]
+            if reader not in self.interior
+        )
 
     def _outside(self, node: CallNode, kind: str) -> Decision:
         restored = self.arguments.restored(node)

@@ -9,6 +9,7 @@ its own methods, a copy, an unpickled copy, a compiled model.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from torch import nn
 from fp8.common.compiler import taken_as_constant
 from fp8.common.dtensor import is_dtensor
 from fp8.common.mixin import Gained, bare_class, check_not_scripted, gain, lose
+from fp8.common.pitfalls import PitfallWarning, warn_once
 from fp8.common.step import unwrapped
 from fp8.common.threads import Stack
 
@@ -34,6 +36,7 @@ __all__ = [
     "is_exported",
     "is_sharded",
     "uninstall",
+    "warn_of_break",
 ]
 
 HOOKS = " hooks"
@@ -130,6 +133,12 @@ class _Transformed(Gained, TaggedModule):
         """As `UnitScale.is_otherwise`, of the scope with this ``id``."""
         return any(own.is_otherwise(plan, counts) for own, _ in self._scopes if id(own) == scope)
 
+    @taken_as_constant
+    def _tracing(self, begins: bool) -> bool:
+        """Notes that a graph of the forward pass is begun, or is whole."""
+        (_BEGUN.add if begins else _BEGUN.discard)(self)
+        return begins
+
     # What distinguishes the weights of a unit-scaled model from those of the plain one.
 
     def _own_weights(self, prefix: str) -> list[str]:
@@ -225,6 +234,23 @@ def _run(
         return _run(module, forward, inner, *given)
 
     return scope.run(call, module, path, args, kwargs)
+
+
+_BEGUN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules of which torch.compile has begun a graph, and has not finished it."""
+
+
+def warn_of_break(module: nn.Module) -> None:
+    """Warns if torch.compile has left the forward pass of a module to eager mode."""
+    if module in _BEGUN:
+        _BEGUN.discard(module)
+        warn_once(PitfallWarning, _BREAKS.format(type(module).__name__), module, "graph break")
+
+
+_BREAKS = (
+    "torch.compile cannot compile the forward pass of this {} in one piece (a graph break), and "
+    "its transforms need one: all of it runs in eager mode. fullgraph=True shows where it breaks"
+)
 
 
 def is_sharded(model: nn.Module) -> bool:

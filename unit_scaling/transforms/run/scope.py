@@ -36,6 +36,7 @@ from .install import (
     install,
     is_exported,
     is_sharded,
+    warn_of_break,
 )
 from .replay import PlanMissError, Replay
 from .varying import Following, Leaves
@@ -223,6 +224,7 @@ class UnitScale:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        warn_of_break(module)
         stale, made = None, None
         if form in self._watched:
             with self._recording:
@@ -325,12 +327,16 @@ class UnitScale:
             else self._mode(plan, form, following)
         )
         RUNNING.items.append(self)
+        if traced:
+            module._tracing(True)
         mode.__enter__()
         try:
             output = self.within(form.path, lambda: call(entered))
         finally:
             mode.__exit__(None, None, None)
             RUNNING.items.pop()
+        if traced:
+            module._tracing(False)
         if eager and not in_recomputation():
             mode.check(self.settled.varying)
         elif traced and module._is_otherwise(id(self), id(plan), tuple(mode.counts.items())):
