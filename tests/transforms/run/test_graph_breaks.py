@@ -56,3 +56,29 @@ def test_a_whole_graph_needs_no_warning(name: str) -> None:
         first = compiled(x)  # before the model is recorded
         torch.testing.assert_close(compiled(x), model(x))
         torch.testing.assert_close(first, model(x))
+
+
+class LossInForward(nn.Module):
+    """The compiler replaces the call of such a loss by one that no mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.CrossEntropyLoss()(self.head(torch.relu(self.layer(x))), y)
+
+
+def test_calls_that_the_compiler_replaces_are_warned_of() -> None:
+    torch.manual_seed(0)
+    model = unit_scale(LossInForward())
+    x, y = torch.randn(4, 8), torch.randint(5, (4,))
+    model(x, y).backward()
+    expected = model(x, y)
+    with pytest.warns(fp8.PitfallWarning, match="fullgraph=True shows where"):
+        found = torch.compile(model, backend="aot_eager")(x, y)
+    assert torch.equal(found, expected)
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"write F\.cross_entropy"):
+        whole(x, y)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["outside_graph", "partly_compiled"]
+__all__ = ["outside_graph", "partly_compiled", "with_other_calls"]
 
 _REASON = (
     "unit_scale has not seen this form of call yet: call the model once before compiling it with "
@@ -17,6 +17,19 @@ _REASON = (
 
 @torch.compiler.disable(reason=_REASON)
 def outside_graph(call: Callable[[], Any]) -> Any:
+    """Runs ``call()`` outside the graph."""
+    return call()
+
+
+_OTHER_CALLS = (
+    "torch.compile shows unit_scale other calls of the model than eager mode. It replaces "
+    "nn.CrossEntropyLoss()(x, y) in a forward, for example: write F.cross_entropy(x, y), or make "
+    "the loss in __init__"
+)
+
+
+@torch.compiler.disable(reason=_OTHER_CALLS)
+def with_other_calls(call: Callable[[], Any]) -> Any:
     """Runs ``call()`` outside the graph."""
     return call()
 

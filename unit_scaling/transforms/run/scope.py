@@ -342,9 +342,10 @@ class UnitScale:
         elif traced and module._is_otherwise(id(self), id(plan), tuple(mode.counts.items())):
             if is_exported():
                 raise RuntimeError(_VARIES)
-            from .graph_break import outside_graph
+            from .graph_break import with_other_calls
 
-            return outside_graph(lambda: self._eager(form, call, module, *given))
+            module._tracing(True)  # the graph is not used
+            return with_other_calls(lambda: self._eager(form, call, module, *given))
         return leaving(output, plan, following)
 
     def is_otherwise(self, plan: int, counts: Iterable[tuple[tuple[str, str], int]]) -> bool:
