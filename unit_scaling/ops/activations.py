@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..common.constant import specialised
 from ..core.functional import logarithmic_interpolation
-from ..rules.table import Scales, factors, row, tie
+from ..rules.table import Scales, factors, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
 from . import from_output, fused
 
@@ -43,17 +43,13 @@ def _gated_scale(weight: float, mult: float, limit: float) -> float:
     return logarithmic_interpolation(alpha, 1 / _LINEAR_STD, 1 / limit)
 
 
-def _torch_gelu(input: Tensor, *, approximate: str = "none") -> dict[str, Any]:
-    return {"input": input, "approximate": approximate}
-
-
 def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
     """Interpolated between x/2 and relu; fitted weights 1/4 and 1/4."""
     output = _gated_scale(1 / 4, mult, _RELU_STD)
     return tie(constraint, output=output, input=_gated_scale(1 / 4, mult, _RELU_GRAD_RMS))
 
 
-@row(gelu_scales, adapters={F.gelu: _torch_gelu})
+@row(gelu_scales, adapters={F.gelu: positional("input approximate")})
 def gelu(
     input: Tensor,
     mult: float = 1.0,
@@ -85,11 +81,7 @@ def silu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -
     return tie(constraint, output=output, input=_gated_scale(1, mult, _RELU_GRAD_RMS))
 
 
-def _torch_silu(input: Tensor, inplace: bool = False) -> dict[str, Any]:
-    return {"input": input, "inplace": inplace}
-
-
-@row(silu_scales, adapters={F.silu: _torch_silu})
+@row(silu_scales, adapters={F.silu: positional("input inplace")})
 def silu(
     input: Tensor,
     mult: float = 1.0,
@@ -168,25 +160,14 @@ def softmax_scales(
     return tie(constraint, output=size**power, input=(size / mult) ** power)
 
 
-def _torch_nn_softmax(
-    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
-    return {"input": input, "dim": dim, "dtype": dtype}
-
-
-def _torch_softmax(
-    input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
-    return {"input": input, "dim": dim, "dtype": dtype}
+#: torch.nn.functional's form of softmax, log_softmax and softmin.
+NN_SOFTMAX = positional("input dim _stacklevel dtype", _stacklevel=None)
 
 
 @row(
     softmax_scales,
-    adapters={
-        F.softmax: _torch_nn_softmax,
-        torch.softmax: _torch_softmax,
-        torch.Tensor.softmax: _torch_softmax,
-    },
+    replaces=(F.softmax, torch.softmax, torch.Tensor.softmax),
+    adapters={F.softmax: NN_SOFTMAX},
 )
 def softmax(
     input: Tensor,
@@ -223,13 +204,11 @@ def dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scal
     return {"output": scale, "input": scale}
 
 
-def _torch_dropout(
-    input: Tensor, p: float = 0.5, train: bool = True, **training: bool
-) -> dict[str, Any]:
-    return {"input": input, "p": p, "training": train, **training}
+#: torch's form of dropout.
+DROPOUT = positional("input p train", train="training")
 
 
-@row(dropout_scales, replaces=(F.dropout, torch.dropout), adapters={torch.dropout: _torch_dropout})
+@row(dropout_scales, replaces=(F.dropout, torch.dropout), adapters={torch.dropout: DROPOUT})
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Computes ``s * dropout(input, p)``; the identity if not training.
 
@@ -284,27 +263,26 @@ def _is_float(value: Tensor | complex) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _torch_add(
-    input: Tensor | float, other: Tensor | float, *, alpha: float = 1, out: Tensor | None = None
-) -> dict[str, Any]:
-    return {"input": input, "other": other, "alpha": alpha, "out": out}
+#: torch's form of addition and subtraction, which take further arguments by name.
+BINARY = positional("input other")
 
 
-def _torch_add_(input: Tensor, other: Tensor | float, *, alpha: float = 1) -> dict[str, Any]:
-    return {"input": input, "other": other, "alpha": alpha, "out": input}
+def written(input: Tensor, other: Tensor | float, **named: Any) -> dict[str, Any]:
+    """Adapts torch's in-place form of addition and subtraction."""
+    return {"input": input, "other": other, "out": input, **named}
 
 
 @row(
     add_scales,
     adapters={
-        torch.add: _torch_add,
-        torch.Tensor.add: _torch_add,
-        torch.Tensor.__add__: _torch_add,
-        torch.Tensor.__radd__: _torch_add,
-        operator.add: _torch_add,
-        torch.Tensor.add_: _torch_add_,
-        torch.Tensor.__iadd__: _torch_add_,
-        operator.iadd: _torch_add_,
+        torch.add: BINARY,
+        torch.Tensor.add: BINARY,
+        torch.Tensor.__add__: BINARY,
+        torch.Tensor.__radd__: BINARY,
+        operator.add: BINARY,
+        torch.Tensor.add_: written,
+        torch.Tensor.__iadd__: written,
+        operator.iadd: written,
     },
 )
 def add(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 from ..rules.one_call import one_call
 from ..rules.table import Scales, row, tie
 from ..scale import scale_each
-from .activations import dropout_scales
+from .activations import DROPOUT, dropout_scales
 from .generated import with_first
 
 __all__ = ["alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"]
@@ -78,16 +77,12 @@ def _alpha_dropout(
     return output if scale == 1.0 else scale_each(output, 1.0, scale)
 
 
-def _torch_form(input: Tensor, p: float = 0.5, train: bool = True, **named: Any) -> dict[str, Any]:
-    return {"input": input, "p": p, "training": train, **named}
-
-
 def _alpha(
     fn: Callable[..., Tensor], plain: Callable[..., Tensor], documentation: str
 ) -> Callable[..., Tensor]:
     """Adds the row of an alpha dropout, ``fn`` of torch.nn.functional and ``plain`` of torch."""
     op = with_first(_alpha_dropout, fn, fn.__name__, documentation)
-    how = row(alpha_dropout_scales, replaces=(fn, plain), adapters={plain: _torch_form})
+    how = row(alpha_dropout_scales, replaces=(fn, plain), adapters={plain: DROPOUT})
     return how(one_call(op))
 
 

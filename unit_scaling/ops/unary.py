@@ -22,7 +22,7 @@ from fp8.products.activations import KERNELS
 
 from ..common.constant import specialised
 from ..rules.elementwise import elementwise_factors, elementwise_scales, scaled_elementwise
-from ..rules.table import Adapter, Scales, row
+from ..rules.table import Adapter, Scales, positional, row
 from ..scale import kept_in, scale_output
 from . import from_output, fused
 from .generated import REQUIRED, described
@@ -76,22 +76,10 @@ Returns:
 """
 
 
-def _torch_form(names: Sequence[str], written: bool) -> Adapter:
-    """Adapts a torch function with these argument names, the last of which is inplace."""
-
-    def adapter(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        if len(args) > len(names):
-            raise TypeError(f"at most {len(names)} arguments are allowed, {len(args)} were given")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        return {**given, "inplace": True} if written else given
-
-    return adapter
-
-
-def _spellings(names: Sequence[str], arguments: Sequence[str]) -> dict[Callable[..., Any], Adapter]:
+def _spellings(names: Sequence[str], arguments: str) -> dict[Callable[..., Any], Adapter]:
     """Every torch function with one of these names, in place (with _) or not, with its adapter."""
     return {
-        getattr(space, name + mark): _torch_form(arguments, bool(mark))
+        getattr(space, name + mark): positional(arguments, {"inplace": True} if mark else None)
         for mark in ("", "_")
         for name in names
         for space in (F, torch, Tensor, torch.special)
@@ -154,7 +142,7 @@ def _activation(
     described(rule, f"{name}_scales", _RULE.format(name=name), {**ours, **settings})
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
     described(op, name, about, {"input": REQUIRED, **defaults})
-    return row(rule, adapters=_spellings(spelled, ("input", *settings, "inplace")))(op)
+    return row(rule, adapters=_spellings(spelled, " ".join(["input", *settings, "inplace"])))(op)
 
 
 def _relu_squared(input: Tensor) -> Tensor:
