@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..common.constant import specialised
 from ..core.functional import logarithmic_interpolation
-from ..rules.table import Scales, factors, positional, row, tie
+from ..rules.table import Adapter, Scales, factors, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
 from . import from_output, fused
 
@@ -272,18 +272,27 @@ def written(input: Tensor, other: Tensor | float, **named: Any) -> dict[str, Any
     return {"input": input, "other": other, "out": input, **named}
 
 
+def operators(names: str, symbol: str, plain: Adapter, in_place: Adapter) -> dict[Any, Adapter]:
+    """Every spelling of a binary operation, with its adapter.
+
+    names: torch's names, separated by spaces. symbol: that of Python's operator.
+    """
+    found: dict[Any, Adapter] = {
+        getattr(space, name + mark): adapter
+        for mark, adapter in (("", plain), ("_", in_place))
+        for name in names.split()
+        for space in (torch, Tensor)
+        if hasattr(space, name + mark)
+    }
+    for mark, adapter in (("", plain), ("i", in_place)):
+        found[getattr(Tensor, f"__{mark}{symbol}__")] = adapter
+        found[getattr(operator, mark + symbol)] = adapter
+    return found
+
+
 @row(
     add_scales,
-    adapters={
-        torch.add: BINARY,
-        torch.Tensor.add: BINARY,
-        torch.Tensor.__add__: BINARY,
-        torch.Tensor.__radd__: BINARY,
-        operator.add: BINARY,
-        torch.Tensor.add_: written,
-        torch.Tensor.__iadd__: written,
-        operator.iadd: written,
-    },
+    adapters={**operators("add", "add", BINARY, written), torch.Tensor.__radd__: BINARY},
 )
 def add(
     input: Tensor | float,

@@ -7,7 +7,6 @@ temperature, is intentional.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..rules.table import Scales, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
-from .activations import BINARY, add, add_scales, written
+from .activations import BINARY, add, add_scales, operators, written
 
 __all__ = ["addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
 
@@ -40,17 +39,8 @@ def _torch_reversed_sub(input: Tensor, other: Number, *, alpha: float = 1) -> di
 @row(
     add_scales,
     adapters={
-        torch.sub: BINARY,
-        torch.subtract: BINARY,
-        torch.Tensor.sub: BINARY,
-        torch.Tensor.subtract: BINARY,
-        torch.Tensor.__sub__: BINARY,
-        operator.sub: BINARY,
-        torch.Tensor.__rsub__: _torch_reversed_sub,
-        torch.rsub: _torch_reversed_sub,
-        torch.Tensor.sub_: written,
-        torch.Tensor.__isub__: written,
-        operator.isub: written,
+        **operators("sub subtract", "sub", BINARY, written),
+        **dict.fromkeys((torch.Tensor.__rsub__, torch.rsub), _torch_reversed_sub),
     },
 )
 def sub(
@@ -92,16 +82,8 @@ def _written(input: Tensor, other: Number, **named: Any) -> dict[str, Any]:
 @row(
     mul_scales,
     adapters={
-        torch.mul: BINARY,
-        torch.multiply: BINARY,
-        torch.Tensor.mul: BINARY,
-        torch.Tensor.multiply: BINARY,
-        torch.Tensor.__mul__: BINARY,
+        **operators("mul multiply", "mul", BINARY, _written),
         torch.Tensor.__rmul__: BINARY,
-        operator.mul: BINARY,
-        torch.Tensor.mul_: _written,
-        torch.Tensor.__imul__: _written,
-        operator.imul: _written,
     },
 )
 def mul(
@@ -143,24 +125,7 @@ def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output
     return mul_scales(input, other, constraint)
 
 
-@row(
-    div_scales,
-    adapters={
-        torch.div: BINARY,
-        torch.divide: BINARY,
-        torch.true_divide: BINARY,
-        torch.Tensor.div: BINARY,
-        torch.Tensor.divide: BINARY,
-        torch.Tensor.true_divide: BINARY,
-        torch.Tensor.__truediv__: BINARY,
-        operator.truediv: BINARY,
-        torch.Tensor.div_: _written,
-        torch.Tensor.divide_: _written,
-        torch.Tensor.true_divide_: _written,
-        torch.Tensor.__itruediv__: _written,
-        operator.itruediv: _written,
-    },
-)
+@row(div_scales, adapters=operators("div divide true_divide", "truediv", BINARY, _written))
 def div(
     input: Tensor,
     other: Number,
