@@ -16,8 +16,8 @@ __all__ = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "
 class _Weighted(Normal):
     """The common part of all convolutions: torch's arguments, followed by ours."""
 
-    last = (CONSTRAINT, WEIGHT_MUP_TYPE)
-    defaults: ClassVar = {"bias": False}
+    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
+    _defaults: ClassVar = {"bias": False}
 
 
 class _Convolution(_Weighted):

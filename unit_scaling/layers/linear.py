@@ -36,8 +36,8 @@ class Linear(Normal, nn.Linear, op=U.linear):
     #: A factor of the parameters' gradients; see `unit_scaling.functional.linear`.
     weight_grad_mult: float = 1.0
 
-    last = (CONSTRAINT, WEIGHT_MUP_TYPE)
-    defaults: ClassVar = {"bias": False}
+    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
+    _defaults: ClassVar = {"bias": False}
 
     def __init__(
         self,
@@ -94,5 +94,5 @@ class Bilinear(Normal, nn.Bilinear, op=U.bilinear):
     bias with zero. Other arguments are as in `Linear`.
     """
 
-    last = (CONSTRAINT, WEIGHT_MUP_TYPE)
-    defaults: ClassVar = {"bias": False}
+    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
+    _defaults: ClassVar = {"bias": False}

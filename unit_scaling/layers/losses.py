@@ -41,7 +41,7 @@ class CosineEmbeddingLoss(Scaled, nn.CosineEmbeddingLoss, op=U.cosine_embedding_
 class CrossEntropyLoss(Scaled, nn.CrossEntropyLoss, op=U.cross_entropy):
     """`unit_scaling.functional.cross_entropy` as a module."""
 
-    first = (MULT,)
+    _first = (MULT,)
 
 
 class HuberLoss(Scaled, nn.HuberLoss, op=U.huber_loss):

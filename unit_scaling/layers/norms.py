@@ -28,13 +28,13 @@ __all__ = [
 class LayerNorm(Weighted, nn.LayerNorm, op=U.layer_norm):
     """`unit_scaling.functional.layer_norm` as a module; by default without weight and bias."""
 
-    defaults: ClassVar = {"elementwise_affine": False}
+    _defaults: ClassVar = {"elementwise_affine": False}
 
 
 class RMSNorm(Weighted, nn.RMSNorm, op=U.rms_norm):
     """`unit_scaling.functional.rms_norm` as a module; by default without weight."""
 
-    defaults: ClassVar = {"elementwise_affine": False, "eps": 1e-5}
+    _defaults: ClassVar = {"elementwise_affine": False, "eps": 1e-5}
 
     def forward(self, input: Tensor) -> Any:
         """Returns ``op`` of the input."""
@@ -85,16 +85,9 @@ class _InstanceNorm(Weighted):
         evaluation."""
         self._check_input_dim(input)
         batch = input if input.dim() != self.unbatched else input[None]
-        output = U.instance_norm(
-            batch,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training or not self.track_running_stats,
-            0.0 if self.momentum is None else self.momentum,
-            self.eps,
-        )
+        own = self.training or not self.track_running_stats
+        momentum = 0.0 if self.momentum is None else self.momentum
+        output = super().forward(batch, use_input_stats=own, momentum=momentum)
         return output if batch is input else output[0]
 
 
@@ -131,7 +124,7 @@ class LayerNorm2d(Weighted, norm.LayerNorm2d, op=U.layer_norm2d):
         dtype: of the parameters.
     """
 
-    defaults: ClassVar = {"eps": 1e-5}
+    _defaults: ClassVar = {"eps": 1e-5}
 
     def forward(self, input: Tensor) -> Any:
         """Normalises ``input``. Raises ValueError for another number of channels."""

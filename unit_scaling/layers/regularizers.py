@@ -67,16 +67,16 @@ class LogSoftmax(Scaled, nn.LogSoftmax, op=U.log_softmax):
 class PReLU(Weighted, nn.PReLU, op=U.prelu):
     """`unit_scaling.functional.prelu` as a module. The slopes are initialised with ``init``."""
 
-    last = (CONSTRAINT,)
+    _last = (CONSTRAINT,)
 
 
 class Softmax(Scaled, nn.Softmax, op=U.softmax):
     """`unit_scaling.functional.softmax` as a module."""
 
-    last = (MULT, CONSTRAINT)
+    _last = (MULT, CONSTRAINT)
 
 
 class Softmin(Scaled, nn.Softmin, op=U.softmin):
     """`unit_scaling.functional.softmin` as a module."""
 
-    last = (MULT, CONSTRAINT)
+    _last = (MULT, CONSTRAINT)

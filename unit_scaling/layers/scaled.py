@@ -39,12 +39,12 @@ class Scaled(nn.Module):
     #: The function in `unit_scaling.functional`.
     op: ClassVar[Callable[..., Any]]
     #: Our arguments before and after torch's.
-    first: ClassVar[tuple[Parameter, ...]] = ()
-    last: ClassVar[tuple[Parameter, ...]] = ()
+    _first: ClassVar[tuple[Parameter, ...]] = ()
+    _last: ClassVar[tuple[Parameter, ...]] = ()
     #: Defaults that differ from torch's.
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    _defaults: ClassVar[Mapping[str, Any]] = {}
     #: All arguments of the constructor.
-    arguments: ClassVar[Signature]
+    _arguments: ClassVar[Signature]
 
     def __init_subclass__(
         cls,
@@ -61,12 +61,12 @@ class Scaled(nn.Module):
         if op is not None and not issubclass(torch_class, Scaled):
             theirs = like or signature(torch_class).parameters.values()
             changed = [
-                p.replace(default=cls.defaults.get(p.name, p.default))
+                p.replace(default=cls._defaults.get(p.name, p.default))
                 for p in theirs
                 if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD
             ]
-            cls.arguments = Signature([*cls.first, *changed, *cls.last])
-            cls.__signature__ = cls.arguments  # type: ignore[attr-defined]
+            cls._arguments = Signature([*cls._first, *changed, *cls._last])
+            cls.__signature__ = cls._arguments  # type: ignore[attr-defined]
             if cls.forward is Scaled.forward:
                 cls.forward = _with_signature(torch_class.forward)  # type: ignore[method-assign]
         elif "__init__" in vars(cls):
@@ -74,10 +74,10 @@ class Scaled(nn.Module):
             cls.__signature__ = Signature(own)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = self.arguments.bind(*args, **kwargs)
+        bound = self._arguments.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        ours = {p.name: given.pop(p.name) for p in (*self.first, *self.last)}
+        ours = {p.name: given.pop(p.name) for p in (*self._first, *self._last)}
         super().__init__(**given)
         for name, value in ours.items():
             setattr(self, name, checked_constraint(value) if name == "constraint" else value)
@@ -102,13 +102,13 @@ def _with_signature(theirs: Callable[..., Any]) -> Callable[..., Any]:
 class Activation(Scaled):
     """A `Scaled` with ``mult`` and ``constraint`` before torch's arguments, as `uu.GELU`."""
 
-    first = (MULT, CONSTRAINT)
+    _first = (MULT, CONSTRAINT)
 
 
 class Constrained(Scaled):
     """A `Scaled` with ``constraint`` after torch's arguments."""
 
-    last = (CONSTRAINT,)
+    _last = (CONSTRAINT,)
 
 
 class Weighted(Scaled, TaggedModule):
