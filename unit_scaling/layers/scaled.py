@@ -81,12 +81,19 @@ class Scaled(nn.Module):
         super().__init__(**given)
         for name, value in ours.items():
             setattr(self, name, checked_constraint(value) if name == "constraint" else value)
-        self._settings = tuple(n for n in signature(self.op).parameters if hasattr(self, n))
+        of_op = signature(self.op).parameters
+        self._settings = tuple(name for name in of_op if hasattr(self, name))
+        self._places = tuple(n for n, p in of_op.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Returns ``op`` of the inputs."""
-        settings = {name: getattr(self, name) for name in self._settings}
-        return type(self).op(*inputs, **{**settings, **named})
+        """Returns ``op`` of the inputs; settings that follow them are given by position."""
+        given = {**{name: getattr(self, name) for name in self._settings}, **named}
+        args = [*inputs]
+        for name in self._places[len(inputs) :]:
+            if name not in given:
+                break
+            args.append(given.pop(name))
+        return type(self).op(*args, **given)
 
 
 def _with_signature(theirs: Callable[..., Any]) -> Callable[..., Any]:
