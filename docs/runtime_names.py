@@ -58,7 +58,7 @@ def function(name: str, value: Any, parent: griffe.Module | griffe.Class) -> gri
 
 def add_constructor(documented: griffe.Class, value: type) -> None:
     """Adds the arguments of a class that inherits or generates its constructor."""
-    if "__init__" in documented.all_members:
+    if "__init__" in documented.all_members and "__signature__" not in vars(value):
         return
     try:
         made = function("__init__", value, documented)

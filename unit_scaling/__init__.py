@@ -19,7 +19,6 @@ from .layers.attention import *
 from .layers.containers import *
 from .layers.convolution import *
 from .layers.embedding import *
-from .layers.layers import *
 from .layers.linear import *
 from .layers.losses import *
 from .layers.norms import *

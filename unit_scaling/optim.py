@@ -434,11 +434,8 @@ class SGD(_UnitScaled, torch.optim.SGD):
         self.register_step_pre_hook(_refuse_flat_rates)
 
 
-class Adam(_UnitScaled, torch.optim.Adam):
-    """`torch.optim.Adam` with u-muP learning rates.
-
-    Positional arguments are those of torch; see `SGD` for the others.
-    """
+class _Adam(_UnitScaled):
+    """The constructor of Adam and AdamW."""
 
     def __init__(
         self,
@@ -457,11 +454,19 @@ class Adam(_UnitScaled, torch.optim.Adam):
         numbers: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
         self._configure("adam", *choices, **numbers)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+        torchs: Any = super().__init__
+        torchs(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
         self.register_step_pre_hook(_refuse_flat_rates)
 
 
-class AdamW(_UnitScaled, torch.optim.AdamW):
+class Adam(_Adam, torch.optim.Adam):
+    """`torch.optim.Adam` with u-muP learning rates.
+
+    Positional arguments are those of torch; see `SGD` for the others.
+    """
+
+
+class AdamW(_Adam, torch.optim.AdamW):
     """`torch.optim.AdamW` with u-muP learning rates.
 
     Positional arguments are those of torch; see `SGD` for the others.
@@ -471,23 +476,3 @@ class AdamW(_UnitScaled, torch.optim.AdamW):
     >>> opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]
     (0.125, 0.08)
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        independent_weight_decay: bool = True,
-        allow_non_unit_scaling_params: bool = False,
-        lr_mult: LrMult | None = None,
-        **kwargs: Any,
-    ) -> None:
-        numbers: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        choices = (independent_weight_decay, allow_non_unit_scaling_params, lr_mult)
-        self._configure("adam", *choices, **numbers)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
-        self.register_step_pre_hook(_refuse_flat_rates)

@@ -6,6 +6,7 @@ torch computes it in one opaque function whose inner products no torch-function 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +16,24 @@ from torch.nn import functional as F
 from ..context.active import product_recipe
 from .attention import by_products
 
-__all__ = ["multi_head_attention_forward"]
+__all__ = ["check_masks", "merge_masks", "multi_head_attention_forward", "projections"]
 
 
-def _project(
-    query: Tensor, key: Tensor, value: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None
+def projections(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: tuple[Tensor, ...],
+    bias: Tensor | None,
+    linear: Callable[..., Tensor] = F.linear,
 ) -> tuple[Tensor, ...]:
+    """The projected query, key and value. weights: one for all, or one for each."""
     biases: tuple[Tensor | None, ...] = (None,) * 3 if bias is None else bias.chunk(3)
     if len(weights) == 1 and query is key and key is value:
-        return F.linear(query, weights[0], bias).chunk(3, dim=-1)
+        return linear(query, weights[0], bias).chunk(3, dim=-1)
     parts = weights[0].chunk(3) if len(weights) == 1 else weights
     inputs = (query, key, value)
-    return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, parts, biases, strict=True))
+    return tuple(linear(x, w, b) for x, w, b in zip(inputs, parts, biases, strict=True))
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -134,7 +141,7 @@ def multi_head_attention_forward(
         mask = merge_masks(attn_mask, key_padding_mask, batch, num_heads, query.dtype)
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     weights: Any = separate if use_separate_proj_weight else (in_proj_weight,)
-    q, k, v = _project(query, key, value, weights, in_proj_bias)
+    q, k, v = projections(query, key, value, weights, in_proj_bias)
     q, k, v = (t.reshape(t.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3) for t in (q, k, v))
     p = dropout_p if training else 0.0
     probabilities = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from reprlib import repr as short
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from torch import Tensor
+from torch import Size, Tensor
 
 __all__ = ["check_arguments", "named_in_errors"]
 
@@ -90,6 +90,7 @@ def _types(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value fits a type; True for unsupported types."""
+    hint = Sequence[int] if hint is Size else hint
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, choice) for choice in get_args(hint))
@@ -106,6 +107,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _named(hint: Any) -> str:
+    hint = Sequence[int] if hint is Size else hint
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(map(_named, get_args(hint))))

@@ -10,6 +10,7 @@ from .scaled import Activation
 __all__ = [
     "CELU",
     "ELU",
+    "GELU",
     "SELU",
     "Hardshrink",
     "Hardsigmoid",
@@ -20,6 +21,7 @@ __all__ = [
     "Mish",
     "ReLU",
     "ReLU6",
+    "SiLU",
     "Sigmoid",
     "Softplus",
     "Softshrink",
@@ -29,109 +31,81 @@ __all__ = [
 ]
 
 
-class ReLU(Activation, nn.ReLU):
+class GELU(Activation, nn.GELU, op=U.gelu):
+    """`unit_scaling.functional.gelu` as a module."""
+
+
+class SiLU(Activation, nn.SiLU, op=U.silu):
+    """`unit_scaling.functional.silu` as a module."""
+
+
+class ReLU(Activation, nn.ReLU, op=U.relu):
     """`unit_scaling.functional.relu` as a module."""
 
-    op = staticmethod(U.relu)
 
-
-class ReLU6(Activation, nn.ReLU6):
+class ReLU6(Activation, nn.ReLU6, op=U.relu6):
     """`unit_scaling.functional.relu6` as a module."""
 
-    op = staticmethod(U.relu6)
 
-
-class LeakyReLU(Activation, nn.LeakyReLU):
+class LeakyReLU(Activation, nn.LeakyReLU, op=U.leaky_relu):
     """`unit_scaling.functional.leaky_relu` as a module."""
 
-    op = staticmethod(U.leaky_relu)
 
-
-class ELU(Activation, nn.ELU):
+class ELU(Activation, nn.ELU, op=U.elu):
     """`unit_scaling.functional.elu` as a module."""
 
-    op = staticmethod(U.elu)
 
-
-class SELU(Activation, nn.SELU):
+class SELU(Activation, nn.SELU, op=U.selu):
     """`unit_scaling.functional.selu` as a module."""
 
-    op = staticmethod(U.selu)
 
-
-class CELU(Activation, nn.CELU):
+class CELU(Activation, nn.CELU, op=U.celu):
     """`unit_scaling.functional.celu` as a module."""
 
-    op = staticmethod(U.celu)
 
-
-class Softplus(Activation, nn.Softplus):
+class Softplus(Activation, nn.Softplus, op=U.softplus):
     """`unit_scaling.functional.softplus` as a module."""
 
-    op = staticmethod(U.softplus)
 
-
-class Mish(Activation, nn.Mish):
+class Mish(Activation, nn.Mish, op=U.mish):
     """`unit_scaling.functional.mish` as a module."""
 
-    op = staticmethod(U.mish)
 
-
-class Hardswish(Activation, nn.Hardswish):
+class Hardswish(Activation, nn.Hardswish, op=U.hardswish):
     """`unit_scaling.functional.hardswish` as a module."""
 
-    op = staticmethod(U.hardswish)
 
-
-class Hardsigmoid(Activation, nn.Hardsigmoid):
+class Hardsigmoid(Activation, nn.Hardsigmoid, op=U.hardsigmoid):
     """`unit_scaling.functional.hardsigmoid` as a module."""
 
-    op = staticmethod(U.hardsigmoid)
 
-
-class Hardtanh(Activation, nn.Hardtanh):
+class Hardtanh(Activation, nn.Hardtanh, op=U.hardtanh):
     """`unit_scaling.functional.hardtanh` as a module."""
 
-    op = staticmethod(U.hardtanh)
 
-
-class Tanh(Activation, nn.Tanh):
+class Tanh(Activation, nn.Tanh, op=U.tanh):
     """`unit_scaling.functional.tanh` as a module."""
 
-    op = staticmethod(U.tanh)
 
-
-class Sigmoid(Activation, nn.Sigmoid):
+class Sigmoid(Activation, nn.Sigmoid, op=U.sigmoid):
     """`unit_scaling.functional.sigmoid` as a module."""
 
-    op = staticmethod(U.sigmoid)
 
-
-class Softsign(Activation, nn.Softsign):
+class Softsign(Activation, nn.Softsign, op=U.softsign):
     """`unit_scaling.functional.softsign` as a module."""
 
-    op = staticmethod(U.softsign)
 
-
-class LogSigmoid(Activation, nn.LogSigmoid):
+class LogSigmoid(Activation, nn.LogSigmoid, op=U.logsigmoid):
     """`unit_scaling.functional.logsigmoid` as a module."""
 
-    op = staticmethod(U.logsigmoid)
 
-
-class Tanhshrink(Activation, nn.Tanhshrink):
+class Tanhshrink(Activation, nn.Tanhshrink, op=U.tanhshrink):
     """`unit_scaling.functional.tanhshrink` as a module."""
 
-    op = staticmethod(U.tanhshrink)
 
-
-class Softshrink(Activation, nn.Softshrink):
+class Softshrink(Activation, nn.Softshrink, op=U.softshrink):
     """`unit_scaling.functional.softshrink` as a module."""
 
-    op = staticmethod(U.softshrink)
 
-
-class Hardshrink(Activation, nn.Hardshrink):
+class Hardshrink(Activation, nn.Hardshrink, op=U.hardshrink):
     """`unit_scaling.functional.hardshrink` as a module."""
-
-    op = staticmethod(U.hardshrink)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.types import Device
 
-from fp8.products.multi_head import check_masks, merge_masks
+from fp8.products.multi_head import check_masks, merge_masks, projections
 
 from .. import functional as U
 from ..ops.attention import attention_with_weights
@@ -205,7 +205,10 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         """
         if is_causal and attn_mask is None:
             raise ValueError("is_causal is a hint about attn_mask: give the mask as well")
-        q, k, v = self._heads(*self._projected(query, key, value))
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights: Any = separate if self.in_proj_weight is None else (self.in_proj_weight,)
+        given = (query, key, value, weights, self.in_proj_bias)
+        q, k, v = self._heads(*projections(*given, U.linear))
         mask = self._mask(q, k, attn_mask, key_padding_mask)
         k, v, mask = self._appended(k, v, mask)
         settings = (self.dropout if self.training else 0.0, is_causal, self.mult)
@@ -226,16 +229,6 @@ class MultiheadAttention(TaggedModule, nn.MultiheadAttention):
         if query.dim() == 2:
             return out.squeeze(0), probabilities
         return out if self.batch_first else out.transpose(0, 1), probabilities
-
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        bias = self.in_proj_bias
-        if self.in_proj_weight is not None and query is key and key is value:
-            return U.linear(query, self.in_proj_weight, bias).chunk(3, dim=-1)
-        weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        weights = weights if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
-        biases: Any = (None,) * 3 if bias is None else bias.chunk(3)
-        inputs = (query, key, value)
-        return tuple(U.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
 
     def _heads(self, *tensors: Tensor) -> list[Tensor]:
         """Reshapes inputs of any layout to (batch, heads, length, width)."""

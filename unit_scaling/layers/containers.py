@@ -43,15 +43,14 @@ def _multiply_depth(root: nn.Module, old: int | None, new: int | None) -> None:
 
 
 class _DepthContainer(nn.Module):
-    """Multiplies the mup_scaling_depth of every parameter inside by the number of its entries.
-
-    Containers may be nested: 3 stages of 4 layers have depth 12. The depth is updated by `append`,
-    `extend`, `insert`, `pop`, and assignment and deletion of entries. A slice is a plain torch
-    container of the same layers, which keep their depth.
-    """
+    """Multiplies the mup_scaling_depth of every parameter inside by the number of its entries."""
 
     #: The factor included in the current depths.
     _factor: int | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._set_factor(max(len(self), 1))  # type: ignore[arg-type]
 
     def _set_factor(self, factor: int | None) -> None:
         _multiply_depth(self, self._factor, factor)
@@ -107,10 +106,6 @@ class DepthSequential(_DepthContainer, nn.Sequential):
     2
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._set_factor(max(len(self), 1))
-
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
             return super().__getitem__(index)
@@ -123,7 +118,6 @@ class DepthModuleList(_DepthContainer, nn.ModuleList):
 
     def __init__(self, modules: Iterable[nn.Module] | None = None) -> None:
         super().__init__(modules)
-        self._set_factor(max(len(self), 1))
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):

@@ -2,122 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.types import Device
 
 from .. import functional as U
-from ..constraints import checked_constraint
-from ..parameter import MupType, TaggedModule
-from .linear import reset_weight_and_bias
+from .scaled import CONSTRAINT, WEIGHT_MUP_TYPE, Normal
 
 __all__ = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
 
-_Sizes = int | tuple[int, ...]
-"""One number for all dimensions, or one for each."""
 
+class _Weighted(Normal):
+    """The common part of all convolutions: torch's arguments, followed by ours."""
 
-class _Weighted(TaggedModule):
-    """Base of all convolutions. ``self`` is also the torch module of the same name."""
-
-    def _keep(self, constraint: str | None, weight_mup_type: MupType) -> None:
-        self.constraint = checked_constraint(constraint)
-        self.tag_parameters(weight=weight_mup_type, bias="bias")
-
-    def reset_parameters(self) -> None:
-        """Initialises the weight with a standard normal and the bias with zero."""
-        reset_weight_and_bias(self)
+    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
+    _defaults: ClassVar = {"bias": False}
 
 
 class _Convolution(_Weighted):
-    """The constructor of convolutions: torch's arguments, followed by ours."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: _Sizes,
-        stride: _Sizes = 1,
-        padding: str | _Sizes = 0,
-        dilation: _Sizes = 1,
-        groups: int = 1,
-        bias: bool = False,
-        padding_mode: str = "zeros",
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        constraint: str | None = "to_output_scale",
-        weight_mup_type: MupType = "weight",
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            padding_mode,
-            device,
-            dtype,
-        )
-        self._keep(constraint, weight_mup_type)
+    def forward(self: Any, input: Tensor) -> Any:
+        """Pads ``input``, if not with zeros, and returns ``op`` of it."""
+        if self.padding_mode == "zeros":
+            return super().forward(input)
+        padded = F.pad(input, _margins(self), mode=self.padding_mode)
+        return super().forward(padded, padding=0)
 
 
 class _Transposed(_Weighted):
-    """The constructor of transposed convolutions: torch's arguments, followed by ours."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: _Sizes,
-        stride: _Sizes = 1,
-        padding: _Sizes = 0,
-        output_padding: _Sizes = 0,
-        groups: int = 1,
-        bias: bool = False,
-        dilation: _Sizes = 1,
-        padding_mode: str = "zeros",
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        constraint: str | None = "to_output_scale",
-        weight_mup_type: MupType = "weight",
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            output_padding,
-            groups,
-            bias,
-            dilation,
-            padding_mode,
-            device,
-            dtype,
-        )
-        self._keep(constraint, weight_mup_type)
-
-
-def _convolve(module: Any, function: Any, input: Tensor) -> Tensor:
-    padding = module.padding
-    if module.padding_mode != "zeros":
-        input, padding = F.pad(input, _margins(module), mode=module.padding_mode), 0
-    return function(
-        input,
-        module.weight,
-        module.bias,
-        module.stride,
-        padding,
-        module.dilation,
-        module.groups,
-        module.constraint,
-    )
+    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Any:
+        """Returns ``op`` of the input, of the requested size."""
+        if output_size is None:
+            return super().forward(input)
+        return super().forward(input, output_padding=_output_padding(self, input, output_size))
 
 
 def _margins(module: Any) -> list[int]:
@@ -132,23 +49,6 @@ def _margins(module: Any) -> list[int]:
         else:
             sides += [int(module.padding[i])] * 2
     return sides
-
-
-def _transpose(module: Any, function: Any, input: Tensor, output_size: list[int] | None) -> Tensor:
-    output_padding = module.output_padding
-    if output_size is not None:
-        output_padding = _output_padding(module, input, output_size)
-    return function(
-        input,
-        module.weight,
-        module.bias,
-        module.stride,
-        module.padding,
-        output_padding,
-        module.groups,
-        module.dilation,
-        module.constraint,
-    )
 
 
 def _output_padding(module: Any, input: Tensor, output_size: list[int]) -> list[int]:
@@ -169,7 +69,7 @@ def _output_padding(module: Any, input: Tensor, output_size: list[int]) -> list[
     return extra
 
 
-class Conv1d(_Convolution, nn.Conv1d):
+class Conv1d(_Convolution, nn.Conv1d, op=U.conv1d):
     """`unit_scaling.functional.conv1d` as a module.
 
     Input is (batch, in_channels, length) or (in_channels, length). The weight is initialised with a
@@ -181,31 +81,22 @@ class Conv1d(_Convolution, nn.Conv1d):
         weight_mup_type: see `Linear`.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _convolve(self, U.conv1d, input)
 
-
-class Conv2d(_Convolution, nn.Conv2d):
+class Conv2d(_Convolution, nn.Conv2d, op=U.conv2d):
     """`unit_scaling.functional.conv2d` as a module; arguments as in `Conv1d`.
 
     Input is (batch, in_channels, height, width), or without batch.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _convolve(self, U.conv2d, input)
 
-
-class Conv3d(_Convolution, nn.Conv3d):
+class Conv3d(_Convolution, nn.Conv3d, op=U.conv3d):
     """`unit_scaling.functional.conv3d` as a module; arguments as in `Conv1d`.
 
     Input is (batch, in_channels, depth, height, width), or without batch.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _convolve(self, U.conv3d, input)
 
-
-class ConvTranspose1d(_Transposed, nn.ConvTranspose1d):
+class ConvTranspose1d(_Transposed, nn.ConvTranspose1d, op=U.conv_transpose1d):
     """`unit_scaling.functional.conv_transpose1d` as a module.
 
     Input is (batch, in_channels, length), or without batch. Other arguments are those of
@@ -216,25 +107,16 @@ class ConvTranspose1d(_Transposed, nn.ConvTranspose1d):
         weight_mup_type: see `Linear`.
     """
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return _transpose(self, U.conv_transpose1d, input, output_size)
 
-
-class ConvTranspose2d(_Transposed, nn.ConvTranspose2d):
+class ConvTranspose2d(_Transposed, nn.ConvTranspose2d, op=U.conv_transpose2d):
     """`unit_scaling.functional.conv_transpose2d` as a module; arguments as in `ConvTranspose1d`.
 
     Input is (batch, in_channels, height, width), or without batch.
     """
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return _transpose(self, U.conv_transpose2d, input, output_size)
 
-
-class ConvTranspose3d(_Transposed, nn.ConvTranspose3d):
+class ConvTranspose3d(_Transposed, nn.ConvTranspose3d, op=U.conv_transpose3d):
     """`unit_scaling.functional.conv_transpose3d` as a module; arguments as in `ConvTranspose1d`.
 
     Input is (batch, in_channels, depth, height, width), or without batch.
     """
-
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return _transpose(self, U.conv_transpose3d, input, output_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,21 +10,13 @@ from torch.types import Device
 
 from .. import functional as U
 from ..checks.first_call import check_gradient
-from ..constraints import checked_constraint
-from ..parameter import MupType, TaggedModule
+from ..parameter import MupType
+from .scaled import CONSTRAINT, WEIGHT_MUP_TYPE, Normal
 
 __all__ = ["Bilinear", "Linear", "LinearReadout"]
 
 
-def reset_weight_and_bias(module: Any) -> None:
-    """Initialises the weight with a standard normal and the bias with zero."""
-    nn.init.normal_(module.weight)
-    if module.bias is not None:
-        nn.init.zeros_(module.bias)
-    module.restore_tags()
-
-
-class Linear(TaggedModule, nn.Linear):
+class Linear(Normal, nn.Linear, op=U.linear):
     """`unit_scaling.functional.linear` as a module.
 
     Input is (..., in_features), output (..., out_features). The weight (out_features, in_features)
@@ -44,6 +36,9 @@ class Linear(TaggedModule, nn.Linear):
     #: A factor of the parameters' gradients; see `unit_scaling.functional.linear`.
     weight_grad_mult: float = 1.0
 
+    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
+    _defaults: ClassVar = {"bias": False}
+
     def __init__(
         self,
         in_features: int,
@@ -54,25 +49,15 @@ class Linear(TaggedModule, nn.Linear):
         constraint: str | None = "to_output_scale",
         weight_mup_type: MupType = "weight",
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.constraint = checked_constraint(constraint)
-        self.tag_parameters(weight=weight_mup_type, bias="bias")
-
-    def reset_parameters(self) -> None:
-        """Initialises the weight with a standard normal and the bias with zero."""
-        reset_weight_and_bias(self)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return U.linear(
-            input,
-            self.weight,
-            self.bias,
-            self.constraint,
-            weight_grad_mult=self.weight_grad_mult,
+        super().__init__(
+            in_features, out_features, bias, device, dtype, constraint, weight_mup_type
         )
 
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
 
-class LinearReadout(Linear):
+
+class LinearReadout(Linear, op=U.linear_readout):
     """`unit_scaling.functional.linear_readout` as a module: the last layer of a model.
 
     Arguments are as in `Linear`.
@@ -96,12 +81,12 @@ class LinearReadout(Linear):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        output = U.linear_readout(input, self.weight, self.bias, self.constraint)
+        output = super().forward(input)
         check_gradient(self, output)
         return output
 
 
-class Bilinear(TaggedModule, nn.Bilinear):
+class Bilinear(Normal, nn.Bilinear, op=U.bilinear):
     """`unit_scaling.functional.bilinear` as a module.
 
     Inputs are (..., in1_features) and (..., in2_features), the output is (..., out_features). The
@@ -109,24 +94,5 @@ class Bilinear(TaggedModule, nn.Bilinear):
     bias with zero. Other arguments are as in `Linear`.
     """
 
-    def __init__(
-        self,
-        in1_features: int,
-        in2_features: int,
-        out_features: int,
-        bias: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        constraint: str | None = "to_output_scale",
-        weight_mup_type: MupType = "weight",
-    ) -> None:
-        super().__init__(in1_features, in2_features, out_features, bias, device, dtype)
-        self.constraint = checked_constraint(constraint)
-        self.tag_parameters(weight=weight_mup_type, bias="bias")
-
-    def reset_parameters(self) -> None:
-        """Initialises the weight with a standard normal and the bias with zero."""
-        reset_weight_and_bias(self)
-
-    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
-        return U.bilinear(input1, input2, self.weight, self.bias, self.constraint)
+    _last = (CONSTRAINT, WEIGHT_MUP_TYPE)
+    _defaults: ClassVar = {"bias": False}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from .. import functional as U
-from .scaled import Scaled
+from .scaled import MULT, Scaled
 
 __all__ = [
     "BCELoss",
     "BCEWithLogitsLoss",
     "CTCLoss",
     "CosineEmbeddingLoss",
+    "CrossEntropyLoss",
     "HuberLoss",
     "KLDivLoss",
     "L1Loss",
@@ -21,61 +22,47 @@ __all__ = [
 ]
 
 
-class BCELoss(Scaled, nn.BCELoss):
+class BCELoss(Scaled, nn.BCELoss, op=U.binary_cross_entropy):
     """`unit_scaling.functional.binary_cross_entropy` as a module."""
 
-    op = staticmethod(U.binary_cross_entropy)
 
-
-class BCEWithLogitsLoss(Scaled, nn.BCEWithLogitsLoss):
+class BCEWithLogitsLoss(Scaled, nn.BCEWithLogitsLoss, op=U.binary_cross_entropy_with_logits):
     """`unit_scaling.functional.binary_cross_entropy_with_logits` as a module."""
 
-    op = staticmethod(U.binary_cross_entropy_with_logits)
 
-
-class CTCLoss(Scaled, nn.CTCLoss):
+class CTCLoss(Scaled, nn.CTCLoss, op=U.ctc_loss):
     """`unit_scaling.functional.ctc_loss` as a module."""
 
-    op = staticmethod(U.ctc_loss)
 
-
-class CosineEmbeddingLoss(Scaled, nn.CosineEmbeddingLoss):
+class CosineEmbeddingLoss(Scaled, nn.CosineEmbeddingLoss, op=U.cosine_embedding_loss):
     """`unit_scaling.functional.cosine_embedding_loss` as a module."""
 
-    op = staticmethod(U.cosine_embedding_loss)
+
+class CrossEntropyLoss(Scaled, nn.CrossEntropyLoss, op=U.cross_entropy):
+    """`unit_scaling.functional.cross_entropy` as a module."""
+
+    _first = (MULT,)
 
 
-class HuberLoss(Scaled, nn.HuberLoss):
+class HuberLoss(Scaled, nn.HuberLoss, op=U.huber_loss):
     """`unit_scaling.functional.huber_loss` as a module."""
 
-    op = staticmethod(U.huber_loss)
 
-
-class KLDivLoss(Scaled, nn.KLDivLoss):
+class KLDivLoss(Scaled, nn.KLDivLoss, op=U.kl_div):
     """`unit_scaling.functional.kl_div` as a module."""
 
-    op = staticmethod(U.kl_div)
 
-
-class L1Loss(Scaled, nn.L1Loss):
+class L1Loss(Scaled, nn.L1Loss, op=U.l1_loss):
     """`unit_scaling.functional.l1_loss` as a module."""
 
-    op = staticmethod(U.l1_loss)
 
-
-class MSELoss(Scaled, nn.MSELoss):
+class MSELoss(Scaled, nn.MSELoss, op=U.mse_loss):
     """`unit_scaling.functional.mse_loss` as a module."""
 
-    op = staticmethod(U.mse_loss)
 
-
-class NLLLoss(Scaled, nn.NLLLoss):
+class NLLLoss(Scaled, nn.NLLLoss, op=U.nll_loss):
     """`unit_scaling.functional.nll_loss` as a module."""
 
-    op = staticmethod(U.nll_loss)
 
-
-class SmoothL1Loss(Scaled, nn.SmoothL1Loss):
+class SmoothL1Loss(Scaled, nn.SmoothL1Loss, op=U.smooth_l1_loss):
     """`unit_scaling.functional.smooth_l1_loss` as a module."""
-
-    op = staticmethod(U.smooth_l1_loss)

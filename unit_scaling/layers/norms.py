@@ -1,18 +1,15 @@
-"""Norms over channels, groups and batches, with the arguments and defaults of torch.nn."""
+"""Norms, with the arguments of torch.nn."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from torch.types import Device
 
 from fp8.norms import norm
 
 from .. import functional as U
-from ..parameter import TaggedModule
-from .scaled import Scaled
+from .scaled import Weighted
 
 __all__ = [
     "BatchNorm1d",
@@ -22,32 +19,33 @@ __all__ = [
     "InstanceNorm1d",
     "InstanceNorm2d",
     "InstanceNorm3d",
+    "LayerNorm",
     "LayerNorm2d",
+    "RMSNorm",
 ]
 
 
-class _Norm(Scaled, TaggedModule):
-    """A norm whose weight, if any, is initialised with one, and its bias with zero."""
+class LayerNorm(Weighted, nn.LayerNorm, op=U.layer_norm):
+    """`unit_scaling.functional.layer_norm` as a module; by default without weight and bias."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.tag_parameters(weight="norm", bias="bias")
-
-    def reset_parameters(self) -> None:
-        """Sets the weight to one, the bias to zero, and the running statistics to 0 and 1."""
-        super().reset_parameters()  # type: ignore[misc]
-        self.restore_tags()
+    _defaults: ClassVar = {"elementwise_affine": False}
 
 
-class GroupNorm(_Norm, nn.GroupNorm):
+class RMSNorm(Weighted, nn.RMSNorm, op=U.rms_norm):
+    """`unit_scaling.functional.rms_norm` as a module; by default without weight."""
+
+    _defaults: ClassVar = {"elementwise_affine": False, "eps": 1e-5}
+
+    def forward(self, input: Tensor) -> Any:
+        """Returns ``op`` of the input."""
+        return super().forward(input)
+
+
+class GroupNorm(Weighted, nn.GroupNorm, op=U.group_norm):
     """`unit_scaling.functional.group_norm` as a module."""
 
-    op = staticmethod(U.group_norm)
 
-
-class _BatchNorm(_Norm):
-    op = staticmethod(U.batch_norm)
-
+class _BatchNorm(Weighted):
     def forward(self: Any, input: Tensor) -> Tensor:
         """As in torch: uses batch statistics in training, otherwise running statistics if there are
         any.
@@ -64,22 +62,21 @@ class _BatchNorm(_Norm):
         return U.batch_norm(input, mean, var, self.weight, self.bias, batch, momentum, self.eps)
 
 
-class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d, op=U.batch_norm):
     """`unit_scaling.functional.batch_norm` as a module, for (batch, channels[, length])."""
 
 
-class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d, op=U.batch_norm):
     """`unit_scaling.functional.batch_norm` as a module, for (batch, channels, height, width)."""
 
 
-class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d, op=U.batch_norm):
     """`unit_scaling.functional.batch_norm` as a module, for (batch, channels, depth, height,
     width).
     """
 
 
-class _InstanceNorm(_Norm):
-    op = staticmethod(U.instance_norm)
+class _InstanceNorm(Weighted):
     #: The number of dimensions of an input without a batch.
     unbatched: int
 
@@ -88,38 +85,31 @@ class _InstanceNorm(_Norm):
         evaluation."""
         self._check_input_dim(input)
         batch = input if input.dim() != self.unbatched else input[None]
-        output = U.instance_norm(
-            batch,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training or not self.track_running_stats,
-            0.0 if self.momentum is None else self.momentum,
-            self.eps,
-        )
+        own = self.training or not self.track_running_stats
+        momentum = 0.0 if self.momentum is None else self.momentum
+        output = super().forward(batch, use_input_stats=own, momentum=momentum)
         return output if batch is input else output[0]
 
 
-class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d, op=U.instance_norm):
     """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, length)."""
 
     unbatched = 2
 
 
-class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d, op=U.instance_norm):
     """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, height, width)."""
 
     unbatched = 3
 
 
-class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d, op=U.instance_norm):
     """`unit_scaling.functional.instance_norm` as a module, for (batch, channels, depth, h, w)."""
 
     unbatched = 4
 
 
-class LayerNorm2d(_Norm, norm.LayerNorm2d):
+class LayerNorm2d(Weighted, norm.LayerNorm2d, op=U.layer_norm2d):
     """`unit_scaling.functional.layer_norm2d` as a module: normalises over the channels of each
     pixel.
 
@@ -134,19 +124,7 @@ class LayerNorm2d(_Norm, norm.LayerNorm2d):
         dtype: of the parameters.
     """
 
-    op = staticmethod(U.layer_norm2d)
-
-    def __init__(
-        self,
-        num_channels: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        *,
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_channels, eps, affine, bias=bias, device=device, dtype=dtype)
+    _defaults: ClassVar = {"eps": 1e-5}
 
     def forward(self, input: Tensor) -> Any:
         """Normalises ``input``. Raises ValueError for another number of channels."""

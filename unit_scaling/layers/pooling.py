@@ -27,97 +27,65 @@ __all__ = [
 ]
 
 
-class AdaptiveAvgPool1d(Constrained, nn.AdaptiveAvgPool1d):
+class AdaptiveAvgPool1d(Constrained, nn.AdaptiveAvgPool1d, op=U.adaptive_avg_pool1d):
     """`unit_scaling.functional.adaptive_avg_pool1d` as a module."""
 
-    op = staticmethod(U.adaptive_avg_pool1d)
 
-
-class AdaptiveAvgPool2d(Constrained, nn.AdaptiveAvgPool2d):
+class AdaptiveAvgPool2d(Constrained, nn.AdaptiveAvgPool2d, op=U.adaptive_avg_pool2d):
     """`unit_scaling.functional.adaptive_avg_pool2d` as a module."""
 
-    op = staticmethod(U.adaptive_avg_pool2d)
 
-
-class AdaptiveAvgPool3d(Constrained, nn.AdaptiveAvgPool3d):
+class AdaptiveAvgPool3d(Constrained, nn.AdaptiveAvgPool3d, op=U.adaptive_avg_pool3d):
     """`unit_scaling.functional.adaptive_avg_pool3d` as a module."""
 
-    op = staticmethod(U.adaptive_avg_pool3d)
 
-
-class AdaptiveMaxPool1d(Constrained, nn.AdaptiveMaxPool1d):
+class AdaptiveMaxPool1d(Constrained, nn.AdaptiveMaxPool1d, op=U.adaptive_max_pool1d):
     """`unit_scaling.functional.adaptive_max_pool1d` as a module."""
 
-    op = staticmethod(U.adaptive_max_pool1d)
 
-
-class AdaptiveMaxPool2d(Constrained, nn.AdaptiveMaxPool2d):
+class AdaptiveMaxPool2d(Constrained, nn.AdaptiveMaxPool2d, op=U.adaptive_max_pool2d):
     """`unit_scaling.functional.adaptive_max_pool2d` as a module."""
 
-    op = staticmethod(U.adaptive_max_pool2d)
 
-
-class AdaptiveMaxPool3d(Constrained, nn.AdaptiveMaxPool3d):
+class AdaptiveMaxPool3d(Constrained, nn.AdaptiveMaxPool3d, op=U.adaptive_max_pool3d):
     """`unit_scaling.functional.adaptive_max_pool3d` as a module."""
 
-    op = staticmethod(U.adaptive_max_pool3d)
 
-
-class AvgPool1d(Constrained, nn.AvgPool1d):
+class AvgPool1d(Constrained, nn.AvgPool1d, op=U.avg_pool1d):
     """`unit_scaling.functional.avg_pool1d` as a module."""
 
-    op = staticmethod(U.avg_pool1d)
 
-
-class AvgPool2d(Constrained, nn.AvgPool2d):
+class AvgPool2d(Constrained, nn.AvgPool2d, op=U.avg_pool2d):
     """`unit_scaling.functional.avg_pool2d` as a module."""
 
-    op = staticmethod(U.avg_pool2d)
 
-
-class AvgPool3d(Constrained, nn.AvgPool3d):
+class AvgPool3d(Constrained, nn.AvgPool3d, op=U.avg_pool3d):
     """`unit_scaling.functional.avg_pool3d` as a module."""
 
-    op = staticmethod(U.avg_pool3d)
 
-
-class LPPool1d(Constrained, nn.LPPool1d):
+class LPPool1d(Constrained, nn.LPPool1d, op=U.lp_pool1d):
     """`unit_scaling.functional.lp_pool1d` as a module."""
 
-    op = staticmethod(U.lp_pool1d)
 
-
-class LPPool2d(Constrained, nn.LPPool2d):
+class LPPool2d(Constrained, nn.LPPool2d, op=U.lp_pool2d):
     """`unit_scaling.functional.lp_pool2d` as a module."""
 
-    op = staticmethod(U.lp_pool2d)
 
-
-class LPPool3d(Constrained, nn.LPPool3d):
+class LPPool3d(Constrained, nn.LPPool3d, op=U.lp_pool3d):
     """`unit_scaling.functional.lp_pool3d` as a module."""
 
-    op = staticmethod(U.lp_pool3d)
 
-
-class MaxPool1d(Constrained, nn.MaxPool1d):
+class MaxPool1d(Constrained, nn.MaxPool1d, op=U.max_pool1d):
     """`unit_scaling.functional.max_pool1d` as a module."""
 
-    op = staticmethod(U.max_pool1d)
 
-
-class MaxPool2d(Constrained, nn.MaxPool2d):
+class MaxPool2d(Constrained, nn.MaxPool2d, op=U.max_pool2d):
     """`unit_scaling.functional.max_pool2d` as a module."""
 
-    op = staticmethod(U.max_pool2d)
 
-
-class MaxPool3d(Constrained, nn.MaxPool3d):
+class MaxPool3d(Constrained, nn.MaxPool3d, op=U.max_pool3d):
     """`unit_scaling.functional.max_pool3d` as a module."""
 
-    op = staticmethod(U.max_pool3d)
 
-
-class Upsample(Constrained, nn.Upsample):
+class Upsample(Constrained, nn.Upsample, op=U.interpolate):
     """`unit_scaling.functional.interpolate` as a module."""
-
-    op = staticmethod(U.interpolate)

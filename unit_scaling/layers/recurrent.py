@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.types import Device
 
 from .. import functional as U
 from ..ops.recurrent import PACKED
-from ..parameter import MupType, TaggedModule
+from ..parameter import MupType
+from .scaled import Normal
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell"]
 
 
-class _Recurrent(TaggedModule):
+#: The arguments of torch's layers, whose constructors take any.
+_LSTM = [p for name, p in signature(nn.RNNBase).parameters.items() if name != "mode"]
+_GRU = [p for p in _LSTM if p.name != "proj_size"]
+_NONLINEARITY = Parameter(
+    "nonlinearity", Parameter.POSITIONAL_OR_KEYWORD, default="tanh", annotation=str
+)
+
+
+class _Recurrent(Normal):
     """Base of all recurrent layers. ``self`` is also the torch module of the same name."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        kinds: dict[str, MupType] = {
-            name: "weight" if p.dim() > 1 else "bias"
-            for name, p in self.named_parameters(recurse=False)
-        }
-        self.tag_parameters(**kinds)
-
-    def reset_parameters(self) -> None:
-        """Initialises weights with a standard normal and biases with zero."""
-        for p in self.parameters(recurse=False):
-            nn.init.normal_(p) if p.dim() > 1 else nn.init.zeros_(p)
-        self.restore_tags()
+    def _kinds(self) -> dict[str, MupType]:
+        own = self.named_parameters(recurse=False)
+        return {name: "weight" if p.dim() > 1 else "bias" for name, p in own}
 
 
 def _run(module: Any, function: Any, input: Tensor, states: Any) -> tuple[Tensor, list[Tensor]]:
@@ -68,7 +66,7 @@ def _run(module: Any, function: Any, input: Tensor, states: Any) -> tuple[Tensor
     return output, last
 
 
-class LSTM(_Recurrent, nn.LSTM):
+class LSTM(_Recurrent, nn.LSTM, op=U.lstm, like=_LSTM):
     """`unit_scaling.functional.lstm` as a module: `torch.nn.LSTM` with weights at unit scale.
 
     Arguments, input, states and results are those of torch. Weights are initialised with a standard
@@ -78,33 +76,10 @@ class LSTM(_Recurrent, nn.LSTM):
         NotImplementedError: proj_size is used, or (in ``forward``) the sequence is packed.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if proj_size:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.proj_size:
             raise NotImplementedError("an LSTM with proj_size has no unit-scaled form")
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            proj_size,
-            device,
-            dtype,
-        )
 
     def forward(  # type: ignore[override]
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
@@ -113,72 +88,22 @@ class LSTM(_Recurrent, nn.LSTM):
         return output, (hidden, cell)
 
 
-class GRU(_Recurrent, nn.GRU):
+class GRU(_Recurrent, nn.GRU, op=U.gru, like=_GRU):
     """`unit_scaling.functional.gru` as a module: `torch.nn.GRU` with weights at unit scale; see
     `LSTM`.
     """
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device=device,
-            dtype=dtype,
-        )
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         output, (hidden,) = _run(self, U.gru, input, None if hx is None else (hx,))
         return output, hidden
 
 
-class RNN(_Recurrent, nn.RNN):
+class RNN(_Recurrent, nn.RNN, op=U.rnn_tanh, like=[*_GRU[:3], _NONLINEARITY, *_GRU[3:]]):
     """`torch.nn.RNN` with weights at unit scale; see `LSTM`.
 
     Args:
         nonlinearity: "tanh" or "relu".
     """
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            input_size,
-            hidden_size,
-            num_layers,
-            nonlinearity,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device=device,
-            dtype=dtype,
-        )
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         function = U.rnn_tanh if self.nonlinearity == "tanh" else U.rnn_relu
@@ -205,20 +130,10 @@ def _step(module: Any, function: Any, input: Tensor, states: Any) -> tuple[Tenso
     return tuple(s.squeeze(0) for s in last) if alone else last
 
 
-class LSTMCell(_Recurrent, nn.LSTMCell):
+class LSTMCell(_Recurrent, nn.LSTMCell, op=U.lstm_cell):
     """`unit_scaling.functional.lstm_cell` as a module: `torch.nn.LSTMCell` at unit scale; see
     `LSTM`.
     """
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(input_size, hidden_size, bias, device, dtype)
 
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
@@ -227,41 +142,20 @@ class LSTMCell(_Recurrent, nn.LSTMCell):
         return hidden, cell
 
 
-class GRUCell(_Recurrent, nn.GRUCell):
+class GRUCell(_Recurrent, nn.GRUCell, op=U.gru_cell):
     """`unit_scaling.functional.gru_cell` as a module: `torch.nn.GRUCell` at unit scale; see
     `LSTM`."""
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(input_size, hidden_size, bias, device, dtype)
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         return _step(self, U.gru_cell, input, None if hx is None else (hx,))[0]
 
 
-class RNNCell(_Recurrent, nn.RNNCell):
+class RNNCell(_Recurrent, nn.RNNCell, op=U.rnn_tanh_cell):
     """`torch.nn.RNNCell` with weights at unit scale; see `LSTM`.
 
     Args:
         nonlinearity: "tanh" or "relu".
     """
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        nonlinearity: str = "tanh",
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(input_size, hidden_size, bias, nonlinearity, device, dtype)
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         function = U.rnn_tanh_cell if self.nonlinearity == "tanh" else U.rnn_relu_cell

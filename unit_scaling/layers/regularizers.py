@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from torch.types import Device
+from torch import nn
 
 from .. import functional as U
-from ..constraints import checked_constraint
-from ..parameter import TaggedModule
-from .scaled import Constrained, Scaled
+from .scaled import CONSTRAINT, MULT, Constrained, Scaled, Weighted
 
 __all__ = [
     "GLU",
     "AlphaDropout",
     "CosineSimilarity",
+    "Dropout",
     "Dropout1d",
     "Dropout2d",
     "Dropout3d",
@@ -22,100 +19,64 @@ __all__ = [
     "LocalResponseNorm",
     "LogSoftmax",
     "PReLU",
+    "Softmax",
     "Softmin",
 ]
 
 
-class AlphaDropout(Constrained, nn.AlphaDropout):
+class AlphaDropout(Constrained, nn.AlphaDropout, op=U.alpha_dropout):
     """`unit_scaling.functional.alpha_dropout` as a module; the identity in evaluation mode."""
 
-    op = staticmethod(U.alpha_dropout)
 
-
-class CosineSimilarity(Constrained, nn.CosineSimilarity):
+class CosineSimilarity(Constrained, nn.CosineSimilarity, op=U.cosine_similarity):
     """`unit_scaling.functional.cosine_similarity` as a module."""
 
-    op = staticmethod(U.cosine_similarity)
+
+class Dropout(Scaled, nn.Dropout, op=U.dropout):
+    """`unit_scaling.functional.dropout` as a module; the identity in evaluation mode."""
 
 
-class Dropout1d(Scaled, nn.Dropout1d):
+class Dropout1d(Scaled, nn.Dropout1d, op=U.dropout1d):
     """`unit_scaling.functional.dropout1d` as a module; the identity in evaluation mode."""
 
-    op = staticmethod(U.dropout1d)
 
-
-class Dropout2d(Scaled, nn.Dropout2d):
+class Dropout2d(Scaled, nn.Dropout2d, op=U.dropout2d):
     """`unit_scaling.functional.dropout2d` as a module; the identity in evaluation mode."""
 
-    op = staticmethod(U.dropout2d)
 
-
-class Dropout3d(Scaled, nn.Dropout3d):
+class Dropout3d(Scaled, nn.Dropout3d, op=U.dropout3d):
     """`unit_scaling.functional.dropout3d` as a module; the identity in evaluation mode."""
 
-    op = staticmethod(U.dropout3d)
 
-
-class FeatureAlphaDropout(Constrained, nn.FeatureAlphaDropout):
+class FeatureAlphaDropout(Constrained, nn.FeatureAlphaDropout, op=U.feature_alpha_dropout):
     """`unit_scaling.functional.feature_alpha_dropout` as a module."""
 
-    op = staticmethod(U.feature_alpha_dropout)
 
-
-class GLU(Constrained, nn.GLU):
+class GLU(Constrained, nn.GLU, op=U.glu):
     """`unit_scaling.functional.glu` as a module."""
 
-    op = staticmethod(U.glu)
 
-
-class LocalResponseNorm(Scaled, nn.LocalResponseNorm):
+class LocalResponseNorm(Scaled, nn.LocalResponseNorm, op=U.local_response_norm):
     """`unit_scaling.functional.local_response_norm` as a module."""
 
-    op = staticmethod(U.local_response_norm)
 
-
-class LogSoftmax(Scaled, nn.LogSoftmax):
+class LogSoftmax(Scaled, nn.LogSoftmax, op=U.log_softmax):
     """`unit_scaling.functional.log_softmax` as a module."""
 
-    op = staticmethod(U.log_softmax)
 
-
-class PReLU(TaggedModule, nn.PReLU):
+class PReLU(Weighted, nn.PReLU, op=U.prelu):
     """`unit_scaling.functional.prelu` as a module. The slopes are initialised with ``init``."""
 
-    def __init__(
-        self,
-        num_parameters: int = 1,
-        init: float = 0.25,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        constraint: str | None = "to_output_scale",
-    ) -> None:
-        super().__init__(num_parameters, init, device, dtype)
-        self.constraint = checked_constraint(constraint)
-        self.tag_parameters(weight="norm")
-
-    def reset_parameters(self) -> None:
-        """Sets the slopes to ``init``."""
-        super().reset_parameters()
-        self.restore_tags()
-
-    def forward(self, input: Tensor) -> Tensor:
-        return U.prelu(input, self.weight, self.constraint)
+    _last = (CONSTRAINT,)
 
 
-class Softmin(nn.Softmin):
+class Softmax(Scaled, nn.Softmax, op=U.softmax):
+    """`unit_scaling.functional.softmax` as a module."""
+
+    _last = (MULT, CONSTRAINT)
+
+
+class Softmin(Scaled, nn.Softmin, op=U.softmin):
     """`unit_scaling.functional.softmin` as a module."""
 
-    def __init__(
-        self,
-        dim: int | None = None,
-        mult: float = 1.0,
-        constraint: str | None = "to_output_scale",
-    ) -> None:
-        super().__init__(dim=dim)
-        self.mult = mult
-        self.constraint = checked_constraint(constraint)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return U.softmin(input, self.dim, constraint=self.constraint, mult=self.mult)
+    _last = (MULT, CONSTRAINT)

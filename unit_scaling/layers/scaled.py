@@ -2,76 +2,148 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from typing import Any, ClassVar
 
 from torch import nn
 
 from ..constraints import checked_constraint
+from ..parameter import MupType, TaggedModule
 
-__all__ = ["Activation", "Constrained", "Scaled"]
+__all__ = [
+    "CONSTRAINT",
+    "MULT",
+    "WEIGHT_MUP_TYPE",
+    "Activation",
+    "Constrained",
+    "Normal",
+    "Scaled",
+    "Weighted",
+]
+
+
+MULT = Parameter("mult", Parameter.POSITIONAL_OR_KEYWORD, default=1.0, annotation=float)
+CONSTRAINT = MULT.replace(name="constraint", default="to_output_scale", annotation=str | None)
+WEIGHT_MUP_TYPE = MULT.replace(name="weight_mup_type", default="weight", annotation=MupType)
 
 
 class Scaled(nn.Module):
-    """Makes torch's module call ``op`` with its settings: ``class ReLU(Scaled, nn.ReLU)``.
+    """Makes torch's module call ``op``: ``class Dropout1d(Scaled, nn.Dropout1d, op=U.dropout1d)``.
 
-    Settings are attributes of the module that are named like an argument of ``op``.
+    The constructor has torch's arguments and ours, which become attributes. Attributes that are
+    named like an argument of ``op`` are passed to it.
     """
 
     #: The function in `unit_scaling.functional`.
     op: ClassVar[Callable[..., Any]]
+    #: Our arguments before and after torch's.
+    _first: ClassVar[tuple[Parameter, ...]] = ()
+    _last: ClassVar[tuple[Parameter, ...]] = ()
+    #: Defaults that differ from torch's.
+    _defaults: ClassVar[Mapping[str, Any]] = {}
+    #: All arguments of the constructor.
+    _arguments: ClassVar[Signature]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Sets the signature of the class: torch's arguments before or after ours."""
+    def __init_subclass__(
+        cls,
+        op: Callable[..., Any] | None = None,
+        like: Sequence[Parameter] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Sets the signature of the class. like: torch's arguments, by default those of the last
+        base class."""
         super().__init_subclass__(**kwargs)
-        torch_class = cls.__bases__[-1]
-        if issubclass(torch_class, Scaled) or torch_class is nn.Module:
-            return
-        own = [inspect.signature(c).parameters.values() for c in (cls.__bases__[0], torch_class)]
-        named = [
-            p for p in own[0] if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD
-        ]
-        first = [p for p in named if p.kind is p.POSITIONAL_OR_KEYWORD]
-        last = [p for p in named if p.kind is p.KEYWORD_ONLY]
-        parameters = [*first, *own[1], *last]
-        cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        if op is not None:
+            cls.op = staticmethod(op)
+        torch_class: Any = cls.__bases__[-1]
+        if op is not None and not issubclass(torch_class, Scaled):
+            theirs = like or signature(torch_class).parameters.values()
+            changed = [
+                p.replace(default=cls._defaults.get(p.name, p.default))
+                for p in theirs
+                if p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD
+            ]
+            cls._arguments = Signature([*cls._first, *changed, *cls._last])
+            cls.__signature__ = cls._arguments  # type: ignore[attr-defined]
+            if cls.forward is Scaled.forward:
+                cls.forward = _with_signature(torch_class.forward)  # type: ignore[method-assign]
+        elif "__init__" in vars(cls):
+            _, *own = signature(cls.__init__).parameters.values()
+            cls.__signature__ = Signature(own)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._find_settings()
+        bound = self._arguments.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        ours = {p.name: given.pop(p.name) for p in (*self._first, *self._last)}
+        super().__init__(**given)
+        for name, value in ours.items():
+            setattr(self, name, checked_constraint(value) if name == "constraint" else value)
+        of_op = signature(self.op).parameters
+        self._settings = tuple(name for name in of_op if hasattr(self, name))
+        self._places = tuple(n for n, p in of_op.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
 
-    def _find_settings(self) -> None:
-        names = inspect.signature(self.op).parameters
-        self._settings = tuple(name for name in names if hasattr(self, name))
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Returns ``op`` of the inputs; settings that follow them are given by position."""
+        given = {**{name: getattr(self, name) for name in self._settings}, **named}
+        args = [*inputs]
+        for name in self._places[len(inputs) :]:
+            if name not in given:
+                break
+            args.append(given.pop(name))
+        return type(self).op(*args, **given)
 
-    def forward(self, *inputs: Any) -> Any:
-        """Returns ``op`` of the inputs."""
-        return type(self).op(*inputs, **{name: getattr(self, name) for name in self._settings})
+
+def _with_signature(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """`Scaled.forward` with the signature of torch's."""
+
+    @wraps(theirs)
+    def forward(self: Scaled, *inputs: Any, **named: Any) -> Any:
+        return Scaled.forward(self, *inputs, **named)
+
+    return forward
 
 
 class Activation(Scaled):
     """A `Scaled` with ``mult`` and ``constraint`` before torch's arguments, as `uu.GELU`."""
 
-    def __init__(
-        self,
-        mult: float = 1.0,
-        constraint: str | None = "to_output_scale",
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.mult = mult
-        self.constraint = checked_constraint(constraint)
-        self._find_settings()
+    _first = (MULT, CONSTRAINT)
 
 
 class Constrained(Scaled):
-    """A `Scaled` with the keyword ``constraint`` after torch's arguments."""
+    """A `Scaled` with ``constraint`` after torch's arguments."""
 
-    def __init__(
-        self, *args: Any, constraint: str | None = "to_output_scale", **kwargs: Any
-    ) -> None:
+    _last = (CONSTRAINT,)
+
+
+class Weighted(Scaled, TaggedModule):
+    """A `Scaled` with tagged parameters, initialised as in torch."""
+
+    #: The tag that the weight has at first.
+    weight_mup_type: MupType = "norm"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.constraint = checked_constraint(constraint)
-        self._find_settings()
+        self.tag_parameters(**self._kinds())
+
+    def _kinds(self) -> dict[str, MupType]:
+        return {"weight": self.weight_mup_type, "bias": "bias"}
+
+    def reset_parameters(self) -> None:
+        """Initialises the parameters, and running statistics, as torch does."""
+        super().reset_parameters()  # type: ignore[misc]
+        self.restore_tags()
+
+
+class Normal(Weighted):
+    """A `Weighted` whose weights are initialised with a standard normal and biases with zero."""
+
+    weight_mup_type = "weight"
+
+    def reset_parameters(self) -> None:
+        """Initialises weights with a standard normal and biases with zero."""
+        for p in self.parameters(recurse=False):
+            nn.init.normal_(p) if p.dim() > 1 else nn.init.zeros_(p)
+        self.restore_tags()

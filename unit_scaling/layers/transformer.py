@@ -15,8 +15,8 @@ from ..core.functional import ResidualScalingFn, transformer_residual_scaling_ru
 from .attention import MHSA, KeyValueCache
 from .containers import DepthSequential
 from .embedding import Embedding
-from .layers import RMSNorm
 from .linear import Linear, LinearReadout
+from .norms import RMSNorm
 
 __all__ = ["MLP", "TransformerDecoder", "TransformerLayer", "TransformerStack"]
 

@@ -1,4 +1,4 @@
-"""Addition, softmax, dropout, gelu and silu."""
+"""Addition, softmax, dropout, and the gated unit of silu."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.constant import specialised
 from ..core.functional import logarithmic_interpolation
-from ..rules.table import Scales, factors, row, tie
+from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
 from . import from_output, fused
 
-__all__ = ["add", "dropout", "gelu", "silu", "silu_glu", "softmax"]
+__all__ = ["add", "dropout", "silu_glu", "softmax"]
 
 # For standard normal x, the standard deviation of relu(x) is sqrt((1 - 1/pi) / 2), and the RMS of
 # its derivative is sqrt(1/2). gelu and silu tend to relu as mult grows; at small mult both tend to
 # x/2 with derivative 1/2. The interpolation weights in between are fits to measurements, within 4 %
 # of the exact value at mult = 1. Source: u-muP, arXiv 2407.17465, appendix B.
-_RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
-_RELU_GRAD_RMS = math.sqrt(1 / 2)
+RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
+RELU_GRAD_RMS = math.sqrt(1 / 2)
 _LINEAR_STD = 1 / 2
 
 
@@ -37,90 +36,15 @@ def _alpha(weight: float, mult: float) -> float:
     return 1 / (1 + weight / mult**2)
 
 
-def _gated_scale(weight: float, mult: float, limit: float) -> float:
+def gated_scale(weight: float, mult: float, limit: float) -> float:
     """1/RMS of x * sigmoid-like(mult * x): between x/2 and relu-like as mult grows."""
     alpha = _alpha(weight, mult)
     return logarithmic_interpolation(alpha, 1 / _LINEAR_STD, 1 / limit)
 
 
-def _torch_gelu(input: Tensor, *, approximate: str = "none") -> dict[str, Any]:
-    return {"input": input, "approximate": approximate}
-
-
-def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
-    """Interpolated between x/2 and relu; fitted weights 1/4 and 1/4."""
-    output = _gated_scale(1 / 4, mult, _RELU_STD)
-    return tie(constraint, output=output, input=_gated_scale(1 / 4, mult, _RELU_GRAD_RMS))
-
-
-@row(gelu_scales, adapters={F.gelu: _torch_gelu})
-def gelu(
-    input: Tensor,
-    mult: float = 1.0,
-    constraint: str | None = "to_output_scale",
-    approximate: str = "none",
-) -> Tensor:
-    """Computes ``s * gelu(mult * input) / mult``.
-
-    Args:
-        input: any shape, floating point.
-        mult: the non-linearity, above 0.
-        constraint: see `unit_scaling.constraints`.
-        approximate: "none" or "tanh", as in `torch.nn.functional.gelu`.
-
-    Returns:
-        The shape and dtype of ``input``.
-    """
-    mult = mult if mult == 1.0 else specialised(mult)
-    fwd, bwd = factors(gelu_scales, mult, constraint, mult=mult)
-    input = input if mult == 1.0 else input * mult
-    if fused.applies(input) and approximate in ("none", "tanh"):
-        return fused.activation(input, "gelu", fwd, bwd, approximate)
-    return scale_output(F.gelu(input, approximate=approximate), fwd, bwd, fresh=True)
-
-
-def silu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
-    """Interpolated between x/2 and relu; fitted weights 1/4 and 1."""
-    output = _gated_scale(1 / 4, mult, _RELU_STD)
-    return tie(constraint, output=output, input=_gated_scale(1, mult, _RELU_GRAD_RMS))
-
-
-def _torch_silu(input: Tensor, inplace: bool = False) -> dict[str, Any]:
-    return {"input": input, "inplace": inplace}
-
-
-@row(silu_scales, adapters={F.silu: _torch_silu})
-def silu(
-    input: Tensor,
-    mult: float = 1.0,
-    constraint: str | None = "to_output_scale",
-    inplace: bool = False,
-) -> Tensor:
-    """Computes ``s * silu(mult * input) / mult``.
-
-    Args:
-        input: any shape, floating point.
-        mult: the non-linearity, above 0.
-        constraint: see `unit_scaling.constraints`.
-        inplace: write the result into ``input``.
-
-    Returns:
-        The shape and dtype of ``input``.
-    """
-    mult = mult if mult == 1.0 else specialised(mult)
-    fwd, bwd = factors(silu_scales, mult, constraint, mult=mult)
-    x = input if mult == 1.0 else input * mult
-    x = x.clone() if inplace and x is input else x  # what autograd saves must not be written to
-    if fused.applies(x):
-        output = fused.activation(x, "silu", fwd, bwd)
-    else:
-        output = scale_output(F.silu(x), fwd, bwd, fresh=True)
-    return input.copy_(output) if inplace else output
-
-
 def silu_glu_scales(mult: float = 1.0) -> Scales:
     """One scale for all: input and gate are multiplied, so their gradients are tied."""
-    scale = _gated_scale(1, mult, _RELU_GRAD_RMS)
+    scale = gated_scale(1, mult, RELU_GRAD_RMS)
     return {"output": scale, "input": scale, "gate": scale}
 
 
@@ -168,25 +92,14 @@ def softmax_scales(
     return tie(constraint, output=size**power, input=(size / mult) ** power)
 
 
-def _torch_nn_softmax(
-    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
-    return {"input": input, "dim": dim, "dtype": dtype}
-
-
-def _torch_softmax(
-    input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
-    return {"input": input, "dim": dim, "dtype": dtype}
+#: torch.nn.functional's form of softmax, log_softmax and softmin.
+NN_SOFTMAX = positional("input dim _stacklevel dtype", _stacklevel=None)
 
 
 @row(
     softmax_scales,
-    adapters={
-        F.softmax: _torch_nn_softmax,
-        torch.softmax: _torch_softmax,
-        torch.Tensor.softmax: _torch_softmax,
-    },
+    replaces=(F.softmax, torch.softmax, torch.Tensor.softmax),
+    adapters={F.softmax: NN_SOFTMAX},
 )
 def softmax(
     input: Tensor,
@@ -223,13 +136,11 @@ def dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scal
     return {"output": scale, "input": scale}
 
 
-def _torch_dropout(
-    input: Tensor, p: float = 0.5, train: bool = True, **training: bool
-) -> dict[str, Any]:
-    return {"input": input, "p": p, "training": train, **training}
+#: torch's form of dropout.
+DROPOUT = positional("input p train", train="training")
 
 
-@row(dropout_scales, replaces=(F.dropout, torch.dropout), adapters={torch.dropout: _torch_dropout})
+@row(dropout_scales, replaces=(F.dropout, torch.dropout), adapters={torch.dropout: DROPOUT})
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Computes ``s * dropout(input, p)``; the identity if not training.
 
@@ -284,28 +195,36 @@ def _is_float(value: Tensor | complex) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _torch_add(
-    input: Tensor | float, other: Tensor | float, *, alpha: float = 1, out: Tensor | None = None
-) -> dict[str, Any]:
-    return {"input": input, "other": other, "alpha": alpha, "out": out}
+#: torch's form of addition and subtraction, which take further arguments by name.
+BINARY = positional("input other")
 
 
-def _torch_add_(input: Tensor, other: Tensor | float, *, alpha: float = 1) -> dict[str, Any]:
-    return {"input": input, "other": other, "alpha": alpha, "out": input}
+def written(input: Tensor, other: Tensor | float, **named: Any) -> dict[str, Any]:
+    """Adapts torch's in-place form of addition and subtraction."""
+    return {"input": input, "other": other, "out": input, **named}
+
+
+def operators(names: str, symbol: str, plain: Adapter, in_place: Adapter) -> dict[Any, Adapter]:
+    """Every spelling of a binary operation, with its adapter.
+
+    names: torch's names, separated by spaces. symbol: that of Python's operator.
+    """
+    found: dict[Any, Adapter] = {
+        getattr(space, name + mark): adapter
+        for mark, adapter in (("", plain), ("_", in_place))
+        for name in names.split()
+        for space in (torch, Tensor)
+        if hasattr(space, name + mark)
+    }
+    for mark, adapter in (("", plain), ("i", in_place)):
+        found[getattr(Tensor, f"__{mark}{symbol}__")] = adapter
+        found[getattr(operator, mark + symbol)] = adapter
+    return found
 
 
 @row(
     add_scales,
-    adapters={
-        torch.add: _torch_add,
-        torch.Tensor.add: _torch_add,
-        torch.Tensor.__add__: _torch_add,
-        torch.Tensor.__radd__: _torch_add,
-        operator.add: _torch_add,
-        torch.Tensor.add_: _torch_add_,
-        torch.Tensor.__iadd__: _torch_add_,
-        operator.iadd: _torch_add_,
-    },
+    adapters={**operators("add", "add", BINARY, written), torch.Tensor.__radd__: BINARY},
 )
 def add(
     input: Tensor | float,

@@ -7,16 +7,15 @@ temperature, is intentional.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..rules.table import Scales, row, tie
+from ..rules.table import Scales, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
-from .activations import add, add_scales
+from .activations import BINARY, add, add_scales, operators, written
 
 __all__ = ["addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
 
@@ -33,44 +32,15 @@ def _copies(size: int, tensor: Tensor) -> float:
 # Differences
 
 
-def sub_scales(
-    input: Number,
-    other: Number,
-    constraint: str | None = "to_output_scale",
-    alpha: float = 1,
-) -> Scales:
-    """As `add_scales`."""
-    return add_scales(input, other, constraint, alpha)
-
-
-def _torch_sub(
-    input: Number, other: Number, *, alpha: float = 1, out: Tensor | None = None
-) -> dict[str, Any]:
-    return {"input": input, "other": other, "alpha": alpha, "out": out}
-
-
-def _torch_sub_(input: Tensor, other: Number, *, alpha: float = 1) -> dict[str, Any]:
-    return {"input": input, "other": other, "alpha": alpha, "out": input}
-
-
 def _torch_reversed_sub(input: Tensor, other: Number, *, alpha: float = 1) -> dict[str, Any]:
     return {"input": other, "other": input, "alpha": alpha}
 
 
 @row(
-    sub_scales,
+    add_scales,
     adapters={
-        torch.sub: _torch_sub,
-        torch.subtract: _torch_sub,
-        torch.Tensor.sub: _torch_sub,
-        torch.Tensor.subtract: _torch_sub,
-        torch.Tensor.__sub__: _torch_sub,
-        operator.sub: _torch_sub,
-        torch.Tensor.__rsub__: _torch_reversed_sub,
-        torch.rsub: _torch_reversed_sub,
-        torch.Tensor.sub_: _torch_sub_,
-        torch.Tensor.__isub__: _torch_sub_,
-        operator.isub: _torch_sub_,
+        **operators("sub subtract", "sub", BINARY, written),
+        **dict.fromkeys((torch.Tensor.__rsub__, torch.rsub), _torch_reversed_sub),
     },
 )
 def sub(
@@ -104,27 +74,16 @@ def mul_scales(input: Number, other: Number, constraint: str | None = "to_output
     return tie(constraint, output=1.0, input=grads[0], other=grads[1])
 
 
-def _torch_mul(input: Number, other: Number, *, out: Tensor | None = None) -> dict[str, Any]:
-    return {"input": input, "other": other, "out": out}
-
-
-def _torch_mul_(input: Tensor, other: Number) -> dict[str, Any]:
-    return {"input": input.clone(), "other": other, "out": input}  # autograd saves the factors
+def _written(input: Tensor, other: Number, **named: Any) -> dict[str, Any]:
+    """Adapts torch's in-place form of products and quotients; autograd saves the factors."""
+    return {"input": input.clone(), "other": other, "out": input, **named}
 
 
 @row(
     mul_scales,
     adapters={
-        torch.mul: _torch_mul,
-        torch.multiply: _torch_mul,
-        torch.Tensor.mul: _torch_mul,
-        torch.Tensor.multiply: _torch_mul,
-        torch.Tensor.__mul__: _torch_mul,
-        torch.Tensor.__rmul__: _torch_mul,
-        operator.mul: _torch_mul,
-        torch.Tensor.mul_: _torch_mul_,
-        torch.Tensor.__imul__: _torch_mul_,
-        operator.imul: _torch_mul_,
+        **operators("mul multiply", "mul", BINARY, _written),
+        torch.Tensor.__rmul__: BINARY,
     },
 )
 def mul(
@@ -166,36 +125,7 @@ def div_scales(input: Tensor, other: Number, constraint: str | None = "to_output
     return mul_scales(input, other, constraint)
 
 
-def _torch_div(
-    input: Tensor, other: Number, *, rounding_mode: str | None = None, out: Tensor | None = None
-) -> dict[str, Any]:
-    return {"input": input, "other": other, "rounding_mode": rounding_mode, "out": out}
-
-
-def _torch_div_(
-    input: Tensor, other: Number, *, rounding_mode: str | None = None
-) -> dict[str, Any]:
-    return {**_torch_mul_(input, other), "rounding_mode": rounding_mode}
-
-
-@row(
-    div_scales,
-    adapters={
-        torch.div: _torch_div,
-        torch.divide: _torch_div,
-        torch.true_divide: _torch_div,
-        torch.Tensor.div: _torch_div,
-        torch.Tensor.divide: _torch_div,
-        torch.Tensor.true_divide: _torch_div,
-        torch.Tensor.__truediv__: _torch_div,
-        operator.truediv: _torch_div,
-        torch.Tensor.div_: _torch_div_,
-        torch.Tensor.divide_: _torch_div_,
-        torch.Tensor.true_divide_: _torch_div_,
-        torch.Tensor.__itruediv__: _torch_div_,
-        operator.itruediv: _torch_div_,
-    },
-)
+@row(div_scales, adapters=operators("div divide true_divide", "truediv", BINARY, _written))
 def div(
     input: Tensor,
     other: Number,
@@ -305,13 +235,12 @@ def cat_scales() -> Scales:
     return {"output": 1.0, "tensors": 1.0}
 
 
-def _torch_cat(
-    tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None, out: Tensor | None = None
-) -> dict[str, Any]:
-    return {"tensors": tensors, "dim": dim if axis is None else axis, "out": out}
-
-
-@row(cat_scales, adapters=dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _torch_cat))
+@row(
+    cat_scales,
+    adapters=dict.fromkeys(
+        (torch.cat, torch.concat, torch.concatenate), positional("tensors dim", axis="dim")
+    ),
+)
 def cat(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
     """Concatenates tensors as `torch.cat`; no factor is needed.
 
@@ -323,12 +252,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> T
     return torch.cat(tensors, dim, out=out)  # type: ignore[arg-type]
 
 
-def stack_scales() -> Scales:
-    """As `cat_scales`."""
-    return cat_scales()
-
-
-@row(stack_scales, replaces=(torch.stack,))
+@row(cat_scales, replaces=(torch.stack,))
 def stack(tensors: Sequence[Tensor], dim: int = 0, out: Tensor | None = None) -> Tensor:
     """Stacks tensors of equal shapes as `torch.stack`; no factor is needed. Arguments as in
     `cat`."""

@@ -15,7 +15,7 @@ from fp8.norms.layer_norm2d import layer_norm2d as over_channels
 from ..common.constant import constant
 from ..rules.batch import row_scale
 from ..rules.quadrature import largest_square
-from ..rules.table import Scales, row, tie
+from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import scale_each, scale_output
 
 __all__ = [
@@ -43,22 +43,14 @@ def _scaled(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> list[T
     ]
 
 
-def _torch_group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> dict[str, Any]:
-    given = {"input": input, "num_groups": num_groups, "weight": weight, "bias": bias}
-    return {**given, "eps": eps}
-
-
 @row(
     channel_norm_scales,
     replaces=(F.group_norm, torch.group_norm),
-    adapters={torch.group_norm: _torch_group_norm},
+    adapters={
+        torch.group_norm: positional(
+            "input num_groups weight bias eps cudnn_enabled", cudnn_enabled=None
+        )
+    },
 )
 def group_norm(
     input: Tensor,
@@ -80,26 +72,16 @@ def group_norm(
     return F.group_norm(input, num_groups, weight, bias, eps)
 
 
-def _torch_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> dict[str, Any]:
-    given = {"input": input, "running_mean": running_mean, "running_var": running_var}
-    given |= {"weight": weight, "bias": bias}
-    return {**given, "training": training, "momentum": momentum, "eps": eps}
+def _with_statistics(training: str) -> Adapter:
+    """Adapts torch's form of a norm with running statistics. training: the name of the argument."""
+    names = f"input weight bias running_mean running_var {training} momentum eps cudnn_enabled"
+    return positional(names, cudnn_enabled=None)
 
 
 @row(
     channel_norm_scales,
     replaces=(F.batch_norm, torch.batch_norm),
-    adapters={torch.batch_norm: _torch_batch_norm},
+    adapters={torch.batch_norm: _with_statistics("training")},
 )
 def batch_norm(
     input: Tensor,
@@ -127,26 +109,10 @@ def batch_norm(
     return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-def _torch_instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> dict[str, Any]:
-    given = {"input": input, "running_mean": running_mean, "running_var": running_var}
-    given |= {"weight": weight, "bias": bias}
-    return {**given, "use_input_stats": use_input_stats, "momentum": momentum, "eps": eps}
-
-
 @row(
     channel_norm_scales,
     replaces=(F.instance_norm, torch.instance_norm),
-    adapters={torch.instance_norm: _torch_instance_norm},
+    adapters={torch.instance_norm: _with_statistics("use_input_stats")},
 )
 def instance_norm(
     input: Tensor,
@@ -168,16 +134,10 @@ def instance_norm(
     )
 
 
-def _fp8_layer_norm2d(
-    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
-) -> dict[str, Any]:
-    return {"input": input, "weight": weight, "bias": bias, "eps": eps}
-
-
 @row(
     channel_norm_scales,
     replaces=(over_channels,),
-    adapters={over_channels: _fp8_layer_norm2d},
+    adapters={over_channels: positional("input weight bias eps", {"eps": 1e-6})},
 )
 def layer_norm2d(
     input: Tensor,

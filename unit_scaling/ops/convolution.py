@@ -13,6 +13,7 @@ from fp8.products.convolution import conv, conv_transpose
 from ..rules.batch import row_scale
 from ..rules.table import Scales, row, tie
 from ..scale import scale_each
+from .generated import renamed
 from .products import SQRT, ScalePower, inverse
 
 __all__ = [
@@ -85,13 +86,13 @@ def conv_scales(
 def _conv(
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    stride: Ints,
-    padding: str | Ints,
-    dilation: Ints,
-    groups: int,
-    constraint: str | None,
-    scale_power: ScalePower,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: str | Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = SQRT,
 ) -> Tensor:
     s = conv_scales(input, weight, stride, padding, dilation, groups, constraint, scale_power)
     if bias is not None:
@@ -100,67 +101,32 @@ def _conv(
     return conv(input, weight, bias, stride, padding, dilation, groups, scales=scales, unit=True)
 
 
-@row(conv_scales, replaces=(F.conv1d,))
-def conv1d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: str | Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = SQRT,
-) -> Tensor:
-    """Computes ``s * (conv1d(input, weight) + bias)``.
+_CONV = """Computes ``s * (conv1d(input, weight) + bias)``.
 
-    Args:
-        input: (batch, in, length) or (in, length).
-        weight: (out, in / groups, kernel).
-        bias: (out,) or None.
-        stride: a number or a tuple of one, as in torch.
-        padding: a number, a tuple of one, "same" or "valid".
-        dilation: a number or a tuple of one.
-        groups: the number of groups of channels.
-        constraint: see `unit_scaling.constraints`.
-        scale_power: see `linear`.
+Args:
+    input: (batch, in, length) or (in, length).
+    weight: (out, in / groups, kernel).
+    bias: (out,) or None.
+    stride: a number or a tuple of one, as in torch.
+    padding: a number, a tuple of one, "same" or "valid".
+    dilation: a number or a tuple of one.
+    groups: the number of groups of channels.
+    constraint: see `unit_scaling.constraints`.
+    scale_power: see `linear`.
 
-    Returns:
-        (batch, out, positions) or (out, positions).
-    """
-    return _conv(input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
+Returns:
+    (batch, out, positions) or (out, positions).
+"""
 
+_ALSO = "{}D convolution: as `conv1d`, with weight (out, in / groups, {})."
 
-@row(conv_scales, replaces=(F.conv2d,))
-def conv2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: str | Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = SQRT,
-) -> Tensor:
-    """2D convolution: as `conv1d`, with weight (out, in / groups, height, width)."""
-    return _conv(input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
-
-
-@row(conv_scales, replaces=(F.conv3d,))
-def conv3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: str | Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = SQRT,
-) -> Tensor:
-    """3D convolution: as `conv1d`, with weight (out, in / groups, depth, height, width)."""
-    return _conv(input, weight, bias, stride, padding, dilation, groups, constraint, scale_power)
+conv1d = row(conv_scales, replaces=(F.conv1d,))(renamed(_conv, "conv1d", _CONV))
+conv2d = row(conv_scales, replaces=(F.conv2d,))(
+    renamed(_conv, "conv2d", _ALSO.format(2, "height, width"))
+)
+conv3d = row(conv_scales, replaces=(F.conv3d,))(
+    renamed(_conv, "conv3d", _ALSO.format(3, "depth, height, width"))
+)
 
 
 def conv_transpose_scales(
@@ -194,14 +160,14 @@ def conv_transpose_scales(
 def _conv_transpose(
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    stride: Ints,
-    padding: Ints,
-    output_padding: Ints,
-    groups: int,
-    dilation: Ints,
-    constraint: str | None,
-    scale_power: ScalePower,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    constraint: str | None = "to_output_scale",
+    scale_power: ScalePower = SQRT,
 ) -> Tensor:
     s = conv_transpose_scales(input, weight, stride, groups, constraint, scale_power)
     if bias is not None:  # the product applies its weight's factor to the bias
@@ -211,70 +177,32 @@ def _conv_transpose(
     return conv_transpose(input, weight, bias, *sizes, scales=scales, unit=True)
 
 
-@row(conv_transpose_scales, replaces=(F.conv_transpose1d,))
-def conv_transpose1d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
-    groups: int = 1,
-    dilation: Ints = 1,
-    constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = SQRT,
-) -> Tensor:
-    """Computes ``s * (conv_transpose1d(input, weight) + bias)``.
+_TRANSPOSED = """Computes ``s * (conv_transpose1d(input, weight) + bias)``.
 
-    Args:
-        input: (batch, in, length) or (in, length).
-        weight: (in, out / groups, kernel).
-        bias: (out,) or None.
-        stride: a number or a tuple of one, as in torch.
-        padding: likewise.
-        output_padding: likewise.
-        groups: the number of groups of channels.
-        dilation: a number or a tuple of one.
-        constraint: see `unit_scaling.constraints`.
-        scale_power: see `linear`.
-    """
-    size = (padding, output_padding, groups, dilation)
-    return _conv_transpose(input, weight, bias, stride, *size, constraint, scale_power)
+Args:
+    input: (batch, in, length) or (in, length).
+    weight: (in, out / groups, kernel).
+    bias: (out,) or None.
+    stride: a number or a tuple of one, as in torch.
+    padding: likewise.
+    output_padding: likewise.
+    groups: the number of groups of channels.
+    dilation: a number or a tuple of one.
+    constraint: see `unit_scaling.constraints`.
+    scale_power: see `linear`.
+"""
+_ALSO_TRANSPOSED = "As `conv_transpose1d` in {} dimensions, with weight (in, out / groups, {})."
 
-
-@row(conv_transpose_scales, replaces=(F.conv_transpose2d,))
-def conv_transpose2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
-    groups: int = 1,
-    dilation: Ints = 1,
-    constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = SQRT,
-) -> Tensor:
-    """As `conv_transpose1d` in two dimensions, with weight (in, out / groups, height, width)."""
-    size = (padding, output_padding, groups, dilation)
-    return _conv_transpose(input, weight, bias, stride, *size, constraint, scale_power)
-
-
-@row(conv_transpose_scales, replaces=(F.conv_transpose3d,))
-def conv_transpose3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
-    groups: int = 1,
-    dilation: Ints = 1,
-    constraint: str | None = "to_output_scale",
-    scale_power: ScalePower = SQRT,
-) -> Tensor:
-    """As `conv_transpose1d` in three dimensions, with weight (in, out / groups, depth, height,
-    width).
-    """
-    size = (padding, output_padding, groups, dilation)
-    return _conv_transpose(input, weight, bias, stride, *size, constraint, scale_power)
+conv_transpose1d = row(conv_transpose_scales, replaces=(F.conv_transpose1d,))(
+    renamed(_conv_transpose, "conv_transpose1d", _TRANSPOSED)
+)
+conv_transpose2d = row(conv_transpose_scales, replaces=(F.conv_transpose2d,))(
+    renamed(_conv_transpose, "conv_transpose2d", _ALSO_TRANSPOSED.format("two", "height, width"))
+)
+conv_transpose3d = row(conv_transpose_scales, replaces=(F.conv_transpose3d,))(
+    renamed(
+        _conv_transpose,
+        "conv_transpose3d",
+        _ALSO_TRANSPOSED.format("three", "depth, height, width"),
+    )
+)

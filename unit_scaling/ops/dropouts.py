@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from torch.nn import functional as F
 from ..rules.one_call import one_call
 from ..rules.table import Scales, row, tie
 from ..scale import scale_each
-from .activations import dropout_scales
+from .activations import DROPOUT, dropout_scales
+from .generated import with_first
 
 __all__ = ["alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"]
 
@@ -27,13 +27,12 @@ def _check(p: float) -> None:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
-def channel_dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scales:
-    """As `dropout_scales`: zeroing a fraction p of the channels and dividing by 1 - p."""
-    return dropout_scales(input, p, training)
-
-
 def _channel_dropout(
-    fn: Callable[..., Tensor], input: Tensor, p: float, training: bool, inplace: bool
+    fn: Callable[..., Tensor],
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
 ) -> Tensor:
     _check(p)
     output = fn(input, p, training, inplace)
@@ -41,35 +40,17 @@ def _channel_dropout(
     return output.mul_(scale) if scale != 1.0 else output
 
 
-@row(channel_dropout_scales, replaces=(F.dropout1d,))
-@one_call
-def dropout1d(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Computes ``s * dropout1d(input, p)`` of (batch, channels, length); arguments as in
-    `dropout`."""
-    return _channel_dropout(F.dropout1d, input, p, training, inplace)
+def _of_channels(fn: Callable[..., Tensor], shape: str) -> Callable[..., Tensor]:
+    """Adds the row of a dropout of channels of inputs of this shape."""
+    name = fn.__name__
+    about = f"Computes ``s * {name}(input, p)`` of {shape}; arguments as in `dropout`."
+    op = with_first(_channel_dropout, fn, name, about)
+    return row(dropout_scales, replaces=(fn,))(one_call(op))
 
 
-@row(channel_dropout_scales, replaces=(F.dropout2d,))
-@one_call
-def dropout2d(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Computes ``s * dropout2d(input, p)`` of (batch, channels, h, w); arguments as in
-    `dropout`."""
-    return _channel_dropout(F.dropout2d, input, p, training, inplace)
-
-
-@row(channel_dropout_scales, replaces=(F.dropout3d,))
-@one_call
-def dropout3d(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Computes ``s * dropout3d(input, p)`` of (batch, channels, d, h, w); arguments as in
-    `dropout`.
-    """
-    return _channel_dropout(F.dropout3d, input, p, training, inplace)
+dropout1d = _of_channels(F.dropout1d, "(batch, channels, length)")
+dropout2d = _of_channels(F.dropout2d, "(batch, channels, h, w)")
+dropout3d = _of_channels(F.dropout3d, "(batch, channels, d, h, w)")
 
 
 def alpha_dropout_scales(
@@ -85,10 +66,10 @@ def alpha_dropout_scales(
 def _alpha_dropout(
     fn: Callable[..., Tensor],
     input: Tensor,
-    p: float,
-    training: bool,
-    inplace: bool,
-    constraint: str | None,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+    constraint: str | None = "to_output_scale",
 ) -> Tensor:
     _check(p)
     output = fn(input, p, training, inplace)
@@ -96,43 +77,26 @@ def _alpha_dropout(
     return output if scale == 1.0 else scale_each(output, 1.0, scale)
 
 
-def _torch_form(input: Tensor, p: float = 0.5, train: bool = True, **named: Any) -> dict[str, Any]:
-    return {"input": input, "p": p, "training": train, **named}
+def _alpha(
+    fn: Callable[..., Tensor], plain: Callable[..., Tensor], documentation: str
+) -> Callable[..., Tensor]:
+    """Adds the row of an alpha dropout, ``fn`` of torch.nn.functional and ``plain`` of torch."""
+    op = with_first(_alpha_dropout, fn, fn.__name__, documentation)
+    how = row(alpha_dropout_scales, replaces=(fn, plain), adapters={plain: DROPOUT})
+    return how(one_call(op))
 
 
-@row(
-    alpha_dropout_scales,
-    replaces=(F.alpha_dropout, torch.alpha_dropout),
-    adapters={torch.alpha_dropout: _torch_form},
-)
-@one_call
-def alpha_dropout(
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = False,
-    inplace: bool = False,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
+alpha_dropout = _alpha(
+    F.alpha_dropout,
+    torch.alpha_dropout,
     """`torch.nn.functional.alpha_dropout`, for use with selu, with a unit-scaled gradient.
 
-    Raises:
-        ValueError: p is outside [0, 1].
-    """
-    return _alpha_dropout(F.alpha_dropout, input, p, training, inplace, constraint)
-
-
-@row(
-    alpha_dropout_scales,
-    replaces=(F.feature_alpha_dropout, torch.feature_alpha_dropout),
-    adapters={torch.feature_alpha_dropout: _torch_form},
+Raises:
+    ValueError: p is outside [0, 1].
+""",
 )
-@one_call
-def feature_alpha_dropout(
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = False,
-    inplace: bool = False,
-    constraint: str | None = "to_output_scale",
-) -> Tensor:
-    """`alpha_dropout` of whole channels, for input (batch, channels, ...)."""
-    return _alpha_dropout(F.feature_alpha_dropout, input, p, training, inplace, constraint)
+feature_alpha_dropout = _alpha(
+    F.feature_alpha_dropout,
+    torch.feature_alpha_dropout,
+    "`alpha_dropout` of whole channels, for input (batch, channels, ...).",
+)

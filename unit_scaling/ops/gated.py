@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from ..rules.batch import row_scale
 from ..rules.elementwise import elementwise_factors, elementwise_scales
 from ..rules.table import Scales, factors, row, tie
 from ..scale import scale_each, scale_output
-from .activations import softmax, softmax_scales
+from .activations import NN_SOFTMAX, softmax, softmax_scales
 
 __all__ = ["geglu", "glu", "log_softmax", "prelu", "reglu", "softmin"]
 
@@ -110,29 +109,7 @@ def prelu(input: Tensor, weight: Tensor, constraint: str | None = "to_output_sca
     return scale_output(output, s["output"], s["input"], fresh=True)
 
 
-def _torch_nn_form(
-    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
-    return {"input": input, "dim": dim, "dtype": dtype}
-
-
-def _torch_form(
-    input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
-    return {"input": input, "dim": dim, "dtype": dtype}
-
-
-def softmin_scales(
-    input: Tensor,
-    dim: int | None = None,
-    constraint: str | None = "to_output_scale",
-    mult: float = 1.0,
-) -> Scales:
-    """As `softmax_scales`."""
-    return softmax_scales(input, dim, constraint, mult)
-
-
-@row(softmin_scales, adapters={F.softmin: _torch_nn_form})
+@row(softmax_scales, adapters={F.softmin: NN_SOFTMAX})
 def softmin(
     input: Tensor,
     dim: int | None = None,
@@ -153,12 +130,13 @@ def log_softmax_scales() -> Scales:
 
 @row(
     log_softmax_scales,
-    adapters={
-        F.log_softmax: _torch_nn_form,
-        torch.log_softmax: _torch_form,
-        torch.Tensor.log_softmax: _torch_form,
-        torch.special.log_softmax: _torch_form,
-    },
+    replaces=(
+        F.log_softmax,
+        torch.log_softmax,
+        torch.Tensor.log_softmax,
+        torch.special.log_softmax,
+    ),
+    adapters={F.log_softmax: NN_SOFTMAX},
 )
 def log_softmax(
     input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, mult: float = 1.0

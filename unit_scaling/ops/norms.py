@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..rules.batch import row_scale
-from ..rules.table import Scales, row
+from ..rules.table import Scales, positional, row
 from ..scale import scale_each
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -23,27 +22,14 @@ def layer_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     return {"output": 1.0, "input": 1.0, "weight": scale, "bias": scale}
 
 
-def _torch_layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> dict[str, Any]:
-    return {
-        "input": input,
-        "normalized_shape": normalized_shape,
-        "weight": weight,
-        "bias": bias,
-        "eps": eps,
-    }
-
-
 @row(
     layer_norm_scales,
     replaces=(F.layer_norm, torch.layer_norm),
-    adapters={torch.layer_norm: _torch_layer_norm},
+    adapters={
+        torch.layer_norm: positional(
+            "input normalized_shape weight bias eps cudnn_enable", cudnn_enable=None
+        )
+    },
 )
 def layer_norm(
     input: Tensor,
@@ -73,16 +59,13 @@ def rms_norm_scales(input: Tensor, normalized_shape: Sequence[int]) -> Scales:
     return {"output": 1.0, "input": 1.0, "weight": s["weight"]}
 
 
-def _torch_rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> dict[str, Any]:
-    return {"input": input, "normalized_shape": normalized_shape, "weight": weight, "eps": eps}
-
-
-@row(rms_norm_scales, adapters={F.rms_norm: _torch_rms_norm, torch.rms_norm: _torch_rms_norm})
+@row(
+    rms_norm_scales,
+    adapters=dict.fromkeys(
+        (F.rms_norm, torch.rms_norm),
+        positional("input normalized_shape weight eps", {"eps": None}),
+    ),
+)
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..rules.batch import row_scale
 from ..rules.table import Constraint, Scales, row
 from .activations import dropout as unit_dropout
+from .generated import with_first
 from .products import inverse, linear
 
 __all__ = [
@@ -179,9 +180,19 @@ def _weight_scale(input: Tensor) -> float:
     return row_scale(math.prod(input.shape[:-1]))
 
 
-def lstm_scales(input: Tensor) -> Scales:
-    """5.2 for the hidden state, which is a sigmoid times the tanh of a cell state of RMS 0.4."""
-    return {"output": LSTM_FACTOR, "params": _weight_scale(input)}
+def _layer_scales(factor: float, input: Tensor) -> Scales:
+    return {"output": factor, "params": _weight_scale(input)}
+
+
+def _cell_scales(factor: float, input: Tensor) -> Scales:
+    grad = _weight_scale(input)
+    return {"output": factor, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+
+
+_LSTM_RULE = (
+    "5.2 for the hidden state, which is a sigmoid times the tanh of a cell state of RMS 0.4."
+)
+lstm_scales = with_first(_layer_scales, LSTM_FACTOR, "lstm_scales", _LSTM_RULE)
 
 
 @row(lstm_scales, adapters={torch.lstm: _unpacked})
@@ -221,13 +232,8 @@ def lstm(
     return _recurrent(_lstm_step, input, hx, params, *settings)
 
 
-def gru_scales(input: Tensor) -> Scales:
-    """2.5 for the hidden state: the candidate is scaled such that the state has RMS 1."""
-    return {"output": GRU_FACTOR, "params": _weight_scale(input)}
-
-
-@row(gru_scales, adapters={torch.gru: _unpacked})
-def gru(
+def _one_state(
+    step: Step,
     input: Tensor,
     hx: Tensor,
     params: Sequence[Tensor],
@@ -239,61 +245,12 @@ def gru(
     batch_first: bool = False,
     weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Computes output and hidden state of `torch.nn.GRU`, unit-scaled; as `lstm` with one state."""
     settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
-    return _recurrent(_gru_step, input, [hx], params, *settings)
+    return _recurrent(step, input, [hx], params, *settings)
 
 
-def rnn_tanh_scales(input: Tensor) -> Scales:
-    """1/RMS of tanh."""
-    return {"output": TANH_FACTOR, "params": _weight_scale(input)}
-
-
-@row(rnn_tanh_scales, adapters={torch.rnn_tanh: _unpacked})
-def rnn_tanh(
-    input: Tensor,
-    hx: Tensor,
-    params: Sequence[Tensor],
-    has_biases: bool = True,
-    num_layers: int = 1,
-    dropout: float = 0.0,
-    train: bool = False,
-    bidirectional: bool = False,
-    batch_first: bool = False,
-    weight_factor: bool = True,
-) -> tuple[Tensor, ...]:
-    """Computes output and hidden state of `torch.nn.RNN`, unit-scaled; arguments as in `gru`."""
-    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
-    return _recurrent(_tanh_step, input, [hx], params, *settings)
-
-
-def rnn_relu_scales(input: Tensor) -> Scales:
-    """1/RMS of relu."""
-    return {"output": RELU_FACTOR, "params": _weight_scale(input)}
-
-
-@row(rnn_relu_scales, adapters={torch.rnn_relu: _unpacked})
-def rnn_relu(
-    input: Tensor,
-    hx: Tensor,
-    params: Sequence[Tensor],
-    has_biases: bool = True,
-    num_layers: int = 1,
-    dropout: float = 0.0,
-    train: bool = False,
-    bidirectional: bool = False,
-    batch_first: bool = False,
-    weight_factor: bool = True,
-) -> tuple[Tensor, ...]:
-    """Computes output and hidden state of `torch.nn.RNN` with relu, unit-scaled; as `gru`."""
-    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
-    return _recurrent(_relu_step, input, [hx], params, *settings)
-
-
-def lstm_cell_scales(input: Tensor) -> Scales:
-    """As `lstm_scales`. In a loop of n calls, weight gradients are larger by sqrt(n)."""
-    grad = _weight_scale(input)
-    return {"output": LSTM_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+_LSTM_CELL_RULE = "As `lstm_scales`. In a loop of n calls, weight gradients are larger by sqrt(n)."
+lstm_cell_scales = with_first(_cell_scales, LSTM_FACTOR, "lstm_cell_scales", _LSTM_CELL_RULE)
 
 
 @row(lstm_cell_scales, replaces=(torch.lstm_cell,))
@@ -315,14 +272,8 @@ def lstm_cell(
     return tuple(_cell(_lstm_step, input, hx, w_ih, w_hh, b_ih, b_hh, weight_factor))
 
 
-def gru_cell_scales(input: Tensor) -> Scales:
-    """As `gru_scales`, and as `lstm_cell_scales` for the weights."""
-    grad = _weight_scale(input)
-    return {"output": GRU_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
-
-
-@row(gru_cell_scales, replaces=(torch.gru_cell,))
-def gru_cell(
+def _one_state_cell(
+    step: Step,
     input: Tensor,
     hx: Tensor,
     w_ih: Tensor,
@@ -331,47 +282,53 @@ def gru_cell(
     b_hh: Tensor | None = None,
     weight_factor: bool = True,
 ) -> Tensor:
-    """Computes one step of `gru`: input (batch, in) to the next hidden state (batch, hidden)."""
-    return _cell(_gru_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
+    return _cell(step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
 
 
-def rnn_tanh_cell_scales(input: Tensor) -> Scales:
-    """As `rnn_tanh_scales`, and as `lstm_cell_scales` for the weights."""
-    grad = _weight_scale(input)
-    return {"output": TANH_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
+def _layer(
+    name: str, step: Step, factor: float, about: str, rule: str
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Adds the row of a layer with one state. about, rule: docstrings of the op and its rule."""
+    scales = with_first(_layer_scales, factor, f"{name}_scales", rule)
+    op = with_first(_one_state, step, name, about)
+    return row(scales, adapters={getattr(torch, name): _unpacked})(op)
 
 
-@row(rnn_tanh_cell_scales, replaces=(torch.rnn_tanh_cell,))
-def rnn_tanh_cell(
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-    weight_factor: bool = True,
-) -> Tensor:
-    """Computes one step of `rnn_tanh`: input (batch, in) to the next hidden state (batch,
-    hidden)."""
-    return _cell(_tanh_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
+def _one_step(name: str, step: Step, factor: float) -> Callable[..., Tensor]:
+    """Adds the row of the cell of the layer ``name``."""
+    rule = f"As `{name}_scales`, and as `lstm_cell_scales` for the weights."
+    scales = with_first(_cell_scales, factor, f"{name}_cell_scales", rule)
+    about = f"""Computes one step of `{name}`: the next hidden state.
+
+Args:
+    input: (batch, in).
+    hx: (batch, hidden).
+"""
+    op = with_first(_one_state_cell, step, f"{name}_cell", about)
+    return row(scales, replaces=(getattr(torch, f"{name}_cell"),))(op)
 
 
-def rnn_relu_cell_scales(input: Tensor) -> Scales:
-    """As `rnn_relu_scales`, and as `lstm_cell_scales` for the weights."""
-    grad = _weight_scale(input)
-    return {"output": RELU_FACTOR, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
-
-
-@row(rnn_relu_cell_scales, replaces=(torch.rnn_relu_cell,))
-def rnn_relu_cell(
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-    weight_factor: bool = True,
-) -> Tensor:
-    """Computes one step of `rnn_relu`: input (batch, in) to the next hidden state (batch,
-    hidden)."""
-    return _cell(_relu_step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
+gru = _layer(
+    "gru",
+    _gru_step,
+    GRU_FACTOR,
+    "Computes output and hidden state of `torch.nn.GRU`, unit-scaled; as `lstm` with one state.",
+    "2.5 for the hidden state: the candidate is scaled such that the state has RMS 1.",
+)
+rnn_tanh = _layer(
+    "rnn_tanh",
+    _tanh_step,
+    TANH_FACTOR,
+    "Computes output and hidden state of `torch.nn.RNN`, unit-scaled; arguments as in `gru`.",
+    "1/RMS of tanh.",
+)
+rnn_relu = _layer(
+    "rnn_relu",
+    _relu_step,
+    RELU_FACTOR,
+    "Computes output and hidden state of `torch.nn.RNN` with relu, unit-scaled; as `gru`.",
+    "1/RMS of relu.",
+)
+gru_cell = _one_step("gru", _gru_step, GRU_FACTOR)
+rnn_tanh_cell = _one_step("rnn_tanh", _tanh_step, TANH_FACTOR)
+rnn_relu_cell = _one_step("rnn_relu", _relu_step, RELU_FACTOR)

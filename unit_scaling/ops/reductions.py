@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..rules.one_call import one_call
-from ..rules.table import Scales, row, tie
+from ..rules.table import Scales, positional, row, tie
 from ..scale import scale_each, scale_output
 
 __all__ = ["cosine_similarity", "cumsum", "mean", "std", "sum", "var"]
@@ -65,14 +65,10 @@ def mean_scales(
     return tie(constraint, output=count**0.5, input=count)
 
 
-def _torch_reduce(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, **named: Any
-) -> dict[str, Any]:
-    given = {"axis": dim, **named}
-    return {"input": input, "dim": given.pop("axis"), "keepdim": keepdim, **given}
+_REDUCED = positional("input dim keepdim", axis="dim")
 
 
-@row(sum_scales, adapters={torch.sum: _torch_reduce, torch.Tensor.sum: _torch_reduce})
+@row(sum_scales, adapters={torch.sum: _REDUCED, torch.Tensor.sum: _REDUCED})
 @one_call
 def sum(
     input: Tensor,
@@ -97,7 +93,7 @@ def sum(
     return scale_output(output, s["output"], s["input"], fresh=True)
 
 
-@row(mean_scales, adapters={torch.mean: _torch_reduce, torch.Tensor.mean: _torch_reduce})
+@row(mean_scales, adapters={torch.mean: _REDUCED, torch.Tensor.mean: _REDUCED})
 @one_call
 def mean(
     input: Tensor,

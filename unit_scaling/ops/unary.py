@@ -1,8 +1,8 @@
 """Activations whose factors are computed from the function: see `unit_scaling.rules.elementwise`.
 
 For a standard normal input their output has RMS 1, mean included: the next product sums second
-moments. (gelu and silu, in activations.py, have u-muP's fitted constants, which tend to a standard
-deviation.) The transform scales them wherever a model calls them, including gates.
+moments. (gelu and silu have u-muP's fitted constants, which tend to a standard deviation.) The
+transform scales them wherever a model calls them, including gates.
 
 The transform does not scale clamp, which guards against extremes, or log, roots and other powers,
 which are undefined for normal variables or have no second moment. For other functions use
@@ -22,9 +22,10 @@ from fp8.products.activations import KERNELS
 
 from ..common.constant import specialised
 from ..rules.elementwise import elementwise_factors, elementwise_scales, scaled_elementwise
-from ..rules.table import Adapter, Scales, row
+from ..rules.table import Adapter, Scales, factors, positional, row, tie
 from ..scale import kept_in, scale_output
 from . import from_output, fused
+from .activations import RELU_GRAD_RMS, RELU_STD, gated_scale
 from .generated import REQUIRED, described
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "elu",
     "erf",
     "exp",
+    "gelu",
     "hardshrink",
     "hardsigmoid",
     "hardswish",
@@ -49,6 +51,7 @@ __all__ = [
     "relu_squared",
     "selu",
     "sigmoid",
+    "silu",
     "sin",
     "softplus",
     "softshrink",
@@ -60,6 +63,11 @@ __all__ = [
 
 # For fewer elements, calling a custom autograd function costs more than a pass over them.
 _LARGE = 2**14
+
+# Its argument ``inplace`` may be given by position, as in unit-scaling 0.3.5.
+_POSITIONAL_INPLACE = ("silu",)
+
+_OURS = {"mult": 1.0, "constraint": "to_output_scale"}
 
 _RULE = "1/RMS of {name} and of its derivative for a standard normal variable, by quadrature."
 
@@ -76,22 +84,10 @@ Returns:
 """
 
 
-def _torch_form(names: Sequence[str], written: bool) -> Adapter:
-    """Adapts a torch function with these argument names, the last of which is inplace."""
-
-    def adapter(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        if len(args) > len(names):
-            raise TypeError(f"at most {len(names)} arguments are allowed, {len(args)} were given")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        return {**given, "inplace": True} if written else given
-
-    return adapter
-
-
-def _spellings(names: Sequence[str], arguments: Sequence[str]) -> dict[Callable[..., Any], Adapter]:
+def _spellings(names: Sequence[str], arguments: str) -> dict[Callable[..., Any], Adapter]:
     """Every torch function with one of these names, in place (with _) or not, with its adapter."""
     return {
-        getattr(space, name + mark): _torch_form(arguments, bool(mark))
+        getattr(space, name + mark): positional(arguments, {"inplace": True} if mark else None)
         for mark in ("", "_")
         for name in names
         for space in (F, torch, Tensor, torch.special)
@@ -104,11 +100,23 @@ def _given(
 ) -> tuple[float, str | None, bool, dict[str, Any]]:
     """Returns mult, constraint, inplace and settings of a call, specialised as constants in
     graphs."""
-    if len(args) >= len(defaults):  # inplace is keyword-only
-        raise TypeError(f"{name} takes {len(defaults)} arguments by position")
+    most = len(defaults) + (name in _POSITIONAL_INPLACE)  # with the input
+    if len(args) >= most:
+        raise TypeError(f"{name} takes {most} arguments by position")
     given = {**defaults, **dict(zip(defaults, args, strict=False)), **named}
     given = {key: specialised(value) for key, value in given.items()}
     return given.pop("mult"), given.pop("constraint"), given.pop("inplace"), given
+
+
+def _computed(
+    name: str, fn: Callable[..., Tensor], arguments: dict[str, Any]
+) -> Callable[..., Scales]:
+    """The rule of a function by quadrature."""
+
+    def rule(mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any) -> Scales:
+        return elementwise_scales(fn, (), named, mult, constraint)
+
+    return described(rule, f"{name}_scales", _RULE.format(name=name), arguments)
 
 
 def _activation(
@@ -116,21 +124,19 @@ def _activation(
     fn: Callable[..., Tensor],
     settings: dict[str, Any] | None = None,
     *,
+    rule: Callable[[float, str | None], Scales] | None = None,
     spelled: Sequence[str] | None = None,
     saves_output: bool = False,
 ) -> Callable[..., Tensor]:
     """Adds a row for an elementwise function and returns its unit-scaled version.
 
-    settings: the arguments of ``fn`` after the first, and their defaults. spelled: its names in
-    torch, by default ``name``; () if a transform must not replace it. saves_output: autograd saves
-    the output of ``fn``, which must then not be modified in place.
+    settings: the arguments of ``fn`` after the first, and their defaults. rule: of mult and
+    constraint; by default the factors are computed from ``fn``. spelled: its names in torch, by
+    default ``name``; () if a transform must not replace it. saves_output: autograd saves the output
+    of ``fn``, which must then not be modified in place.
     """
     settings, spelled = settings or {}, (name,) if spelled is None else spelled
-    ours = {"mult": 1.0, "constraint": "to_output_scale"}
-    defaults = {**ours, **settings, "inplace": False}
-
-    def rule(mult: float = 1.0, constraint: str | None = "to_output_scale", **named: Any) -> Scales:
-        return elementwise_scales(fn, (), named, mult, constraint)
+    defaults = {**_OURS, **settings, "inplace": False}
 
     def op(input: Tensor, *args: Any, **named: Any) -> Tensor:
         mult, inplace = 1.0, False
@@ -140,7 +146,10 @@ def _activation(
             mult, constraint, inplace, given = _given(name, defaults, args, named)
         if not (input.is_floating_point() or input.is_complex()):
             return kept_in(input if inplace else None, fn(input, **given))
-        fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)
+        if rule is None:
+            fwd, bwd = elementwise_factors(fn, (), given, mult, constraint)
+        else:
+            fwd, bwd = factors(rule, mult, constraint, mult=mult)
         x = input.clone() if inplace and mult == 1.0 else input  # autograd may save it
         x = x if mult == 1.0 else x * mult
         if from_output.applies(name):
@@ -151,10 +160,23 @@ def _activation(
             output = scale_output(fn(x, **given), fwd, bwd, fresh=not saves_output)
         return input.copy_(output) if inplace else output
 
-    described(rule, f"{name}_scales", _RULE.format(name=name), {**ours, **settings})
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
-    described(op, name, about, {"input": REQUIRED, **defaults})
-    return row(rule, adapters=_spellings(spelled, ("input", *settings, "inplace")))(op)
+    by_name = () if name in _POSITIONAL_INPLACE else ("inplace",)
+    described(op, name, about, {"input": REQUIRED, **defaults}, by_name)
+    forms = _spellings(spelled, " ".join(["input", *settings, "inplace"]))
+    return row(rule or _computed(name, fn, {**_OURS, **settings}), adapters=forms)(op)
+
+
+def gelu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
+    """Interpolated between x/2 and relu; fitted weights 1/4 and 1/4."""
+    output = gated_scale(1 / 4, mult, RELU_STD)
+    return tie(constraint, output=output, input=gated_scale(1 / 4, mult, RELU_GRAD_RMS))
+
+
+def silu_scales(mult: float = 1.0, constraint: str | None = "to_output_scale") -> Scales:
+    """Interpolated between x/2 and relu; fitted weights 1/4 and 1."""
+    output = gated_scale(1 / 4, mult, RELU_STD)
+    return tie(constraint, output=output, input=gated_scale(1, mult, RELU_GRAD_RMS))
 
 
 def _relu_squared(input: Tensor) -> Tensor:
@@ -170,6 +192,7 @@ cos = _activation("cos", torch.cos)
 elu = _activation("elu", F.elu, {"alpha": 1.0})
 erf = _activation("erf", torch.erf)
 exp = _activation("exp", torch.exp, saves_output=True)
+gelu = _activation("gelu", F.gelu, {"approximate": "none"}, rule=gelu_scales)
 hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5})
 hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
 hardswish = _activation("hardswish", F.hardswish)
@@ -183,6 +206,7 @@ relu6 = _activation("relu6", F.relu6)
 relu_squared = _activation("relu_squared", _relu_squared, spelled=())
 selu = _activation("selu", F.selu)
 sigmoid = _activation("sigmoid", torch.sigmoid, spelled=("sigmoid", "expit"), saves_output=True)
+silu = _activation("silu", F.silu, rule=silu_scales)
 sin = _activation("sin", torch.sin)
 softplus = _activation("softplus", F.softplus, {"beta": 1.0, "threshold": 20.0})
 softshrink = _activation("softshrink", F.softshrink, {"lambd": 0.5})

@@ -30,7 +30,7 @@ from fp8.common.compiler import taken_as_constant
 from ..common.watched import watched
 from ..constraints import apply_constraint
 
-__all__ = ["OPS", "Adapter", "Op", "Scales", "find_op", "row", "tie"]
+__all__ = ["OPS", "Adapter", "Op", "Scales", "find_op", "positional", "row", "tie"]
 
 #: Scale factors by name: "output", or the argument whose gradient is multiplied.
 Scales = dict[str, float]
@@ -154,6 +154,29 @@ def tie(constraint: Constraint, **scales: float) -> Scales:
     if isinstance(constraint, tuple):
         return dict(constraint)
     return dict(zip(scales, apply_constraint(constraint, *scales.values()), strict=True))
+
+
+def positional(
+    names: str, defaults: Mapping[str, Any] | None = None, **renamed: str | None
+) -> Adapter:
+    """Returns an adapter of a torch function that differs from the op in its arguments.
+
+    names: those that it takes by position, separated by spaces. defaults: values that the op needs
+    where the call gives none. renamed: torch's name -> that of the op, or None to leave it out.
+
+    >>> positional("input p train", train="training")(1.0, train=True)
+    {'input': 1.0, 'training': True}
+    """
+    order = names.split()
+
+    def adapter(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        if len(args) > len(order):
+            raise TypeError(f"at most {len(order)} arguments are allowed, {len(args)} were given")
+        given = {**dict(zip(order, args, strict=False)), **kwargs}
+        ours = {renamed.get(name, name): value for name, value in given.items()}
+        return {**(defaults or {}), **{n: value for n, value in ours.items() if n is not None}}
+
+    return adapter
 
 
 @taken_as_constant

@@ -206,26 +206,15 @@ _OTHERS = (
 """Further kinds. Those with a row in OPS have the spellings of the row too."""
 
 _OPERATORS = {
-    "add": ("__add__", "__radd__", "__iadd__", operator.add, operator.iadd),
-    "sub": ("__sub__", "__rsub__", "__isub__", operator.sub, operator.isub),
-    "mul": ("__mul__", "__rmul__", "__imul__", "multiply", operator.mul, operator.imul),
-    "div": (
-        "__truediv__",
-        "__rtruediv__",
-        "__itruediv__",
-        "true_divide",
-        "divide",
-        operator.truediv,
-        operator.itruediv,
-    ),
+    "div": ("__rtruediv__",),
     "pow": ("__pow__", "__rpow__", "__ipow__", operator.pow, operator.ipow),
     "neg": ("__neg__", operator.neg),
-    "matmul": ("__matmul__", "__rmatmul__", operator.matmul),
     "abs": ("__abs__",),
     "__getitem__": (operator.getitem,),
     "__setitem__": (operator.setitem,),
 }
-"""Other spellings of a kind: names in the same namespaces, or Python operators."""
+"""Other spellings of a kind, besides those of rows in OPS: names in the same namespaces, or Python
+operators."""
 
 
 def _spellings(kind: str) -> list[Callable[..., Any]]:
