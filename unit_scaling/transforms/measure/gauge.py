@@ -34,12 +34,6 @@ from .ranks import agreed_once, is_alone
 
 __all__ = ["note_places", "place", "with_true_gradients"]
 
-ROUNDING = 5.5
-"""A gradient whose norm is below 2**ROUNDING times that of the rounding errors of its terms is
-taken for zero. In the float32 models of `benchmarks.strangers`, gradients that are zero in exact
-arithmetic, as float64 shows, are up to 2**5.5, and nearly all others from 2**5.8.
-"""
-
 
 class _Regions:
     """The gauges of a plan. exponents: of the result of each node."""
@@ -281,7 +275,7 @@ class _Regions:
         if found is None or not errors:
             return found
         norm = found + math.log2(self.nodes[index].numel) / 2
-        return None if norm < max(errors) + ROUNDING else found
+        return None if norm < max(errors) else found
 
     def _rounding(self, index: int) -> float | None:
         """log2 of the norm of the rounding errors of the gradient that a call computes from: that
