@@ -1,12 +1,13 @@
 """transformers: a cache of keys and values in FP8 for ``generate``, and what it costs in logits.
 
 from fp8.adapters.transformers import kv_cache
-model.generate(ids, past_key_values=kv_cache(model.config, scaling="token"))
+model.generate(ids, cache=kv_cache(model.config, scaling="token"))  # 5.24; see cache_argument
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ __all__ = [
     "KV_SCALINGS",
     "CacheError",
     "CacheSize",
+    "cache_argument",
     "cache_errors",
     "cache_size",
     "kv_cache",
@@ -48,7 +50,9 @@ _STATES, _SCALES = ("keys", "values"), ("key_scale", "value_scale")
 def kv_cache(
     config: Any, *, format: str | Format = "e4m3", scaling: str = "token", rule: str = "up"
 ) -> Any:
-    """A cache for ``generate(past_key_values=...)`` whose keys and values are stored in FP8.
+    """A cache for ``generate`` whose keys and values are stored in FP8.
+
+    It is passed as ``cache``, before transformers 5.24 as ``past_key_values`` (`cache_argument`).
 
     The model attends to the decoded values, in the dtype of its keys and values, also for the
     tokens of the current pass. Finite values beyond the format and Inf saturate; NaN stays NaN.
@@ -85,6 +89,13 @@ def kv_cache(
             f"{type(config).__name__} has {', '.join(sorted(others))}"
         )
     return library.Cache(layers=[_layer_class()(chosen, scaling, rule) for _ in layers])
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which a model of transformers, and its ``generate``, take a cache: "cache",
+    or before transformers 5.24 "past_key_values".
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def register_attention(name: str = "fp8") -> str:
@@ -201,8 +212,9 @@ def cache_errors(
 
 def _logits(model: Any, input_ids: Tensor, prompt: int, cache: Any) -> Tensor:
     """The logits after the prompt, in float64."""
-    model(input_ids[:, :prompt], past_key_values=cache, use_cache=True)
-    return model(input_ids[:, prompt:], past_key_values=cache, use_cache=True).logits.double()
+    given = {cache_argument(model): cache, "use_cache": True}
+    model(input_ids[:, :prompt], **given)
+    return model(input_ids[:, prompt:], **given).logits.double()
 
 
 class CacheSize(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters.transformers import cache_errors, cache_size, kv_cache
+from ..adapters.transformers import cache_argument, cache_errors, cache_size, kv_cache
 from ..common.step import Batch, evaluating
 
 __all__ = ["cache_found", "has_cache"]
@@ -49,7 +49,7 @@ def cache_found(model: Any, batch: Any, full: Any = None) -> dict[str, float]:
     cache = kv_cache(counted.config)
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=next(counted.parameters()).device)
     with evaluating(model, counted):
-        counted(ids, past_key_values=cache, use_cache=True)
+        counted(ids, **{cache_argument(counted): cache}, use_cache=True)
         (row,) = cache_errors(model, batch["input_ids"], scalings=("token",))
     size = cache_size(cache)
     return {

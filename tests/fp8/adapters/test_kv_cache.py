@@ -20,6 +20,7 @@ with warnings.catch_warnings():
 
 from fp8.adapters.transformers import (
     KV_SCALINGS,
+    cache_argument,
     cache_errors,
     cache_size,
     kv_cache,
@@ -102,6 +103,11 @@ def test_decoded_values_are_those_of_quantize(scaling, dtype):
         assert float(keys.abs().max()) <= 448 * float(scales[0].max())
 
 
+def given(model, cache):
+    """The keyword argument for a cache."""
+    return {cache_argument(model): cache}
+
+
 @pytest.mark.parametrize("scaling", KV_SCALINGS)
 def test_bytes(scaling):
     """Half of bfloat16, and the scales: 4 bytes for each head of each token under "token"."""
@@ -114,7 +120,7 @@ def test_bytes(scaling):
     assert row.bytes < 0.54 * row.plain_bytes
     cache = kv_cache(model.config, scaling=scaling)
     assert cache_size(cache) == (0, 0)
-    model(TOKENS, past_key_values=cache, use_cache=True)
+    model(TOKENS, **given(model, cache), use_cache=True)
     assert cache_size(cache) == (row.bytes, values)
 
 
@@ -138,8 +144,8 @@ def test_generate_is_the_model_on_cast_keys_and_values(model, scaling):
     how = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     how |= {"output_logits": True}
     cache = kv_cache(model.config, scaling=scaling)
-    got = model.generate(TOKENS, past_key_values=cache, **how)
-    wanted = model.generate(TOKENS, past_key_values=Rounded(config=model.config), **how)
+    got = model.generate(TOKENS, **given(model, cache), **how)
+    wanted = model.generate(TOKENS, **given(model, Rounded(config=model.config)), **how)
     plain = model.generate(TOKENS, **how)
     assert torch.equal(got.sequences, wanted.sequences)
     assert torch.equal(torch.stack(got.logits), torch.stack(wanted.logits))
@@ -153,7 +159,7 @@ def test_beam_search(scaling):
     model = llama()
     how = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
     cache = kv_cache(model.config, scaling=scaling)
-    tokens = model.generate(TOKENS, past_key_values=cache, **how)
+    tokens = model.generate(TOKENS, **given(model, cache), **how)
     assert tokens.shape == (2, 18)
     x = torch.randn(3, HEADS, 5, WIDTH) * torch.tensor([1.0, 30.0, 900.0])[:, None, None, None]
     cache = kv_cache(model.config, scaling=scaling)
@@ -181,15 +187,15 @@ def test_continued_and_assisted():
     """A cache goes on where generate ended; a draft model's rejected tokens are cropped."""
     model = llama()
     cache = kv_cache(model.config)
-    begun = model.generate(TOKENS, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    more = model.generate(begun, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    begun = model.generate(TOKENS, **given(model, cache), max_new_tokens=4, do_sample=False)
+    more = model.generate(begun, **given(model, cache), max_new_tokens=4, do_sample=False)
     whole = kv_cache(model.config)
     assert torch.equal(
-        more, model.generate(TOKENS, past_key_values=whole, max_new_tokens=8, do_sample=False)
+        more, model.generate(TOKENS, **given(model, whole), max_new_tokens=8, do_sample=False)
     )
     torch.manual_seed(1)
     options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": llama()}
-    helped = model.generate(TOKENS[:1], past_key_values=kv_cache(model.config), **options)
+    helped = model.generate(TOKENS[:1], **given(model, kv_cache(model.config)), **options)
     assert torch.equal(helped, more[:1])
 
 
@@ -200,7 +206,7 @@ def test_errors_of_logits():
     assert list(rows) == list(KV_SCALINGS)
     with torch.no_grad():
         plain = model(TOKENS).logits[:, 5:].double()
-        cast = model(TOKENS, past_key_values=kv_cache(model.config)).logits[:, 5:].double()
+        cast = model(TOKENS, **given(model, kv_cache(model.config))).logits[:, 5:].double()
     divergence = torch.nn.functional.kl_div(
         cast.log_softmax(-1), plain.log_softmax(-1), reduction="none", log_target=True
     )
