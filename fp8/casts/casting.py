@@ -85,6 +85,8 @@ class Spec(NamedTuple):
     random_bits: int
     mean: bool
     """As in `Cast`."""
+    residual: int
+    """As in `Cast`."""
     hadamard: int
     """The size of the Hadamard rotation; 0: none."""
     signs: str = "fixed"
@@ -97,6 +99,11 @@ class Spec(NamedTuple):
         """All fields but the label. Casts with equal settings compute the same, but for random
         bits."""
         return self[:-1]
+
+    @property
+    def is_sum(self) -> bool:
+        """As in `Cast`."""
+        return self.mean or self.residual > 0
 
     @property
     def is_random(self) -> bool:
@@ -121,11 +128,11 @@ def spec_of(cast: Cast | None) -> Spec | None:
 
 
 def _spec(text: str) -> Spec:
-    format, scaling, rule, rounding, overflow, signs, *numbers = text.rsplit(";", 12)
+    format, scaling, rule, rounding, overflow, signs, *numbers = text.rsplit(";", 13)
     rule += E8M0 if scaling == "mx" else ""
-    across, along, margin, _, random_bits, mean, hadamard = [int(number) for number in numbers]
+    across, along, margin, _, random_bits, mean, residual, hadamard = map(int, numbers)
     tile = (across, along)
-    rest = (margin, rounding, overflow, random_bits, bool(mean), hadamard, signs)
+    rest = (margin, rounding, overflow, random_bits, bool(mean), residual, hadamard, signs)
     return Spec(format, rule or None, tile, *rest)
 
 
@@ -236,6 +243,8 @@ def rounded(
         x = unreduced(x)
     if spec.mean:
         return _around_mean(x, spec, axis, turn), None
+    if spec.residual:
+        return _with_residual(x, spec, axis), None
     if spec.hadamard:
         x = rotated(x, spec.hadamard, axis, turn)
     scale = whole_scale(x, spec, history, record)
@@ -255,6 +264,22 @@ def _around_mean(x: Tensor, spec: Spec, axis: int, turn: Tensor | None) -> Tenso
     if spec.hadamard:
         whole = rotated(whole, spec.hadamard, axis, turn)
     return (y + whole).to(x.dtype)
+
+
+def _with_residual(x: Tensor, spec: Spec, axis: int) -> Tensor:
+    """``x`` rounded under the spec, plus the rounded errors of its hot channels."""
+    if is_dtensor(x):
+        raise ValueError("a cast with a residual is not supported under tensor parallelism")
+    spec, count = spec._replace(residual=0), min(spec.residual, x.shape[-1])
+    y = round_straight(x, spec, axis)
+    with torch.no_grad():
+        error = (x - y).nan_to_num(0.0, 0.0, 0.0)
+        wide = error.to(torch.promote_types(x.dtype, torch.float32))
+        hot = wide.square().sum(-2, keepdim=True).topk(count).indices
+        hot = hot.expand(*x.shape[:-1], count)
+        added = round_straight(error.gather(-1, hot), spec._replace(label=""), axis)
+        patch = torch.zeros_like(x).scatter(-1, hot, added)
+    return y + patch
 
 
 def whole_scale(

@@ -105,7 +105,8 @@ def _like(x: Tensor, offs: Tensor | None, split: int, axis: int, hadamard: int) 
     mutates_args=(),
     schema="(Tensor x, Tensor? offs, Tensor? history, Tensor? turn, int split, int axis, "
     "bool record, bool apart, str format, str? rule, int across, int along, int margin, "
-    "str rounding, str overflow, int random_bits, bool mean, int hadamard, str signs, str label) "
+    "str rounding, str overflow, int random_bits, bool mean, int residual, int hadamard, "
+    "str signs, str label) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _cast_groups(

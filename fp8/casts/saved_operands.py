@@ -144,7 +144,7 @@ def check_single_backward(ctx: Any) -> None:
 
 def _dtype(x: Tensor, spec: Spec | None) -> torch.dtype | None:
     """The dtype in which ``x`` is saved; None for its own, as on devices without FP8 dtypes."""
-    if spec is None or spec.tile != (0, 0) or spec.mean or x.device.type == "mps":
+    if spec is None or spec.tile != (0, 0) or spec.is_sum or x.device.type == "mps":
         return None
     dtype = format_of(spec).dtype
     return dtype if dtype is not None and dtype.itemsize < x.element_size() else None

@@ -43,6 +43,10 @@ class Cast:
             gradients, is subtracted before the cast and added again afterwards, in high precision:
             a product is that of the means and that of the rest, which alone is cast ("The curse and
             blessing of mean bias", arXiv:2603.10444). Simulated. Inf and NaN reach their column.
+        residual: a number of hot channels, 0 to 4096: the columns of the operand whose rounding
+            errors have the largest norms are cast twice, and the cast of their errors is added. A
+            product has as many more columns to sum over (Hot-Channel Patch, arXiv:2602.02047;
+            augmented residual channels, arXiv:2601.07475). Simulated. Inf and NaN have no error.
         hadamard: 2 to 128, a power of two: the operand is first rotated by a random Hadamard matrix
             of this size along the axis that the product sums over, which cancels in the product. 0:
             no rotation. Both operands of a product need the same value. Only products of matrices
@@ -52,9 +56,9 @@ class Cast:
 
     Raises:
         ValueError: for an unknown name, an unsigned format, a rule or tile that the scaling does
-            not support, random signs without a rotation, a mean or a rotation with a scaling that
-            keeps state between passes, and overflow="nonfinite" with a format that has neither Inf
-            nor NaN.
+            not support, random signs without a rotation, a mean, a residual or a rotation with a
+            scaling that keeps state between passes, a residual with a rotation, and
+            overflow="nonfinite" with a format that has neither Inf nor NaN.
         TypeError: for a name that is not a string.
     """
 
@@ -68,6 +72,7 @@ class Cast:
     overflow: str = "saturate"
     random_bits: int = 31
     mean: bool = False
+    residual: int = 0
     hadamard: int = 0
     signs: str = "fixed"
 
@@ -96,14 +101,17 @@ class Cast:
         if self.signs == "random" and not self.hadamard:
             raise ValueError("random signs need a rotation: give hadamard too")
         check_flag("mean", self.mean)
-        if (self.hadamard or self.mean) and self.keeps_history:
+        check_between("residual", self.residual, 0, 4096)
+        if (self.hadamard or self.is_sum) and self.keeps_history:
             raise ValueError(
-                f"scaling {self.scaling!r} has no mean and no rotation: its state is that of the "
-                "plain operand"
+                f"scaling {self.scaling!r} has no mean, no residual and no rotation: its state is "
+                "that of the plain operand"
             )
+        if self.residual and self.hadamard:
+            raise ValueError("a residual of channels needs hadamard=0: a rotation mixes channels")
         inner = self.format.text if isinstance(self.format, Format) else self.format
         numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits)
-        numbers = (*numbers, int(self.mean), self.hadamard)
+        numbers = (*numbers, int(self.mean), self.residual, self.hadamard)
         names = (self.scaling, self.rule or "", self.rounding, self.overflow, self.signs)
         object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
 
@@ -159,6 +167,11 @@ class Cast:
         return "e8m0" if self.scaling == "mx" else scale_format(self.rule)
 
     @property
+    def is_sum(self) -> bool:
+        """Whether the cast operand is a sum of tensors, which no single FP8 tensor stores."""
+        return self.mean or self.residual > 0
+
+    @property
     def keeps_history(self) -> bool:
         """Whether state of the operand is kept between passes: largest magnitudes, or its scale."""
         return self.scaling in ("delayed", "static")
@@ -178,6 +191,7 @@ class Cast:
             f"margin {self.margin}" if self.margin else "",
             f"history {self.history}" if self.history else "",
             "around its mean" if self.mean else "",
+            f"residual of {self.residual} channels" if self.residual else "",
             f"rotated by {self.hadamard}" if self.hadamard else "",
             "random signs" if self.signs == "random" else "",
         ]

@@ -92,9 +92,10 @@ class Recipe:
     Raises:
         TypeError: for a cast that is not a Cast, and one recipe of attention without the other.
         ValueError: for an accelerator without an instruction for the formats of a product, or with
-            a cast around a mean; for a second cast with scaling "delayed" or "static"; if the two
-            operands of a product are not rotated alike; for saved activations with a scale per
-            tile, a history or a rotation; for recipes of attention inside of one.
+            a cast around a mean or with a residual; for a second cast with scaling "delayed" or
+            "static"; if the two operands of a product are not rotated alike; for saved activations
+            with a scale per tile, a history or a rotation; for recipes of attention inside of
+            one.
     """
 
     name: str
@@ -131,11 +132,11 @@ class Recipe:
                 )
         saved = self.saved_activations
         if saved is not None and (
-            saved.tile != (0, 0) or saved.keeps_history or saved.mean or saved.hadamard
+            saved.tile != (0, 0) or saved.keeps_history or saved.is_sum or saved.hadamard
         ):
             raise ValueError(
-                'saved_activations needs scaling "unit" or "tensor", no mean and no rotation, got '
-                f"{saved}"
+                'saved_activations needs scaling "unit" or "tensor", no mean, no residual and no '
+                f"rotation, got {saved}"
             )
         for product in PRODUCTS:
             casts = getattr(self, product)
@@ -161,8 +162,10 @@ class Recipe:
         check_between("promote", self.promote, 0, 1 << 20)
         for name in PRODUCTS:
             casts = [cast for cast in getattr(self, name) if cast is not None]
-            if any(cast.mean for cast in casts):
-                raise ValueError(f"accumulate={self.accumulate!r} has no mean=True ({name})")
+            if any(cast.is_sum for cast in casts):
+                raise ValueError(
+                    f"accumulate={self.accumulate!r} has no mean and no residual ({name})"
+                )
             if len(casts) < 2:
                 continue
             formats = [get_format(cast.format).name for cast in casts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -264,6 +265,74 @@ def test_a_mean_is_rotated_with_the_rest():
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
     half = x.half()
     assert torch.equal(cast_forward(half, dataclasses.replace(cast, hadamard=0)), half)
+
+
+HOT = 7
+"""Channels with a residual."""
+
+
+@pytest.mark.parametrize(
+    ("scaling", "format"), [("nv", "e2m1"), ("mx", "e4m3"), ("tensor", "e4m3")]
+)
+def test_hot_channels_are_more_columns_of_the_product(scaling, format):
+    """arXiv:2602.02047, arXiv:2601.07475: a product whose input has a residual is the product of
+    the cast operands, with the cast errors of the hot channels as more columns of one, and the same
+    columns once more of the other. In the gradient of the weight they are more rows to add."""
+    x = randn(64, 96)
+    x[:, 5:90:15] *= 40
+    w, g = randn(48, 96, seed=1), randn(64, 48, seed=2)
+    plain = fp8.Cast(format=format, scaling=scaling)
+    patched = dataclasses.replace(plain, residual=HOT)
+    recipe = fp8.Recipe(name="hot", input=patched, weight=plain, grad_weight_grad=None)
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    y = linear(*leaves, recipe=recipe)
+    dx, dw = torch.autograd.grad(y, leaves, g)
+
+    def columns(axis: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The cast input, the channels with the largest errors, and their cast errors."""
+        cast = cast_forward(x, plain, axis)
+        hot = (x - cast).norm(dim=0).argsort(descending=True)[:HOT]
+        return cast, hot, cast_forward((x - cast)[:, hot], plain, axis)
+
+    def close(got: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+    weight, (cast, hot, more) = cast_forward(w, plain), columns(-1)
+    assert set(range(5, 90, 15)) <= set(hot.tolist())
+    close(y.detach(), torch.cat([cast, more], 1) @ torch.cat([weight, weight[:, hot]], 1).mT)
+    close(dx, g @ cast_forward(w, plain, -2))
+    cast, hot, more = columns(-2)
+    close(dw, (g.mT @ cast).index_add(1, hot, g.mT @ more))
+    cast, hot, _ = columns(-1)
+    errors, before = cast_forward(x, patched) - x, cast - x
+    assert float(errors[:, hot].norm()) < float(before[:, hot].norm()) / 3
+    others = [channel for channel in range(96) if channel not in hot.tolist()]
+    assert torch.equal(errors[:, others], before[:, others])
+
+
+def test_a_residual_of_all_channels_is_a_cast_of_the_error():
+    """NaN and Inf stay where they are; more channels than there are, none, and compiled code."""
+    plain, x = fp8.Cast(format="e5m2"), randn(5, 6)
+    x[1, 2], x[3, 4] = torch.inf, torch.nan
+    both = dataclasses.replace(plain, residual=4096)
+    once = cast_forward(x, plain)
+    wanted = once + cast_forward((x - once).nan_to_num(0, 0, 0), plain)
+    torch.testing.assert_close(cast_forward(x, both), wanted, rtol=0, atol=0, equal_nan=True)
+    assert cast_forward(x[:, :0], both).shape == (5, 0)
+    assert cast_forward(x[:0], both).shape == (0, 6)
+    recipe = fp8.Recipe(name="both", input=both, weight=both, grad=both)
+    a, b = randn(8, 16).requires_grad_(), randn(4, 16, seed=1).requires_grad_()
+
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        with fp8.autocast(recipe):
+            return torch.nn.functional.linear(a, b)
+
+    found = []
+    for call in (forward, torch.compile(forward, fullgraph=True)):
+        y = call(a, b)
+        found.append((y, *torch.autograd.grad(y, (a, b), torch.ones_like(y))))
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 QUARTET = fp8.RECIPES["quartet"]
