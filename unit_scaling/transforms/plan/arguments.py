@@ -6,7 +6,7 @@ import math
 
 from ..capture.dataflow import Flow
 from ..capture.kinds import ADDED, PRODUCTS
-from ..capture.record import CallNode, Slot, rms_of, tensors_in
+from ..capture.record import CallNode, Slot, rms_of
 from .actions import Scaling, Settings, Step, with_slots
 from .lookups import one_hot
 
@@ -34,7 +34,7 @@ class Arguments:
     def restored(self, node: CallNode) -> Step | None:
         """The step that multiplies the weights of a call back to their original scale."""
         found = [
-            (i.slot, self._factors.get(self.flow.parameters[i.node] or "", 1.0))
+            (i.slot, self._factors.get(self.flow.nodes[i.node].origin or "", 1.0))
             for i in node.inputs
         ]
         return with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
@@ -45,9 +45,10 @@ class Arguments:
         """
         found = []
         for i in node.inputs:
-            source, name = self.flow.nodes[i.node], self.flow.parameters[i.node] or ""
+            source = self.flow.nodes[i.node]
             if source.computed and len(source.shape) > 1:
-                found.append((i.slot, self._exponents.get(name) or round(math.log2(source.rms))))
+                tagged = self._exponents.get(source.origin or "")
+                found.append((i.slot, tagged or round(math.log2(source.rms))))
         return tuple((slot, exponent) for slot, exponent in found if exponent)
 
     def scaled(self, node: CallNode) -> tuple[Scaling, ...]:
@@ -60,7 +61,7 @@ class Arguments:
             (i.slot, 1 / self._scale(i.node))
             for i in node.inputs
             if self.flow.nodes[i.node].computed
-            and self.flow.parameters[i.node] is None
+            and self.flow.nodes[i.node].origin is None
             and len(self.flow.nodes[i.node].shape) > 1
         ]
         return [(slot, factor, factor) for slot, factor in found]
@@ -84,9 +85,9 @@ class Arguments:
     def _constant(self, node: CallNode) -> list[Scaling]:
         """Divides constant matrices by their RMS: a cosine transform, a blur, the edges of a graph.
 
-        One-hot rows are handled in `selecting`.
+        One-hot rows are handled in `plan.lookups`.
         """
-        nodes, given = self.flow.nodes, dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
+        nodes, given = self.flow.nodes, node.tensors
         if node.kind not in _MULTIPLY or one_hot(self.flow, node):
             return []
         constants = [i.slot for i in node.inputs if not nodes[i.node].live and i.numel > 1]

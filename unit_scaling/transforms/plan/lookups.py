@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..capture.dataflow import Flow
 from ..capture.kinds import RECURRENT
-from ..capture.record import CallGraph, CallNode, tensors_in
+from ..capture.record import CallGraph, CallNode
 from .actions import Scaling
 
 __all__ = ["DISTANCE", "consumers", "distances", "one_hot"]
@@ -33,7 +33,7 @@ def one_hot(flow: Flow, node: CallNode) -> tuple[Scaling, ...]:
     """Factors for the one-hot first argument of a product."""
     if node.kind not in _CHANNELS | _ROWS:
         return ()
-    (_, *slot), first = next(tensors_in((node.args, node.kwargs)))
+    slot, first = next(iter(node.tensors.items()))
     source = node.inputs[0].node
     if flow.nodes[source].computed or flow.nodes[source].live != flow.data[source]:
         return ()  # a weight, or computed from one
@@ -41,7 +41,7 @@ def one_hot(flow: Flow, node: CallNode) -> tuple[Scaling, ...]:
     if first.dim() < 2 or first.shape[dim] < 2 or not _is_one_hot(first, dim):
         return ()
     factor = float(first.shape[dim]) ** 0.5
-    return ((tuple(slot), factor, factor),)
+    return ((slot, factor, factor),)
 
 
 @torch.no_grad()

@@ -260,9 +260,9 @@ class Matrices:
         """The original values of the parameters in the formulas."""
         found: dict[int, Tensor] = {}
         for node in (self.flow.nodes[call] for call in self.calls):
-            given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
+            given = node.tensors
             for i in node.inputs:
-                name = self.flow.parameters[i.node]
+                name = self.flow.nodes[i.node].origin
                 if name is not None:
                     found[i.node] = given[i.slot] * self._scales.get(name, 1.0)
         return found

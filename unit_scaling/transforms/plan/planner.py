@@ -41,7 +41,7 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import DISTRIBUTION, CallGraph, CallNode, Slot, is_sparse, tensors_in
+from ..capture.record import DISTRIBUTION, CallGraph, CallNode, Slot, is_sparse
 from .actions import CallRow, Decision, Plan, Settings, Step, with_slots
 from .arguments import Arguments
 from .attention import Attention
@@ -116,7 +116,7 @@ def _is_multilinear(node: CallNode) -> bool:
     """Whether a call is a product of its tensors, or that and a bias."""
     if node.kind not in PRODUCTS - ATTENTION or node.inside or node.written or is_sparse(node):
         return False
-    given = [t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()]
+    given = [t for t in node.tensors.values() if t.is_floating_point()]
     return len(given) == 2 + (_bias(node) is not None) or node.kind == "einsum"
 
 
@@ -152,7 +152,7 @@ class _Planner:
         inner: set[str | None] = set()
         for index in range(len(self.nodes)):
             if self.flow.is_product(index) and mixes[index]:
-                inner |= {self.flow.parameters[i.node] for i in self.nodes[index].inputs}
+                inner |= {self.nodes[i.node].origin for i in self.nodes[index].inputs}
         named = frozenset(name for name in inner if name is not None)
         return named & self.settings.weights.readouts
 
@@ -266,7 +266,7 @@ class _Planner:
             return None, "unchanged", "adds a constant"
         if set(self.consumers[index].values()) == {"detach"}:
             return None, "unchanged", "is detached: the rest of a straight-through gradient"
-        weights = [self.flow.parameters[i.node] for i in node.inputs if self.nodes[i.node].computed]
+        weights = [source.origin for source in sources if source.computed]
         if weights and not any(name in self.settings.weights.factors for name in weights):
             return None, "unchanged", "adds a bias"
         return (Step(op="add"), "scaled", "") if node.kind == "add" else None
@@ -303,7 +303,7 @@ class _Planner:
             return self._without_rule(node, kind)
         if kind in KEPT:
             return None, "unchanged", "keeps the scale"
-        weights = {self.flow.parameters[i.node] for i in node.inputs}
+        weights = {self.nodes[i.node].origin for i in node.inputs}
         slots = (*self.arguments.scaled(node), *one_hot(self.flow, node))
         if kind == "linear" and weights & (self.settings.weights.readouts - self.inner):
             return Step(op="linear_readout", slots=slots), "scaled", "readout: 1/fan_in"
