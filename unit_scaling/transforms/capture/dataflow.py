@@ -38,7 +38,6 @@ class Flow:
         for index, sources in enumerate(self.sources):
             for source in sources:
                 self.readers[source].append(index)
-        self.parameters = _parameter_origins(self.nodes)
         self.data = self._data()
         self.parents = self._dominators()
 
@@ -155,12 +154,3 @@ class Flow:
             parents[index] = common
             depth[index] = depth[common] + 1 if common >= 0 else 0
         return parents
-
-
-def _parameter_origins(nodes: list[CallNode]) -> list[str | None]:
-    """For each node, the parameter that it is, or is a view or copy of."""
-    origins: list[str | None] = []
-    for node in nodes:
-        moved = node.kind in TRANSPARENT and node.inputs
-        origins.append(origins[node.inputs[0].node] if moved else node.parameter)
-    return origins

@@ -90,9 +90,9 @@ class CallNode:
     path: of the running module. live: whether it depends on a parameter or a floating-point input.
     computed: whether it depends on parameters only. rms: of the values, if computed. wanted:
     whether it is an input that requires a gradient. where: file and line of the call. zero: whether
-    it is a constant of zeros. site: as in `Place`. inside: the autograd function that makes the
-    call, or `DISTRIBUTION`. written: the arguments that the result is written into. results: the
-    number of result tensors.
+    it is a constant of zeros. origin: the parameter that it is, or is a view or copy of. site: as
+    in `Place`. inside: the autograd function that makes the call, or `DISTRIBUTION`. written: the
+    arguments that the result is written into. results: the number of result tensors.
     """
 
     key: Key | None
@@ -104,6 +104,7 @@ class CallNode:
     kwargs: dict[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
     parameter: str | None = None
+    origin: str | None = None
     live: bool = False
     computed: bool = False
     floating: bool = False
@@ -120,6 +121,11 @@ class CallNode:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def tensors(self) -> dict[Slot, Tensor]:
+        """The tensor arguments by slot."""
+        return dict((*tensors_in(self.args), *tensors_in(self.kwargs)))
 
     @property
     def kind(self) -> str:
@@ -239,6 +245,7 @@ class Recorder(FirstLook):
         node = CallNode(key, name, path, function, inputs, args, kwargs)
         node.where, node.inside, node.site = _location()
         sources = [self.graph.nodes[i.node] for i in inputs]
+        node.origin = sources[0].origin if kind in TRANSPARENT and inputs else None
         node.computed = _computed(node.kind, sources)
         if path in self._parametrizations:
             node.computed = any(s.computed for s in sources)
@@ -284,7 +291,8 @@ class Recorder(FirstLook):
             self._kept.append(tensor)
         if id(tensor) not in self._node_of:
             name = self._parameters.get(id(tensor))
-            node = CallNode(None, name or "input", shape=tuple(tensor.shape), parameter=name)
+            node = CallNode(None, name or "input", shape=tuple(tensor.shape))
+            node.parameter = node.origin = name
             node.floating = tensor.is_floating_point() or tensor.is_complex()
             node.masking = name is None and _any_masking([tensor])
             node.computed = name is not None
@@ -368,17 +376,11 @@ class Recorder(FirstLook):
     def _original(self, arguments: Any, inputs: list[Input]) -> Any:
         """Arguments with parameters multiplied back to their original scale."""
         args, kwargs = arguments
-        names = {i.slot: self._parameter(self.graph.nodes[i.node]) or "" for i in inputs}
+        names = {i.slot: self.graph.nodes[i.node].origin or "" for i in inputs}
         factors = {slot: self._factors.get(name, 1.0) for slot, name in names.items()}
         values = dict((*tensors_in(args), *tensors_in(kwargs)))
         scaled = {slot: values[slot] * f for slot, f in factors.items() if f != 1.0}
         return replaced(args, scaled), replaced(kwargs, scaled)
-
-    def _parameter(self, node: CallNode) -> str | None:
-        """The parameter that a node is, or is a view or copy of."""
-        while node.kind in TRANSPARENT and node.inputs:
-            node = self.graph.nodes[node.inputs[0].node]
-        return node.parameter
 
     def _add(self, node: CallNode, sources: list[CallNode], written: list[Tensor]) -> None:
         largest = max(written, key=Tensor.numel, default=None)
@@ -450,8 +452,7 @@ def _all_zero(tensor: Tensor) -> bool:
 
 def is_sparse(node: CallNode) -> bool:
     """Whether a call has a sparse tensor among its arguments."""
-    tensors = (*tensors_in(node.args), *tensors_in(node.kwargs))
-    return any(t.layout is not torch.strided for _, t in tensors)
+    return any(t.layout is not torch.strided for t in node.tensors.values())
 
 
 def sees_the_past(mask: Tensor | None) -> bool:

@@ -29,7 +29,7 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import MASKING, CallGraph, CallNode, Input, tensors_in
+from ..capture.record import MASKING, CallGraph, CallNode, Input
 from ..plan.actions import Plan, Step, Tie
 
 __all__ = ["find_ties"]
@@ -197,7 +197,7 @@ class _Ratios:
     def _call(self, node: CallNode) -> _Call:
         step = self._plan.steps.get(node.key) if node.key is not None else None
         step = step or Step()
-        given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
+        given = node.tensors
         used = [i for i in node.inputs if _has_scale(given[i.slot])]
         factors: dict[Any, float] = {}
         for slot, forward, _ in step.slots:

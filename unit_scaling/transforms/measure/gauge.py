@@ -25,7 +25,7 @@ import torch
 from ...ops.products import is_bias
 from ...rules.table import OPS
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT, is_added
-from ..capture.record import CallNode, Input, Key, Slot, tensors_in
+from ..capture.record import CallNode, Input, Key, Slot
 from ..plan.actions import MEASURED, CallRow, Placed, Settled, Step, with_slots
 from ..plan.planner import Planned
 from ..run.replay import factor_after
@@ -311,7 +311,7 @@ def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
     given = op.bind(node.args, node.kwargs, node.function)
     if given.get("more"):
         return {}
-    slots = {id(t): slot for slot, t in (*tensors_in(node.args), *tensors_in(node.kwargs))}
+    slots = {id(t): slot for slot, t in node.tensors.items()}
     names = op.scales(node.args, node.kwargs, func=node.function).keys()
     tensors = {name: t for name in names if isinstance(t := given.get(name), torch.Tensor)}
     if any(id(t) not in slots for t in tensors.values()):

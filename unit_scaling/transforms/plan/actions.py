@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8.common.report import LEFT_ALONE
 
@@ -17,6 +17,7 @@ __all__ = [
     "MEASURED",
     "CallRow",
     "Decision",
+    "Kept",
     "Placed",
     "Plan",
     "Scaling",
@@ -61,6 +62,14 @@ class Step:
 
 Decision = tuple[Step | None, str, str]
 """(step, what the report says was done or "" for no row, why)."""
+
+
+class Kept(NamedTuple):
+    """A call that keeps its values: as in `Decision`, and a factor of its result."""
+
+    done: str
+    why: str
+    output: float = 1.0
 
 
 @dataclass(frozen=True)

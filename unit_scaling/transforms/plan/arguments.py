@@ -1,19 +1,29 @@
-"""Scale factors for the weights and constants among the arguments of a call."""
+"""Scale factors for the weights and constants among the arguments of a call.
+
+A product with one-hot rows (letters, codes) is a table lookup. Each entry of its result is one
+entry of the weight, not a sum over fan-in, and each row of the weight receives only its share of
+the gradient. Such rows are therefore scaled to RMS 1, like other values.
+"""
 
 from __future__ import annotations
 
 import math
 
+import torch
+from torch import Tensor
+
 from ..capture.dataflow import Flow
-from ..capture.kinds import ADDED, PRODUCTS
-from ..capture.record import CallNode, Slot, rms_of, tensors_in
+from ..capture.kinds import ADDED, PRODUCTS, RECURRENT
+from ..capture.record import CallNode, Slot, rms_of
 from .actions import Scaling, Settings, Step, with_slots
-from .lookups import one_hot
 
 __all__ = ["Arguments"]
 
 _MULTIPLY = PRODUCTS - {kind for kind, added in ADDED.items() if added.name != "bias"}
 """Kinds that multiply all of their arguments, except biases."""
+
+_CHANNELS = frozenset("conv1d conv2d conv3d".split())
+_ROWS = RECURRENT | frozenset("linear matmul mm".split())
 
 _SAME = 0.05
 """A computed weight whose RMS differs less than this from a parameter's is an update of it."""
@@ -34,7 +44,7 @@ class Arguments:
     def restored(self, node: CallNode) -> Step | None:
         """The step that multiplies the weights of a call back to their original scale."""
         found = [
-            (i.slot, self._factors.get(self.flow.parameters[i.node] or "", 1.0))
+            (i.slot, self._factors.get(self.flow.nodes[i.node].origin or "", 1.0))
             for i in node.inputs
         ]
         return with_slots(None, [(slot, f, f) for slot, f in found if f != 1.0])
@@ -45,14 +55,15 @@ class Arguments:
         """
         found = []
         for i in node.inputs:
-            source, name = self.flow.nodes[i.node], self.flow.parameters[i.node] or ""
+            source = self.flow.nodes[i.node]
             if source.computed and len(source.shape) > 1:
-                found.append((i.slot, self._exponents.get(name) or round(math.log2(source.rms))))
+                tagged = self._exponents.get(source.origin or "")
+                found.append((i.slot, tagged or round(math.log2(source.rms))))
         return tuple((slot, exponent) for slot, exponent in found if exponent)
 
     def scaled(self, node: CallNode) -> tuple[Scaling, ...]:
         """The factors of the arguments of a call that is scaled by its rule."""
-        return (*self._computed(node), *self._constant(node))
+        return (*self._computed(node), *(self._one_hot(node) or self._constant(node)))
 
     def _computed(self, node: CallNode) -> list[Scaling]:
         """Divides computed weights (of a parametrization, for example) by their own scale."""
@@ -60,7 +71,7 @@ class Arguments:
             (i.slot, 1 / self._scale(i.node))
             for i in node.inputs
             if self.flow.nodes[i.node].computed
-            and self.flow.parameters[i.node] is None
+            and self.flow.nodes[i.node].origin is None
             and len(self.flow.nodes[i.node].shape) > 1
         ]
         return [(slot, factor, factor) for slot, factor in found]
@@ -82,15 +93,36 @@ class Arguments:
         return 1.0 if split and 0.5 <= weight.rms <= 2 else weight.rms
 
     def _constant(self, node: CallNode) -> list[Scaling]:
-        """Divides constant matrices by their RMS: a cosine transform, a blur, the edges of a graph.
-
-        One-hot rows are handled in `selecting`.
-        """
-        nodes, given = self.flow.nodes, dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
-        if node.kind not in _MULTIPLY or one_hot(self.flow, node):
+        """Divides constant matrices by their RMS: a cosine transform, a blur, the edges of a
+        graph."""
+        nodes, given = self.flow.nodes, node.tensors
+        if node.kind not in _MULTIPLY:
             return []
         constants = [i.slot for i in node.inputs if not nodes[i.node].live and i.numel > 1]
         found = [
             (slot, 1 / rms_of(given[slot])) for slot in constants if len(given[slot].shape) > 1
         ]
         return [(slot, factor, factor) for slot, factor in found if abs(factor - 1) > _NEAR_ONE]
+
+    def _one_hot(self, node: CallNode) -> list[Scaling]:
+        """The factor of a one-hot first argument of a product."""
+        if node.kind not in _CHANNELS | _ROWS:
+            return []
+        slot, first = next(iter(node.tensors.items()))
+        at = node.inputs[0].node
+        source = self.flow.nodes[at]
+        if source.computed or source.live != self.flow.data[at]:
+            return []  # a weight, or computed from one
+        dim = 1 if node.kind in _CHANNELS else -1
+        if first.dim() < 2 or first.shape[dim] < 2 or not _is_one_hot(first, dim):
+            return []
+        factor = float(first.shape[dim]) ** 0.5
+        return [(slot, factor, factor)]
+
+
+@torch.no_grad()
+def _is_one_hot(tensor: Tensor, dim: int) -> bool:
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    ones = tensor == 1
+    return bool((ones.sum(dim) == 1).all()) and bool((ones | (tensor == 0)).all())

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from itertools import pairwise
+
+from fp8.common.report import LEFT_ALONE
 
 from ..capture.dataflow import Flow, reached
 from ..capture.kinds import AVERAGES, CASTS, ELEMENTWISE, LINEAR, MOVES
 from ..capture.record import Place
-from .actions import Decision, Step
-from .patterns import Unit
+from .actions import Kept
+from .interior import Interior
 
 __all__ = ["Carried"]
 
@@ -34,17 +35,23 @@ _FORMED = _ARITHMETIC | MOVES
 _SUMS = frozenset("sum norm vector_norm amax cumsum softmax normalize".split())
 _GATES = _FORMED | AVERAGES | _SUMS
 
+_PARTS = Kept("unchanged", "a running sum in parts: its terms keep one weight")
+_STATE = Kept(LEFT_ALONE, "a state carried through a loop: keeps its values")
+
 
 class Carried:
     """The calls that are not scaled individually, because a loop carries their results.
 
-    adds: the residual adds of the flow, which are excluded. known: place -> loop, of other call
-    signatures; the loops of this flow are added, as a single pass must compute what the loop does.
+    interior: outside of it, sums are not scaled. adds: the residual adds of the flow, which are
+    excluded. known: place -> loop, of other call signatures; the loops of this flow are added, as a
+    single pass must compute what the loop does.
     """
 
-    def __init__(self, flow: Flow, adds: Collection[int], known: dict[Place, int]) -> None:
-        self.flow = flow
-        self.sums: dict[int, int] = {}  # call of a running sum -> number of terms if last, else 1
+    def __init__(
+        self, flow: Flow, interior: Interior, adds: Collection[int], known: dict[Place, int]
+    ) -> None:
+        self.flow, self._interior = flow, interior
+        self._sums: dict[int, int] = {}  # call of a running sum -> number of terms if last, else 1
         self._members: dict[Place, list[int]] = defaultdict(list)
         for index, node in enumerate(flow.nodes):
             if node.function is not None and node.live and not node.computed:
@@ -58,33 +65,22 @@ class Carried:
                 loop = len(known)
                 around = cycle if _is_plain(cycle) else self._around(cycle)
                 known.update({p: loop for p in around if p not in known})
-        self._states = {loop for p, loop in known.items() if not _is_plain({p})}
-        self._loops = {i: loop for p, loop in known.items() for i in self._members.get(p, ())}
-        self._first: dict[int, int] = {}
-        for index in sorted(self._loops, reverse=True):
-            if flow.nodes[index].kind in _ARITHMETIC:
-                self._first[self._loops[index]] = index
+        self._known = known
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._loops or index in self.sums
-
-    def spared(self, units: dict[int, Unit]) -> dict[int, Unit]:
-        """The units that contain none of these calls."""
-        return {end: u for end, u in units.items() if not any(call in self for call in u.calls)}
-
-    def decide(self, index: int, restored: Step | None) -> Decision:
-        """The decision of the plan. restored: the step that restores the scale of the call's
-        weights.
-        """
-        count = self.sums.get(index, 1)
-        if count > 1:
-            step = replace(restored or Step(), output=count**-0.5)
-            return step, "scaled", f"a running sum of {count} terms"
-        if index in self.sums or self._first.get(self._loops[index]) != index:
-            return restored, "", ""
-        if self._loops[index] not in self._states:
-            return restored, "unchanged", "a running sum in parts: its terms keep one weight"
-        return restored, "left alone", "a state carried through a loop: keeps its values"
+    def kept(self) -> dict[int, Kept]:
+        """What the plan does with these calls; the first one of a loop has a row in the report."""
+        states = {loop for p, loop in self._known.items() if not _is_plain({p})}
+        loops = {i: loop for p, loop in self._known.items() for i in self._members.get(p, ())}
+        found, told = dict[int, Kept](), set[int]()
+        for index, loop in sorted(loops.items()):
+            found[index] = Kept("", "")
+            if self.flow.nodes[index].kind in _ARITHMETIC and loop not in told:
+                told.add(loop)
+                found[index] = _STATE if loop in states else _PARTS
+        for index, count in self._sums.items():
+            why = f"a running sum of {count} terms"
+            found[index] = Kept("scaled", why, count**-0.5) if count > 1 else Kept("", "")
+        return found
 
     def _places(self, calls: Iterable[int], edges: list[list[int]]) -> list[Place]:
         found = (self.flow.nodes[other].place for call in calls for other in edges[call])
@@ -102,8 +98,9 @@ class Carried:
         if len(cycle) > 1 or self.flow.nodes[calls[0]].kind != "add" or not chain:
             return False
         if self.flow.nodes[calls[-1]].numel > 1 and not self.flow.data[calls[-1]]:
-            self.sums |= dict.fromkeys(calls, 1)
-            self.sums[calls[-1]] = 1 + sum(len(self.flow.sources[i]) > 1 for i in calls)
+            terms = 1 + sum(len(self.flow.sources[i]) > 1 for i in calls)
+            sums = dict.fromkeys(calls, 1) | {calls[-1]: terms}
+            self._sums |= {i: count for i, count in sums.items() if i in self._interior}
         return True
 
     def _around(self, cycle: set[Place]) -> set[Place]:

@@ -19,7 +19,6 @@ multiplied by one factor that brings it to RMS 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,8 +35,8 @@ from ..capture.kinds import (
     SELECTIONS,
 )
 from ..capture.record import Input, Key, rms_of, tensors_in
-from .actions import Decision, Step
-from .patterns import Unit, run_calls
+from .actions import Kept
+from .patterns import run_calls
 
 __all__ = ["Matrices"]
 
@@ -62,7 +61,7 @@ _Root = tuple[int, int]
 
 
 class Matrices:
-    """The calls of all matrix formulas, and the factors of their results.
+    """The calls of all matrix formulas.
 
     settled: factors fixed by earlier plans, by call; new ones are added. scales: parameter name ->
     the number it was divided by; formulas use the original values.
@@ -76,25 +75,18 @@ class Matrices:
         self._mixing = flow.before({i for i in range(len(flow.nodes)) if flow.is_product(i)})
         self._powers = {i for i in range(len(flow.nodes)) if self._is_power(i)}
         self.calls = self._closed(self._seeds())
-        self.factors = self._results(settled)
+        self._settled = settled
 
-    def __contains__(self, index: int) -> bool:
-        return index in self.calls
-
-    def spared(self, units: dict[int, Unit]) -> dict[int, Unit]:
-        """The units that contain none of these calls."""
-        return {end: u for end, u in units.items() if self.calls.isdisjoint(u.calls)}
-
-    def decide(self, index: int, restored: Step | None) -> Decision:
-        """The decision of the plan. restored: the step that restores the scale of the call's
-        weights.
-        """
-        if index in self.factors:
-            factor = self.factors[index]
-            step = replace(restored or Step(), output=factor)
-            return step, "scaled", f"the result of a formula of matrices, factor {factor:.3g}"
-        named = self.flow.is_product(index) or self.flow.nodes[index].kind in ALGEBRA
-        return restored, "unchanged" if named else "", KEEPS
+    def kept(self) -> dict[int, Kept]:
+        """What the plan does with these calls."""
+        found = {}
+        for index in self.calls:
+            named = self.flow.is_product(index) or self.flow.nodes[index].kind in ALGEBRA
+            found[index] = Kept("unchanged" if named else "", KEEPS)
+        for index, factor in self._results().items():
+            why = f"the result of a formula of matrices, factor {factor:.3g}"
+            found[index] = Kept("scaled", why, factor)
+        return found
 
     # Origins of values
 
@@ -240,11 +232,11 @@ class Matrices:
 
     # Results of a formula
 
-    def _results(self, settled: dict[Key, float]) -> dict[int, float]:
+    def _results(self) -> dict[int, float]:
         """The factor of each result that feeds products and that no other call of the formula
         reads.
         """
-        nodes, readers = self.flow.nodes, self.flow.readers
+        nodes, readers, settled = self.flow.nodes, self.flow.readers, self._settled
         ends = [i for i in sorted(self.calls) if self.calls.isdisjoint(readers[i])]
         ends = [i for i in ends if self._mixing[i]]
         ends = [i for i in ends if not all(nodes[r].kind in _ENDS for r in readers[i])]
@@ -260,9 +252,9 @@ class Matrices:
         """The original values of the parameters in the formulas."""
         found: dict[int, Tensor] = {}
         for node in (self.flow.nodes[call] for call in self.calls):
-            given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
+            given = node.tensors
             for i in node.inputs:
-                name = self.flow.parameters[i.node]
+                name = self.flow.nodes[i.node].origin
                 if name is not None:
                     found[i.node] = given[i.slot] * self._scales.get(name, 1.0)
         return found

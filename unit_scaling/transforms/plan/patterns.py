@@ -242,7 +242,7 @@ def _spelling(flow: Flow, unit: Unit) -> str:
     parts = [unit.name, "" if unit.name == "formula" else str(_entry_shape(flow, unit))]
     for call in unit.calls:
         node = flow.nodes[call]
-        tensors = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
+        tensors = node.tensors
         marks: dict[Slot, Any] = {
             i.slot: place.get(i.node) or _mark(tensors[i.slot]) for i in node.inputs
         }
@@ -279,7 +279,7 @@ def _sampled(flow: Flow, unit: Unit) -> float:
 def _entry_shape(flow: Flow, unit: Unit) -> tuple[int, ...]:
     """The shape of the input of a unit, which may be one of several results of a call."""
     for node in (flow.nodes[call] for call in unit.calls):
-        given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
+        given = node.tensors
         for i in node.inputs:
             if i.node == unit.entry:
                 return tuple(given[i.slot].shape)
@@ -299,7 +299,7 @@ def run_calls(
     device = next((x.device for x in inputs.values()), None)
     for call in calls:
         node = flow.nodes[call]
-        given = dict((*tensors_in(node.args), *tensors_in(node.kwargs)))
+        given = node.tensors
         tensors: dict[Slot, Any] = {
             i.slot: values[i.node][i.part].clone()  # the call may write in place
             if i.node in values

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fp8.common.report import LEFT_ALONE
 
@@ -34,21 +34,19 @@ from ..capture.kinds import (
     ELEMENTWISE,
     KEPT,
     LAYERS,
-    LIMITED,
     NEUTRAL,
     PRODUCTS,
     RECURRENT,
     TRANSPARENT,
     is_added,
 )
-from ..capture.record import DISTRIBUTION, CallGraph, CallNode, Slot, is_sparse, tensors_in
-from .actions import CallRow, Decision, Plan, Settings, Step, with_slots
+from ..capture.record import DISTRIBUTION, CallGraph, CallNode, Slot, is_sparse
+from .actions import CallRow, Decision, Kept, Plan, Settings, Step, with_slots
 from .arguments import Arguments
 from .attention import Attention
 from .carried import Carried
-from .cosines import cosine_calls
 from .interior import Interior
-from .lookups import DISTANCE, consumers, distances, one_hot
+from .kept import consumers, cosines, distances, limited
 from .matrices import Matrices
 from .patterns import Unit, find_units
 from .residuals import Residuals, find_residuals
@@ -57,8 +55,9 @@ __all__ = ["Planned", "make_plan"]
 
 _NOTHING: Decision = (None, "", "")
 _OUTSIDE = "not between two layers: keeps its values"
-_COSINE = "of a cosine, after the last layer: keeps its values"
-_LIMITED = "its logarithm or the like is taken: keeps its range"
+_DISTANCE = "in a distance whose argmin is taken: keeps its values"
+_COSINE = Kept("unchanged", "of a cosine, after the last layer: keeps its values")
+_LIMITED = Kept("unchanged", "its logarithm or the like is taken: keeps its range")
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _is_multilinear(node: CallNode) -> bool:
     """Whether a call is a product of its tensors, or that and a bias."""
     if node.kind not in PRODUCTS - ATTENTION or node.inside or node.written or is_sparse(node):
         return False
-    given = [t for _, t in tensors_in((node.args, node.kwargs)) if t.is_floating_point()]
+    given = [t for t in node.tensors.values() if t.is_floating_point()]
     return len(given) == 2 + (_bias(node) is not None) or node.kind == "einsum"
 
 
@@ -128,15 +127,25 @@ class _Planner:
         self.interior = Interior(flow, settings.whole)
         self.units: dict[int, Unit] = {}
         self.residuals = Residuals()
-        self.matrices = Matrices(flow, settings.weights.factors, settings.settled.units)
+        formulas = Matrices(flow, settings.weights.factors, settings.settled.units).kept()
         if not settings.preserve:
             self.units = find_units(flow, _has_rule, settings.settled.units)
-            self.residuals = find_residuals(flow, settings.residual, self.matrices.calls)
-        self.carried = Carried(flow, self.residuals.adds, settings.settled.carried)
-        self.units = self.matrices.spared(self.carried.spared(self.units))
-        self.units = {i: u for i, u in self.units.items() if i in self.interior}
-        self.cosines = cosine_calls(flow, self.interior)
+            self.residuals = find_residuals(flow, settings.residual, formulas)
+        settled = settings.settled.carried
+        carried = Carried(flow, self.interior, self.residuals.adds, settled).kept()
+        self.kept = carried | formulas
+        self.units = {
+            last: unit
+            for last, unit in self.units.items()
+            if last in self.interior and self.kept.keys().isdisjoint(unit.calls)
+        }
         self.within = {call for unit in self.units.values() for call in unit.calls}
+        bounded = filter(self._has_one_factor, limited(flow, self.interior))
+        self.kept = (
+            dict.fromkeys(bounded, _LIMITED)
+            | dict.fromkeys(cosines(flow, self.interior), _COSINE)
+            | self.kept
+        )
         self.inner = self._inner_readouts()
         self.arguments = Arguments(flow, settings)
         self.attention = Attention(flow, settings)
@@ -152,18 +161,21 @@ class _Planner:
         inner: set[str | None] = set()
         for index in range(len(self.nodes)):
             if self.flow.is_product(index) and mixes[index]:
-                inner |= {self.flow.parameters[i.node] for i in self.nodes[index].inputs}
+                inner |= {self.nodes[i.node].origin for i in self.nodes[index].inputs}
         named = frozenset(name for name in inner if name is not None)
         return named & self.settings.weights.readouts
+
+    def _has_one_factor(self, index: int) -> bool:
+        """Whether a call of the interior is elementwise, or the last one of a unit."""
+        alone = self.nodes[index].kind in ELEMENTWISE and index not in self.within
+        return index in self.interior and (alone or index in self.units)
 
     def is_checked(self, index: int, row: CallRow) -> bool:
         """Whether a measurement may correct the factor of a call."""
         free = row.done in ("scaled", LEFT_ALONE) and not self.settings.preserve
         free = free and index not in self.residuals.adds and index not in self.attention.of_others
         free = free and not self.nodes[index].inside and not row.why.startswith("readout")
-        seeds = (self.distances, self.matrices, self.carried, self.cosines)
-        if any(index in seed for seed in seeds):
-            return False
+        free = free and index not in self.distances and index not in self.kept
         return free and (index in self.interior or self.flow.is_product(index))
 
     def decide(self, index: int, node: CallNode) -> tuple[Step | None, CallRow | None]:
@@ -186,12 +198,11 @@ class _Planner:
         if self.settings.preserve:
             return self._preserve(node, kind)
         if index in self.distances:
-            return None, "unchanged", DISTANCE
+            return None, "unchanged", _DISTANCE
         if node.computed:
             return self._weight(node, kind)
-        kept = self._kept_by_seed(index, node)
-        if kept is not None:
-            return kept
+        if index in self.kept:
+            return self._keep(self.kept[index], node)
         if index in self.within:
             return self._unit(index)
         if index in self.residuals.adds:
@@ -211,28 +222,11 @@ class _Planner:
 
     # Deciders by kind of call
 
-    def _kept_by_seed(self, index: int, node: CallNode) -> Decision | None:
-        if index in self.matrices:
-            return self.matrices.decide(index, self.arguments.restored(node))
-        if index in self.carried and (index in self.interior or index not in self.carried.sums):
-            return self.carried.decide(index, self.arguments.restored(node))
-        if index in self.cosines:
-            return self.arguments.restored(node), "unchanged", _COSINE
-        own = index in self.units or (node.kind in ELEMENTWISE and index not in self.within)
-        if own and index in self.interior and self._is_limited(index):
-            return self.arguments.restored(node), "unchanged", _LIMITED
-        return None
-
-    def _is_limited(self, index: int) -> bool:
-        """Whether a function that is defined on an interval alone reads a value, after the last
-        layer, perhaps through elementwise calls.
-        """
-        return any(
-            self.nodes[reader].kind in LIMITED
-            or (self.nodes[reader].kind in ELEMENTWISE | TRANSPARENT and self._is_limited(reader))
-            for reader in self.flow.readers[index]
-            if reader not in self.interior
-        )
+    def _keep(self, kept: Kept, node: CallNode) -> Decision:
+        step = self.arguments.restored(node)
+        if kept.output != 1:
+            step = replace(step or Step(), output=kept.output)
+        return step, kept.done, kept.why
 
     def _outside(self, node: CallNode, kind: str) -> Decision:
         restored = self.arguments.restored(node)
@@ -266,7 +260,7 @@ class _Planner:
             return None, "unchanged", "adds a constant"
         if set(self.consumers[index].values()) == {"detach"}:
             return None, "unchanged", "is detached: the rest of a straight-through gradient"
-        weights = [self.flow.parameters[i.node] for i in node.inputs if self.nodes[i.node].computed]
+        weights = [source.origin for source in sources if source.computed]
         if weights and not any(name in self.settings.weights.factors for name in weights):
             return None, "unchanged", "adds a bias"
         return (Step(op="add"), "scaled", "") if node.kind == "add" else None
@@ -303,8 +297,8 @@ class _Planner:
             return self._without_rule(node, kind)
         if kind in KEPT:
             return None, "unchanged", "keeps the scale"
-        weights = {self.flow.parameters[i.node] for i in node.inputs}
-        slots = (*self.arguments.scaled(node), *one_hot(self.flow, node))
+        weights = {self.nodes[i.node].origin for i in node.inputs}
+        slots = self.arguments.scaled(node)
         if kind == "linear" and weights & (self.settings.weights.readouts - self.inner):
             return Step(op="linear_readout", slots=slots), "scaled", "readout: 1/fan_in"
         if kind in PRODUCTS:

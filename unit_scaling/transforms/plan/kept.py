@@ -1,20 +1,25 @@
-"""Cosines after the last layer: they keep their values.
+"""Calls that keep their values because of what reads them.
 
-A direction is a value divided by its norm. The product of two directions, or of a direction and a
-constant, is at most 1 by design: a margin is added to its angle, or a temperature turns it into a
-logit. If the product feeds no layer, the directions and the product keep their values. In attention
-it is a logit like any other. Directions read by an autograd function keep their values as well,
-because its calls are left alone.
+1. *Distances* whose argmin is taken: a decomposed one, ``a**2 + b**2 - 2 * a @ b.T``, sums scaled
+   and unscaled terms.
+2. *Cosines* after the last layer. A direction is a value divided by its norm. The product of two
+   directions, or of a direction and a constant, is at most 1 by design: a margin is added to its
+   angle, or a temperature turns it into a logit. In attention it is a logit like any other.
+   Directions read by an autograd function keep their values as well, because its calls are left
+   alone.
+3. Values of functions that are defined on an *interval* alone, after the last layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ..capture.dataflow import Flow
-from ..capture.kinds import CASTS, MOVES
-from ..capture.record import DISTRIBUTION, CallNode
+from ..capture.kinds import CASTS, ELEMENTWISE, LIMITED, MOVES, TRANSPARENT
+from ..capture.record import DISTRIBUTION, CallGraph, CallNode
 from .interior import Interior
 
-__all__ = ["cosine_calls"]
+__all__ = ["consumers", "cosines", "distances", "limited"]
 
 _PRODUCTS = frozenset("linear matmul mm bmm mv einsum tensordot mul".split())
 _NORMS = frozenset(["norm", "vector_norm"])
@@ -22,8 +27,40 @@ _KEEPS = MOVES | CASTS | {"detach"}
 _BOUNDED = MOVES | CASTS | frozenset("clamp clamp_min maximum add".split())
 
 
-def cosine_calls(flow: Flow, interior: Interior) -> set[int]:
-    """The calls that compute the directions of such cosines, and their products."""
+def consumers(graph: CallGraph) -> list[dict[int, str]]:
+    """For each node, the calls that read it, as an index too, and their kinds."""
+    readers: list[dict[int, str]] = [{} for _ in graph.nodes]
+    for index, node in enumerate(graph.nodes):
+        for i in node.inputs:
+            readers[i.node][index] = node.kind
+    return readers
+
+
+def distances(readers: Sequence[Mapping[int, str]]) -> set[int]:
+    """The calls whose results are used only by an argmin. readers: as returned by `consumers`."""
+    found: set[int] = set()
+    for index in reversed(range(len(readers))):
+        kinds = {kind for reader, kind in readers[index].items() if reader not in found}
+        if readers[index] and kinds <= {"argmin"}:
+            found.add(index)
+    return found
+
+
+def limited(flow: Flow, interior: Interior) -> set[int]:
+    """The calls that a function defined on an interval alone reads outside the interior, perhaps
+    through elementwise calls."""
+    found: set[int] = set()
+    for index in reversed(range(len(flow.nodes))):
+        for reader in flow.readers[index]:
+            kind = flow.nodes[reader].kind
+            passes = kind in ELEMENTWISE | TRANSPARENT and reader in found
+            if reader not in interior and (kind in LIMITED or passes):
+                found.add(index)
+    return found
+
+
+def cosines(flow: Flow, interior: Interior) -> set[int]:
+    """The calls that compute directions, and their products, after the last layer."""
     made: list[set[int]] = []  # for each node, the calls that compute its directions
     found: set[int] = set()
     for index, node in enumerate(flow.nodes):
