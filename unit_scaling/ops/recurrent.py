@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ __all__ = [
     "rnn_tanh",
     "rnn_tanh_cell",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 States = list[Tensor]
 """The hidden state (batch, hidden), then the cell state if there is one."""
@@ -85,21 +88,6 @@ def _relu_step(x: Tensor, h: Tensor, states: States) -> States:
     return [_gates(x, h, 1).relu() * RELU_FACTOR]
 
 
-def _cell(
-    step: Step,
-    input: Tensor,
-    states: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-    weight_factor: bool,
-) -> States:
-    inner, outer = _scales(w_ih, w_hh, weight_factor)
-    h = linear(states[0], w_hh, b_hh, outer)
-    return step(linear(input, w_ih, b_ih, inner), h, list(states))
-
-
 def _scales(w_ih: Tensor, w_hh: Tensor, weight_factor: bool) -> tuple[Constraint, Constraint]:
     """The constraints of the input and hidden products; without a factor of weight gradients, their
     scales.
@@ -127,18 +115,18 @@ def _direction(
     return torch.stack(outputs), states
 
 
-def _recurrent(
+def _layer(
     step: Step,
     input: Tensor,
-    states: Sequence[Tensor],
+    hx: Sequence[Tensor],
     params: Sequence[Tensor],
-    has_biases: object,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-    weight_factor: bool,
+    has_biases: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    train: bool = False,
+    bidirectional: bool = False,
+    batch_first: bool = False,
+    weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
     """(all outputs of the last layer, the last of each kind of state, layer by layer)."""
     if not isinstance(has_biases, bool):
@@ -154,7 +142,7 @@ def _recurrent(
             i = layer * directions + direction
             given = sequence.flip(0) if direction else sequence
             weights = params[i * count : (i + 1) * count]
-            output, final = _direction(step, given, [s[i] for s in states], weights, weight_factor)
+            output, final = _direction(step, given, [s[i] for s in hx], weights, weight_factor)
             outputs.append(output.flip(0) if direction else output)
             last.append(final)
         sequence = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
@@ -189,50 +177,7 @@ def _cell_scales(factor: float, input: Tensor) -> Scales:
     return {"output": factor, "w_ih": grad, "w_hh": grad, "b_ih": grad, "b_hh": grad}
 
 
-_LSTM_RULE = (
-    "5.2 for the hidden state, which is a sigmoid times the tanh of a cell state of RMS 0.4."
-)
-lstm_scales = with_first(_layer_scales, LSTM_FACTOR, "lstm_scales", _LSTM_RULE)
-
-
-@row(lstm_scales, adapters={torch.lstm: _unpacked})
-def lstm(
-    input: Tensor,
-    hx: Sequence[Tensor],
-    params: Sequence[Tensor],
-    has_biases: bool = True,
-    num_layers: int = 1,
-    dropout: float = 0.0,
-    train: bool = False,
-    bidirectional: bool = False,
-    batch_first: bool = False,
-    weight_factor: bool = True,
-) -> tuple[Tensor, ...]:
-    """Computes the output, hidden state and cell state of `torch.nn.LSTM`, unit-scaled.
-
-    It loops over the steps and is slower than torch's kernel. The cell state has torch's scale.
-
-    Args:
-        input: (length, batch, in), or (batch, length, in) if ``batch_first``.
-        hx: hidden and cell state, each (layers * directions, batch, hidden).
-        params: for each layer and direction the weights of input and hidden state and, if
-            ``has_biases``, their biases, as in torch.
-        has_biases: whether ``params`` has biases.
-        num_layers: the number of layers.
-        dropout: the probability of dropout between layers, if ``train``.
-        train: whether to apply dropout.
-        bidirectional: whether each layer has a second, reverse direction.
-        batch_first: whether the batch is the first dimension of ``input`` and output.
-        weight_factor: whether to scale the gradients of the weights.
-
-    Raises:
-        NotImplementedError: the sequence is packed, or proj_size is used.
-    """
-    settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
-    return _recurrent(_lstm_step, input, hx, params, *settings)
-
-
-def _one_state(
+def _one_state_layer(
     step: Step,
     input: Tensor,
     hx: Tensor,
@@ -246,15 +191,11 @@ def _one_state(
     weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
     settings = (has_biases, num_layers, dropout, train, bidirectional, batch_first, weight_factor)
-    return _recurrent(step, input, [hx], params, *settings)
+    return _layer(step, input, [hx], params, *settings)
 
 
-_LSTM_CELL_RULE = "As `lstm_scales`. In a loop of n calls, weight gradients are larger by sqrt(n)."
-lstm_cell_scales = with_first(_cell_scales, LSTM_FACTOR, "lstm_cell_scales", _LSTM_CELL_RULE)
-
-
-@row(lstm_cell_scales, replaces=(torch.lstm_cell,))
-def lstm_cell(
+def _cell(
+    step: Step,
     input: Tensor,
     hx: Sequence[Tensor],
     w_ih: Tensor,
@@ -263,13 +204,9 @@ def lstm_cell(
     b_hh: Tensor | None = None,
     weight_factor: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Computes one step of `lstm`: the next hidden and cell state.
-
-    Args:
-        input: (batch, in).
-        hx: both states, each (batch, hidden).
-    """
-    return tuple(_cell(_lstm_step, input, hx, w_ih, w_hh, b_ih, b_hh, weight_factor))
+    inner, outer = _scales(w_ih, w_hh, weight_factor)
+    h = linear(hx[0], w_hh, b_hh, outer)
+    return tuple(step(linear(input, w_ih, b_ih, inner), h, list(hx)))
 
 
 def _one_state_cell(
@@ -285,50 +222,95 @@ def _one_state_cell(
     return _cell(step, input, [hx], w_ih, w_hh, b_ih, b_hh, weight_factor)[0]
 
 
-def _layer(
-    name: str, step: Step, factor: float, about: str, rule: str
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Adds the row of a layer with one state. about, rule: docstrings of the op and its rule."""
-    scales = with_first(_layer_scales, factor, f"{name}_scales", rule)
-    op = with_first(_one_state, step, name, about)
-    return row(scales, adapters={getattr(torch, name): _unpacked})(op)
+def _op(
+    name: str,
+    body: Callable[Concatenate[Step, P], R],
+    step: Step,
+    factor: float,
+    about: str,
+    rule: str,
+) -> Callable[P, R]:
+    """Adds the row of torch's function ``name``. about, rule: docstrings of the op and its rule."""
+    theirs, is_cell = getattr(torch, name), name.endswith("_cell")
+    scales = with_first(_cell_scales if is_cell else _layer_scales, factor, f"{name}_scales", rule)
+    adapters = {} if is_cell else {theirs: _unpacked}
+    return row(scales, replaces=(theirs,), adapters=adapters)(with_first(body, step, name, about))
 
 
-def _one_step(name: str, step: Step, factor: float) -> Callable[..., Tensor]:
-    """Adds the row of the cell of the layer ``name``."""
-    rule = f"As `{name}_scales`, and as `lstm_cell_scales` for the weights."
-    scales = with_first(_cell_scales, factor, f"{name}_cell_scales", rule)
-    about = f"""Computes one step of `{name}`: the next hidden state.
+_LSTM = """Computes the output, hidden state and cell state of `torch.nn.LSTM`, unit-scaled.
+
+It loops over the steps and is slower than torch's kernel. The cell state has torch's scale.
 
 Args:
-    input: (batch, in).
-    hx: (batch, hidden).
+    input: (length, batch, in), or (batch, length, in) if ``batch_first``.
+    hx: hidden and cell state, each (layers * directions, batch, hidden).
+    params: for each layer and direction the weights of input and hidden state and, if
+        ``has_biases``, their biases, as in torch.
+    has_biases: whether ``params`` has biases.
+    num_layers: the number of layers.
+    dropout: the probability of dropout between layers, if ``train``.
+    train: whether to apply dropout.
+    bidirectional: whether each layer has a second, reverse direction.
+    batch_first: whether the batch is the first dimension of ``input`` and output.
+    weight_factor: whether to scale the gradients of the weights.
+
+Raises:
+    NotImplementedError: the sequence is packed, or proj_size is used.
 """
-    op = with_first(_one_state_cell, step, f"{name}_cell", about)
-    return row(scales, replaces=(getattr(torch, f"{name}_cell"),))(op)
 
+_RNN = "Computes output and hidden state of `torch.nn.RNN`{}, unit-scaled; arguments as in `gru`."
 
-gru = _layer(
+lstm = _op(
+    "lstm",
+    _layer,
+    _lstm_step,
+    LSTM_FACTOR,
+    _LSTM,
+    "5.2 for the hidden state, which is a sigmoid times the tanh of a cell state of RMS 0.4.",
+)
+gru = _op(
     "gru",
+    _one_state_layer,
     _gru_step,
     GRU_FACTOR,
     "Computes output and hidden state of `torch.nn.GRU`, unit-scaled; as `lstm` with one state.",
     "2.5 for the hidden state: the candidate is scaled such that the state has RMS 1.",
 )
-rnn_tanh = _layer(
-    "rnn_tanh",
-    _tanh_step,
-    TANH_FACTOR,
-    "Computes output and hidden state of `torch.nn.RNN`, unit-scaled; arguments as in `gru`.",
-    "1/RMS of tanh.",
+rnn_tanh = _op(
+    "rnn_tanh", _one_state_layer, _tanh_step, TANH_FACTOR, _RNN.format(""), "1/RMS of tanh."
 )
-rnn_relu = _layer(
+rnn_relu = _op(
     "rnn_relu",
+    _one_state_layer,
     _relu_step,
     RELU_FACTOR,
-    "Computes output and hidden state of `torch.nn.RNN` with relu, unit-scaled; as `gru`.",
+    _RNN.format(" with relu"),
     "1/RMS of relu.",
 )
-gru_cell = _one_step("gru", _gru_step, GRU_FACTOR)
-rnn_tanh_cell = _one_step("rnn_tanh", _tanh_step, TANH_FACTOR)
-rnn_relu_cell = _one_step("rnn_relu", _relu_step, RELU_FACTOR)
+
+_CELL = """Computes one step of `{}`: the next {}.
+
+Args:
+    input: (batch, in).
+    hx: {}(batch, hidden).
+"""
+_CELL_RULE = "As `{}_scales`. In a loop of n calls, weight gradients are larger by sqrt(n)."
+
+lstm_cell = _op(
+    "lstm_cell",
+    _cell,
+    _lstm_step,
+    LSTM_FACTOR,
+    _CELL.format("lstm", "hidden and cell state", "both states, each "),
+    _CELL_RULE.format("lstm"),
+)
+
+
+def _one_state_op(name: str, step: Step, factor: float) -> Callable[..., Tensor]:
+    about = _CELL.format(name, "hidden state", "")
+    return _op(f"{name}_cell", _one_state_cell, step, factor, about, _CELL_RULE.format(name))
+
+
+gru_cell = _one_state_op("gru", _gru_step, GRU_FACTOR)
+rnn_tanh_cell = _one_state_op("rnn_tanh", _tanh_step, TANH_FACTOR)
+rnn_relu_cell = _one_state_op("rnn_relu", _relu_step, RELU_FACTOR)
