@@ -13,7 +13,7 @@ from ..common.validation import check_between, check_choice, check_flag, check_k
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
-from .rules import CORRECTED, RULES, scale_format
+from .rules import CORRECTED, E8M0, RULES, scale_format
 from .scaling import SCALINGS
 
 __all__ = ["SIGNS", "Cast"]
@@ -72,7 +72,8 @@ class Cast:
     signs: str = "fixed"
 
     text: ClassVar[str]
-    """Set per instance: its fields in one string, for the reason given at `Format.text`."""
+    """Set per instance: what its rounding depends on, in one string, for the reason given at
+    `Format.text`."""
 
     def __post_init__(self) -> None:
         format = get_format(self.format)
@@ -102,9 +103,9 @@ class Cast:
                 "plain operand"
             )
         inner = self.format.text if isinstance(self.format, Format) else self.format
-        numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits)
-        numbers = (*numbers, int(self.mean), self.hadamard)
-        names = (self.scaling, self.rule or "", self.rounding, self.overflow, self.signs)
+        rule = (self.rule or "") + (E8M0 if self.scaling == "mx" else "")
+        numbers = (*(self.tile or ()), self.margin, self.random_bits, int(self.mean), self.hadamard)
+        names = (rule, self.rounding, self.overflow, self.signs)
         object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
 
     def _complete(self) -> None:
