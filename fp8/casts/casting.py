@@ -23,7 +23,7 @@ from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
 from ..recipes.cast import Cast
 from ..recipes.recipe import Recipe
-from ..recipes.rules import CORRECTED, E8M0, scale_format
+from ..recipes.rules import CORRECTED, scale_format
 from ..recipes.scaling import (
     corrected,
     history_scale,
@@ -95,10 +95,38 @@ class Spec(NamedTuple):
     """The operand's label for `fp8.stats`; "": not sampled."""
 
     @property
-    def settings(self) -> tuple[Any, ...]:
-        """All fields but the label. Casts with equal settings compute the same, but for random
+    def settings(self) -> Spec:
+        """The spec without its label. Casts with equal settings compute the same, but for random
         bits."""
-        return self[:-1]
+        return self._replace(label="")
+
+    @property
+    def text(self) -> str:
+        """The fields in one string without the label, as `Cast.text`: an argument of operators."""
+        names = (self.format, self.rule or "", self.rounding, self.overflow, self.signs)
+        numbers = (*self.tile, self.margin, self.random_bits)
+        numbers = (*numbers, int(self.mean), self.residual, self.hadamard)
+        return ";".join([*names, *map(str, numbers)])
+
+    @staticmethod
+    def from_text(text: str, label: str = "") -> Spec:
+        """The spec with this `text`."""
+        format, rule, rounding, overflow, signs, *numbers = text.rsplit(";", 11)
+        across, along, margin, random_bits, mean, residual, hadamard = map(int, numbers)
+        return Spec(
+            format=format,
+            rule=rule or None,
+            tile=(across, along),
+            margin=margin,
+            rounding=rounding,
+            overflow=overflow,
+            random_bits=random_bits,
+            mean=bool(mean),
+            residual=residual,
+            hadamard=hadamard,
+            signs=signs,
+            label=label,
+        )
 
     @property
     def is_sum(self) -> bool:
@@ -127,16 +155,7 @@ def spec_of(cast: Cast | None) -> Spec | None:
     return _known_spec(cast.text)
 
 
-def _spec(text: str) -> Spec:
-    format, scaling, rule, rounding, overflow, signs, *numbers = text.rsplit(";", 13)
-    rule += E8M0 if scaling == "mx" else ""
-    across, along, margin, _, random_bits, mean, residual, hadamard = map(int, numbers)
-    tile = (across, along)
-    rest = (margin, rounding, overflow, random_bits, bool(mean), residual, hadamard, signs)
-    return Spec(format, rule or None, tile, *rest)
-
-
-_known_spec = compiled_as(_spec)(cache(_spec))
+_known_spec = compiled_as(Spec.from_text)(cache(Spec.from_text))
 
 
 def shifted(spec: Spec | None, exponent: int) -> Spec | None:

@@ -76,17 +76,6 @@ def aligned(offs: Tensor, multiple: int) -> Tensor:
     return (-(-sizes // multiple) * multiple).cumsum(0, dtype=torch.int32)
 
 
-def _fields(spec: Spec) -> tuple[Any, ...]:
-    """The fields of a spec as arguments of the operator, which takes no tuple."""
-    format, rule, tile, *rest = spec
-    return format, rule, *tile, *rest
-
-
-def _spec(format: str, rule: str | None, across: int, along: int, *rest: Any) -> Spec:
-    """The spec with these `_fields`."""
-    return Spec(format, rule, (across, along), *rest)
-
-
 def _like(x: Tensor, offs: Tensor | None, split: int, axis: int, hadamard: int) -> Tensor:
     """Zeros for the cast operand: `rotated` fills the summed axis up to a multiple of its size, of
     each group if it splits that axis."""
@@ -104,10 +93,7 @@ def _like(x: Tensor, offs: Tensor | None, split: int, axis: int, hadamard: int) 
     "fp8::cast_groups",
     mutates_args=(),
     schema="(Tensor x, Tensor? offs, Tensor? history, Tensor? turn, int split, int axis, "
-    "bool record, bool apart, str format, str? rule, int across, int along, int margin, "
-    "str rounding, str overflow, int random_bits, bool mean, int residual, int hadamard, "
-    "str signs, str label) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "bool record, bool apart, str text, str label) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _cast_groups(
     x: Tensor,
@@ -118,12 +104,13 @@ def _cast_groups(
     axis: int,
     record: bool,
     apart: bool,
-    *fields: Any,
+    text: str,
+    label: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The cast operand, its scale factors, the units of groups, and the history afterwards. split:
     the axis that groups split, if x is one matrix. axis: the axis that the product sums over.
-    apart: whether the result is that of `group_codes`. fields: of the spec."""
-    spec = _spec(*fields)
+    apart: whether the result is that of `group_codes`. text, label: of the spec."""
+    spec = Spec.from_text(text, label)
     y, scales, units, after = _results(x, offs, history, split, axis, apart, spec.hadamard)
     states: list[Tensor] = [] if history is None else group_states(after)
     ends = offs if offs is None or split != axis else aligned(offs, spec.hadamard)
@@ -184,9 +171,10 @@ def _(
     axis: int,
     record: bool,
     apart: bool,
-    *fields: Any,
+    text: str,
+    label: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _results(x, offs, history, split, axis, apart, _spec(*fields).hadamard)
+    return _results(x, offs, history, split, axis, apart, Spec.from_text(text).hadamard)
 
 
 def cast_groups(
@@ -253,7 +241,7 @@ def _cast(
     apart: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first results of `_cast_groups`; writes the last into ``history``."""
-    arguments = (offs, history, turn, split, axis, record, apart, *_fields(spec))
+    arguments = (offs, history, turn, split, axis, record, apart, spec.text, spec.label)
     y, scales, units, after = torch.ops.fp8.cast_groups(plain(x).detach(), *arguments)
     if history is not None and record:
         with torch.no_grad():

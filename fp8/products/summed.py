@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Spec, turn_of
+from ..casts.casting import Spec, format_of, turn_of
 from ..casts.codes import Codes, codes, narrowed, widened
 from ..casts.groups import aligned, group_codes, pieces, product_shape
 from ..casts.operands import Casts, one_copy
@@ -215,19 +215,12 @@ def multiply(
             y: Tensor = torch.ops.fp8.multiply_groups(first, second.mT, offs, 1.0)
             return y
         return torch.matmul(first, second.mT)
-    formats = [spec.format for spec in (of_a, of_b)]
-    stored = [scale_format(spec.rule) for spec in (of_a, of_b)]
-    settings = (formats, stored, [*of_a.tile, *of_b.tile], sums)
-    if not split:
-        turned = [x.values.mT.is_contiguous() for x in (a, b)]
-        left, right = (
-            x.values.mT if turn else x.values for x, turn in zip((a, b), turned, strict=True)
-        )
-        y = _summed(left, *a[1:], right, *b[1:], *settings, turned)
-        return y
     if offs is not None and a.values.dim() == b.values.dim():
         offs = aligned(offs, of_a.hadamard)
-    y = _summed_groups(*a, *b, offs, *settings)
+    turned = [x.values.mT.is_contiguous() for x in (a, b)]
+    left, right = _as_used(a.values, b.values, turned)
+    settings = (of_a.text, of_b.text, sums, bool(split), turned)
+    y = _summed(left, a.scale, a.unit, right, b.scale, b.unit, offs, *settings)
     return y
 
 
@@ -244,7 +237,7 @@ def _decoded(x: Codes, spec: Spec | None, split: int) -> Tensor:
     "fp8::summed",
     mutates_args=(),
     schema="(Tensor a, Tensor a_scale, Tensor? a_unit, Tensor b, Tensor b_scale, Tensor? b_unit, "
-    "str[] formats, str[] scale_formats, int[] tiles, str sums, bool[] turned) -> Tensor",
+    "Tensor? offs, str of_a, str of_b, str sums, bool grouped, bool[] turned) -> Tensor",
 )
 def _summed(
     a: Tensor,
@@ -253,17 +246,29 @@ def _summed(
     b: Tensor,
     b_scale: Tensor,
     b_unit: Tensor | None,
-    formats: list[str],
-    scale_formats: list[str],
-    tiles: list[int],
+    offs: Tensor | None,
+    of_a: str,
+    of_b: str,
     sums: str,
+    grouped: bool,
     turned: list[bool],
 ) -> Tensor:
-    """The product of the operands, of which those that are ``turned`` are given as transposes: in
-    the order of their memory, as the compiler fails on casts of one tensor in two orders."""
+    """The product of the operands, or that of each group of `group_codes`, zero outside of all
+    groups. of_a, of_b: the texts of their specs. Those that are ``turned`` are given as transposes:
+    in the order of their memory, as the compiler fails on casts of one tensor in two orders."""
     a, b = _as_used(a, b, turned)
     left, right = Codes(a, a_scale, a_unit), Codes(b, b_scale, b_unit)
-    return _product(left, right, formats, scale_formats, tiles, sums)
+    specs = Spec.from_text(of_a), Spec.from_text(of_b)
+    if not grouped:
+        return _product(left, right, *specs, sums)
+    y = torch.zeros(product_shape(a, b.mT, offs), device=a.device)
+    firsts = _groups(left, offs, -2 if b.dim() == 3 else -1, specs[0])
+    seconds = _groups(right, offs, -2 if a.dim() == 3 else -1, specs[1])
+    into = pieces(y, offs, -1 if a.dim() == 3 else -2)
+    for first, second, part in zip(firsts, seconds, into, strict=True):
+        if first is not None and second is not None:
+            part.copy_(_product(first, second, *specs, sums))
+    return y
 
 
 def _as_used(a: Tensor, b: Tensor, turned: Sequence[bool]) -> tuple[Tensor, Tensor]:
@@ -272,19 +277,30 @@ def _as_used(a: Tensor, b: Tensor, turned: Sequence[bool]) -> tuple[Tensor, Tens
 
 
 @_summed.register_fake
-def _(a: Tensor, a_scale: Tensor, a_unit: Tensor | None, b: Tensor, *rest: Any) -> Tensor:
-    a, b = _as_used(a, b, rest[-1])
-    return a.new_empty(*a.shape[:-1], b.shape[-2], dtype=torch.float32)
-
-
-def _product(
-    a: Codes, b: Codes, formats: list[str], scale_formats: list[str], tiles: list[int], sums: str
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    a_unit: Tensor | None,
+    b: Tensor,
+    b_scale: Tensor,
+    b_unit: Tensor | None,
+    offs: Tensor | None,
+    of_a: str,
+    of_b: str,
+    sums: str,
+    grouped: bool,
+    turned: list[bool],
 ) -> Tensor:
-    """The product of a (..., m, k) and b (..., n, k), float32. scale_formats: see `scale_format`.
-    tiles: that of a, that of b."""
+    a, b = _as_used(a, b, turned)
+    shape = product_shape(a, b.mT, offs) if grouped else [*a.shape[:-1], b.shape[-2]]
+    return a.new_empty(shape, dtype=torch.float32)
+
+
+def _product(a: Codes, b: Codes, of_a: Spec, of_b: Spec, sums: str) -> Tensor:
+    """The product of a (..., m, k) and b (..., n, k), float32."""
     if a.values.dim() == 3:
         pairs = zip(_each(a), _each(b), strict=True)
-        batches = [_product(x, w, formats, scale_formats, tiles, sums) for x, w in pairs]
+        batches = [_product(x, w, of_a, of_b, sums) for x, w in pairs]
         if not batches:
             return a.values.new_zeros(0, a.values.shape[1], b.values.shape[1]).float()
         return torch.stack(batches)
@@ -293,13 +309,12 @@ def _product(
     if not (values.numel() and others.numel()):  # what has no elements has no scales of tiles
         return total
     chip, promote = sums.split()
-    x = _Operand.of(a, formats[0], scale_formats[0], tiles[:2])
-    w = _Operand.of(b, formats[1], scale_formats[1], tiles[2:])
-    how = instruction_for(chip, formats, tiles[1::2], scale_formats)
+    x, w = _Operand.of(a, of_a), _Operand.of(b, of_b)
+    formats, stored = (of_a.format, of_b.format), (x.scale_format, w.scale_format)
+    how = instruction_for(chip, formats, (x.along, w.along), stored)
     assert how is not None, "Recipe has checked it"
     inside = bool(how.scales)
-    lengths = [int(promote), *(() if inside else (x.along, w.along))]
-    part = math.gcd(*lengths) or values.shape[1]
+    part = math.gcd(int(promote), *(() if inside else (x.along, w.along))) or values.shape[1]
     for start in range(0, values.shape[1], part):
         piece = dot(x.matrix(start, part, inside), w.matrix(start, part, inside), how)
         factor = None if inside else _product_of(x.scale_at(start), w.scale_at(start))
@@ -310,51 +325,14 @@ def _product(
     return total * (x.whole * w.whole.mT)
 
 
-@torch.library.custom_op(
-    "fp8::summed_groups",
-    mutates_args=(),
-    schema="(Tensor a, Tensor a_scale, Tensor a_unit, Tensor b, Tensor b_scale, Tensor b_unit, "
-    "Tensor? offs, str[] formats, str[] scale_formats, int[] tiles, str sums) -> Tensor",
-)
-def _summed_groups(
-    a: Tensor,
-    a_scale: Tensor,
-    a_unit: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    b_unit: Tensor,
-    offs: Tensor | None,
-    formats: list[str],
-    scale_formats: list[str],
-    tiles: list[int],
-    sums: str,
-) -> Tensor:
-    """`_summed` of each group of `group_codes` a and b; zero outside of all groups."""
-    y = torch.zeros(product_shape(a, b.mT, offs), device=a.device)
-    of_a, of_b = (-2 if x.dim() == 3 else -1 for x in (b, a))
-    left = _groups(Codes(a, a_scale, a_unit), offs, of_a, tiles[:2], scale_formats[0])
-    right = _groups(Codes(b, b_scale, b_unit), offs, of_b, tiles[2:], scale_formats[1])
-    into = pieces(y, offs, -1 if a.dim() == 3 else -2)
-    for first, second, part in zip(left, right, into, strict=True):
-        if first is not None and second is not None:
-            part.copy_(_product(first, second, formats, scale_formats, tiles, sums))
-    return y
-
-
-@_summed_groups.register_fake
-def _(a: Tensor, _a: Tensor, _b: Tensor, b: Tensor, _c: Tensor, _d: Tensor, *rest: Any) -> Tensor:
-    return a.new_empty(product_shape(a, b.mT, rest[0]), dtype=torch.float32)
-
-
-def _groups(
-    x: Codes, offs: Tensor | None, axis: int, tile: list[int], stored: str
-) -> list[Codes | None]:
+def _groups(x: Codes, offs: Tensor | None, axis: int, spec: Spec) -> list[Codes | None]:
     """The codes of each group as `codes` has them; None for one that is empty."""
     assert x.unit is not None
-    units = x.unit.unbind() if stored == "e4m3" else [None] * x.unit.shape[0]
+    has_units = scale_format(spec.rule) == "e4m3"
+    units = x.unit.unbind() if has_units else [None] * x.unit.shape[0]
     parts = zip(pieces(x.values, offs, axis), pieces(x.scale, offs, axis), units, strict=True)
     return [
-        Codes(values, narrowed(scale, (tile[0], tile[1])), unit) if values.numel() else None
+        Codes(values, narrowed(scale, spec.tile), unit) if values.numel() else None
         for values, scale, unit in parts
     ]
 
@@ -374,29 +352,29 @@ def _product_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 class _Operand(NamedTuple):
     """values: (rows, k). tiles: the scale of each row's tiles, (rows, k / along); None without
-    tiles along k. whole: the scale of each row, or of all, (rows or 1, 1)."""
+    tiles along k. whole: the scale of each row, or of all, (rows or 1, 1). scale_format: of the
+    tiles' scales, "" for float32."""
 
     values: Tensor
     low: int
     tiles: Tensor | None
     along: int
     whole: Tensor
-    scale_low: int
+    scale_format: str
 
     @staticmethod
-    def of(operand: Codes, format: str, stored: str, tile: list[int]) -> _Operand:
-        """stored: the format of the scales, "" for float32."""
+    def of(operand: Codes, spec: Spec) -> _Operand:
         values, scale, unit = operand
-        x, low = values.float(), get_format(format).min_exponent
-        if not tile[1]:
-            return _Operand(x, low, None, 0, scale.float().reshape(-1, 1), 0)
+        x, low, stored = values.float(), format_of(spec).min_exponent, scale_format(spec.rule)
+        across, along = spec.tile
+        if not along:
+            return _Operand(x, low, None, 0, scale.float().reshape(-1, 1), stored)
         one = torch.ones((1, 1), device=x.device)
-        scale = widened(scale.float(), (x.shape[0], scale.shape[1]), (tile[0], 1))
-        scale_low = get_format(stored).min_exponent if stored else 0
+        scale = widened(scale.float(), (x.shape[0], scale.shape[1]), (across, 1))
         if unit is None:
-            return _Operand(x, low, scale, tile[1], one, scale_low)
+            return _Operand(x, low, scale, along, one, stored)
         scale = (scale / unit.float()).clamp(max=get_format(stored).max)
-        return _Operand(x, low, scale, tile[1], one * unit, scale_low)
+        return _Operand(x, low, scale, along, one * unit, stored)
 
     def matrix(self, start: int, length: int, scaled: bool) -> Matrix:
         """A part of the columns; with its scales, if the instruction applies them."""
@@ -404,7 +382,8 @@ class _Operand(NamedTuple):
         if not scaled or self.tiles is None:
             return Matrix(values, self.low)
         of = slice(start // self.along, -(-(start + length) // self.along))
-        return Matrix(values, self.low, self.tiles[:, of], self.along, self.scale_low)
+        scale_low = get_format(self.scale_format).min_exponent
+        return Matrix(values, self.low, self.tiles[:, of], self.along, scale_low)
 
     def scale_at(self, column: int) -> Tensor | None:
         """The scale of the tiles that hold a column, (rows, 1)."""

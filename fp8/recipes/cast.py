@@ -13,7 +13,7 @@ from ..common.validation import check_between, check_choice, check_flag, check_k
 from ..formats.format import Format, dtype_name, get_format
 from ..formats.quantize import OVERFLOWS
 from ..formats.rounding import ROUNDINGS
-from .rules import CORRECTED, RULES, scale_format
+from .rules import CORRECTED, E8M0, RULES, scale_format
 from .scaling import SCALINGS
 
 __all__ = ["SIGNS", "Cast"]
@@ -77,7 +77,8 @@ class Cast:
     signs: str = "fixed"
 
     text: ClassVar[str]
-    """Set per instance: its fields in one string, for the reason given at `Format.text`."""
+    """Set per instance: what its rounding depends on, in one string, for the reason given at
+    `Format.text`."""
 
     def __post_init__(self) -> None:
         format = get_format(self.format)
@@ -110,9 +111,10 @@ class Cast:
         if self.residual and self.hadamard:
             raise ValueError("a residual of channels needs hadamard=0: a rotation mixes channels")
         inner = self.format.text if isinstance(self.format, Format) else self.format
-        numbers = (*(self.tile or ()), self.margin, self.history, self.random_bits)
+        rule = (self.rule or "") + (E8M0 if self.scaling == "mx" else "")
+        numbers = (*(self.tile or ()), self.margin, self.random_bits)
         numbers = (*numbers, int(self.mean), self.residual, self.hadamard)
-        names = (self.scaling, self.rule or "", self.rounding, self.overflow, self.signs)
+        names = (rule, self.rounding, self.overflow, self.signs)
         object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
 
     def _complete(self) -> None:
