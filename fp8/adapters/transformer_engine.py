@@ -87,9 +87,6 @@ class _Layer(Gained):
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
-    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
 
 class _Linear(Padded, _Layer):
     """A linear layer for any number of tokens."""

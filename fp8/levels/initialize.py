@@ -133,7 +133,8 @@ def initialize(
     >>> model[0].weight.format, model[0].bias.dtype
     ('e4m3', torch.float32)
     """
-    level = _level(opt_level)
+    check_name("opt_level", opt_level, LEVELS)
+    level = LEVELS[opt_level]
     if recipe is not None:
         as_policy(recipe)
     _check_model(model)
@@ -149,11 +150,6 @@ def initialize(
     replaced = scale_weights(model, weights, level.weight, level.grad)
     take_over(optimizer, level.formats, replaced)
     return model, optimizer
-
-
-def _level(name: str) -> Level:
-    check_name("opt_level", name, LEVELS)
-    return LEVELS[name]
 
 
 _FIRST = "initialize the model that it wraps, then wrap it"

@@ -35,7 +35,7 @@ from .findings import Candidate, CastScore, Choice, Findings, Product, Run
 from .hardware import Hardware, estimate
 from .progress import Progress
 from .proof import REFERENCE, compare, prove
-from .search import alone, choice, frontier, keeping, knee, layer_scores, name_of, published, shares
+from .search import choice, frontier, keeping, knee, layer_scores, name_of, published, score, shares
 from .trace import trace
 from .training import Prepare, Problem, train, under
 from .update_error import Probe, quiet
@@ -345,7 +345,7 @@ class Flight:
         """The selections of papers and other libraries, measured at the same snapshot."""
         found = []
         for name, kept in published(self.problem.model).items():
-            cast = [score for score in scores if score.layer not in kept]
+            cast = [s for s in scores if s.layer not in kept]
             if cast and kept:
                 selected = choice(name, recipe.name, kept, cast)
                 selected.measured = self.probes[-1](keeping(recipe, kept)).error
@@ -389,20 +389,9 @@ class Flight:
                 if time.perf_counter() > deadline:
                     left += 1
                     continue
-                for cast in CASTS:
-                    error = probe(alone(recipe, layer, cast)).error
-                    product, operand = cast.split(".")
-                    self.findings.scores.append(
-                        CastScore(
-                            layer,
-                            recipe.name,
-                            probe.step,
-                            product,
-                            operand,
-                            error**2,
-                            share[layer] / 3,
-                        )
-                    )
+                self.findings.scores += [
+                    score(probe, recipe, layer, share[layer] / 3, cast) for cast in CASTS
+                ]
         if left:
             self._note(f"the budget did not allow the single casts of {left} layers")
 
@@ -534,7 +523,7 @@ def _forget_unfinished(found: Findings) -> None:
     if "operands" not in done:
         found.ranges = []
     if "single casts" not in done:
-        found.scores = [score for score in found.scores if not score.product]
+        found.scores = [s for s in found.scores if not s.product]
     found.notes = [n for n in found.notes if not n.startswith(("interrupted", "stopped"))]
 
 

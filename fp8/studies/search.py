@@ -31,6 +31,7 @@ __all__ = [
     "layer_scores",
     "name_of",
     "published",
+    "score",
     "shares",
 ]
 
@@ -60,6 +61,16 @@ def alone(recipe: Recipe, layer: str, cast: str | None = None) -> Policy:
     return Policy(None, rules=(Rule(layer, recipe, cast),))
 
 
+def score(
+    probe: Probe, recipe: Recipe, layer: str, share: float, cast: str | None = None
+) -> CastScore:
+    """The squared update error of a layer alone, or of one of its casts. cast: as in `alone`.
+    share: of the FLOPs of all products."""
+    error = probe(alone(recipe, layer, cast)).error
+    product, operand = ("", "") if cast is None else cast.split(".")
+    return CastScore(layer, recipe.name, probe.step, product, operand, error**2, share)
+
+
 def layer_scores(
     probe: Probe,
     recipe: Recipe,
@@ -74,8 +85,7 @@ def layer_scores(
     for layer, part in share.items():
         if not go_on():
             break
-        error = probe(alone(recipe, layer)).error
-        scores.append(CastScore(layer, recipe.name, probe.step, "", "", error**2, part))
+        scores.append(score(probe, recipe, layer, part))
     return scores
 
 

@@ -68,6 +68,9 @@ class Probe:
         loss: as in `fp8.studies.training.Setup`.
         seed: of random numbers drawn in the passes (dropout, stochastic rounding).
 
+    Attributes:
+        model: the copy, with the weights of the snapshot.
+
     Raises:
         ValueError: if the gradient is zero or not finite.
     """
@@ -79,11 +82,11 @@ class Probe:
         self.batch = snapshot.batch
         self._loss = loss
         self._seed = seed
-        self._model = copy.deepcopy(model)
-        self._model.load_state_dict(snapshot.weights)
-        self._model.train()
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        self._leaves = [p for p in self._model.parameters() if p.requires_grad]
+        self.model = copy.deepcopy(model)
+        self.model.load_state_dict(snapshot.weights)
+        self.model.train()
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        self._leaves = [p for p in self.model.parameters() if p.requires_grad]
         self._moments = [snapshot.second_moments.get(names[id(p)]) for p in self._leaves]
         self._new = 1 - snapshot.beta2
         self._reference = self._gradients()
@@ -94,11 +97,6 @@ class Probe:
         if not self._norm or not math.isfinite(self._norm):
             what = "zero" if self._norm == 0 else "not finite"
             raise ValueError(f"the gradient of the reference at step {self.step} is {what}")
-
-    @property
-    def model(self) -> nn.Module:
-        """The copy of the model, with the weights of the snapshot."""
-        return self._model
 
     def __call__(self, policy: Policy | Recipe | str) -> UpdateError:
         """The update error of a policy; (inf, nan) if its gradient is not finite."""
@@ -123,7 +121,7 @@ class Probe:
 
     def ranges(self, recipe: Recipe) -> list[OperandRange]:
         """The magnitudes of all operands, and what the casts of the recipe lose of them."""
-        recorder = _RangeRecorder(self._model)
+        recorder = _RangeRecorder(self.model)
         seen = Stats(recorder)
         with self._converted(recipe), seen:
             self._gradients()
@@ -132,17 +130,17 @@ class Probe:
     @contextmanager
     def _converted(self, policy: Policy | Recipe | str) -> Iterator[None]:
         with quiet():
-            convert(self._model, policy, backend="simulate")
+            convert(self.model, policy, backend="simulate")
             try:
                 yield
             finally:
-                revert(self._model)
+                revert(self.model)
 
     def _gradients(self) -> list[Tensor]:
         """The gradients of all parameters; zero for those without one."""
-        with untouched(self._model), torch.enable_grad():
+        with untouched(self.model), torch.enable_grad():
             torch.manual_seed(self._seed)
-            loss = loss_of(self._model, self.batch, self._loss)
+            loss = loss_of(self.model, self.batch, self._loss)
             found = torch.autograd.grad(loss, self._leaves, allow_unused=True)
         return [
             torch.zeros_like(p) if g is None else g.detach().float()

@@ -164,7 +164,7 @@ def test_ctrl_c_keeps_what_is_there(monkeypatch):
     assert found.verdict[0].startswith("No policy was trained")
 
 
-@pytest.mark.parametrize("name", ["keeping", "estimate", "alone"])
+@pytest.mark.parametrize("name", ["keeping", "estimate", "score"])
 def test_an_interrupted_stage_is_repeated_as_a_whole(name, tmp_path, monkeypatch, report):
     calls, path = [], tmp_path / "a.json"
     real = getattr(flight, name)
