@@ -104,8 +104,8 @@ class Spec(NamedTuple):
     def text(self) -> str:
         """The fields in one string without the label, as `Cast.text`: an argument of operators."""
         names = (self.format, self.rule or "", self.rounding, self.overflow, self.signs)
-        numbers = (*self.tile, self.margin, self.random_bits)
-        numbers = (*numbers, int(self.mean), self.residual, self.hadamard)
+        sizes = (*self.tile, self.margin, self.random_bits)
+        numbers = (*sizes, int(self.mean), self.residual, self.hadamard)
         return ";".join([*names, *map(str, numbers)])
 
     @staticmethod

@@ -112,8 +112,8 @@ class Cast:
             raise ValueError("a residual of channels needs hadamard=0: a rotation mixes channels")
         inner = self.format.text if isinstance(self.format, Format) else self.format
         rule = (self.rule or "") + (E8M0 if self.scaling == "mx" else "")
-        numbers = (*(self.tile or ()), self.margin, self.random_bits)
-        numbers = (*numbers, int(self.mean), self.residual, self.hadamard)
+        sizes = (*(self.tile or ()), self.margin, self.random_bits)
+        numbers = (*sizes, int(self.mean), self.residual, self.hadamard)
         names = (rule, self.rounding, self.overflow, self.signs)
         object.__setattr__(self, "text", ";".join([inner, *names, *map(str, numbers)]))
 
