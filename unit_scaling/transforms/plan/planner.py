@@ -1,16 +1,6 @@
 """The planner: turns a recorded `CallGraph` into a `Plan` of scale factors.
 
-The first decider that applies to a call decides:
-
-1. functions that the caller replaces;
-2. calls inside an autograd function: left alone;
-3. calls that compute a weight from parameters: they use the original values;
-4. calls that keep their values, found from a seed: distances used only by an argmin, matrix
-   formulas, states carried by a loop, cosines after the last layer;
-5. formulas of elementwise calls: one factor for the result, by quadrature;
-6. residual adds: the weights of their terms;
-7. calls outside the `interior`: keep their values;
-8. the rule of the op, with the true gradient of the scaled function.
+The first row of `DECIDERS` that applies to a call decides.
 
 Where log2 of a result's RMS differs from 0 by more than `measure.measuring.REACH`, the factor is
 corrected by measurement. Where that of an operand of a product does (of one that keeps its values,
@@ -21,7 +11,7 @@ of all gradients are measured too (`measure.gauge`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fp8.common.report import LEFT_ALONE
@@ -51,7 +41,7 @@ from .matrices import Matrices
 from .patterns import Unit, find_units
 from .residuals import Residuals, find_residuals
 
-__all__ = ["Planned", "make_plan"]
+__all__ = ["DECIDERS", "Planned", "make_plan"]
 
 _NOTHING: Decision = (None, "", "")
 _OUTSIDE = "not between two layers: keeps its values"
@@ -149,7 +139,6 @@ class _Planner:
         self.inner = self._inner_readouts()
         self.arguments = Arguments(flow, settings)
         self.attention = Attention(flow, settings)
-        self.special = {"add": self._add, "sub": self._add, "mul": self._mul, "div": self._mul}
         self.consumers = consumers(graph)
         self.distances = distances(self.consumers)
 
@@ -188,30 +177,11 @@ class _Planner:
         return step, CallRow(node.path, node.name, done, why, number) if done else None
 
     def _choose(self, index: int, node: CallNode, kind: str) -> Decision:
-        if kind in self.settings.replaced:
-            return Step(op="replace"), "replaced", "as asked"
-        if node.inside:
-            done = "unchanged" if node.inside == DISTRIBUTION else LEFT_ALONE
-            before = self.nodes[index - 1]
-            done = "" if before.live and node.continues(before) else done
-            return self.arguments.restored(node), done, f"inside {node.inside}, as all its calls"
-        if self.settings.preserve:
-            return self._preserve(node, kind)
-        if index in self.distances:
-            return None, "unchanged", _DISTANCE
-        if node.computed:
-            return self._weight(node, kind)
-        if index in self.kept:
-            return self._keep(self.kept[index], node)
-        if index in self.within:
-            return self._unit(index)
-        if index in self.residuals.adds:
-            slots, why = self.residuals.adds[index]
-            return Step(slots=tuple((s, f, f) for s, f in slots)), "scaled", why
-        if index not in self.interior and not self._is_layer(index):
-            return self._outside(node, kind)
-        special = self.special.get(kind, self.attention.decide)
-        return special(index, node) or self._by_rule(index, node, kind)
+        for decider in DECIDERS:
+            decision = decider(self, index, node, kind)
+            if decision is not None:
+                return decision
+        raise AssertionError("the last decider applies to every call")
 
     def _is_layer(self, index: int) -> bool:
         """Whether a call is a layer with a weight; such calls are scaled at the ends of the
@@ -220,27 +190,61 @@ class _Planner:
         weights = any(self.nodes[i.node].computed for i in self.nodes[index].inputs)
         return weights and self.nodes[index].kind in PRODUCTS | RECURRENT
 
-    # Deciders by kind of call
+    # Deciders, in the order of the table
 
-    def _keep(self, kept: Kept, node: CallNode) -> Decision:
-        step = self.arguments.restored(node)
-        if kept.output != 1:
-            step = replace(step or Step(), output=kept.output)
-        return step, kept.done, kept.why
+    def _replaced(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A function that the caller replaces."""
+        if kind not in self.settings.replaced:
+            return None
+        return Step(op="replace"), "replaced", "as asked"
 
-    def _outside(self, node: CallNode, kind: str) -> Decision:
-        restored = self.arguments.restored(node)
-        silent = kind in NEUTRAL | CASTS and restored is None
-        return restored, "" if silent or find_op(node.function) is None else "unchanged", _OUTSIDE
+    def _inside(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A call inside an autograd function, which computes its gradient itself: left alone."""
+        if not node.inside:
+            return None
+        done = "unchanged" if node.inside == DISTRIBUTION else LEFT_ALONE
+        before = self.nodes[index - 1]
+        done = "" if before.live and node.continues(before) else done
+        return self.arguments.restored(node), done, f"inside {node.inside}, as all its calls"
 
-    def _weight(self, node: CallNode, kind: str) -> Decision:
-        """A call that computes a weight from parameters."""
+    def _preserved(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """With init="preserve", any call: a product has static scales for the casts of weights."""
+        if not self.settings.preserve:
+            return None
+        static = self.arguments.static(node) if kind in PRODUCTS else ()
+        if not static:
+            return _NOTHING
+        scales = ", ".join(f"{2.0**exponent:g}" for _, exponent in static)
+        return Step(static=static), "preserved", f"static scale {scales}"
+
+    def _distance(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A call of a distance whose argmin is taken: keeps its values."""
+        return (None, "unchanged", _DISTANCE) if index in self.distances else None
+
+    def _weight(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A call that computes a weight from parameters: uses the original values."""
+        if not node.computed:
+            return None
         if kind in TRANSPARENT:
             return _NOTHING
         step = self.arguments.restored(node)
         return step, "unchanged" if step else "", "computes a weight, from parameters as they were"
 
-    def _unit(self, index: int) -> Decision:
+    def _keeps(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A call of a matrix formula, of a state carried by a loop, of a cosine after the last
+        layer, or of a value whose logarithm is taken: keeps its values."""
+        kept = self.kept.get(index)
+        if kept is None:
+            return None
+        step = self.arguments.restored(node)
+        if kept.output != 1:
+            step = replace(step or Step(), output=kept.output)
+        return step, kept.done, kept.why
+
+    def _formula(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A formula of elementwise calls: its last call has one factor, by quadrature."""
+        if index not in self.within:
+            return None
         unit = self.units.get(index)
         if unit is None:
             return _NOTHING
@@ -248,7 +252,26 @@ class _Planner:
         why = f"{unit.name} of {calls}, factor {unit.output:.3g}"
         return Step(output=unit.output), "scaled", why
 
-    def _add(self, index: int, node: CallNode) -> Decision | None:
+    def _residual(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A residual add: the weights of its terms."""
+        if index not in self.residuals.adds:
+            return None
+        slots, why = self.residuals.adds[index]
+        return Step(slots=tuple((s, f, f) for s, f in slots)), "scaled", why
+
+    def _outside(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A call outside the `interior`: keeps its values."""
+        if index in self.interior or self._is_layer(index):
+            return None
+        restored = self.arguments.restored(node)
+        silent = kind in NEUTRAL | CASTS and restored is None
+        return restored, "" if silent or find_op(node.function) is None else "unchanged", _OUTSIDE
+
+    def _add(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A sum: of values of RMS 1 by its rule, of numbers, masks, constants and biases as it
+        is."""
+        if kind not in ("add", "sub"):
+            return None
         sources = [self.nodes[i.node] for i in node.inputs]
         if len(sources) < 2:
             return None, "unchanged", "adds a number"
@@ -265,8 +288,9 @@ class _Planner:
             return None, "unchanged", "adds a bias"
         return (Step(op="add"), "scaled", "") if node.kind == "add" else None
 
-    def _mul(self, index: int, node: CallNode) -> Decision | None:
-        if self.flow.inverts(index):
+    def _mul(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """A value times or over a number, which is taken out, a constant or a gain."""
+        if kind not in ("mul", "div") or self.flow.inverts(index):
             return None
         values = self.flow.sources[index]
         numbers = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, int | float)]
@@ -290,7 +314,12 @@ class _Planner:
         why = "a gain" + "".join(f", divided by {rms:.3g}" for _, rms in sizes)
         return with_slots(None, [(slot, 1 / rms, 1 / rms) for slot, rms in sizes]), "scaled", why
 
+    def _attention(self, index: int, node: CallNode, kind: str) -> Decision | None:
+        """Attention, and the products and softmax that it is composed of."""
+        return self.attention.decide(index, node)
+
     def _by_rule(self, index: int, node: CallNode, kind: str) -> Decision:
+        """Any call: the rule of its op, with the true gradient of the scaled function."""
         assert node.function is not None
         op = find_op(node.function)
         if op is None or is_sparse(node):
@@ -320,13 +349,26 @@ class _Planner:
         why += "; its weight keeps its own scale" if restored else ""
         return restored, LEFT_ALONE, f"no rule for {node.name}{why}"
 
-    def _preserve(self, node: CallNode, kind: str) -> Decision:
-        """Keeps the function: only sets static scales for the casts of weights."""
-        static = self.arguments.static(node) if kind in PRODUCTS else ()
-        if not static:
-            return _NOTHING
-        scales = ", ".join(f"{2.0**exponent:g}" for _, exponent in static)
-        return Step(static=static), "preserved", f"static scale {scales}"
+
+Decider = Callable[[_Planner, int, CallNode, str], Decision | None]
+"""(planner, index of a call, the call, its kind) -> the decision; None if it does not apply."""
+
+DECIDERS: tuple[Decider, ...] = (
+    _Planner._replaced,
+    _Planner._inside,
+    _Planner._preserved,
+    _Planner._distance,
+    _Planner._weight,
+    _Planner._keeps,
+    _Planner._formula,
+    _Planner._residual,
+    _Planner._outside,
+    _Planner._add,
+    _Planner._mul,
+    _Planner._attention,
+    _Planner._by_rule,
+)
+"""The first that applies to a call decides; their docstrings say what each is for."""
 
 
 def _has_rule(node: CallNode) -> bool:
