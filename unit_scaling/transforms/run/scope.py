@@ -50,6 +50,11 @@ _VARIES = (
     "of its tensors, which no graph can: it runs without torch.compile"
 )
 
+_ON_ITS_OWN = (
+    "{!r} is called on its own in training, under the plan of the whole model: unit_scale tracks "
+    "the gauges of its tensors, which no graph can, so this call runs without torch.compile"
+)
+
 LOOKS = 8
 """The number of steps watched for initially zero gradients. Those of zero weights appear after one
 optimizer step, of two zero weights in sequence after two.
@@ -150,7 +155,7 @@ class UnitScale:
         form = Form(path, module.training, form_of(args), form_of(kwargs), grads)
         plan = self._known(form)
         if compiling:
-            if plan is not None and not changed and not self.settled.varying:
+            if plan is not None and not changed and not self._is_followed(plan, form):
                 return self._replay(plan, call, module, (args, kwargs), form)
             if is_exported():
                 raise RuntimeError(
@@ -167,6 +172,8 @@ class UnitScale:
         """As `run`, for a call that torch.compile leaves out of its graph."""
         if self.settled.varying:
             warn_once(PitfallWarning, _VARIES, about=module, key="varying")
+        elif path and self._latest:
+            warn_once(PitfallWarning, _ON_ITS_OWN.format(path), about=module, key=path)
         return self.run(call, module, path, args, kwargs)
 
     def settle(self) -> None:
@@ -231,7 +238,8 @@ class UnitScale:
                 self._look_again(form, module, args, kwargs)
         while True:
             plan = self._known(form)
-            if plan is None or plan is stale or (self.settled.varying and not plan.places):
+            untold = plan is not None and not plan.places and self._is_followed(plan, form)
+            if plan is None or plan is stale or untold:
                 with self._recording:
                     if self._known(form) is not plan:
                         continue  # another thread has made the plan
@@ -242,6 +250,15 @@ class UnitScale:
                 if plan is made and not self._is_news(miss.paths):
                     raise
                 stale = None if self._vary(miss.paths, certain=plan is made) else plan
+
+    def _is_followed(self, plan: Plan, form: Form) -> bool:
+        """Whether the gauges of tensors are tracked: if calls depend on values, and in training a
+        submodule that is called on its own under the plan of the whole model, which knows the
+        gradients at the border of the whole model only.
+        """
+        if self.settled.varying or not (form.path and form.grads) or is_exported():
+            return bool(self.settled.varying)
+        return plan is not self.plans.get(form)
 
     def _is_news(self, paths: frozenset[str]) -> bool:
         return not paths <= self.settled.varying.keys()
@@ -320,7 +337,7 @@ class UnitScale:
         # Not a with statement: a graph break inside one is resumed in pieces, each compiled while
         # the mode is active. Inside try, a graph break leaves the whole frame to eager mode.
         entered = entering(given, plan)
-        following = None if traced else self._following(plan, module, form.path)
+        following = None if traced else self._following(plan, module, form, entered)
         mode = (
             Replay(plan, self.kinds, self.replacements, self.path.items)
             if traced
@@ -356,14 +373,18 @@ class UnitScale:
         found = next(known for known in self.plans.values() if id(known) == plan)
         return bool(found.other_paths(dict(counts)))
 
-    def _following(self, plan: Plan, module: Any, path: str) -> Following | None:
-        """Finds steps and tracks gauges, if calls of the model depend on values."""
-        if not self.settled.varying:
+    def _following(self, plan: Plan, module: Any, form: Form, given: Any) -> Following | None:
+        """Finds steps and tracks gauges, where they are tracked. The gradients of ``given``, the
+        arguments, are the true ones.
+        """
+        if not self._is_followed(plan, form):
             return None
         exact = not self.unit_scaled
         rest = (plan, self.settled, self.settle, exact, self.name)
-        leaves = Leaves.of_model(module, path, *rest)
-        return Following(plan, self.settled, self.structure, leaves, exact)
+        leaves = Leaves.of_model(module, form.path, *rest)
+        following = Following(plan, self.settled, self.structure, leaves, exact)
+        following.leave(0, given, ())
+        return following
 
     def _first(
         self, form: Form, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,0 +1,105 @@
+"""A submodule that is called on its own, after the whole model has run."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fp8.common.pitfalls import PitfallWarning
+from tests.transforms.gradients import exponent, gradients, without_gauges
+from unit_scaling.transforms import unit_scale
+
+INITS = ("unit", "preserve")
+
+
+class TwoTowers(nn.Module):
+    """Its losses call the model, a method of it, and its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.text = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 32))
+        self.head = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(self.image(x) * self.text(y))
+
+    def similarity(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cosine_similarity(self.image(x), self.text(y))
+
+
+def made(init: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A transformed model that has trained a step, and a batch."""
+    torch.manual_seed(0)
+    model = unit_scale(TwoTowers().double(), init=init)
+    x, y = torch.randn(2, 16, 32, dtype=torch.float64).unbind()
+    model(x, y).square().mean().backward()
+    model.zero_grad()
+    return model, x, y
+
+
+LOSSES = {
+    "model": lambda model, x, y: model(x, y).square().mean(),
+    "part": lambda model, x, y: model.image(x).sin().mean(),
+    "method": lambda model, x, y: model.similarity(x, y).mean(),
+    "last part": lambda model, x, y: model.head(x).exp().mean(),
+    "all": lambda model, x, y: sum(LOSSES[name](model, x, y) for name in ("model", "method")),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("init", INITS)
+def test_gradients_have_the_powers_of_two_of_the_whole_model(init: str, name: str) -> None:
+    """So they can be added to those of the whole model: with init="preserve" all are 1."""
+    model, x, y = made(init)
+    plain = without_gauges(model)
+    powers = []
+    for loss in (LOSSES["model"], LOSSES[name]):
+        values, found = zip(
+            *(gradients(each, lambda m, f=loss: f(m, x, y)) for each in (model, plain)),
+            strict=True,
+        )
+        assert torch.equal(*values)
+        powers.append({n: exponent(grad, found[1][n]) for n, grad in found[0].items()})
+    assert powers[1].items() <= powers[0].items()
+    assert powers[1]
+    assert init == "unit" or set(powers[1].values()) == {0}
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_inputs_receive_the_true_gradients(init: str) -> None:
+    model, x, _ = made(init)
+    x.requires_grad_()
+    assert torch.autograd.gradcheck(model.head, (x[:2],))
+
+
+def test_after_loading() -> None:
+    """A loaded plan has no places: the part is recorded, with the powers of two of the plan."""
+    model, x, y = made("unit")
+    other = unit_scale(TwoTowers().double())
+    other.load_state_dict(model.state_dict())
+    found = [gradients(m, lambda m: LOSSES["part"](m, x, y)) for m in (model, other)]
+    assert torch.equal(found[0][0], found[1][0])
+    for name, grad in found[0][1].items():
+        assert torch.equal(grad, found[1][1][name])
+
+
+def test_without_gradients_nothing_is_tracked() -> None:
+    model, x, _ = made("unit")
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).eval().image(x)
+    assert torch.equal(model.image(x), wanted)
+
+
+def test_a_compiled_part_is_warned_of() -> None:
+    model, x, y = made("unit")
+    wanted = gradients(model, lambda m: LOSSES["part"](m, x, y))[1]
+    model.zero_grad()
+    with pytest.warns(PitfallWarning, match="'image' is called on its own in training"):
+        torch.compile(model.image, backend="aot_eager")(x).sin().mean().backward()
+    for name, p in model.image.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[f"image.{name}"])
