@@ -32,6 +32,7 @@ from .kinds import CONSTANT, PRODUCTS, RECURRENT, TRANSPARENT, canonical, writes
 
 __all__ = [
     "DISTRIBUTION",
+    "HELD",
     "CallGraph",
     "CallNode",
     "Input",
@@ -39,6 +40,7 @@ __all__ = [
     "Recorder",
     "Slot",
     "has_values",
+    "held_by",
     "is_sparse",
     "replaced",
     "rms_of",
@@ -68,6 +70,13 @@ MASKING = -1e4
 
 DISTRIBUTION = "torch.distributions"
 """Marks calls that must not be scaled: a density is that of the sample."""
+
+
+HELD = " held"
+"""Suffix of a module's name in the first part of the `Slot` of a tensor among its attributes."""
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+"""The attributes that every module has: its parameters, buffers, submodules, hooks."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,18 @@ def tensors_in(value: Any, slot: Slot = ()) -> Iterator[tuple[Slot, Tensor]]:
     elif isinstance(value, dict):
         for name, item in value.items():
             yield from tensors_in(item, (*slot, name))
+
+
+def held_by(model: torch.nn.Module, path: str) -> dict[str, dict[str, Any]]:
+    """The attributes of the modules of ``model``, which is at ``path``, that hold tensors with a
+    gradient function: by the module's name with the suffix `HELD`.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules(prefix=path):
+        for attribute, value in vars(module).items():
+            if attribute not in _OF_MODULES and any(t.grad_fn for _, t in tensors_in(value)):
+                found.setdefault(name + HELD, {})[attribute] = value
+    return found
 
 
 def replaced(value: Any, tensors: dict[Slot, Any], slot: Slot = ()) -> Any:

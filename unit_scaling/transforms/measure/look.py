@@ -23,7 +23,7 @@ from fp8.common.step import plain
 from fp8.common.threads import Setting, Stack
 
 from ..capture.copies import detached, fresh, twin_of
-from ..capture.record import Key, Place, Recorder, Slot, tensors_in
+from ..capture.record import Key, Place, Recorder, Slot, held_by, tensors_in
 from ..capture.structure import Structure
 from ..folding.ratios import find_ties
 from ..plan.actions import CallRow, Plan, Settings, Settled, Step, Weights
@@ -110,9 +110,10 @@ def look(
         copies = [twin.eval() for twin in copies]
     weights = tagged_weights(copies[0], path)
     recorder, ends = _record(scope, copies[0], path, given, weights)
+    held = recorder.ends(held_by(copies[0], path))
     planned = make_plan(recorder.graph, _settings(scope, weights, whole=not path))
     gradients = _measure(scope, planned, copies[1], path, given, actual)
-    _end(planned, ends, gradients)
+    _end(planned, ends | held, gradients)
     if not path and scope.init == "unit":
         buffers = {id(b): name for name, b in copies[0].named_buffers()}
         results = list(ends.values())
@@ -296,8 +297,8 @@ class _Recorded:
 
 
 def _end(planned: Planned, ends: Mapping[Slot, int], sizes: Mapping[Key, float]) -> None:
-    """Writes the gauges and sizes of the model's results, computed by the calls ``ends``, into a
-    plan.
+    """Writes the gauges and sizes of the model's results, computed by the calls ``ends``, and of
+    what its modules keep as attributes, into a plan.
     """
     plan, flow = planned.plan, planned.flow
     for slot, index in ends.items():

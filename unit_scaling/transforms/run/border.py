@@ -9,11 +9,11 @@ of the model's inputs are divided by it again: they are the true ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from fp8.common.pitfalls import ScaleWarning, warn_once
@@ -21,7 +21,7 @@ from fp8.common.step import plain
 
 from ...scale import scale_edge
 from ..capture.probe import mapped
-from ..capture.record import Slot, rms_of, tensors_in
+from ..capture.record import HELD, Slot, rms_of, tensors_in
 from ..measure.ranks import agreed
 from ..plan.actions import Plan
 from .varying import Following
@@ -58,10 +58,15 @@ def _is_settled() -> bool:
     return _is_traced() or not records()
 
 
-def leaving(output: Any, plan: Plan, following: Following | None = None) -> Any:
+def leaving(
+    output: Any, plan: Plan, module: nn.Module, path: str = "", following: Following | None = None
+) -> Any:
     """Returns the results of a model under ``plan`` that its calls read too, or all of them if the
     gauges are tracked, with a gauge for the gradients that arrive. They are views that cannot be
-    written in place.
+    written in place. Tensors that its modules keep as attributes, an auxiliary loss for example,
+    are replaced alike.
+
+    module: what has run; path: its name in the model.
     """
     known = plan.outputs if following is None else plan.ends
     if not torch.is_grad_enabled() or not (known or following):
@@ -75,8 +80,11 @@ def leaving(output: Any, plan: Plan, following: Following | None = None) -> Any:
         exponent = exponent if tracked is None else tracked
         if _is_settled():
             return scale_edge(tensor, 1.0, 2.0 ** (exponent + (plan.outside or 0)))
+        if getattr(tensor.grad_fn, "leaves", False):
+            return tensor  # an attribute that an earlier run has set
         return _View.apply(tensor, plan, exponent, size)
 
+    _replace_held(module, path, known, gauged)
     return _replaced(output, gauged)
 
 
@@ -96,6 +104,7 @@ class _View(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, plan: Plan, exponent: int, size: float) -> Tensor:
         ctx.rest = plan, exponent, size
+        ctx.leaves = True
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -145,6 +154,24 @@ def _outside(grad: Tensor, size: float, name: str) -> int | None:
     except RuntimeError:  # no values inside vmap
         return None
     return int(agreed(f"{name} outside", str(exponent)))
+
+
+def _replace_held(
+    module: nn.Module,
+    path: str,
+    known: Mapping[Slot, object],
+    change: Callable[[Slot, Tensor], Tensor],
+) -> None:
+    """Changes the attributes of modules at the slots with `HELD`, in place."""
+    places = [slot[:2] for slot in known if slot and str(slot[0]).endswith(HELD)]
+    for owner, name in dict.fromkeys(places):
+        of = str(owner).removesuffix(HELD)
+        if path and not f"{of}.".startswith(f"{path}."):
+            continue
+        part = module.get_submodule(of[len(path) :].removeprefix("."))
+        value = getattr(part, str(name), None)
+        if next(tensors_in(value), None) is not None:
+            setattr(part, str(name), mapped(change, value, (owner, name)))
 
 
 def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:

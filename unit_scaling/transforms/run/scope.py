@@ -363,7 +363,7 @@ class UnitScale:
 
             module._tracing(True)  # the graph is not used
             return with_other_calls(lambda: self._eager(form, call, module, *given))
-        return leaving(output, plan, following)
+        return leaving(output, plan, module, form.path, following)
 
     def is_otherwise(self, plan: int, counts: Iterable[tuple[tuple[str, str], int]]) -> bool:
         """Whether a run of the plan with this ``id`` makes another number of calls than planned.
