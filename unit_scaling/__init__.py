@@ -14,17 +14,14 @@ from . import (
     utils,
 )
 from .core.functional import transformer_residual_scaling_rule
-from .layers.activations import *
 from .layers.attention import *
 from .layers.containers import *
 from .layers.convolution import *
 from .layers.embedding import *
+from .layers.functions import *
 from .layers.linear import *
-from .layers.losses import *
 from .layers.norms import *
-from .layers.pooling import *
 from .layers.recurrent import *
-from .layers.regularizers import *
 from .layers.transformer import *
 from .parameter import MupType, Parameter
 from .rules.batch import batch_multiplier

@@ -8,17 +8,14 @@ modules to unit-scaled ones.
 from torch import nn as _nn
 
 from .common.argument_errors import named_in_errors as _named_in_errors
-from .layers.activations import *
 from .layers.attention import *
 from .layers.containers import *
 from .layers.convolution import *
 from .layers.embedding import *
+from .layers.functions import *
 from .layers.linear import *
-from .layers.losses import *
 from .layers.norms import *
-from .layers.pooling import *
 from .layers.recurrent import *
-from .layers.regularizers import *
 from .layers.transformer import *
 
 _CLASSES = {name: value for name, value in globals().items() if isinstance(value, type)}

@@ -22,11 +22,14 @@ __all__ = ["addcmul", "cat", "div", "lerp", "mul", "stack", "sub"]
 Number = Tensor | float
 
 
-def _copies(size: int, tensor: Tensor) -> float:
-    """The number of elements of a result of ``size`` elements that each element of a tensor
-    contributes to.
+def _broadcast(operands: dict[str, Tensor], weights: Sequence[float]) -> Scales:
+    """The factors of the gradients: 1/weight, and 1/sqrt of the number of elements of the result
+    that each element of an operand contributes to.
     """
-    return size / (tensor.numel() or 1) or 1.0
+    size = math.prod(torch.broadcast_shapes(*[t.shape for t in operands.values()]))
+    copies = [size / (t.numel() or 1) or 1.0 for t in operands.values()]
+    grads = [float(n**-0.5 / (w or 1.0)) for n, w in zip(copies, weights, strict=True)]
+    return dict(zip(operands, grads, strict=True))
 
 
 # Differences
@@ -67,11 +70,9 @@ def mul_scales(input: Number, other: Number, constraint: str | None = "to_output
         return scales
     if not (input.is_floating_point() and other.is_floating_point()):
         return scales
-    grads = [1.0, 1.0]
     if input.shape != other.shape:
-        size = math.prod(torch.broadcast_shapes(input.shape, other.shape))
-        grads = [float(_copies(size, t) ** -0.5) for t in (input, other)]
-    return tie(constraint, output=1.0, input=grads[0], other=grads[1])
+        scales |= _broadcast({"input": input, "other": other}, (1.0, 1.0))
+    return tie(constraint, **scales)
 
 
 def _written(input: Tensor, other: Number, **named: Any) -> dict[str, Any]:
@@ -153,17 +154,9 @@ def addcmul_scales(
     constraint: str | None = "to_output_scale",
 ) -> Scales:
     """Uncorrelated terms: 1/sqrt(1 + value**2); a broadcast operand sums gradients."""
-    shapes = (input.shape, tensor1.shape, tensor2.shape)
-    size = math.prod(torch.broadcast_shapes(*shapes))
-    weights = (1.0, abs(value) or 1.0, abs(value) or 1.0)
-    grads = [
-        float(_copies(size, t) ** -0.5 / w)
-        for t, w in zip((input, tensor1, tensor2), weights, strict=True)
-    ]
-    names = ("input", "tensor1", "tensor2")
-    return tie(
-        constraint, output=(1 + value * value) ** -0.5, **dict(zip(names, grads, strict=True))
-    )
+    operands = {"input": input, "tensor1": tensor1, "tensor2": tensor2}
+    grads = _broadcast(operands, (1.0, abs(value), abs(value)))
+    return tie(constraint, output=(1 + value * value) ** -0.5, **grads)
 
 
 @row(addcmul_scales, replaces=(torch.addcmul, torch.Tensor.addcmul))
@@ -198,13 +191,11 @@ def lerp_scales(
 ) -> Scales:
     """Uncorrelated terms of weights 1 - w and w; for a tensor w, of RMS sqrt(2) and 1."""
     a, b = (math.sqrt(2), 1.0) if isinstance(weight, Tensor) else (abs(1 - weight), abs(weight))
-    operands = {"input": (input, a), "end": (end, b)}
+    operands, weights = {"input": input, "end": end}, [a, b]
     if isinstance(weight, Tensor):
-        operands["weight"] = (weight, math.sqrt(2))
-    size = math.prod(torch.broadcast_shapes(*[t.shape for t, _ in operands.values()]))
-    grads = {
-        name: float(_copies(size, t) ** -0.5 / (w or 1.0)) for name, (t, w) in operands.items()
-    }
+        operands["weight"] = weight
+        weights.append(math.sqrt(2))
+    grads = _broadcast(operands, weights)
     return tie(constraint, output=(a * a + b * b) ** -0.5, **grads)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -200,19 +199,7 @@ def normalize_scales(
     return tie(constraint, output=norm, input=norm)
 
 
-def _torch_normalize(
-    input: Tensor,
-    p: float = 2.0,
-    dim: int | Sequence[int] = 1,
-    eps: float = 1e-12,
-    out: Tensor | None = None,
-) -> dict[str, Any]:
-    if out is not None:
-        raise TypeError("unit-scaled normalize has no out= argument")
-    return {"input": input, "p": p, "dim": dim, "eps": eps}
-
-
-@row(normalize_scales, adapters={F.normalize: _torch_normalize})
+@row(normalize_scales, adapters={F.normalize: positional("input p dim eps out")})
 def normalize(
     input: Tensor,
     p: float = 2.0,

@@ -87,10 +87,7 @@ def _torch_einsum(*args: Any) -> dict[str, Any]:
     }
 
 
-def _torch_tensordot(
-    a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None
-) -> dict[str, Any]:
-    _no_out(out)
+def _torch_tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> dict[str, Any]:
     dims = dims.tolist() if isinstance(dims, Tensor) else dims
     if isinstance(dims, int):
         dims = (range(a.dim() - dims, a.dim()), range(dims))
@@ -100,27 +97,18 @@ def _torch_tensordot(
         second[j] = first[i]
     output = [c for c in (*first, *second) if not (c in first and c in second)]
     equation = f"{''.join(first)},{''.join(second)}->{''.join(output)}"
-    return {"equation": equation, "left": a, "right": b}
+    return {"equation": equation, "left": a, "right": b, "out": out}
 
 
-def _torch_inner(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> dict[str, Any]:
-    _no_out(out)
+def _torch_inner(input: Tensor, other: Tensor) -> dict[str, Any]:
     if not (input.dim() and other.dim()):
         return {"equation": "...,...->...", "left": input, "right": other}
     return _torch_tensordot(input, other, ([-1], [-1]))
 
 
-def _torch_vecdot(
-    x: Tensor, y: Tensor, *, dim: int = -1, out: Tensor | None = None
-) -> dict[str, Any]:
-    _no_out(out)
+def _torch_vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> dict[str, Any]:
     left, right = x.conj().movedim(dim, -1), y.movedim(dim, -1)
     return {"equation": "...i,...i->...", "left": left, "right": right}
-
-
-def _no_out(out: object) -> None:
-    if out is not None:
-        raise TypeError("unit-scaled einsum has no out= argument")
 
 
 @row(

@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..rules.one_call import one_call
 from ..rules.table import Scales, row
 from ..scale import scale_each, value_with_gradient
 
 __all__ = ["cross_entropy", "ctc_loss", "nll_loss"]
 
-Loss = Callable[..., Tensor]
+P = ParamSpec("P")
 
 _REDUCTIONS = ("mean", "none", "sum")
 
 
-def reduction_of(
+def _reduction_of(
     reduction: str,
     size_average: bool | None,
     reduce: bool | None,
     allowed: Sequence[str] = _REDUCTIONS,
 ) -> str:
     """The reduction, considering torch's two legacy arguments."""
-    if reduction == "mean" and size_average is None and reduce is None:
-        return reduction  # all that compiled calls guard on
     if size_average is not None or reduce is not None:
         if reduce is False:
             return "none"
@@ -42,6 +42,53 @@ def reduction_of(
         names = ", ".join(map(repr, allowed))
         raise ValueError(f"unknown reduction {reduction!r}; choose one of {names}")
     return reduction
+
+
+def loss_row(
+    theirs: Callable[P, Tensor],
+    rule: Callable[..., Scales],
+    documentation: str,
+    allowed: Sequence[str] = _REDUCTIONS,
+) -> Callable[P, Tensor]:
+    """Adds a loss to `OPS`, with the name, arguments and value of torch's loss ``theirs``.
+
+    Its gradients are those of the sum over examples, times the factors of ``rule``, whatever the
+    reduction.
+    """
+    arguments, read = signature(theirs), signature(rule).parameters
+
+    @wraps(theirs)
+    def loss(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        given = arguments.bind(*args, **kwargs).arguments
+        s = rule(**{name: given[name] for name in read if name in given})
+        return _unit_loss(theirs, given, s, allowed)
+
+    loss.__module__, loss.__doc__ = rule.__module__, documentation
+    return row(rule, replaces=(theirs,))(one_call(loss))
+
+
+def _unit_loss(
+    loss: Callable[..., Tensor],
+    given: dict[str, Any],
+    s: Scales,
+    allowed: Sequence[str] = _REDUCTIONS,
+) -> Tensor:
+    """Returns ``loss(**given)`` with the gradients of the sum, times the factors."""
+    legacy = given.pop("size_average", None), given.pop("reduce", None)
+    kind = _reduction_of(given.pop("reduction", "mean"), *legacy, allowed)
+    _, scale, *others = s.values()
+    if any(other != scale for other in others):
+        scaled = {name: scale_each(given[name], 1.0, s[name]) for name in s if name != "output"}
+        given, scale = {**given, **scaled}, 1.0
+    if kind == "none":
+        return scale_each(loss(**given, reduction="none"), 1.0, scale)
+    total = loss(**given, reduction="sum")
+    if kind == "sum":
+        return scale_each(total, 1.0, scale)
+    constants = {k: v.detach() if isinstance(v, Tensor) else v for k, v in given.items()}
+    with torch.no_grad():
+        value = loss(**constants, reduction=kind)
+    return value_with_gradient(value, total, scale)
 
 
 def _class_dim(input: Tensor) -> int:
@@ -59,6 +106,7 @@ def cross_entropy_scales(input: Tensor, label_smoothing: float = 0.0) -> Scales:
 
 
 @row(cross_entropy_scales, replaces=(F.cross_entropy,))
+@one_call
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -87,31 +135,23 @@ def cross_entropy(
     Raises:
         ValueError: the reduction is unknown.
     """
-    kind = reduction_of(reduction, size_average, reduce)
     scale = cross_entropy_scales(input, label_smoothing)["input"]
     logits = input if mult == 1.0 else input * mult
+    given: dict[str, Any] = {
+        "target": target,
+        "weight": weight,
+        "size_average": size_average,
+        "ignore_index": ignore_index,
+        "reduce": reduce,
+        "reduction": reduction,
+    }
+    s = {"output": 1.0, "input": scale / mult if mult else scale}
     if target.is_floating_point() or label_smoothing:
-        loss: Loss = partial(F.cross_entropy, label_smoothing=label_smoothing)
-        scores = logits
-    else:  # as F.cross_entropy; value and sum share the softmax
-        loss = F.nll_loss
-        scores = F.log_softmax(logits, _class_dim(logits))
-    loss = partial(loss, weight=weight, ignore_index=ignore_index)
-    return unit_loss(loss, scores, target, kind=kind, scale=scale / mult if mult else scale)
-
-
-def unit_loss(loss: Loss, *operands: Tensor, kind: str, scale: float) -> Tensor:
-    """Returns ``loss(*operands)`` reduced by ``kind``, with ``scale`` times the gradient of the
-    sum.
-    """
-    if kind == "none":
-        return scale_each(loss(*operands, reduction="none"), 1.0, scale)
-    total = loss(*operands, reduction="sum")
-    if kind == "sum":
-        return scale_each(total, 1.0, scale)
-    with torch.no_grad():
-        value = loss(*[operand.detach() for operand in operands], reduction=kind)
-    return value_with_gradient(value, total, scale)
+        given |= {"input": logits, "label_smoothing": label_smoothing}
+        return _unit_loss(F.cross_entropy, given, s)
+    # As F.cross_entropy; value and sum share the softmax.
+    scores = F.log_softmax(logits, _class_dim(logits))
+    return _unit_loss(F.nll_loss, {**given, "input": scores}, s)
 
 
 def nll_loss_scales(input: Tensor) -> Scales:
@@ -121,16 +161,9 @@ def nll_loss_scales(input: Tensor) -> Scales:
     return {"output": 1.0, "input": float((classes or 1) ** 0.5)}
 
 
-@row(nll_loss_scales, replaces=(F.nll_loss,))
-def nll_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor:
+nll_loss = loss_row(
+    F.nll_loss,
+    nll_loss_scales,
     """`torch.nn.functional.nll_loss` with a unit-scaled gradient.
 
     Other arguments, the gradient and errors are as in `cross_entropy`. After `log_softmax` of c
@@ -138,10 +171,8 @@ def nll_loss(
 
     Args:
         input: log-probabilities, (classes,), (batch, classes) or (batch, classes, ...).
-    """
-    kind = reduction_of(reduction, size_average, reduce)
-    loss = partial(F.nll_loss, weight=weight, ignore_index=ignore_index)
-    return unit_loss(loss, input, target, kind=kind, scale=nll_loss_scales(input)["input"])
+    """,
+)
 
 
 def ctc_loss_scales(log_probs: Tensor) -> Scales:
@@ -185,7 +216,7 @@ def ctc_loss(
 
     Source: Graves et al. 2006.
     """
-    kind = reduction_of(reduction, None, None)
+    kind = _reduction_of(reduction, None, None)
     scale = ctc_loss_scales(log_probs)["log_probs"]
     loss: Any = F.ctc_loss  # accepts sequences, unlike its annotation
     lengths = (input_lengths, target_lengths)

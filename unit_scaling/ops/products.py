@@ -138,18 +138,15 @@ def _torch_matmul(
     mat2: Tensor | None = None,
     vec: Tensor | None = None,
     tensor: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> dict[str, Any]:
-    if out is not None:
-        raise TypeError("unit-scaled matmul has no out= argument")
     right = next((t for t in (other, mat2, vec, tensor) if t is not None), None)
     if right is None:
         raise TypeError("matmul needs two operands, got one")
     return {"left": input, "right": right}
 
 
-def _torch_vdot(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> dict[str, Any]:
-    return _torch_matmul(input.conj(), other, out=out)
+def _torch_vdot(input: Tensor, other: Tensor) -> dict[str, Any]:
+    return {"left": input.conj(), "right": other}
 
 
 def _torch_rmatmul(input: Tensor, other: Tensor) -> dict[str, Any]:
@@ -282,11 +279,8 @@ def _torch_addmm(first: str, second: str) -> Callable[..., dict[str, Any]]:
         *operands: Tensor,
         beta: float = 1,
         alpha: float = 1,
-        out: Tensor | None = None,
         **named: Tensor,
     ) -> dict[str, Any]:
-        if out is not None:
-            raise TypeError("unit-scaled addmm has no out= argument")
         names = (first, second)[len(operands) :]
         if set(named) != set(names) or len(operands) > 2:
             raise TypeError(f"expected the operands {first} and {second}, beta= and alpha=")

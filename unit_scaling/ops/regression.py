@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..rules.table import Scales, row
-from ..scale import scale_each
+from ..rules.table import Scales
 from .activations import softmax_scales
-from .losses import Loss, reduction_of, unit_loss
+from .losses import loss_row
 
 __all__ = [
     "binary_cross_entropy",
@@ -39,17 +37,6 @@ def _pair(input: Tensor, target: Tensor, rms: float) -> Scales:
     }
 
 
-def _difference_loss(loss: Loss, input: Tensor, target: Tensor, kind: str, s: Scales) -> Tensor:
-    if s["input"] == s["target"]:
-        return unit_loss(loss, input, target, kind=kind, scale=s["input"])
-    input, target = (scale_each(t, 1.0, s[k]) for k, t in (("input", input), ("target", target)))
-    return unit_loss(loss, input, target, kind=kind, scale=1.0)
-
-
-def _weighted(loss: Loss, weight: Tensor | None) -> Loss:
-    return loss if weight is None else partial(loss, weight=weight)
-
-
 def _clipped_rms(limit: float) -> float:
     """The RMS of the difference of two standard normal variables, clipped to [-limit, limit].
 
@@ -68,15 +55,9 @@ def mse_loss_scales(input: Tensor, target: Tensor) -> Scales:
     return _pair(input, target, 8**0.5)
 
 
-@row(mse_loss_scales, replaces=(F.mse_loss,))
-def mse_loss(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    weight: Tensor | None = None,
-) -> Tensor:
+mse_loss = loss_row(
+    F.mse_loss,
+    mse_loss_scales,
     """`torch.nn.functional.mse_loss` with a unit-scaled gradient: s times that of the sum.
 
     This holds for "mean" too. Legacy arguments are torch's.
@@ -89,10 +70,8 @@ def mse_loss(
 
     Raises:
         ValueError: the reduction is unknown.
-    """
-    kind = reduction_of(reduction, size_average, reduce)
-    loss = _weighted(F.mse_loss, weight)
-    return _difference_loss(loss, input, target, kind, mse_loss_scales(input, target))
+    """,
+)
 
 
 def l1_loss_scales(input: Tensor, target: Tensor) -> Scales:
@@ -100,19 +79,11 @@ def l1_loss_scales(input: Tensor, target: Tensor) -> Scales:
     return _pair(input, target, 1.0)
 
 
-@row(l1_loss_scales, replaces=(F.l1_loss,))
-def l1_loss(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    weight: Tensor | None = None,
-) -> Tensor:
-    """`torch.nn.functional.l1_loss` with a unit-scaled gradient; see `mse_loss`."""
-    kind = reduction_of(reduction, size_average, reduce)
-    loss = _weighted(F.l1_loss, weight)
-    return _difference_loss(loss, input, target, kind, l1_loss_scales(input, target))
+l1_loss = loss_row(
+    F.l1_loss,
+    l1_loss_scales,
+    """`torch.nn.functional.l1_loss` with a unit-scaled gradient; see `mse_loss`.""",
+)
 
 
 def smooth_l1_loss_scales(input: Tensor, target: Tensor, beta: float = 1.0) -> Scales:
@@ -121,19 +92,11 @@ def smooth_l1_loss_scales(input: Tensor, target: Tensor, beta: float = 1.0) -> S
     return _pair(input, target, _clipped_rms(beta) / beta if beta else 1.0)
 
 
-@row(smooth_l1_loss_scales, replaces=(F.smooth_l1_loss,))
-def smooth_l1_loss(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    beta: float = 1.0,
-) -> Tensor:
-    """`torch.nn.functional.smooth_l1_loss` with a unit-scaled gradient; see `mse_loss`."""
-    kind = reduction_of(reduction, size_average, reduce)
-    loss = partial(F.smooth_l1_loss, beta=beta)
-    return _difference_loss(loss, input, target, kind, smooth_l1_loss_scales(input, target, beta))
+smooth_l1_loss = loss_row(
+    F.smooth_l1_loss,
+    smooth_l1_loss_scales,
+    """`torch.nn.functional.smooth_l1_loss` with a unit-scaled gradient; see `mse_loss`.""",
+)
 
 
 def huber_loss_scales(input: Tensor, target: Tensor, delta: float = 1.0) -> Scales:
@@ -141,18 +104,11 @@ def huber_loss_scales(input: Tensor, target: Tensor, delta: float = 1.0) -> Scal
     return _pair(input, target, _clipped_rms(delta) if delta > 0 else 1.0)  # torch rejects 0
 
 
-@row(huber_loss_scales, replaces=(F.huber_loss,))
-def huber_loss(
-    input: Tensor,
-    target: Tensor,
-    reduction: str = "mean",
-    delta: float = 1.0,
-    weight: Tensor | None = None,
-) -> Tensor:
-    """`torch.nn.functional.huber_loss` with a unit-scaled gradient; see `mse_loss`."""
-    kind = reduction_of(reduction, None, None)
-    loss = _weighted(partial(F.huber_loss, delta=delta), weight)
-    return _difference_loss(loss, input, target, kind, huber_loss_scales(input, target, delta))
+huber_loss = loss_row(
+    F.huber_loss,
+    huber_loss_scales,
+    """`torch.nn.functional.huber_loss` with a unit-scaled gradient; see `mse_loss`.""",
+)
 
 
 def binary_cross_entropy_with_logits_scales() -> Scales:
@@ -160,34 +116,20 @@ def binary_cross_entropy_with_logits_scales() -> Scales:
     return {"output": 1.0, "input": 2.0, "target": 2.0}
 
 
-@row(binary_cross_entropy_with_logits_scales, replaces=(F.binary_cross_entropy_with_logits,))
-def binary_cross_entropy_with_logits(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    pos_weight: Tensor | None = None,
-) -> Tensor:
+binary_cross_entropy_with_logits = loss_row(
+    F.binary_cross_entropy_with_logits,
+    binary_cross_entropy_with_logits_scales,
     """`torch.nn.functional.binary_cross_entropy_with_logits` with 2 times the gradient of the sum.
 
-    This holds for "mean" too. Legacy arguments are torch's.
+    Other arguments and errors are as in `mse_loss`.
 
     Args:
         input: logits.
         target: probabilities of the same shape.
         weight: broadcastable, multiplies loss and gradient.
-        reduction: "mean", "sum" or "none".
         pos_weight: as in torch.
-
-    Raises:
-        ValueError: the reduction is unknown.
-    """
-    kind = reduction_of(reduction, size_average, reduce)
-    loss = partial(F.binary_cross_entropy_with_logits, weight=weight, pos_weight=pos_weight)
-    scale = binary_cross_entropy_with_logits_scales()["input"]
-    return unit_loss(loss, input, target, kind=kind, scale=scale)
+    """,
+)
 
 
 def binary_cross_entropy_scales() -> Scales:
@@ -195,26 +137,17 @@ def binary_cross_entropy_scales() -> Scales:
     return {"output": 1.0, "input": 0.5, "target": 0.5}
 
 
-@row(binary_cross_entropy_scales, replaces=(F.binary_cross_entropy,))
-def binary_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor:
+binary_cross_entropy = loss_row(
+    F.binary_cross_entropy,
+    binary_cross_entropy_scales,
     """`torch.nn.functional.binary_cross_entropy` with half the gradient of the sum, for "mean" too.
 
     Prefer logits and `binary_cross_entropy_with_logits`. Other arguments and errors are as there.
 
     Args:
         input: probabilities in [0, 1]; not the scaled outputs of the unit-scaled `sigmoid`.
-    """
-    kind = reduction_of(reduction, size_average, reduce)
-    loss = partial(F.binary_cross_entropy, weight=weight)
-    scale = binary_cross_entropy_scales()["input"]
-    return unit_loss(loss, input, target, kind=kind, scale=scale)
+    """,
+)
 
 
 def kl_div_scales(input: Tensor) -> Scales:
@@ -227,30 +160,21 @@ def kl_div_scales(input: Tensor) -> Scales:
     return {"output": 1.0, "input": scale, "target": scale}
 
 
-@row(kl_div_scales, replaces=(F.kl_div,))
-def kl_div(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    log_target: bool = False,
-) -> Tensor:
-    """`torch.nn.functional.kl_div` with s times the gradient of the sum. Legacy arguments are
-    torch's.
+kl_div = loss_row(
+    F.kl_div,
+    kl_div_scales,
+    """`torch.nn.functional.kl_div` with s times the gradient of the sum.
+
+    Other arguments and errors are as in `mse_loss`.
 
     Args:
         input: log-probabilities, classes last.
         target: probabilities, or log-probabilities if ``log_target``.
         reduction: "mean", "sum", "none" or "batchmean".
         log_target: whether ``target`` has log-probabilities.
-
-    Raises:
-        ValueError: the reduction is unknown.
-    """
-    kind = reduction_of(reduction, size_average, reduce, ("mean", "none", "sum", "batchmean"))
-    loss = partial(F.kl_div, log_target=log_target)
-    return unit_loss(loss, input, target, kind=kind, scale=kl_div_scales(input)["input"])
+    """,
+    ("mean", "none", "sum", "batchmean"),
+)
 
 
 def cosine_embedding_loss_scales(input1: Tensor) -> Scales:
@@ -260,32 +184,18 @@ def cosine_embedding_loss_scales(input1: Tensor) -> Scales:
     return {"output": 1.0, "input1": float(width), "input2": float(width)}
 
 
-@row(cosine_embedding_loss_scales, replaces=(F.cosine_embedding_loss,))
-def cosine_embedding_loss(
-    input1: Tensor,
-    input2: Tensor,
-    target: Tensor,
-    margin: float = 0,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor:
+cosine_embedding_loss = loss_row(
+    F.cosine_embedding_loss,
+    cosine_embedding_loss_scales,
     """`torch.nn.functional.cosine_embedding_loss` with n times the gradient of the sum, for "mean"
     too.
 
-    Legacy arguments are torch's.
+    Other arguments and errors are as in `mse_loss`.
 
     Args:
         input1: (batch, n) or (n,).
         input2: (batch, n) or (n,).
         target: 1 or -1 for each pair.
         margin: as in torch.
-        reduction: "mean", "sum" or "none".
-
-    Raises:
-        ValueError: the reduction is unknown.
-    """
-    kind = reduction_of(reduction, size_average, reduce)
-    loss = partial(F.cosine_embedding_loss, margin=margin)
-    scale = cosine_embedding_loss_scales(input1)["input1"]
-    return unit_loss(loss, input1, input2, target, kind=kind, scale=scale)
+    """,
+)

@@ -80,13 +80,21 @@ class Op:
         first. Raises TypeError for arguments that do not fit, as torch does.
         """
         func = self.replaces[0] if func is None else func
+        names = _parameters(self.fn)
+        own = {name: value for name, value in kwargs.items() if name != "out" or name in names}
         adapter = self.adapters.get(func)
         if adapter is not None:
-            return adapter(*args, **kwargs)
-        names = _parameters(self.fn)
-        if len(args) > len(names):
+            given = adapter(*args, **own)
+        elif len(args) > len(names):
             raise TypeError(f"{self.name} takes {len(names)} arguments but {len(args)} were given")
-        return {**dict(zip(names, args, strict=False)), **kwargs}
+        else:
+            given = {**dict(zip(names, args, strict=False)), **own}
+        if "out" in names:
+            return given
+        by_name, by_position = kwargs.get("out"), given.pop("out", None)
+        if by_name is not None or by_position is not None:
+            raise TypeError(f"unit-scaled {self.name} has no out= argument")
+        return given
 
     def call(
         self,

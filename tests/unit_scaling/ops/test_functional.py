@@ -146,6 +146,23 @@ def test_every_calling_form_of_torch(forms):
         torch.testing.assert_close(output, outputs[0])
 
 
+OUT = {
+    "a name": (torch.tensordot, (X, X), {"out": X}),
+    "a position": (torch.tensordot, (X, X, 2, X), {}),
+    "a position of normalize": (F.normalize, (X, 2.0, 1, 1e-12, X), {}),
+}
+
+
+@pytest.mark.parametrize("given", OUT)
+def test_out_is_refused_unless_none(given: str):
+    function, args, kwargs = OUT[given]
+    op = find_op(function)
+    with pytest.raises(TypeError, match=f"unit-scaled {op.name} has no out= argument"):
+        op.bind(args, kwargs, function)
+    without = tuple(None if i > 1 and value is X else value for i, value in enumerate(args))
+    assert "out" not in op.bind(without, dict.fromkeys(kwargs), function)
+
+
 def test_calls_that_do_not_fit_are_refused():
     with pytest.raises(TypeError, match="unexpected keyword argument 'beta'"):
         OPS["gelu"].call((X,), {"beta": 1})
