@@ -35,8 +35,7 @@ def layer_norm2d(
     layer_norm, permute, as in timm, with torch's autograd: the output and the gradient of the input
     are channels-last, and 16-bit statistics of the backward pass are those of torch. Compiled and
     on CUDA devices the strides are those of a dense input, and the statistics are in float32
-    (float64 for float64; compiled for CPUs with channels-last bfloat16, they are computed from
-    differences to the first channel). Each result is rounded once to the dtype of its tensor.
+    (float64 for float64). Each result is rounded once to the dtype of its tensor.
     `torch.autocast` has no effect. NaN or Inf makes its pixel NaN. Raises ValueError for an input
     of fewer than two dimensions and for a weight or bias of another shape, TypeError for an input
     that is not floating point.
@@ -146,15 +145,15 @@ def _across(x: Tensor, value: Tensor) -> Any:
     return wide(x, value).view(-1, *[1] * (x.dim() - 2))
 
 
-def _statistics(x: Tensor, eps: float, near: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(m, d, 1/sqrt(var + eps)), where m + d is the mean of ``x`` over the channels.
 
-    m is ``near``, or the mean rounded as a sum of n numbers. d, the mean of x - m, corrects both m
-    and the variance (corrected two-pass algorithm, Chan, Golub and LeVeque 1983).
+    m is the mean rounded as a sum of n numbers. d, the mean of x - m, corrects both m and the
+    variance (corrected two-pass algorithm, Chan, Golub and LeVeque 1983).
     """
     # Multiplies by 1/n, because compiled code repeats a division for each element.
     share = 1.0 / x.shape[1]
-    mean = x.sum(1, keepdim=True) * share if near is None else near
+    mean = x.sum(1, keepdim=True) * share
     centred = x - mean
     rest = centred.sum(1, keepdim=True) * share
     var = (centred.square().sum(1, keepdim=True) * share - rest.square()).clamp_min(0.0)
@@ -190,53 +189,18 @@ def _kept(value: Tensor) -> Tensor:
     return value.as_strided(value.shape, value.stride())
 
 
-def _once_a_pixel(value: Tensor) -> Tensor:
-    """Multiplies ``value``, one per pixel, by an int16 of 1 (0 for NaN). Inductor has no int16
-    vectors on CPUs, so it finishes ``value`` for one pixel before it starts the next."""
-    return _kept(value * (value == value).to(torch.int16))
-
-
-def _compiled_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(m, d, m + d, 1/sqrt(var + eps)) of ``x`` in its dtype, see `_statistics`, in a form from
-    which inductor generates fast CPU loops.
-
-    Otherwise it would recompute the root for every element. Channels-last inputs are completed
-    pixel by pixel, except in 16 bits, where rounding takes long enough to stall the next pixel.
-    There, for bfloat16, the first channel is close enough to the mean and saves a pass: with n
-    channels the variance is accurate to 2 n roundings of float32, for any value of that channel.
-    Contiguous bfloat16 stores m + d in one float32 and d = 0, because three rows of as many pixels
-    plus those of x and y do not fit into the L1 cache.
-    """
-    wider = wide(x, x)
-    if x.movedim(1, -1).is_contiguous():
-        if x.element_size() > 2:
-            mean, rest, rstd = _statistics(wider, eps)
-            return mean, rest, _once_a_pixel(mean + rest), _once_a_pixel(rstd)
-        near = wider[:, :1] if x.dtype == torch.bfloat16 else None
-        mean, rest, rstd = _statistics(wider, eps, near)
-        return mean, rest, mean + rest, _kept(rstd)
-    by_blocks = x.is_contiguous() and x.shape[1] % BLOCK == 0
-    mean, rest, rstd = (_statistics_by_blocks if by_blocks else _statistics)(wider, eps)
-    if x.dtype == torch.bfloat16:
-        both = _kept(mean + rest)
-        return both, torch.zeros_like(both), both, _kept(rstd)
-    return mean, rest, mean + rest, _kept(rstd)
-
-
 def _normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu:
-        mean, rest, both, rstd = _compiled_statistics(x, eps)
-    else:
-        mean, rest, rstd = _statistics(wide(x, x), eps)
-        both = mean + rest
+    in_graph = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and x.is_cpu
+    by_blocks = in_graph and x.is_contiguous() and x.shape[1] % BLOCK == 0
+    mean, rest, rstd = (_statistics_by_blocks if by_blocks else _statistics)(wide(x, x), eps)
     y = (wide(x, x) - mean - rest) * rstd
     if weight is not None:
         y = y * _across(x, weight)
     if bias is not None:
         y = y + _across(x, bias)
-    return y.to(x.dtype), both, rstd
+    return y.to(x.dtype), mean + rest, rstd
 
 
 def _gradients(

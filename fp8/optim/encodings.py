@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.compiler import compiled_as
 from ..formats.format import FORMATS, Format
 from ..formats.rounding import LAYOUTS, Grid, round_to_grid
 from ..recipes.scaling import scale_of, scale_of_number, scaled_tiles
@@ -66,10 +65,6 @@ _INT8 = Format(
 _SHIFT = 23 - _E5M3.mantissa_bits
 _CODE = (127 - _E5M3.bias) << _E5M3.mantissa_bits
 """The difference between the upper bits of a float32 and the code of the equal e5m3 number."""
-
-_TO_E4M3 = 23 - FORMATS["e4m3"].mantissa_bits
-_E4M3_CODE = (127 - FORMATS["e4m3"].bias) << FORMATS["e4m3"].mantissa_bits
-"""As _SHIFT and _CODE, for normal numbers of e4m3 without sign."""
 
 _bits = LAYOUTS[torch.float32].encode
 
@@ -142,8 +137,6 @@ def decode(stored: Encoded) -> Tensor:
     if values.dtype == torch.uint8:
         code = values.to(torch.int32)
         x = torch.where(code > 0, ((code + _CODE) << _SHIFT).view(torch.float32), 0.0)
-    elif _by_bits(values):
-        x = _from_e4m3(values.view(torch.uint8))
     else:
         x = values.to(torch.float32)
     if scale is None:
@@ -185,38 +178,8 @@ def write(
     elif encoding.scale == "tensor":
         assert unit is not None
         y = x * unit
-    if bits is None and _by_bits(to.values):
-        to.values.view(torch.uint8).copy_(_to_e4m3(y))
-        return
     unsigned = encoding.dtype == torch.uint8
     to.values.copy_(_to_e5m3(y, bits) if unsigned else _rounded(y, encoding, away, bits))
-
-
-@compiled_as(lambda values: values.is_cpu and values.dtype == torch.float8_e4m3fn)
-def _by_bits(values: Tensor) -> bool:
-    """Whether to convert e4m3 by bit operations: with torch's own casts, a step compiled for a CPU
-    takes 1.1 to 1.25 times as long."""
-    return False
-
-
-def _from_e4m3(code: Tensor) -> Tensor:
-    """float32 values of finite e4m3 codes in uint8."""
-    code = code.to(torch.int32)
-    size = code & 0x7F
-    small = (size.to(torch.float32) * FORMATS["e4m3"].min_subnormal).view(torch.int32)
-    word = torch.where(size < 8, small, (size + _E4M3_CODE) << _TO_E4M3)
-    return (word | ((code & 0x80) << 24)).view(torch.float32)
-
-
-def _to_e4m3(y: Tensor) -> Tensor:
-    """e4m3 codes of finite ``y`` in uint8, equal to `_rounded` followed by a cast."""
-    word = y.view(torch.int32)
-    size = (word & 0x7FFFFFFF).clamp(max=_bits(FORMATS["e4m3"].max))
-    half = (1 << (_TO_E4M3 - 1)) - 1 + ((size >> _TO_E4M3) & 1)
-    normal = ((size + half) >> _TO_E4M3) - _E4M3_CODE
-    small = (size.view(torch.float32) * (1 / FORMATS["e4m3"].min_subnormal)).to(torch.int32)
-    code = torch.where(size < _bits(FORMATS["e4m3"].min_normal), small, normal)
-    return (code | ((word >> 24) & 0x80)).to(torch.uint8)
 
 
 def _to_e5m3(y: Tensor, bits: Tensor | None) -> Tensor:

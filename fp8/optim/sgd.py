@@ -12,22 +12,7 @@ from torch.optim.sgd import sgd
 from ..common.validation import check_number
 from ..tensors.scaled_tensor import plain
 from .base import LowPrecision, check_group, finite_everywhere, refuse
-from .encodings import ENCODINGS, decode
-from .state import (
-    MASTER,
-    MOMENTUM,
-    Group,
-    State,
-    check_numbers,
-    has,
-    is_plain,
-    keep,
-    local,
-    numbers_of,
-    put_weight,
-    read,
-    weight_of,
-)
+from .state import MASTER, MOMENTUM, Group, State, convert, local, names, put_weight, weight_of
 
 __all__ = ["SGD"]
 
@@ -38,37 +23,6 @@ def _check(group: Group) -> None:
     check_number("dampening", group["dampening"])
     if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
         raise ValueError("nesterov needs a momentum, and no dampening")
-
-
-def _converted(parameter: Tensor, saved: State, group: Group) -> State:
-    """Converts ``saved``, the state of an SGD of torch or of this module, to the encodings of
-    ``group``."""
-    state: State = {}
-    buffer = saved.get(MOMENTUM)
-    if unknown := sorted(key for key in saved if not key.startswith((MOMENTUM, MASTER))):
-        raise ValueError(f"{', '.join(unknown)} is not part of the state of SGD")
-    if buffer is not None:
-        if buffer.shape != parameter.shape:
-            raise ValueError(
-                f"{MOMENTUM} has shape {tuple(buffer.shape)}, its parameter "
-                f"{tuple(parameter.shape)}: this is the state of another model"
-            )
-        check_numbers(MOMENTUM, buffer)
-        state[MOMENTUM] = buffer.to(parameter.device, torch.float32, copy=True)
-    kept = has(saved, MASTER)
-    master = decode(read(saved, MASTER)) if kept else numbers_of(parameter)
-    master = master.to(parameter.device)
-    if _master(parameter, group):
-        keep(state, MASTER, parameter, ENCODINGS[group["master_weights"]], master)
-    elif kept:
-        with torch.no_grad():
-            parameter.copy_(master.view(parameter.shape))
-    return state
-
-
-def _master(parameter: Tensor, group: Group) -> bool:
-    coarse = parameter.dtype != torch.float32 or not is_plain(local(parameter))
-    return group["master_weights"] is not None and coarse
 
 
 class SGD(LowPrecision):
@@ -89,7 +43,7 @@ class SGD(LowPrecision):
 
     options = ("master_weights",)
     check = staticmethod(_check)
-    converted = staticmethod(_converted)
+    converted = staticmethod(convert)
 
     def __init__(
         self,
@@ -131,12 +85,12 @@ class SGD(LowPrecision):
 
 
 def _step(parameter: Any, state: State, group: Group) -> None:
-    master = _master(parameter, group)
-    weight = weight_of(parameter, state, master)
+    master = names(parameter, group).get(MASTER)
+    weight = weight_of(parameter, state, master is not None)
     buffers = [state.get(MOMENTUM)]
     arguments = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     gradient = plain(local(parameter.grad), torch.float32)
     sgd([weight], [gradient], buffers, foreach=False, **{k: group[k] for k in arguments})
     if buffers[0] is not None:
         state[MOMENTUM] = buffers[0]
-    put_weight(parameter, state, weight, ENCODINGS[group["master_weights"]] if master else None)
+    put_weight(parameter, state, weight, master)

@@ -81,15 +81,19 @@ def names(parameter: Tensor, group: Group) -> dict[str, Encoding]:
     """The tensors to store for a parameter, and their encodings. Small parameters use float32;
     float32 weights have no master, unless they are of a tensor subclass (ScaledTensor), which may
     be coarser."""
-    small = parameter.numel() < group["min_size"]
-    if group.get("algorithm") == "muon":
-        moments = {MOMENTUM: group["first_moment"]}
+    small = parameter.numel() < group.get("min_size", 0)
+    if group.get("algorithm") == "muon" or _is_sgd(group):
+        moments = {MOMENTUM: group.get("first_moment", "float32")}
     else:
         moments = {FIRST: group["first_moment"], SECOND: group["second_moment"]}
     coarse = parameter.dtype != torch.float32 or _stands_for(parameter)
     if group["master_weights"] is not None and coarse:
         moments[MASTER] = group["master_weights"]
     return {name: ENCODINGS["float32" if small else kept] for name, kept in moments.items()}
+
+
+def _is_sgd(group: Group) -> bool:
+    return "second_moment" not in group
 
 
 def _stands_for(parameter: Tensor) -> bool:
@@ -211,23 +215,26 @@ def read(state: State, name: str) -> Encoded:
 
 
 def convert(parameter: Tensor, saved: State, group: Group) -> State:
-    """Converts ``saved``, the state of an Adam or Muon of torch or of `fp8.optim`, to the encodings
-    of ``group``.
+    """Converts ``saved``, the state of an Adam, Muon or SGD of torch or of `fp8.optim`, to the
+    encodings of ``group``.
 
     A master without a counterpart in ``group`` is written to the parameter. Raises ValueError for
     other states, missing parts, an invalid step count, and moments that no optimizer can produce.
     """
+    saved = {name: value for name, value in saved.items() if value is not None}
     kept = names(parameter, group)
-    adam = SECOND in kept
+    adam, sgd = SECOND in kept, _is_sgd(group)
     moments = (FIRST, SECOND) if adam else (MOMENTUM,)
-    known = {"step", *(n + part for n in (*moments, MASTER) for part in ("", *PARTS))}
-    if unknown := sorted(saved.keys() - known):
+    known = {n + part for n in (*moments, MASTER) for part in ("", *PARTS)}
+    if unknown := sorted(saved.keys() - known - (set() if sgd else {"step"})):
         advice = "; amsgrad is not supported" if "max_exp_avg_sq" in unknown else ""
-        kind = "Adam" if adam else "Muon"
+        kind = "Adam" if adam else "SGD" if sgd else "Muon"
         raise ValueError(f"{', '.join(unknown)} is not part of the state of {kind}{advice}")
-    counts = adam or "step" in saved  # torch's Muon counts no steps
-    state: State = {"step": _step_of(saved) if counts else torch.zeros(())}
-    for name in moments:
+    state: State = {}
+    if not sgd:
+        counts = adam or "step" in saved  # torch's Muon counts no steps
+        state["step"] = _step_of(saved) if counts else torch.zeros(())
+    for name in moments if not sgd or has(saved, MOMENTUM) else ():
         _convert(state, name, parameter, kept[name], saved)
     if MASTER in kept:
         if has(saved, MASTER):

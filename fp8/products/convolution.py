@@ -45,30 +45,22 @@ aten = torch.ops.aten
 Ints = int | Sequence[int]
 
 
-def _cast_maps(
+def _cast(
     x: Tensor,
     spec: Spec | None,
     axis: int,
     history: Tensor | None = None,
     record: bool | None = None,
+    *,
+    weight: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Feature maps (batch, channels, *size) under a spec, and the scale factor as in `rounded`.
-    axis: -1 sums over channels, -2 over positions."""
+    """Feature maps (batch, channels, *size), or a weight (first, second, *kernel), under a spec,
+    and the scale factor as in `rounded`. axis: -1 sums over channels or second, -2 over positions
+    or first."""
     if spec is None or spec.tile == (0, 0):
         return rounded(x, spec, axis, history, record)
     last = x.movedim(1, -1)
-    y = round_straight(last.flatten(0, -2), spec, axis)
-    return y.reshape(last.shape).movedim(-1, 1), None
-
-
-def _cast_weight(
-    x: Tensor, spec: Spec | None, axis: int, history: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """A weight (first, second, *kernel) under a spec. axis: -1 sums over second, -2 over first."""
-    if spec is None or spec.tile == (0, 0):
-        return rounded(x, spec, axis, history)
-    last = x.movedim(1, -1)
-    y = round_straight(last.flatten(1), spec, axis)
+    y = round_straight(last.flatten(1) if weight else last.flatten(0, -2), spec, axis)
     return y.reshape(last.shape).movedim(-1, 1), None
 
 
@@ -122,15 +114,15 @@ class _Convolution(Function):
         dw: Any = None
         db = g = None
         if needs_x:
-            g, _ = _cast_maps(grad, for_x, -1, ctx.history, record=True)
-            w_again, _ = _cast_weight(w, again_w, -1 if ctx.geometry[3] else -2)
+            g, _ = _cast(grad, for_x, -1, ctx.history, record=True)
+            w_again, _ = _cast(w, again_w, -1 if ctx.geometry[3] else -2, weight=True)
             scaled = _times(w_again.to(grad.dtype), ctx.s_dx)
             wanted = [True, one_call, False]  # the weight's gradient does not need the weight
             dx, dw, _ = gradient(g, x.to(grad.dtype), scaled, None, *ctx.geometry, wanted)
         if needs_w and not one_call:
             if g is None or not one_copy(for_x, for_w):
-                g, _ = _cast_maps(grad, for_w, -2, ctx.history, record=True)
-            x = _cast_maps(x, again_x, -2)[0].to(grad.dtype)
+                g, _ = _cast(grad, for_w, -2, ctx.history, record=True)
+            x = _cast(x, again_x, -2)[0].to(grad.dtype)
             _, dw, _ = gradient(g, x, w.to(grad.dtype), None, *ctx.geometry, [False, True, False])
         if dw is not None:
             dw = _times(dw, ctx.s_dw)
@@ -167,8 +159,8 @@ def _convolve(
         warn_unsummed(recipe, "a convolution with scales by rows or blocks")
     shared = shared_casts(x, of_x, casts.a, casts.a_again)
     first, second, casts = with_copies(x, weight, casts)
-    x, scale_x = _cast_maps(x, casts.a, -1, of_x)
-    weight, scale_w = _cast_weight(weight, casts.b, -2 if geometry[3] else -1, of_w)
+    x, scale_x = _cast(x, casts.a, -1, of_x)
+    weight, scale_w = _cast(weight, casts.b, -2 if geometry[3] else -1, of_w, weight=True)
     x, weight, bias = _of_one_dtype(x, weight, bias)
     operands = (x, weight, scale_x, scale_w, first, second)
     settings = (*scales, geometry, casts, shared)

@@ -123,19 +123,14 @@ def as_equation(args: tuple[Any, ...]) -> tuple[str, list[Any]]:
 
 
 def sums_products(equation: str, operands: list[Tensor]) -> bool:
-    """Whether operands share a summed index of size greater than one."""
-    inputs, arrow, output = equation.partition("->")
-    terms = inputs.split(",")
-    for letter in set(inputs) & set(string.ascii_letters):
-        shared = [(t, x) for t, x in zip(terms, operands, strict=False) if letter in t]
-        summed = letter not in output if arrow else inputs.count(letter) > 1
-        if summed and len(shared) > 1 and any(_size(*one, letter) > 1 for one in shared):
+    """Whether operands share a summed index of size greater than one. False for an equation of
+    another number of operands."""
+    if equation.partition("->")[0].count(",") + 1 != len(operands):
+        return False
+    terms, output = letters(equation, operands)
+    for letter in {*"".join(terms)} - {*output}:
+        pairs = zip(terms, operands, strict=True)
+        sizes = [x.shape[term.index(letter)] for term, x in pairs if letter in term]
+        if len(sizes) > 1 and max(sizes) > 1:
             return True
     return False
-
-
-def _size(term: str, x: Tensor, letter: str) -> int:
-    before, _, after = term.partition("...")
-    if letter in before:
-        return x.shape[before.index(letter)]
-    return x.shape[after.index(letter) - len(after)]

@@ -10,7 +10,7 @@ arXiv:2412.19437, section 3.3.2).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +31,11 @@ from ..sums.dot import dot
 from ..sums.tensor_cores import Matrix, instruction_for
 from ..tensors.scaled_tensor import plain
 
-__all__ = [
-    "add_bias",
-    "multiply",
-    "operand",
-    "product",
-    "refuse_second_derivative",
-    "warn_unsummed",
-]
+__all__ = ["KINDS", "Kind", "Specs", "multiply", "operand", "product", "warn_unsummed"]
+
+
+Specs = tuple[Spec | None, Spec | None]
+"""The specs of both operands of a product."""
 
 
 def product(
@@ -52,13 +49,15 @@ def product(
     dtype: str,
     offs: Tensor | None = None,
     split: int = 0,
+    kind: str = "matrix",
+    how: tuple[Any, ...] = (),
 ) -> Tensor:
     """``s_y * a b^T + bias`` in ``dtype`` for a (m, k) and b (n, k), or batches of them.
 
     casts, histories: as in `fp8.products.matmul`. sums: `fp8.Recipe.sums`. A product of which an
     operand is not cast sums as torch does. dtype: a name. bias has that dtype, and is added after
-    the result is rounded to it. offs, split: those of a grouped product, as in
-    `fp8.products.grouped`; split is 0 for others.
+    the result is rounded to it, along dimension 1. offs, split: those of a grouped product, as in
+    `fp8.products.grouped`; split is 0 for others. kind: a name in KINDS, with its settings ``how``.
     """
     of_a, of_b, of_grad = histories
     record = torch.is_grad_enabled()
@@ -66,18 +65,14 @@ def product(
         turn = turn_of(casts.a, a)
         left = operand(a, casts.a, -1, of_a, record, turn, offs, split)
         right = operand(b, casts.b, -1, of_b, record, turn, offs, split)
-    settings = (*scales, casts, sums, dtype, split)
-    y = _Summed.apply(a, b, offs, of_grad, *settings, *left, *right)
-    return y if bias is None else add_bias(y, bias, scales[2])
-
-
-def add_bias(y: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """``y + bias`` along dimension 1; the gradient of the bias is multiplied by ``scale``."""
-    added: Tensor = _Biased.apply(y, bias, scale)
-    return added
+    settings = (*scales, casts, sums, dtype, split, kind, how)
+    y: Tensor = _Summed.apply(a, b, offs, of_grad, *settings, *left, *right)
+    return y if bias is None else _Biased.apply(y, bias, scales[2])
 
 
 class _Biased(Function):
+    """``y + bias`` along dimension 1; the gradient of the bias is multiplied by ``scale``."""
+
     @staticmethod
     def forward(y: Tensor, bias: Tensor, scale: float) -> Tensor:
         return y + bias.view(-1, *[1] * (y.dim() - 2))
@@ -89,12 +84,6 @@ class _Biased(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, grad.sum([d for d in range(grad.dim()) if d != 1]) * ctx.scale, None
-
-
-def refuse_second_derivative() -> None:
-    """Raises RuntimeError in a backward pass that is recorded (``create_graph=True``)."""
-    if is_differentiated_again():
-        raise RuntimeError("create_graph=True: products with accumulate= have no second derivative")
 
 
 def warn_unsummed(recipe: Recipe, product: str) -> None:
@@ -126,16 +115,18 @@ class _Summed(Function):
         sums: str,
         dtype: str,
         split: int,
+        kind: str,
+        how: tuple[Any, ...],
         *operands: Tensor | None,
     ) -> Tensor:
         left, right = Codes(*operands[:3]), Codes(*operands[3:])  # type: ignore[arg-type]
-        y = multiply(left, right, casts.a, casts.b, sums, offs, split)
+        y = KINDS[kind].output(left, right, casts[:2], sums, (offs, split), how)
         return (y * s_y).to(getattr(torch, dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, offs, ctx.history, _, *rest = inputs
-        ctx.s_a, ctx.s_b, casts, ctx.sums, _, ctx.split, *operands = rest
+        ctx.s_a, ctx.s_b, casts, ctx.sums, _, ctx.split, ctx.kind, ctx.how, *operands = rest
         ctx.casts, ctx.dtypes = casts, (a.dtype, b.dtype)
         keep_a = one_copy(casts.a, casts.a_again)
         keep_b = one_copy(casts.b, casts.b_again)
@@ -145,15 +136,19 @@ class _Summed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        if is_differentiated_again():
+            raise RuntimeError(
+                "create_graph=True: products with accumulate= have no second derivative"
+            )
         casts, (offs, *saved), history = ctx.casts, ctx.saved_tensors, ctx.history
-        groups = (offs, ctx.split)
+        kind, groups = KINDS[ctx.kind], (offs, ctx.split)
         da = db = g = None
         if ctx.needs_input_grad[0]:
             turn = turn_of(casts.grad_for_a, grad)
             g = operand(grad, casts.grad_for_a, -1, history, True, turn, *groups)
             b = _second(saved[3:], casts.b_again, turn, *groups)
-            da = multiply(g, b, casts.grad_for_a, casts.b_again, ctx.sums, *groups) * ctx.s_a
+            specs = casts.grad_for_a, casts.b_again
+            da = kind.grad_a(g, b, specs, ctx.sums, groups, ctx.how) * ctx.s_a
             da = da.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
             turn = turn_of(casts.grad_for_b, grad)
@@ -162,9 +157,10 @@ class _Summed(Function):
             else:
                 g = operand(grad, casts.grad_for_b, -2, history, True, turn, *groups)
             a = _second(saved[:3], casts.a_again, turn, *groups)
-            db = multiply(g, a, casts.grad_for_b, casts.a_again, ctx.sums, *groups) * ctx.s_b
+            specs = casts.grad_for_b, casts.a_again
+            db = kind.grad_b(g, a, specs, ctx.sums, groups, ctx.how) * ctx.s_b
             db = db.to(ctx.dtypes[1])
-        return da, db, *[None] * 15
+        return da, db, *[None] * 17
 
 
 def _second(
@@ -230,6 +226,31 @@ def _decoded(x: Codes, spec: Spec | None, split: int) -> Tensor:
     if spec is not None and not split:
         scale = widened(scale, x.values.shape, spec.tile)
     return x.values * scale.to(x.values.dtype)
+
+
+def _matrix(
+    left: Codes,
+    right: Codes,
+    specs: Specs,
+    sums: str,
+    groups: tuple[Tensor | None, int],
+    how: tuple[Any, ...],
+) -> Tensor:
+    return multiply(left, right, *specs, sums, *groups)
+
+
+class Kind(NamedTuple):
+    """A row of KINDS: the output, from the codes of both operands, and the gradients of both, from
+    the codes of the output's gradient and of the other operand. What is cast along its other axis
+    is given as a transpose. Further arguments: both specs, sums, (offs, split) and how."""
+
+    output: Callable[..., Tensor]
+    grad_a: Callable[..., Tensor]
+    grad_b: Callable[..., Tensor]
+
+
+KINDS: dict[str, Kind] = {"matrix": Kind(_matrix, _matrix, _matrix)}
+"""Name -> how a kind of product is computed; `fp8.products.summed_convolution` adds a row."""
 
 
 # As an operator of its own, because a compiled graph cannot hold its loops.

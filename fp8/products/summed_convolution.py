@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..casts.casting import Spec
 from ..casts.codes import Codes
-from ..casts.operands import Casts, one_copy
-from .summed import add_bias, multiply, operand, refuse_second_derivative
+from ..casts.operands import Casts
+from .summed import KINDS, Kind, Specs, multiply, product
 
 __all__ = ["convolution"]
 
@@ -59,84 +57,36 @@ def convolution(
     x: (batch, channels, *size). weight, geometry: as in `aten.convolution`; what does not fit
     raises its error. casts, histories, sums, dtype and the bias: as in `fp8.products.summed`.
     """
-    of_x, of_w, of_grad = histories
-    record = torch.is_grad_enabled()
     with torch.no_grad():
         shapes = (torch.empty(t.shape, device="meta") for t in (x, weight))
         size = aten.convolution.default(*shapes, None, *geometry).shape[2:]
-        maps = operand(x, casts.a, -1, of_x, record)
-        kernels = operand(weight, casts.b, -1, of_w, record)
-    settings = (*scales, geometry, tuple(size), casts, sums, dtype)
-    y = _Convolution.apply(x, weight, of_grad, *settings, *maps, *kernels)
-    return y if bias is None else add_bias(y, bias, scales[2])
+    how = (geometry, tuple(size), tuple(x.shape[2:]), tuple(weight.shape[2:]))
+    settings = (scales, casts, histories, sums, dtype)
+    return product(x, weight, bias, *settings, kind="convolution", how=how)
 
 
-class _Convolution(Function):
-    """`convolution` without a bias. x and weight receive the gradients; the last six arguments are
-    their codes. size: that of the output."""
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        history: Tensor | None,
-        s_y: float,
-        s_x: float,
-        s_w: float,
-        geometry: tuple[Any, ...],
-        size: tuple[int, ...],
-        casts: Casts,
-        sums: str,
-        dtype: str,
-        *operands: Tensor | None,
-    ) -> Tensor:
-        maps, kernels = Codes(*operands[:3]), Codes(*operands[3:])  # type: ignore[arg-type]
-        how = _Geometry(*geometry)
-        return (_convolved(maps, kernels, casts[:2], how, size, sums) * s_y).to(
-            getattr(torch, dtype)
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, ctx.history, _, ctx.s_x, ctx.s_w, geometry, _, casts, ctx.sums, _, *rest = inputs
-        ctx.geometry, ctx.casts = _Geometry(*geometry), casts
-        ctx.shapes, ctx.dtypes = (x.shape, weight.shape), (x.dtype, weight.dtype)
-        keep_x = one_copy(casts.a, casts.a_again)
-        keep_w = one_copy(casts.b, casts.b_again)
-        of_x = rest[:3] if keep_x else (x, None, None)
-        of_w = rest[3:] if keep_w else (weight, None, None)
-        ctx.save_for_backward(*of_x, *of_w)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
-        casts, saved, how = ctx.casts, ctx.saved_tensors, ctx.geometry
-        x_shape, w_shape = ctx.shapes
-        dx = dw = g = None
-        if ctx.needs_input_grad[0]:
-            specs = (casts.grad_for_a, casts.b_again)
-            g, w = operand(grad, specs[0], -1, ctx.history, True), _again(saved[3:], specs[1])
-            dx = _convolved(g, w, specs, how.turned, x_shape[2:], ctx.sums) * ctx.s_x
-            dx = dx.to(ctx.dtypes[0])
-        if ctx.needs_input_grad[1]:
-            specs = (casts.a_again, casts.grad_for_b)
-            if g is None or not one_copy(casts.grad_for_a, casts.grad_for_b):
-                g = operand(grad, specs[1], -1, ctx.history, True)
-            x = _again(saved[:3], specs[0])
-            dw = _of_weight(x, g, specs, w_shape[2:], how, ctx.sums) * ctx.s_w
-            dw = dw.to(ctx.dtypes[1])
-        return dx, dw, *[None] * 15
+def _output(x: Codes, w: Codes, specs: Specs, sums: str, _: Any, how: tuple[Any, ...]) -> Tensor:
+    geometry, size, _, _ = how
+    return _convolved(x, w, specs, _Geometry(*geometry), size, sums)
 
 
-def _again(saved: Sequence[Any], spec: Spec | None) -> Codes:
-    """The codes of an operand for its second product. saved: its codes, or itself without them."""
-    return operand(saved[0], spec) if saved[1] is None else Codes(*saved)
+def _grad_x(g: Codes, w: Codes, specs: Specs, sums: str, _: Any, how: tuple[Any, ...]) -> Tensor:
+    geometry, _, size, _ = how
+    return _convolved(g, w.mT, specs, _Geometry(*geometry).turned, size, sums)
+
+
+def _grad_w(g: Codes, x: Codes, specs: Specs, sums: str, _: Any, how: tuple[Any, ...]) -> Tensor:
+    geometry, _, _, kernel = how
+    return _of_weight(x.mT, g.mT, specs[::-1], kernel, _Geometry(*geometry), sums)
+
+
+KINDS["convolution"] = Kind(_output, _grad_x, _grad_w)
 
 
 def _convolved(
     maps: Codes,
     kernels: Codes,
-    specs: tuple[Spec | None, Spec | None],
+    specs: Specs,
     how: _Geometry,
     size: Sequence[int],
     sums: str,
@@ -156,7 +106,7 @@ def _convolved(
 def _of_weight(
     x: Codes,
     grad: Codes,
-    specs: tuple[Spec | None, Spec | None],
+    specs: Specs,
     kernel: Sequence[int],
     how: _Geometry,
     sums: str,

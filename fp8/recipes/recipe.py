@@ -339,6 +339,18 @@ def _mxfp6() -> Recipe:
     )
 
 
+def _one_way_each(name: str, forward: Cast, back: Cast) -> Recipe:
+    """One cast for both operands of the output, another one for all operands of both gradients."""
+    return Recipe(
+        name=name,
+        input=forward,
+        weight=forward,
+        grad=back,
+        grad_input_weight=back,
+        grad_weight_input=back,
+    )
+
+
 def _quartet2() -> Recipe:
     """Quartet II (arXiv:2601.22813) and its published code: four over six in blocks of one row
     forward, without square blocks; MS-EDEN for all operands of both gradients, rotated in blocks of
@@ -346,14 +358,7 @@ def _quartet2() -> Recipe:
     the operands from high precision."""
     forward = Cast(format="e2m1", scaling="nv", rule="e4m3_4_6")
     eden = replace(forward, rule="e4m3_eden", hadamard=128, signs="random")
-    return Recipe(
-        name="quartet2",
-        input=forward,
-        weight=forward,
-        grad=eden,
-        grad_input_weight=eden,
-        grad_weight_input=eden,
-    )
+    return _one_way_each("quartet2", forward, eden)
 
 
 def _tetrajet2() -> Recipe:
@@ -364,14 +369,7 @@ def _tetrajet2() -> Recipe:
     precision. The reset of oscillating weights and outlier channels in MXFP8 are left out."""
     forward = Cast(format="e2m1", scaling="nv")
     back = replace(forward, rounding="stochastic", hadamard=16, signs="random")
-    return Recipe(
-        name="tetrajet2",
-        input=forward,
-        weight=forward,
-        grad=back,
-        grad_input_weight=back,
-        grad_weight_input=back,
-    )
+    return _one_way_each("tetrajet2", forward, back)
 
 
 def _nvfp4(name: str = "nvfp4", rule: str = "e4m3") -> Recipe:
@@ -406,14 +404,7 @@ def _quartet() -> Recipe:
         hadamard=32,
         signs="random",
     )
-    return Recipe(
-        name="quartet",
-        input=forward,
-        weight=forward,
-        grad=back,
-        grad_input_weight=back,
-        grad_weight_input=back,
-    )
+    return _one_way_each("quartet", forward, back)
 
 
 def _ufp4() -> Recipe:
