@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -494,6 +494,14 @@ def site() -> Site:
     return _location()[2]
 
 
+def _is_of_distribution(frame: FrameType) -> bool:
+    """Whether a frame is that of a method of a distribution or a transform of one, of any class."""
+    if "self" not in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+        return False
+    kinds = (torch.distributions.Distribution, torch.distributions.Transform)
+    return isinstance(frame.f_locals.get("self"), kinds)
+
+
 def _location() -> tuple[str, str, Site]:
     """(file and line of the running call, `CallNode.inside`, the site of `Place`).
 
@@ -508,8 +516,8 @@ def _location() -> tuple[str, str, Site]:
         if file == _FUNCTION and frame.f_code.co_name == "apply" and where:
             name = getattr(frame.f_locals.get("cls"), "__name__", "without a name")
             inside = f"the autograd function {name}"
-        if file.startswith(_DISTRIBUTIONS):
-            inside = inside or DISTRIBUTION
+        if not inside and (file.startswith(_DISTRIBUTIONS) or _is_of_distribution(frame)):
+            inside = DISTRIBUTION
         if file == _CHECKPOINT and where:
             raise ValueError(
                 f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
