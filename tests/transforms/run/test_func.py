@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import unit_scaling.functional as U
 from fp8.common.pitfalls import ScaleWarning
+from tests.transforms.gradients import check_true
 from tests.transforms.models import batch, gpt
 from unit_scaling.transforms import unit_scale
 
@@ -113,3 +114,49 @@ def test_a_compiled_gradient_is_that_of_eager_code(name: str):
     compiled = torch.compile(each, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*args), each(*args))
     assert each(*args).shape == (2, 4, 8)
+
+
+class Adapted(nn.Module):
+    """Adapts its weights to each task of a batch by a step of gradient descent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def task(x: Tensor, y: Tensor) -> Tensor:
+            def error(weights: dict[str, Tensor]) -> Tensor:
+                return F.mse_loss(functional_call(self.net, weights, (x,)), y)
+
+            weights = dict(self.net.named_parameters())
+            slopes = grad(error)(weights)
+            return error({name: w - 0.1 * slopes[name] for name, w in weights.items()})
+
+        return vmap(task)(x, y).mean()
+
+
+class Penalized(nn.Module):
+    """A critic with a penalty of its gradient, at points that are leaves of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        between = (0.5 * x + 0.5 * y).requires_grad_()
+        value = self.critic(between).sum()
+        (slope,) = torch.autograd.grad(value, between, create_graph=True)
+        loss: Tensor = self.critic(y).mean() - self.critic(x).mean()
+        return loss + (slope.norm(dim=-1) - 1).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"), [(Adapted, (5, 16, 2)), (Penalized, (5, 16, 4))], ids=["vmap", "penalty"]
+)
+def test_a_model_may_take_gradients_of_its_own(kind: type[nn.Module], targets: tuple[int, ...]):
+    torch.manual_seed(0)
+    plain = kind().double()
+    x, y = torch.randn(5, 16, 4).double(), torch.randn(targets).double()
+    check_true(unit_scale(plain), lambda model: model(x, y))
+    expected = plain(x, y)
+    assert torch.equal(unit_scale(plain, init="preserve")(x, y), expected)

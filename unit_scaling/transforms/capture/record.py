@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -289,15 +289,16 @@ class Recorder(FirstLook):
         return output
 
     def _gradients(self, tensors: tuple[Tensor, ...], inputs: list[Input]) -> tuple[Tensor, ...]:
-        """Random stand-ins for gradients that a model computes, as recording has none.
+        """Stand-ins for gradients that a model computes, as recording has none.
 
-        The tensors they belong to are marked as wanted: no factor on their paths is free.
+        Their values vary and have RMS 1 without random numbers, which `torch.vmap` may forbid. The
+        tensors they belong to are marked as wanted: no factor on their paths is free.
         """
         for i in inputs:
             if i.slot[0] == 1:
                 node = self.graph.nodes[i.node]
                 node.wanted = node.live = True
-        return tuple(torch.randn_like(t) for t in tensors)
+        return tuple(_varied(t) for t in tensors)
 
     def _source(self, tensor: Tensor) -> tuple[int, int, int]:
         """(node that a tensor comes from, its number of elements, its index in the node's result).
@@ -420,6 +421,12 @@ class Recorder(FirstLook):
         self._remember(written)
 
 
+def _varied(like: Tensor) -> Tensor:
+    """The sines of the squares of 1, 2, ..., times the root of 2: of RMS 1 in a large tensor."""
+    angles = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float32).square()
+    return (2**0.5 * angles.sin()).reshape(like.shape).to(like.dtype)
+
+
 def _name(function: Callable[..., Any]) -> str:
     """The name in the report; for an attribute (``x.real``), that of its getter's property."""
     name: str = getattr(function, "__name__", str(function))
@@ -478,7 +485,7 @@ def is_sparse(node: CallNode) -> bool:
 
 def sees_the_past(mask: Tensor | None) -> bool:
     """Whether an attention mask lets the first query see only the first key."""
-    if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2:
+    if mask is None or mask.dim() < 2 or min(mask.shape[-2:]) < 2 or not has_values([mask]):
         return False
     seen = mask if mask.dtype == torch.bool else mask > MASKING
     return not bool(seen[..., 0, 1:].any())
@@ -508,6 +515,14 @@ def site() -> Site:
     return _location()[2]
 
 
+def _is_of_distribution(frame: FrameType) -> bool:
+    """Whether a frame is that of a method of a distribution or a transform of one, of any class."""
+    if "self" not in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+        return False
+    kinds = (torch.distributions.Distribution, torch.distributions.Transform)
+    return isinstance(frame.f_locals.get("self"), kinds)
+
+
 def _location() -> tuple[str, str, Site]:
     """(file and line of the running call, `CallNode.inside`, the site of `Place`).
 
@@ -522,8 +537,8 @@ def _location() -> tuple[str, str, Site]:
         if file == _FUNCTION and frame.f_code.co_name == "apply" and where:
             name = getattr(frame.f_locals.get("cls"), "__name__", "without a name")
             inside = f"the autograd function {name}"
-        if file.startswith(_DISTRIBUTIONS):
-            inside = inside or DISTRIBUTION
+        if not inside and (file.startswith(_DISTRIBUTIONS) or _is_of_distribution(frame)):
+            inside = DISTRIBUTION
         if file == _CHECKPOINT and where:
             raise ValueError(
                 f"{where} runs under torch.utils.checkpoint as a function, which is computed again "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..capture.dataflow import Flow
 from ..capture.kinds import ADDED, PRODUCTS, RECURRENT
-from ..capture.record import CallNode, Slot, rms_of
+from ..capture.record import CallNode, Slot, has_values, rms_of
 from .actions import Scaling, Settings, Step, with_slots
 
 __all__ = ["Arguments"]
@@ -123,6 +123,8 @@ class Arguments:
 @torch.no_grad()
 def _is_one_hot(tensor: Tensor, dim: int) -> bool:
     if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    if not has_values([tensor]):
         return False
     ones = tensor == 1
     return bool((ones.sum(dim) == 1).all()) and bool((ones | (tensor == 0)).all())

@@ -34,7 +34,7 @@ from ..capture.kinds import (
     RECURRENT,
     SELECTIONS,
 )
-from ..capture.record import Input, Key, rms_of, tensors_in
+from ..capture.record import Input, Key, has_values, rms_of, tensors_in
 from .actions import Kept
 from .patterns import run_calls
 
@@ -266,7 +266,7 @@ def _is_identity(tensor: Tensor | None) -> bool:
     if tensor is None or tensor.dim() < 2 or tensor.is_meta or tensor.layout is not torch.strided:
         return False
     *_, rows, columns = tensor.shape
-    if rows != columns or rows < 2 or not tensor.numel():
+    if rows != columns or rows < 2 or not tensor.numel() or not has_values([tensor]):
         return False
     first = tensor.reshape(-1, rows, columns)[0, 0, 0]
     eye = first * torch.eye(rows, dtype=tensor.dtype, device=tensor.device)

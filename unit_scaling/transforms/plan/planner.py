@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from fp8.common.report import LEFT_ALONE
 
 from ...rules.table import find_op
@@ -68,6 +70,11 @@ class Planned:
     products: Mapping[int, Slot | None]
     settled: frozenset[int]
     exponents: list[int] = field(default_factory=list)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether the model calls `torch.autograd.grad`."""
+        return any(node.function is torch.autograd.grad for node in self.flow.nodes)
 
 
 def make_plan(graph: CallGraph, settings: Settings) -> Planned:
@@ -165,6 +172,7 @@ class _Planner:
         free = free and index not in self.residuals.adds and index not in self.attention.of_others
         free = free and not self.nodes[index].inside and not row.why.startswith("readout")
         free = free and index not in self.distances and index not in self.kept
+        free = free and self.nodes[index].key is not None  # a replay does not see other calls
         return free and (index in self.interior or self.flow.is_product(index))
 
     def decide(self, index: int, node: CallNode) -> tuple[Step | None, CallRow | None]:
