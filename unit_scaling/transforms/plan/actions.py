@@ -169,13 +169,16 @@ class Plan:
 
         made: (module path, kind) -> number of calls in a run, in which some modules may not run.
         """
-        paths = {path for path, _ in made}
-        acting = {(path, kind) for (path, kind, _), step in self.steps.items() if step is not None}
-        return {
-            path
-            for path, kind in acting
-            if path in paths and made.get((path, kind), 0) != self.counts[path][kind]
+        other = {
+            (path, kind)
+            for path in {path for path, _ in made} & self.counts.keys()
+            for kind, number in self.counts[path].items()
+            if made.get((path, kind), 0) != number
         }
+        if not other:
+            return set()
+        acting = {(path, kind) for (path, kind, _), step in self.steps.items() if step is not None}
+        return {path for path, _ in other & acting}
 
 
 @dataclass
