@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -17,8 +18,14 @@ from unit_scaling.transforms.report import plan
 INITS = ("unit", "preserve")
 
 
+@dataclasses.dataclass
+class Result:
+    hidden: Tensor
+
+
 class Experts(nn.Module):
-    """Keeps its balance loss, its probabilities in a list, and its hidden state in a dict."""
+    """Keeps its balance loss, its probabilities in a dict of lists, and its hidden state in an
+    object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,12 +37,13 @@ class Experts(nn.Module):
         """deepcopy takes no tensors with a gradient function."""
         self.balance: Tensor | None = None
         self.states: dict[str, list[Tensor]] = {}
+        self.result: Result | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up(x))
         shares = self.gate(hidden).softmax(-1)
         self.balance = shares.mean(0).square().sum()
-        self.states = {"shares": [shares], "hidden": [hidden]}
+        self.states, self.result = {"shares": [shares]}, Result(hidden)
         return self.down(hidden * shares[:, :1])
 
 
@@ -56,8 +64,7 @@ LOSSES: dict[str, Loss] = {
     "kept": lambda model, x: (model(x), model.first.balance + model.second.balance)[1],
     "kept in containers": lambda model, x: (
         model(x),
-        model.first.states["hidden"][0].sin().mean()
-        + model.second.states["shares"][0].log().mean(),
+        model.first.result.hidden.sin().mean() + model.second.states["shares"][0].log().mean(),
     )[1],
     "both": lambda model, x: model(x).square().mean() + 0.1 * model.second.balance,
     "of a part": lambda model, x: (model.first(x), model.first.balance)[1],

@@ -1,8 +1,9 @@
 """Copies of a model where `copy.deepcopy` alone fails or is wrong.
 
 deepcopy fails for a non-leaf tensor that a module keeps from its last call (an attention map,
-``self.last_loss``): the copy here holds its values without the autograd graph. deepcopy does not
-copy functions: ``self.f = lambda x: mlp.act(x)`` of a copy would call the original's submodules.
+``self.last_loss``, an output object): the copy here holds its values without the autograd graph.
+deepcopy does not copy functions: ``self.f = lambda x: mlp.act(x)`` of a copy would call the
+original's submodules.
 
 A hook that refers to a part of the model (a bound method, a closure) belongs to the model: it may
 store what the forward reads later, as in models that tap a hidden layer. Copies made for recording
@@ -18,6 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from fp8.common.step import plain
 
 from .record import tensors_in
 
@@ -45,8 +48,9 @@ def deep_copy(module: M, memo: dict[int, Any] | None = None) -> M:
     parts = {id(part) for part in (*module.modules(), *module.parameters())}
     functions = list(_functions(module, parts))
     for part in module.modules():
-        kept = [t for _, t in tensors_in(vars(part)) if t.grad_fn is not None]
-        memo.update({id(t): t.detach().clone() for t in kept if id(t) not in memo})
+        kept = (t for value in vars(part).values() for _, t in tensors_in(plain(value)))
+        left = {id(t): t for t in kept if t.grad_fn is not None and id(t) not in memo}
+        memo.update({key: t.detach().clone() for key, t in left.items()})
     result = copy.deepcopy(module, memo)
     for owner, name, function in functions:
         vars(memo[id(owner)])[name] = _rebound(function, parts, memo)

@@ -25,6 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from fp8.common.compiler import FirstLook
+from fp8.common.step import plain
 from fp8.modes.autocast import EXPANDED
 
 from ..run import install
@@ -178,7 +179,10 @@ def held_by(model: torch.nn.Module, path: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules(prefix=path):
         for attribute, value in vars(module).items():
-            if attribute not in _OF_MODULES and any(t.grad_fn for _, t in tensors_in(value)):
+            if attribute in _OF_MODULES:
+                continue
+            value = plain(value)
+            if any(t.grad_fn is not None for _, t in tensors_in(value)):
                 found.setdefault(name + HELD, {})[attribute] = value
     return found
 

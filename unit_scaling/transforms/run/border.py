@@ -170,22 +170,22 @@ def _replace_held(
             continue
         part = module.get_submodule(of[len(path) :].removeprefix("."))
         value = getattr(part, str(name), None)
-        if next(tensors_in(value), None) is not None:
-            setattr(part, str(name), mapped(change, value, (owner, name)))
+        if next(tensors_in(plain(value)), None) is not None:
+            setattr(part, str(name), _replaced(value, change, (owner, name)))
 
 
-def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
-    """Returns the output of a model with its tensors changed; other output objects are changed in
-    place.
+def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor], slot: Slot = ()) -> Any:
+    """Returns the output of a model, or the attribute in a slot, with its tensors changed; objects
+    that are no tensors, lists, tuples and dicts are changed in place.
     """
     if isinstance(output, Tensor) or type(output) in (list, tuple, dict):
-        return mapped(change, output)
+        return mapped(change, output, slot)
     if isinstance(output, tuple) and hasattr(output, "_make"):
-        return output._make(mapped(change, tuple(output)))
+        return output._make(mapped(change, tuple(output), slot))
     items = plain(output)
     if isinstance(items, dict):
         for name, value in items.items():
-            new = mapped(change, value, (name,))
+            new = mapped(change, value, (*slot, name))
             if new is not value:
                 _set(output, name, new)
     return output
