@@ -536,21 +536,23 @@ def _location() -> tuple[str, str, Site]:
     frame, where, inside, found = inspect.currentframe(), "", "", []
     while frame is not None:
         file = frame.f_code.co_filename
+        ours = file.startswith(_OURS)
         if file == _INSTALL:
             break  # the running module begins here
         if file == _FUNCTION and frame.f_code.co_name == "apply" and where:
             name = getattr(frame.f_locals.get("cls"), "__name__", "without a name")
             inside = f"the autograd function {name}"
-        if not inside and (file.startswith(_DISTRIBUTIONS) or _is_of_distribution(frame)):
+        of_torch = file.startswith(_DISTRIBUTIONS)
+        if not (inside or ours) and (of_torch or _is_of_distribution(frame)):
             inside = DISTRIBUTION
         if file == _CHECKPOINT and where:
             raise ValueError(
                 f"{where} runs under torch.utils.checkpoint as a function, which is computed again "
                 "without the plan of unit_scale: checkpoint a module instead"
             )
-        if not where and not file.startswith((*_OURS, _TORCH)):
+        if not (where or ours or file.startswith(_TORCH)):
             where = f"{file}:{frame.f_lineno}"
-        if not file.startswith(_OURS):
+        if not ours:
             module = frame.f_globals.get("__name__", file)  # the same on every machine
             found.append((module, *_position(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
