@@ -160,3 +160,25 @@ def test_a_model_may_take_gradients_of_its_own(kind: type[nn.Module], targets: t
     check_true(unit_scale(plain), lambda model: model(x, y))
     expected = plain(x, y)
     assert torch.equal(unit_scale(plain, init="preserve")(x, y), expected)
+
+
+class Asking(nn.Module):
+    """Calls a layer twice, and takes another branch where no gradient is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            y = self.layer(x)
+            x = F.gelu(y) if y.requires_grad else F.pad(y, (0, 0)).relu()
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_a_model_may_ask_whether_gradients_are_needed() -> None:
+    torch.manual_seed(0)
+    model, x = unit_scale(Asking()), torch.randn(16, 8)
+    model(x).sum().backward()
+    assert model.layer.weight.grad is not None

@@ -162,8 +162,7 @@ def _measure(
         # The factors first: those of another length, or one for all iterations of a loop.
         other = twin_of(twin, find_scope(twin, _Recorded), _Recorded(scope))
         at_settled_length = bool(planned.settled)
-        with torch.set_grad_enabled(records() and planned.differentiates):
-            first, _ = _step(scope, planned, other, path, given, known, at_settled_length)
+        first, _ = _step(scope, planned, other, path, given, known, at_settled_length)
         known = first.finish({}).corrections
     mode, failed = _step(scope, planned, twin, path, given, known, False, loss)
     preserve = scope.init == "preserve"
