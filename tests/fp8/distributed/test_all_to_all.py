@@ -39,7 +39,7 @@ def test_bytes(recipe, features, expected):
 
 def test_a_cast_around_a_mean_is_refused():
     around = fp8.Cast(format="e4m3", scaling="tensor", mean=True)
-    with pytest.raises(ValueError, match=r"send inputs under recipe 'mean'.*a mean over tokens"):
+    with pytest.raises(ValueError, match=r"send inputs under recipe 'mean'.*a mean or channels"):
         token_bytes(64, fp8.Recipe(name="mean", input=around))
 
 

@@ -20,12 +20,11 @@ INITS = ("unit", "preserve")
 
 @dataclasses.dataclass
 class Result:
-    hidden: Tensor
+    entropy: Tensor
 
 
 class Experts(nn.Module):
-    """Keeps its balance loss, its probabilities in a dict of lists, and its hidden state in an
-    object."""
+    """Keeps its balance loss, another one in a dict of lists, and one in an object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +42,8 @@ class Experts(nn.Module):
         hidden = F.gelu(self.up(x))
         shares = self.gate(hidden).softmax(-1)
         self.balance = shares.mean(0).square().sum()
-        self.states, self.result = {"shares": [shares]}, Result(hidden)
+        self.states = {"spread": [shares.std()]}
+        self.result = Result((shares * shares.log()).sum(-1).mean())
         return self.down(hidden * shares[:, :1])
 
 
@@ -64,7 +64,7 @@ LOSSES: dict[str, Loss] = {
     "kept": lambda model, x: (model(x), model.first.balance + model.second.balance)[1],
     "kept in containers": lambda model, x: (
         model(x),
-        model.first.result.hidden.sin().mean() + model.second.states["shares"][0].log().mean(),
+        model.first.result.entropy.sin() + model.second.states["spread"][0].log(),
     )[1],
     "both": lambda model, x: model(x).square().mean() + 0.1 * model.second.balance,
     "of a part": lambda model, x: (model.first(x), model.first.balance)[1],

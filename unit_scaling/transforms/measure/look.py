@@ -111,6 +111,8 @@ def look(
     weights = tagged_weights(copies[0], path)
     recorder, ends = _record(scope, copies[0], path, given, weights)
     held = recorder.ends(held_by(copies[0], path))
+    read = {i.node for node in recorder.graph.nodes for i in node.inputs}
+    held = {slot: node for slot, node in held.items() if node not in read}
     planned = make_plan(recorder.graph, _settings(scope, weights, whole=not path))
     gradients = _measure(scope, planned, copies[1], path, given, actual)
     _end(planned, ends | held, gradients)
@@ -297,7 +299,7 @@ class _Recorded:
 
 def _end(planned: Planned, ends: Mapping[Slot, int], sizes: Mapping[Key, float]) -> None:
     """Writes the gauges and sizes of the model's results, computed by the calls ``ends``, and of
-    what its modules keep as attributes, into a plan.
+    what its modules keep as attributes and no call reads, into a plan.
     """
     plan, flow = planned.plan, planned.flow
     for slot, index in ends.items():

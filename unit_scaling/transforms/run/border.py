@@ -63,8 +63,8 @@ def leaving(
 ) -> Any:
     """Returns the results of a model under ``plan`` that its calls read too, or all of them if the
     gauges are tracked, with a gauge for the gradients that arrive. They are views that cannot be
-    written in place. Tensors that its modules keep as attributes, an auxiliary loss for example,
-    are replaced alike.
+    written in place. Tensors that its modules keep as attributes and no call reads, an auxiliary
+    loss for example, are replaced alike.
 
     module: what has run; path: its name in the model.
     """
