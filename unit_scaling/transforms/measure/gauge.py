@@ -68,7 +68,7 @@ class _Regions:
         self._boundary = self._boundaries()
         self.exponents: list[int] = [0] * len(self.nodes)
         self._shift = self._offset()
-        if not planned.differentiates:
+        if not any(node.function is torch.autograd.grad for node in self.nodes):
             self._choose()  # a model that calls autograd.grad has one gauge
 
     def _riding(self, index: int) -> Iterable[Slot]:

@@ -14,8 +14,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from fp8.common.report import LEFT_ALONE
 
 from ...rules.table import find_op
@@ -70,11 +68,6 @@ class Planned:
     products: Mapping[int, Slot | None]
     settled: frozenset[int]
     exponents: list[int] = field(default_factory=list)
-
-    @property
-    def differentiates(self) -> bool:
-        """Whether the model calls `torch.autograd.grad`."""
-        return any(node.function is torch.autograd.grad for node in self.flow.nodes)
 
 
 def make_plan(graph: CallGraph, settings: Settings) -> Planned:
