@@ -37,7 +37,8 @@ def without_gauges(model: nn.Module) -> nn.Module:
 def _untracked(call: Placed) -> Placed:
     step = call.step and _true(call.step)
     sources = tuple((slot, 0) for slot, _ in call.sources)
-    return dataclasses.replace(call, step=step, gauge=call.gauge and 0, sources=sources)
+    gauge = call.gauge and 0
+    return dataclasses.replace(call, step=step, gauge=gauge, sources=sources, kept=None)
 
 
 def _true(step: Step) -> Step:
@@ -46,7 +47,7 @@ def _true(step: Step) -> Step:
         output = dict(scales)["output"]
         scales = tuple((name, output) for name, _ in scales)
     slots = tuple((slot, fwd, fwd) for slot, fwd, _ in step.slots)
-    return dataclasses.replace(step, constraint=scales, slots=slots, end=None)
+    return dataclasses.replace(step, constraint=scales, slots=slots, end=None, starts=())
 
 
 def gradients(model: nn.Module, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:

@@ -24,7 +24,16 @@ from fp8.common.step import plain
 
 from .record import tensors_in
 
-__all__ = ["Example", "deep_copy", "detached", "example_of", "fresh", "remade", "twin_of"]
+__all__ = [
+    "Example",
+    "deep_copy",
+    "detached",
+    "example_of",
+    "fresh",
+    "hooked",
+    "remade",
+    "twin_of",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -168,6 +177,28 @@ def _own_hooks(
             (n, k, v) for n in _HOOKS for k, v in vars(module).get(n, {}).items() if k in own
         ]
         yield module, entries
+
+
+_KEEP_NOTHING = ("fp8", "torch", "unit_scaling")
+"""The packages whose hooks keep no tensor that a loss outside the model reads."""
+
+
+def hooked(model: nn.Module) -> tuple[str, ...]:
+    """The names of the submodules with forward hooks that may keep tensors: those of a user."""
+    if not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return ()
+    parts = {id(part) for part in model.modules()}
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if not _belongs(hook, parts) and _package(hook) not in _KEEP_NOTHING
+    )
+
+
+def _package(hook: Any) -> str:
+    module: str = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return module.partition(".")[0]
 
 
 def _belongs(hook: Any, parts: set[int]) -> bool:

@@ -10,13 +10,18 @@ __all__ = ["Form", "described", "form_of", "without_shapes"]
 
 
 class Form(NamedTuple):
-    """The signature of a call of the module at ``path``. grads: whether gradients are taken."""
+    """The signature of a call of the module at ``path``.
+
+    grads: whether gradients are taken. hooks: the names of its submodules with hooks that may keep
+    tensors, if they are.
+    """
 
     path: str
     training: bool
     args: Any
     kwargs: Any
     grads: bool
+    hooks: tuple[str, ...] = ()
 
 
 def form_of(value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -91,12 +91,14 @@ def look(
     path: str,
     given: Given,
     *,
+    hooks: Collection[str] = (),
     evaluate: bool = False,
     actual: Actual | None = None,
 ) -> Plan:
     """Returns the plan for a call of ``module``, which is at ``path`` in the model of ``scope``.
 
-    evaluate: run the copy in evaluation mode. actual: measurements from a step of the model itself.
+    hooks: as in `Form`. evaluate: run the copy in evaluation mode. actual: measurements from a step
+    of the model itself.
     Raises RuntimeError for a model sharded by FSDP2 or parallelize_module, which cannot be copied.
     """
     if is_sharded(module):
@@ -109,13 +111,11 @@ def look(
     if evaluate:
         copies = [twin.eval() for twin in copies]
     weights = tagged_weights(copies[0], path)
-    recorder, ends = _record(scope, copies[0], path, given, weights)
-    held = recorder.ends(held_by(copies[0], path))
-    read = {i.node for node in recorder.graph.nodes for i in node.inputs}
-    held = {slot: node for slot, node in held.items() if node not in read}
+    hooked = [copies[0].get_submodule(name) for name in hooks]
+    recorder, ends, kept = _record(scope, copies[0], path, given, weights, hooked)
     planned = make_plan(recorder.graph, _settings(scope, weights, whole=not path))
     gradients = _measure(scope, planned, copies[1], path, given, actual)
-    _end(planned, ends | held, gradients)
+    _end(planned, ends, kept, gradients)
     if not path and scope.init == "unit":
         buffers = {id(b): name for name, b in copies[0].named_buffers()}
         results = list(ends.values())
@@ -124,9 +124,18 @@ def look(
 
 
 def _record(
-    scope: Looking, twin: nn.Module, path: str, given: Given, weights: Weights
-) -> tuple[Recorder, dict[Slot, int]]:
-    """Runs a copy; returns (its recorder, the nodes of its results)."""
+    scope: Looking,
+    twin: nn.Module,
+    path: str,
+    given: Given,
+    weights: Weights,
+    hooked: Iterable[nn.Module],
+) -> tuple[Recorder, dict[Slot, int], dict[Slot, int]]:
+    """Runs a copy; returns (its recorder, the nodes of its results, those of what is *kept*).
+
+    A loss outside the model may read what is kept: tensors among the attributes of its modules, in
+    its arguments, and those that hooks have seen, at the modules ``hooked``.
+    """
     wanted = [t.requires_grad for _, t in tensors_in(given)]
     args, kwargs = detached(given)
     copies = [id(t) for _, t in tensors_in((args, kwargs))]
@@ -135,9 +144,13 @@ def _record(
     path_now = lambda: running[-1]  # noqa: E731
     rest = (inputs, path_now, computing)
     recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
+    seen: list[Any] = []
+    for module in hooked:
+        module.register_forward_hook(lambda _, *rest: seen.append(rest), with_kwargs=True)
     with torch.random.fork_rng(_devices(twin)), _SILENT, uncast():
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
-    return recorder, recorder.ends(plain(result))
+    kept = held_by(twin, path) | {"": [args, kwargs, seen]}
+    return recorder, recorder.ends(plain(result)), recorder.ends(kept)
 
 
 def _measure(
@@ -297,18 +310,52 @@ class _Recorded:
             RUNNING.items.pop()
 
 
-def _end(planned: Planned, ends: Mapping[Slot, int], sizes: Mapping[Key, float]) -> None:
+def _end(
+    planned: Planned,
+    ends: Mapping[Slot, int],
+    kept: Mapping[Slot, int],
+    sizes: Mapping[Key, float],
+) -> None:
     """Writes the gauges and sizes of the model's results, computed by the calls ``ends``, and of
-    what its modules keep as attributes and no call reads, into a plan.
+    what is ``kept``, as in `_record`, into a plan.
     """
     plan, flow = planned.plan, planned.flow
-    for slot, index in ends.items():
+    outside = _keep(planned, kept.values(), sizes)
+    held = {slot: node for slot, node in kept.items() if slot[0]}
+    for slot, index in (ends | held).items():
         node = flow.nodes[index]
+        if index in outside or (slot in held and flow.readers[index]):
+            continue
         size = 0.0 if node.key is None else sizes.get(node.key, 0.0)
-        plan.ends[slot] = planned.exponents[index], size
         single = sum(other == index for other in ends.values()) == 1 and node.results == 1
+        plan.ends[slot] = planned.exponents[index], size
         if node.key is None or flow.readers[index] or not single:
             plan.outputs[slot] = planned.exponents[index], size
         else:
             step = plan.steps.get(node.key) or Step()
             plan.steps[node.key] = replace(step, end=(planned.exponents[index], size))
+
+
+def _keep(planned: Planned, kept: Collection[int], sizes: Mapping[Key, float]) -> set[int]:
+    """Gives tensors that are kept the gauge 0 of gradients from outside, between the call that
+    computes them and those that read them. Returns their nodes: those that calls with steps compute
+    and read.
+    """
+    plan, nodes = planned.plan, planned.flow.nodes
+    edges = [(node.key, i) for node in nodes if node.live and node.function for i in node.inputs]
+    other = {i.node for key, i in edges if key is None}
+    outside = {i for i in kept if nodes[i].live and nodes[i].key is not None} - other
+    for index in outside:
+        key = nodes[index].key
+        assert key is not None
+        end = planned.exponents[index], sizes.get(key, 0.0)
+        plan.steps[key] = replace(plan.steps.get(key) or Step(), end=end)
+    for key, i in edges:
+        if key is not None and i.node in outside:
+            step = plan.steps.get(key) or Step()
+            start = i.slot, planned.exponents[i.node]
+            plan.steps[key] = replace(step, starts=(*step.starts, start))
+    calls = {nodes[i].key: sizes.get(nodes[i].key, 0.0) for i in outside}
+    plan.calls = {key: replace(c, kept=calls.get(key)) for key, c in plan.calls.items()}
+    plan.places = {at: replace(c, kept=calls.get(c.key)) for at, c in plan.places.items()}
+    return outside

@@ -45,8 +45,9 @@ class Step:
     (`measure.gauge`). factor: the argument of the special steps. slots: factors of arguments.
     output: the factor of the result. writes: whether the call writes its result into its first
     argument. end: for a result that only the model returns, the gauge of its gradient and log2 of
-    the RMS it was measured with. settings: further arguments of the row. static: arguments cast at
-    a static scale, and its exponent; see `fp8.casts.operands`.
+    the RMS it was measured with; also for one that is kept (see `measure.look`) and read. starts:
+    arguments that are kept, and the gauge of each. settings: further arguments of the row. static:
+    arguments cast at a static scale, and its exponent; see `fp8.casts.operands`.
     """
 
     op: str | None = None
@@ -56,6 +57,7 @@ class Step:
     output: float = 1.0
     writes: bool = False
     end: tuple[int, float] | None = None
+    starts: tuple[tuple[Slot, int], ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
     static: tuple[tuple[Slot, int], ...] = ()
 
@@ -111,6 +113,7 @@ class Placed:
 
     step: without its `Step.end`. gauge: of the result; None if it has no gradient. sources: the
     gauge of each argument that has one. written: the arguments that the result is written into.
+    kept: for a result that is kept, log2 of the RMS in `Step.end`.
     """
 
     key: Key
@@ -118,6 +121,7 @@ class Placed:
     gauge: int | None
     sources: tuple[tuple[Slot, int], ...]
     written: tuple[Slot, ...]
+    kept: float | None = None
 
 
 @dataclass

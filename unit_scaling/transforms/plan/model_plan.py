@@ -197,7 +197,7 @@ def _read(data: Any) -> tuple[Form, Plan]:
     given = _checked("the plan of a form of call", data, _PLAN)
     plan = Plan(
         steps={
-            (path, kind, number): None if step is None else _made(Step, step)
+            (path, kind, number): None if step is None else _made(Step, {"starts": [], **step})
             for path, kind, number, step in given["steps"]
         },
         rows=[CallRow(*row) for row in given["rows"]],

@@ -9,7 +9,7 @@ of the model's inputs are divided by it again: they are the true ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..measure.ranks import agreed
 from ..plan.actions import Plan
 from .varying import Following
 
-__all__ = ["ending", "entering", "leaving", "records"]
+__all__ = ["ending", "entering", "leaving", "records", "starting"]
 
 
 _TWICE = (
@@ -63,8 +63,7 @@ def leaving(
 ) -> Any:
     """Returns the results of a model under ``plan`` that its calls read too, or all of them if the
     gauges are tracked, with a gauge for the gradients that arrive. They are views that cannot be
-    written in place. Tensors that its modules keep as attributes and no call reads, an auxiliary
-    loss for example, are replaced alike.
+    written in place. Attributes of modules that no step computes get theirs in place.
 
     module: what has run; path: its name in the model.
     """
@@ -72,39 +71,69 @@ def leaving(
     if not torch.is_grad_enabled() or not (known or following):
         return output
 
+    def end(slot: Slot, tensor: Tensor) -> tuple[int, float]:
+        exponent, size = known.get(slot, (0, 0.0))
+        tracked = None if following is None else following.gauge(tensor)
+        return exponent if tracked is None else tracked, size
+
     def gauged(slot: Slot, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or not (slot in known or following):
             return tensor
-        exponent, size = known.get(slot, (0, 0.0))
-        tracked = None if following is None else following.gauge(tensor)
-        exponent = exponent if tracked is None else tracked
+        exponent, size = end(slot, tensor)
         if _is_settled():
             return scale_edge(tensor, 1.0, 2.0 ** (exponent + (plan.outside or 0)))
-        if getattr(tensor.grad_fn, "leaves", False):
-            return tensor  # an attribute that an earlier run has set
-        return _View.apply(tensor, plan, exponent, size)
+        return tensor if _is_outside(tensor) else _View.apply(tensor, plan, exponent, size)
 
-    _replace_held(module, path, known, gauged)
+    for slot, tensor in _held(module, path, known):
+        if tensor.requires_grad and not _is_outside(tensor):
+            ending(tensor, plan, *end(slot, tensor))
     return _replaced(output, gauged)
 
 
-def ending(output: Tensor, plan: Plan, exponent: int, size: float) -> Tensor:
-    """Returns the result of a call that only the model returns, with a gauge for the gradient that
-    arrives. It may be written in place.
+_OUTSIDE = "unit_scale: outside"
+
+
+def _is_outside(tensor: Tensor) -> bool:
+    """Whether the gradient at a tensor has its gauge from `ending` already."""
+    return tensor.grad_fn is not None and _OUTSIDE in tensor.grad_fn.metadata
+
+
+def ending(output: Any, plan: Plan, exponent: int, size: float) -> Any:
+    """Returns the result of a call, with a gauge for the gradient that arrives from outside of the
+    model. It may be written in place.
     """
-    if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
+    if not torch.is_grad_enabled():
         return output
     if _is_settled():
-        return scale_edge(output, 1.0, 2.0 ** (exponent + (plan.outside or 0)))
-    output.register_hook(lambda grad: _normalised(grad, plan, exponent, size))
+        factor = 2.0 ** (exponent + (plan.outside or 0))
+        return mapped(lambda _, t: scale_edge(t, 1.0, factor) if t.requires_grad else t, output)
+    for _, tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: _normalised(grad, plan, exponent, size))
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.metadata[_OUTSIDE] = True
     return output
+
+
+def starting(tensor: Tensor, plan: Plan, exponent: int) -> Tensor:
+    """Returns a tensor from outside of the model for a call that gives it a gradient of this gauge,
+    as an argument that receives the true gradient.
+    """
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    if _is_settled():
+        return scale_edge(tensor, 1.0, 2.0 ** -(exponent + (plan.outside or 0)))
+    view = tensor.view_as(tensor)
+    view.register_hook(
+        lambda grad: None if grad is None else grad * 2.0 ** -(exponent + (plan.outside or 0))
+    )
+    return view
 
 
 class _View(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, plan: Plan, exponent: int, size: float) -> Tensor:
         ctx.rest = plan, exponent, size
-        ctx.leaves = True
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -125,22 +154,11 @@ def _normalised(grad: Tensor | None, plan: Plan, exponent: int, size: float) -> 
 
 def entering(given: Any, plan: Plan) -> Any:
     """Returns arguments that receive the true gradients."""
-    traced = _is_traced()
-
-    def restored(slot: Slot, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        if traced:
-            return scale_edge(tensor, 1.0, 2.0 ** -(plan.outside or 0))
-        view = tensor.view_as(tensor)
-        view.register_hook(
-            lambda grad: None if grad is None else grad * 2.0 ** -(plan.outside or 0)
-        )
-        return view
-
     if not any(t.requires_grad for _, t in tensors_in(given)):
         return given
-    return mapped(restored, given) if traced or records() else given
+    if not (_is_traced() or records()):
+        return given
+    return mapped(lambda _, tensor: starting(tensor, plan, 0), given)
 
 
 def _outside(grad: Tensor, size: float, name: str) -> int | None:
@@ -156,36 +174,30 @@ def _outside(grad: Tensor, size: float, name: str) -> int | None:
     return int(agreed(f"{name} outside", str(exponent)))
 
 
-def _replace_held(
-    module: nn.Module,
-    path: str,
-    known: Mapping[Slot, object],
-    change: Callable[[Slot, Tensor], Tensor],
-) -> None:
-    """Changes the attributes of modules at the slots with `HELD`, in place."""
+def _held(
+    module: nn.Module, path: str, known: Mapping[Slot, object]
+) -> Iterator[tuple[Slot, Tensor]]:
+    """The tensors among the attributes of modules, at the slots of ``known`` with `HELD`."""
     places = [slot[:2] for slot in known if slot and str(slot[0]).endswith(HELD)]
     for owner, name in dict.fromkeys(places):
         of = str(owner).removesuffix(HELD)
-        if path and not f"{of}.".startswith(f"{path}."):
-            continue
-        part = module.get_submodule(of[len(path) :].removeprefix("."))
-        value = getattr(part, str(name), None)
-        if next(tensors_in(plain(value)), None) is not None:
-            setattr(part, str(name), _replaced(value, change, (owner, name)))
+        if not path or f"{of}.".startswith(f"{path}."):
+            part = module.get_submodule(of[len(path) :].removeprefix("."))
+            yield from tensors_in(plain(getattr(part, str(name), None)), (owner, name))
 
 
-def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor], slot: Slot = ()) -> Any:
-    """Returns the output of a model, or the attribute in a slot, with its tensors changed; objects
-    that are no tensors, lists, tuples and dicts are changed in place.
+def _replaced(output: Any, change: Callable[[Slot, Tensor], Tensor]) -> Any:
+    """Returns the output of a model with its tensors changed; objects that are no tensors, lists,
+    tuples and dicts are changed in place.
     """
     if isinstance(output, Tensor) or type(output) in (list, tuple, dict):
-        return mapped(change, output, slot)
+        return mapped(change, output)
     if isinstance(output, tuple) and hasattr(output, "_make"):
-        return output._make(mapped(change, tuple(output), slot))
+        return output._make(mapped(change, tuple(output)))
     items = plain(output)
     if isinstance(items, dict):
         for name, value in items.items():
-            new = mapped(change, value, (*slot, name))
+            new = mapped(change, value, (name,))
             if new is not value:
                 _set(output, name, new)
     return output

@@ -129,6 +129,11 @@ class _Transformed(Gained, TaggedModule):
         return any(own.has_changed(self, path) for own, path in self._scopes if id(own) == scope)
 
     @taken_as_constant
+    def _hooks(self, scope: int, module: int) -> tuple[str, ...]:
+        """As `UnitScale.hooks`, of the scope with this ``id``. module: as in `_is_edited`."""
+        return next(own.hooks(self) for own, _ in self._scopes if id(own) == scope)
+
+    @taken_as_constant
     def _is_otherwise(self, scope: int, plan: int, counts: tuple[Any, ...]) -> bool:
         """As `UnitScale.is_otherwise`, of the scope with this ``id``."""
         return any(own.is_otherwise(plan, counts) for own, _ in self._scopes if id(own) == scope)

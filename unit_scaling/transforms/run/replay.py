@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...scale import scale_edge
 from ..capture.kinds import KINDS, RECURRENT, TRANSPARENT, canonical
 from ..capture.record import Key, Slot, tensors_in
 from ..plan.actions import Placed, Plan, Step
-from .border import ending
+from .border import ending, starting
 from .install import HOOKS
 from .varying import Following
 
@@ -44,14 +44,15 @@ def _times(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return value * step.factor
 
 
-def _scaled(value: Any, slot: Slot, fwd: float, bwd: float) -> Any:
+def _changed(value: Any, slot: Slot, change: Callable[..., Any], *rest: Any) -> Any:
+    """Arguments with ``change(tensor, *rest)`` in place of the tensor in a slot."""
     if not slot:
-        return scale_edge(value, fwd, bwd)
-    first, rest = slot[0], slot[1:]
+        return change(value, *rest)
+    first, inner = slot[0], slot[1:]
     if isinstance(value, dict):
-        return {**value, first: _scaled(value[first], rest, fwd, bwd)}
+        return {**value, first: _changed(value[first], inner, change, *rest)}
     items = list(value)
-    items[first] = _scaled(items[first], rest, fwd, bwd)  # type: ignore[index]
+    items[first] = _changed(items[first], inner, change, *rest)  # type: ignore[index]
     return tuple(items) if isinstance(value, tuple) else items
 
 
@@ -137,10 +138,27 @@ class Replay(FirstLook):
         placed, self._placed = self._placed, None
         if not torch.is_grad_enabled():
             return self._called(step, function, args, kwargs)
-        gauge, args, kwargs = following.enter(placed, *canonical(function, args, kwargs))
+        args, kwargs = canonical(function, args, kwargs)
+        starts = following.starts(args, kwargs)
+        gauge, args, kwargs = following.enter(placed, args, kwargs)
+        args, kwargs = self._started(starts, args, kwargs)
         output = self._called(step, function, args, kwargs)
-        following.leave(gauge, output, args)
+        kept = None if placed is None else placed.kept
+        if kept is not None:
+            output = ending(output, self._plan, gauge or 0, kept)
+        following.leave(gauge, output, args, kept is not None)
         return output
+
+    def _started(
+        self, starts: Iterable[tuple[Slot, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with those that are kept as from outside the model."""
+        for slot, exponent in starts:
+            if isinstance(slot[0], str):
+                kwargs = _changed(kwargs, slot, starting, self._plan, exponent)
+            else:
+                args = _changed(args, slot, starting, self._plan, exponent)
+        return args, kwargs
 
     def _called(
         self,
@@ -201,13 +219,14 @@ class Replay(FirstLook):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if step.slots:
+        if step.slots or step.starts:
             args, kwargs = canonical(function, args, kwargs)
+        args, kwargs = self._started(step.starts, args, kwargs)
         for slot, fwd, bwd in step.slots:
             if isinstance(slot[0], str):
-                kwargs = _scaled(kwargs, slot, fwd, bwd)
+                kwargs = _changed(kwargs, slot, scale_edge, fwd, bwd)
             else:
-                args = _scaled(args, slot, fwd, bwd)
+                args = _changed(args, slot, scale_edge, fwd, bwd)
         if step.slots and kwargs.get("inplace"):  # autograd functions' outputs must not be written
             kwargs = {**kwargs, "inplace": False}
         if step.writes and step.output != 1.0:  # backward may need what is overwritten

@@ -18,7 +18,7 @@ from fp8.context.activation_checkpointing import in_recomputation
 from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
-from ..capture.copies import Example, example_of, remade
+from ..capture.copies import Example, example_of, hooked, remade
 from ..capture.forms import Form, described, form_of, without_shapes
 from ..capture.kinds import KINDS
 from ..capture.record import has_values, tensors_in
@@ -152,7 +152,8 @@ class UnitScale:
         # In training, gradients are measured even under `torch.no_grad`, for warm-up calls.
         wanted = module.training or torch.is_grad_enabled()
         grads = wanted if traced else records(wanted)
-        form = Form(path, module.training, form_of(args), form_of(kwargs), grads)
+        hooks = module._hooks(id(self), id(module)) if grads else ()
+        form = Form(path, module.training, form_of(args), form_of(kwargs), grads, hooks)
         plan = self._known(form)
         if compiling:
             if plan is not None and not changed and not self._is_followed(plan, form):
@@ -186,6 +187,11 @@ class UnitScale:
     def has_changed(self, module: nn.Module, path: str) -> bool:
         """Whether ``module``, at ``path``, has changed since the scope was installed."""
         return structure_of(module, self, path) != part(self.structure, path)
+
+    def hooks(self, module: nn.Module) -> tuple[str, ...]:
+        """As `hooked`; none for a sharded model, which cannot be recorded again."""
+        found = hooked(module)
+        return () if found and is_sharded(module) else found
 
     def follow(self, module: nn.Module, path: str = "") -> None:
         """Adopts the structure of ``module``, at ``path``: new submodules get the scope, and all
@@ -299,7 +305,8 @@ class UnitScale:
             return
         true = {key: size - plan.gauges[key] - outside for key, size in found.items()}
         self.settled.settle(plan)
-        refined = self._look(module, form.path, (args, kwargs), actual=Actual(true, later))
+        given = (module, form.path, (args, kwargs))
+        refined = self._look(*given, hooks=form.hooks, actual=Actual(true, later))
         refined.looks = plan.looks
         self.plans[form] = refined
         if not form.path:
@@ -393,7 +400,7 @@ class UnitScale:
         if not has_values(t for _, t in (*tensors_in((args, kwargs)), *module.named_parameters())):
             return self._mapped(form, args, kwargs)
         with torch.set_grad_enabled(form.grads):
-            plan = self._look(module, form.path, (args, kwargs))
+            plan = self._look(module, form.path, (args, kwargs), hooks=form.hooks)
         if not form.path:
             with contextlib.suppress(TypeError):
                 self._example = example_of((args, kwargs))
@@ -483,8 +490,9 @@ class UnitScale:
             self.settled.gauges, self.settled.operands = {}, {}
             self.plans, self._latest, self._watched = {}, {}, {}
             actual = None if loss is None else Actual({}, 0, loss)
-            plan = self._look(module, "", (args, kwargs), actual=actual)
-            form = Form("", module.training, form_of(args), form_of(kwargs), grads=True)
+            hooks = self.hooks(module)
+            form = Form("", module.training, form_of(args), form_of(kwargs), True, hooks)
+            plan = self._look(module, "", (args, kwargs), hooks=form.hooks, actual=actual)
             self.plans[form] = self._latest[module.training] = plan
 
     def plan(self, model: nn.Module, seen: bool = True) -> ModelPlan:
