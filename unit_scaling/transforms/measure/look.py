@@ -322,6 +322,7 @@ def _end(
     plan, flow = planned.plan, planned.flow
     outside = _keep(planned, kept.values(), sizes)
     held = {slot: node for slot, node in kept.items() if slot[0]}
+    plan.kept = tuple(dict.fromkeys(slot[:2] for slot in held))
     for slot, index in (ends | held).items():
         node = flow.nodes[index]
         if index in outside or (slot in held and flow.readers[index]):

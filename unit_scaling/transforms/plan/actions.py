@@ -135,7 +135,8 @@ class Plan:
     the model's own loss. looks: the number of steps watched for zero gradients. corrections,
     operands, gauges, parameters: measurements, as in `Settled`. unseen: products with gauges whose
     gradient was zero. idle: parameters whose gradient was zero. name: the same in all processes
-    that run the model. ties: the equations for `folding.ratios`. For models whose calls depend on
+    that run the model. ties: the equations for `folding.ratios`. kept: attributes of modules that
+    hold tensors with gradients after a run, as the begin of a `Slot` with `HELD`. For models whose calls depend on
     values (`run.varying`), not saved: calls and places, every call and the first one at each place
     of the code; ends, all results as in `outputs`.
     """
@@ -156,6 +157,7 @@ class Plan:
     unseen: tuple[Key, ...] = ()
     idle: tuple[str, ...] = ()
     name: str = field(default="", compare=False)
+    kept: tuple[Slot, ...] = ()
     calls: dict[Key, Placed] = field(default_factory=dict, compare=False)
     places: dict[Place, Placed] = field(default_factory=dict, compare=False)
     ends: dict[Slot, tuple[int, float]] = field(default_factory=dict, compare=False)

@@ -167,6 +167,7 @@ _MEASURED = (
     "name",
     "unseen",
     "idle",
+    "kept",
     "outputs",
     "outside",
     "final",
@@ -193,7 +194,7 @@ def _written(form: Form, plan: Plan) -> dict[str, Any]:
 
 def _read(data: Any) -> tuple[Form, Plan]:
     if isinstance(data, Mapping):
-        data = {"operands": [], **data}  # which older plans lack
+        data = {"operands": [], "kept": [], **data}  # which older plans lack
     given = _checked("the plan of a form of call", data, _PLAN)
     plan = Plan(
         steps={

@@ -9,7 +9,7 @@ of the model's inputs are divided by it again: they are the true ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..measure.ranks import agreed
 from ..plan.actions import Plan
 from .varying import Following
 
-__all__ = ["ending", "entering", "leaving", "records", "starting"]
+__all__ = ["ending", "entering", "holds", "is_outside", "leaving", "records", "starting"]
 
 
 _TWICE = (
@@ -82,10 +82,11 @@ def leaving(
         exponent, size = end(slot, tensor)
         if _is_settled():
             return scale_edge(tensor, 1.0, 2.0 ** (exponent + (plan.outside or 0)))
-        return tensor if _is_outside(tensor) else _View.apply(tensor, plan, exponent, size)
+        return tensor if is_outside(tensor) else _View.apply(tensor, plan, exponent, size)
 
-    for slot, tensor in _held(module, path, known):
-        if tensor.requires_grad and not _is_outside(tensor):
+    places = [slot[:2] for slot in known if slot and str(slot[0]).endswith(HELD)]
+    for slot, tensor in _held(module, path, places):
+        if tensor.requires_grad and (slot in known or following) and not is_outside(tensor):
             ending(tensor, plan, *end(slot, tensor))
     return _replaced(output, gauged)
 
@@ -93,7 +94,7 @@ def leaving(
 _OUTSIDE = "unit_scale: outside"
 
 
-def _is_outside(tensor: Tensor) -> bool:
+def is_outside(tensor: Tensor) -> bool:
     """Whether the gradient at a tensor has its gauge from `ending` already."""
     return tensor.grad_fn is not None and _OUTSIDE in tensor.grad_fn.metadata
 
@@ -174,11 +175,15 @@ def _outside(grad: Tensor, size: float, name: str) -> int | None:
     return int(agreed(f"{name} outside", str(exponent)))
 
 
+def holds(module: nn.Module, path: str, plan: Plan) -> bool:
+    """Whether a model keeps a tensor of an earlier run, through which gradients may reach it."""
+    return any(tensor.requires_grad for _, tensor in _held(module, path, plan.kept))
+
+
 def _held(
-    module: nn.Module, path: str, known: Mapping[Slot, object]
+    module: nn.Module, path: str, places: Iterable[Slot]
 ) -> Iterator[tuple[Slot, Tensor]]:
-    """The tensors among the attributes of modules, at the slots of ``known`` with `HELD`."""
-    places = [slot[:2] for slot in known if slot and str(slot[0]).endswith(HELD)]
+    """The tensors among the attributes of modules: `HELD` and the attribute's name."""
     for owner, name in dict.fromkeys(places):
         of = str(owner).removesuffix(HELD)
         if not path or f"{of}.".startswith(f"{path}."):

@@ -20,7 +20,7 @@ from ...scale import scale_edge
 from ..capture.kinds import KINDS, RECURRENT, TRANSPARENT, canonical
 from ..capture.record import Key, Slot, tensors_in
 from ..plan.actions import Placed, Plan, Step
-from .border import ending, starting
+from .border import ending, is_outside, starting
 from .install import HOOKS
 from .varying import Following
 
@@ -139,14 +139,15 @@ class Replay(FirstLook):
         if not torch.is_grad_enabled():
             return self._called(step, function, args, kwargs)
         args, kwargs = canonical(function, args, kwargs)
-        starts = following.starts(args, kwargs)
+        given = (*tensors_in(args), *tensors_in(kwargs))
+        starts = [(slot, following.outside(t)) for slot, t in given if is_outside(t)]
         gauge, args, kwargs = following.enter(placed, args, kwargs)
         args, kwargs = self._started(starts, args, kwargs)
         output = self._called(step, function, args, kwargs)
         kept = None if placed is None else placed.kept
         if kept is not None:
             output = ending(output, self._plan, gauge or 0, kept)
-        following.leave(gauge, output, args, kept is not None)
+        following.leave(gauge, output, args)
         return output
 
     def _started(

@@ -28,7 +28,7 @@ from ..measure.look import RUNNING, UNSEEN, look
 from ..measure.measuring import Actual, Watching
 from ..plan.actions import MEASURED, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
-from .border import entering, leaving, records
+from .border import entering, holds, leaving, records
 from .install import (
     Call,
     Places,
@@ -156,7 +156,7 @@ class UnitScale:
         form = Form(path, module.training, form_of(args), form_of(kwargs), grads, hooks)
         plan = self._known(form)
         if compiling:
-            if plan is not None and not changed and not self._is_followed(plan, form):
+            if plan is not None and not changed and not self._is_followed(plan, form, module):
                 return self._replay(plan, call, module, (args, kwargs), form)
             if is_exported():
                 raise RuntimeError(
@@ -244,7 +244,7 @@ class UnitScale:
                 self._look_again(form, module, args, kwargs)
         while True:
             plan = self._known(form)
-            untold = plan is not None and not plan.places and self._is_followed(plan, form)
+            untold = plan is not None and not plan.places and self._is_followed(plan, form, module)
             if plan is None or plan is stale or untold:
                 with self._recording:
                     if self._known(form) is not plan:
@@ -257,14 +257,17 @@ class UnitScale:
                     raise
                 stale = None if self._vary(miss.paths, certain=plan is made) else plan
 
-    def _is_followed(self, plan: Plan, form: Form) -> bool:
-        """Whether the gauges of tensors are tracked: if calls depend on values, and in training a
-        submodule that is called on its own under the plan of the whole model, which knows the
-        gradients at the border of the whole model only.
+    def _is_followed(self, plan: Plan, form: Form, module: nn.Module) -> bool:
+        """Whether the gauges of tensors are tracked: if calls depend on values, and in training if
+        the model holds a tensor of an earlier run, and for a submodule that is called on its own
+        under the plan of the whole model, which knows the gradients at the border of the whole
+        model only.
         """
-        if self.settled.varying or not (form.path and form.grads) or is_exported():
+        if self.settled.varying or not form.grads or is_exported():
             return bool(self.settled.varying)
-        return plan is not self.plans.get(form)
+        return holds(module, form.path, plan) or bool(
+            form.path and plan is not self.plans.get(form)
+        )
 
     def _is_news(self, paths: frozenset[str]) -> bool:
         return not paths <= self.settled.varying.keys()
@@ -308,9 +311,7 @@ class UnitScale:
         given = (module, form.path, (args, kwargs))
         refined = self._look(*given, hooks=form.hooks, actual=Actual(true, later))
         refined.looks = plan.looks
-        self.plans[form] = refined
-        if not form.path:
-            self._latest[form.training] = refined
+        self._use(form, refined)
 
     def _mode(self, plan: Plan, form: Form, following: Following | None) -> Replay:
         """The mode that executes a plan; it measures gradients if the plan still lacks some."""
@@ -384,7 +385,7 @@ class UnitScale:
         """Finds steps and tracks gauges, where they are tracked. The gradients of ``given``, the
         arguments, are the true ones.
         """
-        if not self._is_followed(plan, form):
+        if not self._is_followed(plan, form, module):
             return None
         exact = not self.unit_scaled
         rest = (plan, self.settled, self.settle, exact, self.name)
@@ -416,13 +417,17 @@ class UnitScale:
                     f"unit_scale(strict=True): {row.call} in {row.path or 'the model itself'!r} "
                     f"has no rule: {row.why}"
                 )
-        if form in self.plans:  # another branch: places that are in force keep their steps
+        self._use(form, plan)
+        return plan
+
+    def _use(self, form: Form, plan: Plan) -> None:
+        """Makes a plan that of a call signature. Places of other branches keep their steps."""
+        if form in self.plans:
             older, newer = self.plans[form].places, plan.places
             plan.places = newer | older if self.settled.varying else older | newer
         self.plans[form] = plan
         if not form.path:
             self._latest[form.training] = plan
-        return plan
 
     def _mapped(self, form: Form, args: Any, kwargs: Any) -> Plan:
         """Inside vmap, values are not accessible: uses the plan of a call that differs only in
@@ -493,7 +498,7 @@ class UnitScale:
             hooks = self.hooks(module)
             form = Form("", module.training, form_of(args), form_of(kwargs), True, hooks)
             plan = self._look(module, "", (args, kwargs), hooks=form.hooks, actual=actual)
-            self.plans[form] = self._latest[module.training] = plan
+            self._use(form, plan)
 
     def plan(self, model: nn.Module, seen: bool = True) -> ModelPlan:
         """The plan as data. Raises ValueError for functions in ``replace`` and, unless ``seen`` is

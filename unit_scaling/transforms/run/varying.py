@@ -85,7 +85,6 @@ class Following:
         self._structure = structure
         self._leaves = leaves
         self._gauges: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._kept: dict[int, weakref.ref[Tensor]] = {}
         self._siblings: dict[str, str] = {}
 
     def find(self, key: Key) -> Placed | None:
@@ -172,27 +171,20 @@ class Following:
         shift = next((known[s] - planned[s] for s in call.written if s in known), 0)
         return call.gauge + shift, {s: g - planned[s] - shift for s, g in known.items()}
 
-    def starts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Slot, int]]:
-        """The arguments that are kept, as `Step.starts`."""
-        found = [(slot, t) for slot, t in (*tensors_in(args), *tensors_in(kwargs))]
-        kept = [(slot, t) for slot, t in found if self._kept.get(id(t), _none)() is t]
-        return [(slot, self.gauge(t) or 0) for slot, t in kept]
+    def outside(self, tensor: Tensor) -> int:
+        """The gauge that calls of this run shall give to a tensor from outside: that of its own
+        call, or 0 for one of an earlier run."""
+        if self.gauge(tensor) is None:
+            self.leave(0, tensor, ())
+        return self.gauge(tensor) or 0
 
-    def leave(
-        self, gauge: int | None, output: Any, args: tuple[Any, ...], kept: bool = False
-    ) -> None:
-        """Notes the gauge of the result of a call, and whether it is kept."""
+    def leave(self, gauge: int | None, output: Any, args: tuple[Any, ...]) -> None:
+        """Notes the gauge of the result of a call."""
         if gauge is None:
             return
         for _, tensor in tensors_in(args[:1] if output is None else output):
             if tensor.requires_grad:
                 self._gauges[id(tensor)] = weakref.ref(tensor), gauge
-                if kept:
-                    self._kept[id(tensor)] = weakref.ref(tensor)
-
-
-def _none() -> None:
-    return None
 
 
 def _pattern(names: list[str], i: int) -> tuple[str, ...]:

@@ -1,0 +1,230 @@
+"""Losses outside of a model of tensors that its calls read too: kept as attributes, in arguments, by
+hooks, from one run to the next."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.transforms.gradients import check_slopes, exponent, gradients, without_gauges
+from unit_scaling.transforms import ModelPlan, unit_scale
+from unit_scaling.transforms.report import plan
+
+INITS = ("unit", "preserve")
+
+
+class Net(nn.Module):
+    """Keeps a hidden state, parts of another, and fills a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 64)
+        self.c, self.head = nn.Linear(32, 64), nn.Linear(64, 8)
+        self.forget()
+
+    def forget(self) -> None:
+        self.hidden: Tensor | None = None
+        self.parts: list[Tensor] = []
+
+    def forward(self, x: Tensor, store: dict[str, Tensor] | None = None) -> Tensor:
+        y = F.gelu(self.a(x))
+        self.hidden = y
+        self.parts = list(self.b(y).chunk(2, -1))
+        z = self.c(self.parts[0] * self.parts[1].sigmoid())
+        if store is not None:
+            store["z"] = z
+        return self.head(z.relu())
+
+
+def batch() -> Tensor:
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+Loss = Callable[[nn.Module], Tensor]
+
+
+def output(model: nn.Module) -> Tensor:
+    return model(batch()).square().mean()
+
+
+def hidden(model: nn.Module) -> Tensor:
+    model(batch())
+    return model.hidden.sin().mean()
+
+
+def both(model: nn.Module) -> Tensor:
+    return 100 * model(batch()).square().mean() + model.hidden.sin().mean()
+
+
+def parts(model: nn.Module) -> Tensor:
+    model(batch())
+    return model.parts[1].square().mean() + model.parts[0].cos().mean()
+
+
+def argument(model: nn.Module) -> Tensor:
+    store: dict[str, Tensor] = {}
+    return model(batch(), store).square().mean() + store["z"].square().mean()
+
+
+def of_a_part(model: nn.Module) -> Tensor:
+    return model.b(model.a(batch())).square().mean()
+
+
+def hook(model: nn.Module) -> Tensor:
+    seen: list[Tensor] = []
+    handles = [
+        model.b.register_forward_hook(lambda module, args, out: seen.append(out)),
+        model.head.register_forward_pre_hook(lambda module, args: seen.append(args[0])),
+    ]
+    value = model(batch()).square().mean()
+    for handle in handles:
+        handle.remove()
+    first, second = seen[-2:]  # the model begins again when its calls are other ones than planned
+    return value + first.sin().mean() + second.cos().mean()
+
+
+LOSSES = (output, hidden, both, parts, argument, of_a_part, hook)
+
+
+def made(init: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = unit_scale(Net().double(), init=init)
+    output(model).backward()
+    return model
+
+
+def powers(model: nn.Module, loss: Loss) -> dict[str, int]:
+    """log2 of the gradients of a loss over those of the same forward function."""
+    loss(model)
+    value, found = gradients(model, loss)
+    model.forget()
+    again, true = gradients(without_gauges(model), loss)
+    model.forget()
+    assert torch.equal(value, again)
+    return {name: exponent(grad, true[name]) for name, grad in found.items()}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("init", INITS)
+def test_gradients_have_the_powers_of_two_of_the_output(init: str, loss: Loss) -> None:
+    model = made(init)
+    wanted, found = powers(model, output), powers(model, loss)
+    assert found
+    assert found.items() <= wanted.items()
+    assert init == "unit" or set(found.values()) == {0}
+    model.forget()
+    assert check_slopes(model, loss).items() <= wanted.items()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_function_is_that_without_the_loss(loss: Loss) -> None:
+    model = made("unit")
+    value = model(batch())
+    loss(model).backward()
+    assert torch.equal(model(batch()), value)
+
+
+def test_compiled_and_after_loading() -> None:
+    model = made("unit")
+    value, wanted = gradients(model, both)
+    model.forget()
+    torch.manual_seed(0)
+    loaded = unit_scale(Net().double(), plan=ModelPlan.from_json(plan(model).to_json()))
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    for other in (loaded, compiled):
+        other.zero_grad()
+        again = both(other)
+        again.backward()
+        torch.testing.assert_close(again, value)
+        inner = getattr(other, "_orig_mod", other)
+        for name, grad in wanted.items():
+            torch.testing.assert_close(inner.get_parameter(name).grad, grad)
+
+
+class Chosen(Net):
+    """The number of its calls depends on values."""
+
+    def forward(self, x: Tensor, store: dict[str, Tensor] | None = None) -> Tensor:
+        y = super().forward(x, store)
+        for _ in range(1 + self.times):
+            y = y + 0.1 * y.tanh()
+        return y
+
+    times = 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("init", INITS)
+def test_where_calls_depend_on_values(init: str, loss: Loss) -> None:
+    torch.manual_seed(0)
+    model = unit_scale(Chosen().double(), init=init)
+
+    def at(times: int) -> Loss:
+        def of(m: nn.Module) -> Tensor:
+            m.times = times
+            return loss(m)
+
+        return of
+
+    for times in (0, 1, 2, 0, 1):
+        model.zero_grad()
+        at(times)(model).backward()
+    wanted = powers(model, output)
+    for times in range(3):
+        assert powers(model, at(times)).items() <= wanted.items()
+
+
+class Memory(nn.Module):
+    """Reads the state of its last run, through which gradients flow. start: the first one."""
+
+    def __init__(self, start: Tensor | None) -> None:
+        super().__init__()
+        self.a, self.r, self.head = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+        self.start = self.state = start
+
+    def forget(self) -> None:
+        self.state = self.start
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.a(x)
+        if self.state is not None:
+            z = z + self.r(self.state)
+        self.state = torch.tanh(z)
+        return self.head(self.state)
+
+
+def three(model: nn.Module) -> Tensor:
+    model.forget()
+    value = sum(model(batch() * (1 + i)).square().mean() for i in range(3))
+    model.forget()
+    return value
+
+
+@pytest.mark.parametrize("start", [None, torch.zeros(16, 64, dtype=torch.float64)])
+@pytest.mark.parametrize("init", INITS)
+def test_gradients_through_the_state_of_earlier_runs(init: str, start: Tensor | None) -> None:
+    torch.manual_seed(0)
+    model = unit_scale(Memory(start).double(), init=init)
+    for _ in range(3):
+        model.zero_grad()
+        three(model).backward()
+    wanted = powers(model, three)
+    assert init == "unit" or set(wanted.values()) == {0}
+    assert check_slopes(model, three) == wanted
+
+
+def test_only_hooks_of_users_make_a_plan_of_their_own() -> None:
+    model = made("unit")
+    before = len(plan(model).plans)
+    nn.utils.prune.identity(model.head, "weight")
+    output(model)
+    assert len(plan(model).plans) == before
+    model.b.register_forward_hook(lambda *_: None)
+    output(model)
+    output(model)
+    assert len(plan(model).plans) == before + 1
