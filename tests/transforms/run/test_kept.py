@@ -1,5 +1,6 @@
-"""Losses outside of a model of tensors that its calls read too: kept as attributes, in arguments, by
-hooks, from one run to the next."""
+"""Losses outside a model of tensors that its calls read too: kept as attributes, in arguments, by
+hooks, and from one run to the next.
+"""
 
 from __future__ import annotations
 

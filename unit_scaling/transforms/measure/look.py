@@ -323,7 +323,7 @@ def _end(
     outside = _keep(planned, kept.values(), sizes)
     held = {slot: node for slot, node in kept.items() if slot[0]}
     plan.kept = tuple(dict.fromkeys(slot[:2] for slot in held))
-    for slot, index in (ends | held).items():
+    for slot, index in {**ends, **held}.items():
         node = flow.nodes[index]
         if index in outside or (slot in held and flow.readers[index]):
             continue
@@ -345,18 +345,16 @@ def _keep(planned: Planned, kept: Collection[int], sizes: Mapping[Key, float]) -
     plan, nodes = planned.plan, planned.flow.nodes
     edges = [(node.key, i) for node in nodes if node.live and node.function for i in node.inputs]
     other = {i.node for key, i in edges if key is None}
-    outside = {i for i in kept if nodes[i].live and nodes[i].key is not None} - other
-    for index in outside:
-        key = nodes[index].key
-        assert key is not None
-        end = planned.exponents[index], sizes.get(key, 0.0)
+    found = {i: key for i in kept if nodes[i].live and (key := nodes[i].key) and i not in other}
+    calls = {key: sizes.get(key, 0.0) for key in found.values()}
+    for index, key in found.items():
+        end = planned.exponents[index], calls[key]
         plan.steps[key] = replace(plan.steps.get(key) or Step(), end=end)
-    for key, i in edges:
-        if key is not None and i.node in outside:
-            step = plan.steps.get(key) or Step()
+    for reader, i in edges:
+        if reader is not None and i.node in found:
+            step = plan.steps.get(reader) or Step()
             start = i.slot, planned.exponents[i.node]
-            plan.steps[key] = replace(step, starts=(*step.starts, start))
-    calls = {nodes[i].key: sizes.get(nodes[i].key, 0.0) for i in outside}
+            plan.steps[reader] = replace(step, starts=(*step.starts, start))
     plan.calls = {key: replace(c, kept=calls.get(key)) for key, c in plan.calls.items()}
     plan.places = {at: replace(c, kept=calls.get(c.key)) for at, c in plan.places.items()}
-    return outside
+    return set(found)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import Node
 
 from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.step import plain
@@ -96,7 +97,11 @@ _OUTSIDE = "unit_scale: outside"
 
 def is_outside(tensor: Tensor) -> bool:
     """Whether the gradient at a tensor has its gauge from `ending` already."""
-    return tensor.grad_fn is not None and _OUTSIDE in tensor.grad_fn.metadata
+    return tensor.grad_fn is not None and _OUTSIDE in _notes(tensor.grad_fn)
+
+
+def _notes(node: Node) -> dict[Any, Any]:
+    return cast("dict[Any, Any]", node.metadata)  # a property, which torch declares as a method
 
 
 def ending(output: Any, plan: Plan, exponent: int, size: float) -> Any:
@@ -112,7 +117,7 @@ def ending(output: Any, plan: Plan, exponent: int, size: float) -> Any:
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: _normalised(grad, plan, exponent, size))
             if tensor.grad_fn is not None:
-                tensor.grad_fn.metadata[_OUTSIDE] = True
+                _notes(tensor.grad_fn)[_OUTSIDE] = True
     return output
 
 
@@ -180,9 +185,7 @@ def holds(module: nn.Module, path: str, plan: Plan) -> bool:
     return any(tensor.requires_grad for _, tensor in _held(module, path, plan.kept))
 
 
-def _held(
-    module: nn.Module, path: str, places: Iterable[Slot]
-) -> Iterator[tuple[Slot, Tensor]]:
+def _held(module: nn.Module, path: str, places: Iterable[Slot]) -> Iterator[tuple[Slot, Tensor]]:
     """The tensors among the attributes of modules: `HELD` and the attribute's name."""
     for owner, name in dict.fromkeys(places):
         of = str(owner).removesuffix(HELD)
