@@ -6,13 +6,16 @@ deepcopy does not copy functions: ``self.f = lambda x: mlp.act(x)`` of a copy wo
 original's submodules.
 
 A hook that refers to a part of the model (a bound method, a closure) belongs to the model: it may
-store what the forward reads later, as in models that tap a hidden layer. Copies made for recording
-keep these hooks and no others.
+store what the forward reads later, as in models that tap a hidden layer. So does one of the library
+that the class of its module is from, as in models of transformers that return hidden states. Copies
+made for recording keep these hooks and no others.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
@@ -20,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fp8.common.mixin import bare_class
 from fp8.common.step import plain
 
 from .record import tensors_in
@@ -172,7 +176,7 @@ def _own_hooks(
     parts = {id(part) for part in model.modules()}
     for module in model.modules():
         functions = {k: h for n in _HOOKS[:2] for k, h in vars(module).get(n, {}).items()}
-        own = {k for k, h in functions.items() if _belongs(h, parts)}
+        own = {k for k, h in functions.items() if _belongs(h, module, parts)}
         entries = [
             (n, k, v) for n in _HOOKS for k, v in vars(module).get(n, {}).items() if k in own
         ]
@@ -192,23 +196,20 @@ def hooked(model: nn.Module) -> tuple[str, ...]:
         name
         for name, module in model.named_modules()
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if not _belongs(hook, parts) and _package(hook) not in _KEEP_NOTHING
+        if not _belongs(hook, module, parts) and _package(hook) not in _KEEP_NOTHING
     )
 
 
-def _package(hook: Any) -> str:
-    module: str = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+def _package(function: Any) -> str:
+    """The package that defines a function or a class."""
+    module: str = getattr(getattr(function, "func", function), "__module__", None) or ""
     return module.partition(".")[0]
 
 
-def _belongs(hook: Any, parts: set[int]) -> bool:
-    if isinstance(hook, MethodType):
-        return id(hook.__self__) in parts
-    if not isinstance(hook, FunctionType):
-        return False
-    cells = [_contents(cell) for cell in hook.__closure__ or ()]
-    kept = (*cells, *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values())
-    return any(id(value) in parts for value in kept)  # not in lists: those may hold call results
+def _is_installed(package: str) -> bool:
+    """Whether a package is that of an installed library, not of a user's project."""
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
 
 
 def _of_copy(hook: Any, parts: set[int], memo: dict[int, Any]) -> Any:

@@ -384,11 +384,11 @@ class Recorder(FirstLook):
 
     def ends(self, value: Any) -> dict[Slot, int]:
         """The nodes of the floating-point tensors of a model's result, by slot."""
-        known = ((slot, t) for slot, t in tensors_in(value) if id(t) in self._node_of)
         return {
-            slot: self._node_of[id(t)][0]
-            for slot, t in known
-            if t.is_floating_point() or t.is_complex()
+            slot: self._source(t)[0]
+            for slot, t in tensors_in(value)
+            if (t.is_floating_point() or t.is_complex())
+            and (id(t) in self._node_of or t.grad_fn is not None)
         }
 
     def _remember(self, tensors: list[Tensor]) -> None:

@@ -141,7 +141,7 @@ def _record(
     copies = [id(t) for _, t in tensors_in((args, kwargs))]
     inputs = dict(zip(copies, wanted, strict=True))
     running, computing = scope.path.items, parametrizations(twin, f"{path}." if path else "")
-    path_now = lambda: running[-1]  # noqa: E731
+    path_now = lambda: running[-1] if running else path  # noqa: E731
     rest = (inputs, path_now, computing)
     recorder = Recorder(scope.kinds, _names(twin, path), weights.factors, *rest)
     seen: list[Any] = []
@@ -325,11 +325,13 @@ def _end(
     plan.kept = tuple(dict.fromkeys(slot[:2] for slot in held))
     for slot, index in {**ends, **held}.items():
         node = flow.nodes[index]
-        if index in outside or (slot in held and flow.readers[index]):
+        if slot in held and (index in outside or flow.readers[index]):
             continue
         size = 0.0 if node.key is None else sizes.get(node.key, 0.0)
-        single = sum(other == index for other in ends.values()) == 1 and node.results == 1
         plan.ends[slot] = planned.exponents[index], size
+        if index in outside:
+            continue
+        single = sum(other == index for other in ends.values()) == 1 and node.results == 1
         if node.key is None or flow.readers[index] or not single:
             plan.outputs[slot] = planned.exponents[index], size
         else:

@@ -136,9 +136,9 @@ class Plan:
     operands, gauges, parameters: measurements, as in `Settled`. unseen: products with gauges whose
     gradient was zero. idle: parameters whose gradient was zero. name: the same in all processes
     that run the model. ties: the equations for `folding.ratios`. kept: attributes of modules that
-    hold tensors with gradients after a run, as the begin of a `Slot` with `HELD`. For models whose
-    calls depend on values (`run.varying`), not saved: calls and places, every call and the first
-    one at each place of the code; ends, all results as in `outputs`.
+    hold tensors with gradients after a run, as the begin of a `Slot` with `HELD`. ends: all results,
+    as in `outputs`. For models whose calls depend on values (`run.varying`), not saved: calls and
+    places, every call and the first one at each place of the code.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
@@ -146,6 +146,7 @@ class Plan:
     inner: frozenset[str] = frozenset()
     depths: dict[str, int] = field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
+    ends: dict[Slot, tuple[int, float]] = field(default_factory=dict)
     outputs: dict[Slot, tuple[int, float]] = field(default_factory=dict)
     outside: int | None = None
     final: bool = False
@@ -160,7 +161,6 @@ class Plan:
     kept: tuple[Slot, ...] = ()
     calls: dict[Key, Placed] = field(default_factory=dict, compare=False)
     places: dict[Place, Placed] = field(default_factory=dict, compare=False)
-    ends: dict[Slot, tuple[int, float]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def counts(self) -> dict[str, Counter[str]]:

@@ -168,6 +168,7 @@ _MEASURED = (
     "unseen",
     "idle",
     "kept",
+    "ends",
     "outputs",
     "outside",
     "final",
@@ -194,7 +195,7 @@ def _written(form: Form, plan: Plan) -> dict[str, Any]:
 
 def _read(data: Any) -> tuple[Form, Plan]:
     if isinstance(data, Mapping):
-        data = {"operands": [], "kept": [], **data}  # which older plans lack
+        data = {"operands": [], "kept": [], "ends": [], **data}  # which older plans lack
     given = _checked("the plan of a form of call", data, _PLAN)
     plan = Plan(
         steps={

@@ -27,7 +27,16 @@ from ..measure.ranks import agreed
 from ..plan.actions import Plan
 from .varying import Following
 
-__all__ = ["ending", "entering", "holds", "is_outside", "leaving", "records", "starting"]
+__all__ = [
+    "ending",
+    "entering",
+    "holds",
+    "is_outside",
+    "leaving",
+    "records",
+    "returns_other",
+    "starting",
+]
 
 
 _TWICE = (
@@ -90,6 +99,12 @@ def leaving(
         if tensor.requires_grad and (slot in known or following) and not is_outside(tensor):
             ending(tensor, plan, *end(slot, tensor))
     return _replaced(output, gauged)
+
+
+def returns_other(output: Any, plan: Plan) -> bool:
+    """Whether a model has returned tensors with gradients that it did not when it was recorded."""
+    given = tensors_in(plain(output)) if plan.ends else ()
+    return any(tensor.requires_grad and slot not in plan.ends for slot, tensor in given)
 
 
 _OUTSIDE = "unit_scale: outside"

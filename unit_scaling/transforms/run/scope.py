@@ -28,7 +28,7 @@ from ..measure.look import RUNNING, UNSEEN, look
 from ..measure.measuring import Actual, Watching
 from ..plan.actions import MEASURED, CallRow, Plan, Settled
 from ..plan.model_plan import ModelPlan, check_fits, retag, tags_in
-from .border import entering, holds, leaving, records
+from .border import entering, holds, leaving, records, returns_other
 from .install import (
     Call,
     Places,
@@ -362,9 +362,15 @@ class UnitScale:
             RUNNING.items.pop()
         if traced:
             module._tracing(False)
+        unknown = following is None and returns_other(output, plan)
         if eager and not in_recomputation():
             mode.check(self.settled.varying)
-        elif traced and module._is_otherwise(id(self), id(plan), tuple(mode.counts.items())):
+            if unknown:
+                what = f"unit_scale has seen other results of {form.path or 'the model itself'!r}"
+                raise PlanMissError(what, {form.path})
+        elif traced and (
+            unknown or module._is_otherwise(id(self), id(plan), tuple(mode.counts.items()))
+        ):
             if is_exported():
                 raise RuntimeError(_VARIES)
             from .graph_break import with_other_calls
