@@ -212,6 +212,20 @@ def _is_installed(package: str) -> bool:
     return file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
 
 
+def _belongs(hook: Any, module: nn.Module, parts: set[int]) -> bool:
+    """Whether a hook of ``module`` belongs to the model with these parts."""
+    package = _package(hook)
+    if package == _package(bare_class(module)) and _is_installed(package):
+        return package not in _KEEP_NOTHING
+    if isinstance(hook, MethodType):
+        return id(hook.__self__) in parts
+    if not isinstance(hook, FunctionType):
+        return False
+    cells = [_contents(cell) for cell in hook.__closure__ or ()]
+    kept = (*cells, *(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values())
+    return any(id(value) in parts for value in kept)  # not in lists: those may hold call results
+
+
 def _of_copy(hook: Any, parts: set[int], memo: dict[int, Any]) -> Any:
     if isinstance(hook, FunctionType):
         return _rebound(hook, parts, memo)

@@ -136,9 +136,9 @@ class Plan:
     operands, gauges, parameters: measurements, as in `Settled`. unseen: products with gauges whose
     gradient was zero. idle: parameters whose gradient was zero. name: the same in all processes
     that run the model. ties: the equations for `folding.ratios`. kept: attributes of modules that
-    hold tensors with gradients after a run, as the begin of a `Slot` with `HELD`. ends: all results,
-    as in `outputs`. For models whose calls depend on values (`run.varying`), not saved: calls and
-    places, every call and the first one at each place of the code.
+    hold tensors with gradients after a run, as the begin of a `Slot` with `HELD`. ends: all
+    results, as in `outputs`. For models whose calls depend on values (`run.varying`), not saved:
+    calls and places, every call and the first one at each place of the code.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)
