@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -229,3 +230,54 @@ def test_only_hooks_of_users_make_a_plan_of_their_own() -> None:
     output(model)
     output(model)
     assert len(plan(model).plans) == before + 1
+
+
+class Sine(torch.autograd.Function):
+    """No torch function shows what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+SEEN: list[Tensor] = []
+
+
+class Results(Net):
+    """how: what it returns beside its result."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "of a hook":
+            self.b.register_forward_hook(lambda module, args, out: SEEN.append(out))
+
+    def forward(self, x: Tensor, store: dict[str, Tensor] | None = None) -> Any:
+        SEEN.clear()
+        y = super().forward(x, store)
+        if self.how == "of a hook":
+            return y, *SEEN
+        return Sine.apply(y) if self.how == "alone" else (y, Sine.apply(y))
+
+
+@pytest.mark.parametrize("how", ["alone", "and its argument", "of a hook"])
+@pytest.mark.parametrize("init", INITS)
+def test_results_that_no_call_of_the_recording_shows(init: str, how: str) -> None:
+    torch.manual_seed(0)
+    model = unit_scale(Results(how).double(), init=init)
+
+    def loss(m: nn.Module) -> Tensor:
+        found = m(batch())
+        parts = [found] if isinstance(found, Tensor) else found
+        return sum(part.cos().mean() for part in parts)
+
+    loss(model).backward()
+    found = powers(model, loss)
+    assert init == "unit" or set(found.values()) == {0}
+    model.forget()
+    assert check_slopes(model, loss) == found
