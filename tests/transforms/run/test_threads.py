@@ -94,7 +94,8 @@ def test_first_calls_at_once(transform):
 def test_one_thread_records(monkeypatch):
     model, recorded = unit_scale(block()), []
     first = scope.look
-    monkeypatch.setattr(scope, "look", lambda *args, **more: recorded.append(1) or first(*args, **more))
+    counted = lambda *args, **more: recorded.append(1) or first(*args, **more)  # noqa: E731
+    monkeypatch.setattr(scope, "look", counted)
     with switching():
         together(*[lambda: model(batch())] * 4)
     assert len(recorded) == 1
