@@ -204,14 +204,15 @@ class Replay(FirstLook):
             {path},
         )
 
-    def check(self, varying: Collection[str]) -> None:
+    def check(self, varying: Collection[str], results: Collection[str] = ()) -> None:
         """Raises PlanMissError if modules other than those ``varying`` have made another number of
-        calls than planned: the steps of later calls were not theirs.
+        calls than planned, as the steps of later calls were not theirs, or have other ``results``.
         """
-        other = self._plan.other_paths(self.counts) - set(varying)
+        other = self._plan.other_paths(self.counts) - set(varying) | set(results)
         if other:
             names = ", ".join(repr(path or "the model itself") for path in sorted(other)[:3])
-            raise PlanMissError(f"unit_scale has seen another number of calls in {names}", other)
+            what = "another number of calls in, or other results of,"
+            raise PlanMissError(f"unit_scale has seen {what} {names}", other)
 
     def _execute(
         self,

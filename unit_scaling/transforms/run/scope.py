@@ -362,14 +362,11 @@ class UnitScale:
             RUNNING.items.pop()
         if traced:
             module._tracing(False)
-        unknown = following is None and returns_other(output, plan)
+        other = [form.path] if following is None and returns_other(output, plan) else []
         if eager and not in_recomputation():
-            mode.check(self.settled.varying)
-            if unknown:
-                what = f"unit_scale has seen other results of {form.path or 'the model itself'!r}"
-                raise PlanMissError(what, {form.path})
+            mode.check(self.settled.varying, other)
         elif traced and (
-            unknown or module._is_otherwise(id(self), id(plan), tuple(mode.counts.items()))
+            other or module._is_otherwise(id(self), id(plan), tuple(mode.counts.items()))
         ):
             if is_exported():
                 raise RuntimeError(_VARIES)
