@@ -313,11 +313,11 @@ class UnitScale:
         refined.looks = plan.looks
         self._use(form, refined)
 
-    def _mode(self, plan: Plan, form: Form, following: Following | None) -> Replay:
+    def _mode(self, plan: Plan, form: Form, following: Following | None, traced: bool) -> Replay:
         """The mode that executes a plan; it measures gradients if the plan still lacks some."""
         rest = (self.kinds, self.replacements, self.path.items, following)
         shows = plan.looks < LOOKS and (not plan.final or bool(plan.unseen))
-        if form.path or not (form.grads and shows and plan is self.plans.get(form)):
+        if traced or form.path or not (form.grads and shows and plan is self.plans.get(form)):
             return Replay(plan, *rest)
         self._watched[form] = watch = Watching(plan, plan.gauges.keys(), *rest)
         return watch
@@ -346,11 +346,7 @@ class UnitScale:
         # the mode is active. Inside try, a graph break leaves the whole frame to eager mode.
         entered = entering(given, plan)
         following = None if traced else self._following(plan, module, form, entered)
-        mode = (
-            Replay(plan, self.kinds, self.replacements, self.path.items)
-            if traced
-            else self._mode(plan, form, following)
-        )
+        mode = self._mode(plan, form, following, traced)
         RUNNING.items.append(self)
         if traced:
             module._tracing(True)
