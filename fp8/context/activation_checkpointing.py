@@ -44,11 +44,12 @@ def in_reentrant() -> bool:
     return any(frame.f_code is code for frame in _frames())
 
 
-def in_recomputation() -> bool:
-    """Whether a checkpoint with ``use_reentrant=False`` is recomputing in the backward pass."""
+def in_recomputation(reentrant: bool = False) -> bool:
+    """Whether a checkpoint with this ``use_reentrant`` is recomputing in the backward pass."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    here = ("recompute_fn", CheckpointFunction.forward.__code__.co_filename)
+    code = CheckpointFunction.backward.__code__
+    here = (code.co_name if reentrant else "recompute_fn", code.co_filename)
     return any((frame.f_code.co_name, frame.f_code.co_filename) == here for frame in _frames())
 
 

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import unit_scaling as uu
+from tests.transforms.gradients import check_slopes, check_true
 from tests.transforms.models import Net
 from unit_scaling.transforms import unit_scale
 
@@ -160,6 +161,41 @@ def test_checkpointed_modules_are_scaled_when_they_are_computed_again(reentrant:
         found[-1] += [p.grad for p in model.parameters()]
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("init", ["unit", "preserve"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_gradients_of_what_is_computed_again_are_true(init: str, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Checkpointed(None), nn.Linear(WIDTH, 4)).double()
+    model = unit_scale(plain, init=init)
+    model[0].reentrant = reentrant
+    x = torch.randn(4, 8, WIDTH, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    powers = check_true(model, lambda m: m(x).square().mean())
+    assert check_slopes(model, lambda m: m(x).square().mean()) == powers
+    assert init == "unit" or set(powers.values()) == {0}
+
+
+def test_reentrant_checkpoints_are_refused_where_calls_depend_on_values() -> None:
+    class Repeated(Checkpointed):
+        steps = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.steps):
+                x = F.gelu(super().forward(x))
+            return self.layers[0](x)
+
+    def train() -> None:
+        for model.steps in (1, 2, 1, 2):
+            model(x).sum().backward()
+
+    model, x = unit_scale(Repeated(True)), torch.randn(4, 8, WIDTH, requires_grad=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        train()
 
 
 def test_checkpointed_functions_are_refused_by_line() -> None:

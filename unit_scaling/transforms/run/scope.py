@@ -55,6 +55,11 @@ _ON_ITS_OWN = (
     "the gauges of its tensors, which no graph can, so this call runs without torch.compile"
 )
 
+_REENTRANT = (
+    "the calls of the model depend on values, so unit_scale tracks the gauges of its tensors, "
+    "which reentrant checkpointing hides: use torch.utils.checkpoint with use_reentrant=False"
+)
+
 LOOKS = 8
 """The number of steps watched for initially zero gradients. Those of zero weights appear after one
 optimizer step, of two zero weights in sequence after two.
@@ -238,6 +243,8 @@ class UnitScale:
         kwargs: dict[str, Any],
     ) -> Any:
         warn_of_break(module)
+        if form.path and in_recomputation(reentrant=True):
+            return self._recomputed(form, call)
         stale, made = None, None
         if form in self._watched:
             with self._recording:
@@ -256,6 +263,20 @@ class UnitScale:
                 if plan is made and not self._is_news(miss.paths):
                     raise
                 stale = None if self._vary(miss.paths, certain=plan is made) else plan
+
+    def _recomputed(self, form: Form, call: Call) -> Any:
+        """Runs a part of the model again in the backward pass, which has gradients in the gauges of
+        its plan: the border of the model is elsewhere.
+        """
+        plan = self._known(form)
+        if plan is None or self.settled.varying:
+            raise RuntimeError(_REENTRANT)
+        RUNNING.items.append(self)
+        try:
+            with Replay(plan, self.kinds, self.replacements, self.path.items):
+                return self.within(form.path, call)
+        finally:
+            RUNNING.items.pop()
 
     def _is_followed(self, plan: Plan, form: Form, module: nn.Module) -> bool:
         """Whether the gauges of tensors are tracked: if calls depend on values, and in training if
