@@ -190,7 +190,7 @@ def test_reentrant_checkpoints_are_refused_where_calls_depend_on_values() -> Non
             return self.layers[0](x)
 
     def train() -> None:
-        for model.steps in (1, 2, 1, 2):
+        for model.steps in (1, 2, 1, 2, 1, 2):
             model(x).sum().backward()
 
     model, x = unit_scale(Repeated(True)), torch.randn(4, 8, WIDTH, requires_grad=True)
