@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..core.functional import logarithmic_interpolation
 from ..rules.table import Adapter, Scales, positional, row, tie
 from ..scale import kept_in, scale_each, scale_output
-from . import from_output, fused
+from . import from_output
 
 __all__ = ["add", "dropout", "silu_glu", "softmax"]
 
@@ -63,8 +63,6 @@ def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
     s = silu_glu_scales(mult)
     scale = s["output"] / mult
     gate = gate if mult == 1.0 else gate * mult
-    if fused.applies(input, gate):
-        return fused.silu_glu(input, gate, scale)
     return (input * F.silu(gate)).mul_(scale)
 
 

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8.products.activations import KERNELS
-
 from ..common.constant import specialised
 from ..rules.elementwise import elementwise_factors, elementwise_scales, scaled_elementwise
 from ..rules.table import Adapter, Scales, factors, positional, row, tie
 from ..scale import kept_in, scale_output
-from . import from_output, fused
+from . import from_output
 from .activations import RELU_GRAD_RMS, RELU_STD, gated_scale
 from .generated import REQUIRED, described
 
@@ -60,9 +58,6 @@ __all__ = [
     "tanh",
     "tanhshrink",
 ]
-
-# For fewer elements, calling a custom autograd function costs more than a pass over them.
-_LARGE = 2**14
 
 # Its argument ``inplace`` may be given by position, as in unit-scaling 0.3.5.
 _POSITIONAL_INPLACE = ("silu",)
@@ -154,8 +149,6 @@ def _activation(
         x = x if mult == 1.0 else x * mult
         if from_output.applies(name):
             output = from_output.activation(x, name, fwd, bwd)
-        elif name in KERNELS and x.numel() >= _LARGE and fused.applies(x):
-            output = fused.activation(x, name, fwd, bwd, *(given or settings).values())
         else:
             output = scale_output(fn(x, **given), fwd, bwd, fresh=not saves_output)
         return input.copy_(output) if inplace else output
