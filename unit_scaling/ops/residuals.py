@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import Function
-
-from fp8.common.compiler import apply, own
 
 from ..common.watched import watched
+from ..scale import scale_each
 
 __all__ = ["residual_add", "residual_apply", "residual_split"]
 
@@ -24,48 +20,6 @@ def _weights(tau: float) -> tuple[float, float]:
         raise ValueError(f"tau, the weight of a branch, is at least 0, got {tau!r}")
     norm = math.sqrt(1 + tau**2)
     return tau / norm, 1 / norm
-
-
-def _weighted(branch: Tensor, skip: Tensor, a: float, b: float) -> Tensor:
-    """``a * branch + b * skip``, for b above zero."""
-    return torch.add(skip, branch, alpha=a / b).mul_(b)
-
-
-class _Split(Function):
-    """Two views of x; ``dx`` is the weighted sum of their gradients, in one pass."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, branch: float, skip: float) -> tuple[Tensor, Tensor]:
-        return x.view_as(x), x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _, ctx.branch, ctx.skip = inputs
-
-    @staticmethod
-    def backward(ctx: Any, branch: Tensor, skip: Tensor) -> tuple[Tensor, None, None]:
-        return _weighted(branch, skip, ctx.branch, ctx.skip), None, None
-
-
-class _Add(Function):
-    """``a * branch + b * skip``; both gradients equal the output's."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(branch: Tensor, skip: Tensor, a: float, b: float) -> Tensor:
-        return own(_weighted(branch, skip, a, b))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.shapes = inputs[0].shape, inputs[1].shape
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        branch, skip = ctx.shapes
-        return grad.sum_to_size(branch), grad.sum_to_size(skip), None, None
 
 
 @watched
@@ -83,8 +37,8 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: tau is negative.
     """
-    branch, skip = apply(_Split, input, *_weights(tau))
-    return branch, skip
+    branch, skip = _weights(tau)
+    return scale_each(input, 1.0, branch), scale_each(input, 1.0, skip)
 
 
 @watched
@@ -96,7 +50,8 @@ def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
         skip: the skip connection; see `residual_split`.
         tau: as in `residual_split`.
     """
-    return apply(_Add, residual, skip, *_weights(tau))
+    a, b = _weights(tau)
+    return scale_each(residual, a, 1.0) + scale_each(skip, b, 1.0)
 
 
 def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1.0) -> Tensor:
