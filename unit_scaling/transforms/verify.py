@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,64 +24,14 @@ from ..checks.first_call import skip_checks
 from .capture.copies import deep_copy
 from .capture.record import rms_of
 from .inspect.diagnosis import diagnosis
-from .inspect.product_probe import Found, Watch
+from .inspect.measurement import RANGES, Measurement
+from .inspect.product_probe import Watch
 from .inspect.serialize import as_csv, as_json
 from .plan.weights import parametrizations
 from .run.install import find_scope, install, is_sharded
 from .run.scope import UnitScale
 
 __all__ = ["RANGES", "Measurement", "Verification", "verify"]
-
-RANGES: dict[str, tuple[float, float] | None] = {
-    "activation": (1 / 4, 4.0),
-    "output": None,
-    "weight": (1 / 4, 4.0),
-    "gradient": (1 / 4, 4.0),
-    "query-key gradient": (1 / 64, 4.0),
-    "weight gradient": (1 / 4, 4.0),
-    "passed gradient": None,
-    "attention": None,
-}
-"""Kind of tensor -> the range that its RMS should be in.
-
-A factor of 4 is two steps of the exponent and costs little of a format's range. All-zero tensors
-are neither inside nor outside a range and do not count.
-
-"activation" is an operand of a product, which is cast. "output" is the output of a product: it is
-judged where another product reads it. "gradient" is the gradient of the output of a product, which
-is cast. "passed gradient" is the gradient that a product propagates to its input; it has no range,
-because it is only cast once it is the gradient of another output. "weight gradient" is the gradient
-that the optimizer receives.
-
-"query-key gradient" is the gradient of the outputs of products that compute only queries, keys or
-an additive bias of the logits. For queries and keys of RMS 1 and logits q.k/d with head width d, it
-is about 1/sqrt(d): the gradient of a logit is the gradient of its probability times the
-probability, about 1/n for n keys, and a query sums n of these times k/d. 1/64 is a quarter of that
-for d = 256.
-
-"attention" is a value inside decomposed attention: logits, probabilities and the gradient of
-probabilities, whose scale the softmax determines. It has no range. The gradient of the logits is a
-"gradient": two products of the backward pass read it. So is the "gradient of scores" of
-`scaled_dot_product_attention` where torch computes it by separate products, as with dropout on a
-CPU; fused kernels do not expose it.
-"""
-
-
-@dataclass(frozen=True)
-class Measurement(Found):
-    """One tensor of one call.
-
-    Attributes:
-        path: the path of the module.
-        call: the kind of product.
-        number: the number of earlier calls of this kind in the module.
-        tensor: "input", "weight", "output", ..., "gradient of input", ...
-        kind: a key of RANGES.
-        rms: the RMS of the tensor.
-        inside: whether rms is in the range of its kind; None if the kind has no range or rms is 0.
-    """
-
-    inside: bool | None
 
 
 class Verification(Rows[Measurement]):
@@ -216,9 +165,8 @@ def verify(
         watch.active = False  # checkpoints recompute parts of the model in the backward pass
         at_output = _measured(output)
         outside_compiler(lambda: _backward(output, loss, seed))
-    rows = [_measurement(found) for found in watch.results()]
     at_loss = None if _is_gauged(twin) else max(at_output, default=None)
-    return Verification(rows, watch.notes, at_loss)
+    return Verification(watch.results(), watch.notes, at_loss)
 
 
 def _is_gauged(model: nn.Module) -> bool:
@@ -243,14 +191,6 @@ def _measured(output: Any) -> list[float]:
         for tensor in ends:
             tensor.register_hook(lambda grad: found.append(rms_of(grad)) if grad.any() else None)
     return found
-
-
-def _measurement(found: Found) -> Measurement:
-    limits = RANGES[found.kind]
-    if limits is None or found.rms == 0:
-        return Measurement(**vars(found), inside=None)
-    low, high = limits
-    return Measurement(**vars(found), inside=low <= found.rms <= high)
 
 
 def _detached(batch: Any) -> Any:

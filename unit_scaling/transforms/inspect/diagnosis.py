@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from ...checks.first_call import LOW_GRADIENT
+from .measurement import Measurement
 
 __all__ = ["diagnosis"]
 
@@ -20,22 +20,7 @@ _LOSS = (
 _HIDDEN = "see what unit_scaling.report says of it, and whether a function of torch stands for U's"
 
 
-class _Row(Protocol):
-    @property
-    def path(self) -> str: ...
-    @property
-    def call(self) -> str: ...
-    @property
-    def tensor(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def rms(self) -> float: ...
-    @property
-    def inside(self) -> bool | None: ...
-
-
-def diagnosis(rows: Sequence[_Row], loss: float | None) -> list[str]:
+def diagnosis(rows: Sequence[Measurement], loss: float | None) -> list[str]:
     """Returns sentences, causes before their effects, or one saying that all tensors are in range.
 
     loss: the RMS of the gradient at the model's output; None if the loss is inside the model or the
@@ -47,7 +32,7 @@ def diagnosis(rows: Sequence[_Row], loss: float | None) -> list[str]:
     return found or ["every tensor is in the range of its kind"]
 
 
-def _weights(rows: Sequence[_Row]) -> Iterator[str]:
+def _weights(rows: Sequence[Measurement]) -> Iterator[str]:
     weights = [row for row in rows if row.kind == "weight"]
     outside = [row for row in weights if row.inside is False]
     if outside:
@@ -59,7 +44,7 @@ def _weights(rows: Sequence[_Row]) -> Iterator[str]:
         )
 
 
-def _values(rows: Sequence[_Row]) -> Iterator[str]:
+def _values(rows: Sequence[Measurement]) -> Iterator[str]:
     values = [row for row in rows if row.kind == "activation"]
     first = next((row for row in values if row.inside is False), None)
     if first is not None:
@@ -75,7 +60,7 @@ def _loss(loss: float | None) -> Iterator[str]:
         yield f"the loss's gradient at the model's output has RMS {loss:.2g} instead of 1: {_LOSS}"
 
 
-def _gradients(rows: Sequence[_Row]) -> Iterator[str]:
+def _gradients(rows: Sequence[Measurement]) -> Iterator[str]:
     """The first gradient out of range in backward order is that of the last call. Weight gradients
     do not propagate and come after all others.
     """
@@ -93,5 +78,5 @@ def _gradients(rows: Sequence[_Row]) -> Iterator[str]:
         )
 
 
-def _place(row: _Row) -> str:
+def _place(row: Measurement) -> str:
     return f"{row.path or 'the model'} ({row.call})"

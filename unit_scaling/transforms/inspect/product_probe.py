@@ -33,8 +33,9 @@ from ..capture.kinds import (
 from ..capture.probe import Observer, mapped, unseen
 from ..capture.record import Slot, tensors_in
 from ..run.replay import Replay, factor_after
+from .measurement import Measurement
 
-__all__ = ["Found", "Watch"]
+__all__ = ["Watch"]
 
 _UNCAST = frozenset(["chain_matmul", "multi_dot"])
 """Products that no recipe applies to; they are measured all the same."""
@@ -106,18 +107,6 @@ class _Origin:
     sources: frozenset[int] = frozenset()
     parameter: bool = False
     probabilities: bool = False
-
-
-@dataclass(frozen=True)
-class Found:
-    """The RMS of a tensor of a call, the one after ``number`` others of its kind in a module."""
-
-    path: str
-    call: str
-    number: int
-    tensor: str
-    kind: str
-    rms: float
 
 
 class Watch(Observer):
@@ -283,7 +272,7 @@ class Watch(Observer):
 
     # Results
 
-    def results(self) -> Iterator[Found]:
+    def results(self) -> Iterator[Measurement]:
         """Every measurement, in order."""
         small = self._small()
         for index, product in enumerate(self._products):
@@ -293,10 +282,10 @@ class Watch(Observer):
                 root = t.numel**0.5
                 if t.norm is not None:
                     rms = abs(t.factor) * t.norm.item() / root
-                    yield Found(*place, name.label, name.kind, rms)
+                    yield Measurement(*place, name.label, name.kind, rms)
                 if t.grad is not None:
                     rms = abs(t.after) * t.grad.item() / root
-                    yield Found(*place, f"gradient of {name.label}", name.of_gradient, rms)
+                    yield Measurement(*place, f"gradient of {name.label}", name.of_gradient, rms)
 
     def _small(self) -> set[int]:
         """The products that compute only queries, keys or biases of logits."""
