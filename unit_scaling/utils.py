@@ -22,7 +22,7 @@ from fp8.modes.autocast import outside_compiler
 
 from . import functional
 from .transforms.capture.copies import deep_copy
-from .transforms.capture.probe import mapped
+from .transforms.capture.record import mapped
 from .transforms.inspect.metrics import Metrics
 from .transforms.run.install import install
 from .transforms.track_scales import Tap, Taps, differentiable

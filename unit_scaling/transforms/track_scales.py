@@ -20,8 +20,8 @@ from fp8.common.threads import Stack
 from fp8.formats.format import Format, get_format
 from fp8.modes.autocast import outside_compiler
 
-from .capture.probe import Observer, mapped, unseen
-from .capture.record import Slot, tensors_in
+from .capture.probe import Observer, unseen
+from .capture.record import Slot, mapped, tensors_in
 from .compile import copied
 from .inspect.history import History, Pass
 from .inspect.metrics import Metrics

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from .capture.record import rms_of
 from .inspect.diagnosis import diagnosis
 from .inspect.measurement import RANGES, Measurement
 from .inspect.product_probe import Watch
-from .inspect.serialize import as_csv, as_json
+from .inspect.serialize import Serializable
 from .plan.weights import parametrizations
 from .run.install import find_scope, install, is_sharded
 from .run.scope import UnitScale
@@ -34,7 +33,7 @@ from .run.scope import UnitScale
 __all__ = ["RANGES", "Measurement", "Verification", "verify"]
 
 
-class Verification(Rows[Measurement]):
+class Verification(Rows[Measurement], Serializable):
     """The measurements of `verify`; prints as a table.
 
     Attributes:
@@ -70,14 +69,6 @@ class Verification(Rows[Measurement]):
         check_name("kind", kind, [name for name, limits in RANGES.items() if limits is not None])
         inside = [row.inside for row in self.rows if row.kind == kind and row.inside is not None]
         return sum(inside) / len(inside) if inside else math.nan
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Returns the rows as a JSON list of objects, and writes them to ``path`` if given."""
-        return as_json(self.rows, path)
-
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """Returns the rows as CSV with a header, and writes them to ``path`` if given."""
-        return as_csv(self.rows, path)
 
     def __str__(self) -> str:
         cells = [("module", "call", "tensor", "kind", "rms", "")]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fp8.common.compiler import FIRST_LOOK
@@ -17,26 +17,14 @@ from fp8.modes.autocast import EXPANDED
 
 from ...common.watched import WATCHERS
 from ..run.install import HOOKS, Call, Places
-from .record import Recorder, Slot, tensors_in
+from .record import Recorder
 
-__all__ = ["Observer", "mapped", "unseen"]
+__all__ = ["Observer", "unseen"]
 
 
 def unseen() -> AbstractContextManager[None]:
     """Disables function modes within the block, so that plans do not count its calls."""
     return torch._C.DisableTorchFunction()
-
-
-def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:
-    """Returns ``value`` with its tensors changed, recursively through lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return change(slot, value)
-    if next(tensors_in(value), None) is None:
-        return value
-    if isinstance(value, dict):
-        return {name: mapped(change, item, (*slot, name)) for name, item in value.items()}
-    items = [mapped(change, item, (*slot, i)) for i, item in enumerate(value)]
-    return items if isinstance(value, list) else tuple(items)
 
 
 _OBSERVERS = Stack()

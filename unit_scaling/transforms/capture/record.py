@@ -43,6 +43,7 @@ __all__ = [
     "has_values",
     "held_by",
     "is_sparse",
+    "mapped",
     "replaced",
     "rms_of",
     "sees_the_past",
@@ -187,16 +188,21 @@ def held_by(model: torch.nn.Module, path: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def replaced(value: Any, tensors: dict[Slot, Any], slot: Slot = ()) -> Any:
-    """A copy of arguments with other values in some slots."""
-    if slot in tensors:
-        return tensors[slot]
+def mapped(change: Callable[[Slot, Tensor], Any], value: Any, slot: Slot = ()) -> Any:
+    """Returns ``value`` with its tensors changed, recursively through lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return change(slot, value)
+    if next(tensors_in(value), None) is None:
+        return value
     if isinstance(value, dict):
-        return {name: replaced(item, tensors, (*slot, name)) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [replaced(item, tensors, (*slot, i)) for i, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
-    return value
+        return {name: mapped(change, item, (*slot, name)) for name, item in value.items()}
+    items = [mapped(change, item, (*slot, i)) for i, item in enumerate(value)]
+    return items if isinstance(value, list) else tuple(items)
+
+
+def replaced(value: Any, tensors: dict[Slot, Any]) -> Any:
+    """A copy of arguments with other values in place of the tensors in some slots."""
+    return mapped(lambda slot, tensor: tensors.get(slot, tensor), value)
 
 
 class Recorder(FirstLook):

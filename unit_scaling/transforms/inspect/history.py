@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torch.fx import Graph
 
 from fp8.common.report import as_table
 
-from .serialize import as_csv, as_json
+from .serialize import Serializable
 
 __all__ = ["History"]
 
@@ -19,7 +18,7 @@ Pass = tuple[int, Graph]
 """(number of earlier calls of the model, graph of the measured call)."""
 
 
-class History:
+class History(Serializable):
     """The scales of a model over time: see `track_scales`.
 
     Attributes:
@@ -60,17 +59,6 @@ class History:
                 f"'bwd', tensors {names}"
             )
         return [r["call"] for r in found], [r[metric] for r in found]
-
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Returns the rows as a JSON list of objects, and writes them to ``path`` if given.
-
-        NaN and infinities become null.
-        """
-        return as_json(self.rows, path)
-
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """Returns the rows as CSV with a header, and writes them to ``path`` if given."""
-        return as_csv(self.rows, path)
 
     def __str__(self) -> str:
         cells = [("call", "name", "direction", "rms", "abs_max")]

@@ -30,8 +30,8 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.probe import Observer, mapped, unseen
-from ..capture.record import Slot, tensors_in
+from ..capture.probe import Observer, unseen
+from ..capture.record import Slot, mapped, tensors_in
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
 

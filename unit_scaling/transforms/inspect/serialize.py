@@ -6,35 +6,36 @@ import csv
 import dataclasses
 import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["as_csv", "as_json"]
+__all__ = ["Serializable"]
 
 
-def as_json(rows: Sequence[Any], path: str | Path | None = None) -> str:
-    """Returns dataclasses or dicts as a JSON list of objects, and writes them to ``path`` if given.
+class Serializable:
+    """A report with ``rows``: dataclasses, or dicts with equal keys."""
 
-    NaN and infinities become null, as JSON does not support them.
-    """
-    plain = [
-        {name: value if _finite(value) else None for name, value in _as_dict(row).items()}
-        for row in rows
-    ]
-    return _written(json.dumps(plain, indent=1, allow_nan=False), path)
+    rows: list[Any]
 
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Returns the rows as a JSON list of objects, and writes them to ``path`` if given.
 
-def as_csv(rows: Sequence[Any], path: str | Path | None = None) -> str:
-    """Returns dataclasses or dicts with equal keys as CSV with a header; also writes them to
-    ``path``.
-    """
-    out = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(out, list(_as_dict(rows[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(_as_dict, rows))
-    return _written(out.getvalue(), path)
+        NaN and infinities become null, as JSON does not support them.
+        """
+        plain = [
+            {name: value if _finite(value) else None for name, value in row.items()}
+            for row in map(_as_dict, self.rows)
+        ]
+        return _written(json.dumps(plain, indent=1, allow_nan=False), path)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Returns the rows as CSV with a header, and writes them to ``path`` if given."""
+        out = io.StringIO()
+        if self.rows:
+            writer = csv.DictWriter(out, list(_as_dict(self.rows[0])), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(map(_as_dict, self.rows))
+        return _written(out.getvalue(), path)
 
 
 def _as_dict(row: Any) -> dict[str, Any]:

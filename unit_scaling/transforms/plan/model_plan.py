@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from fp8.common.report import as_table
+
 from ...parameter import Tags, has_parameter_data, remember_tags, tag, tags_of
 from ..capture.forms import Form
 from .actions import CallRow, Plan, Settled, Step, Tie
@@ -110,11 +112,9 @@ class ModelPlan:
         lines = [("module", "call", "step")]
         for (path, kind, number), step in calls.items():
             lines.append((path or "(model)", f"{kind} {number}", _said(step)))
-        widths = [max(len(line[i]) for line in lines) for i in range(2)]
-        table = ("  ".join((a.ljust(widths[0]), b.ljust(widths[1]), c)) for a, b, c in lines)
         forms = f"{len(self.plans)} form{'s' * (len(self.plans) != 1)} of call"
         head = f"plan of unit_scale(init={self.init!r}, residual={self.residual!r}), {forms}"
-        return "\n".join([head, *(line.rstrip() for line in table)])
+        return f"{head}\n{as_table(lines)}"
 
 
 def _said(step: Step) -> str:

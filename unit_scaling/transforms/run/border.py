@@ -21,8 +21,7 @@ from fp8.common.pitfalls import ScaleWarning, warn_once
 from fp8.common.step import plain
 
 from ...scale import scale_edge
-from ..capture.probe import mapped
-from ..capture.record import HELD, Slot, rms_of, tensors_in
+from ..capture.record import HELD, Slot, mapped, rms_of, tensors_in
 from ..measure.ranks import agreed
 from ..plan.actions import Plan
 from .varying import Following
