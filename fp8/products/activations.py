@@ -46,10 +46,6 @@ def _silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad * gate * (1 + x * (1 - gate))
 
 
-def _relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return aten.threshold_backward.default(grad, x, 0)
-
-
 KERNELS: dict[str, ActivationKernel] = {
     "gelu": ActivationKernel(
         lambda x, approximate: aten.gelu.default(x, approximate=approximate),
@@ -57,10 +53,6 @@ KERNELS: dict[str, ActivationKernel] = {
         _gelu_gradient,
     ),
     "silu": ActivationKernel(aten.silu.default, aten.silu_backward.default, _silu_gradient),
-    "hardshrink": ActivationKernel(
-        aten.hardshrink.default, aten.hardshrink_backward.default, aten.hardshrink_backward.default
-    ),
-    "relu": ActivationKernel(aten.relu.default, _relu_gradient, _relu_gradient),
     "glu": ActivationKernel(aten.glu.default, aten.glu_backward.default, aten.glu_backward.default),
 }
 """Name -> kernels."""
