@@ -117,18 +117,14 @@ def scale_both(input: Tensor, scale: float) -> Tensor:
     return input if _is_one(scale) else input * scale
 
 
-def scale_output(output: Tensor, fwd: float, bwd: float, *, fresh: bool) -> Tensor:
+def scale_output(output: Tensor, fwd: float, bwd: float) -> Tensor:
     """Scales the output of an op that is linear in its gradient: gelu, softmax, attention.
 
     Scaling the gradient of the output scales the gradients of all inputs. Integers are not scaled.
-    fresh: ``output`` is not referenced elsewhere and not saved by autograd, so it may be modified
-    in place.
     """
     if not (fwd is bwd or fwd == bwd):
         return scale_each(output, fwd, bwd)
-    if fwd == 1.0 or not (output.is_floating_point() or output.is_complex()):
-        return output
-    return output.mul_(fwd) if fresh else output * fwd
+    return scale_both(output, fwd) if _has_scale(output) else output
 
 
 def kept_in(out: Tensor | None, output: Tensor) -> Tensor:

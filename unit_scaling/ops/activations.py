@@ -125,7 +125,7 @@ def softmax(
         logits = logits if dtype is None else logits.to(dtype)
         return from_output.activation(logits, "softmax", s["output"], s["input"], axis)
     output = F.softmax(logits, axis, dtype=dtype)
-    return scale_output(output, s["output"], s["input"], fresh=False)
+    return scale_output(output, s["output"], s["input"])
 
 
 def dropout_scales(input: Tensor, p: float = 0.5, training: bool = True) -> Scales:
@@ -247,7 +247,7 @@ def add(
     if s["input"] == s["other"]:
         output = torch.add(input, other, alpha=alpha)
         # With factors of 1 the output is torch's own; otherwise both terms are float tensors.
-        output = scale_output(output, s["output"], s["input"], fresh=True)
+        output = scale_output(output, s["output"], s["input"])
     else:
         assert isinstance(input, Tensor)
         assert isinstance(other, Tensor)

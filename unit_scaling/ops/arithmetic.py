@@ -178,7 +178,7 @@ def _sum_of_terms(fn: Callable[..., Tensor], operands: dict[str, Tensor], s: Sca
     equal.
     """
     if len({s[name] for name in operands}) == 1:
-        return scale_output(fn(*operands.values()), s["output"], s["input"], fresh=True)
+        return scale_output(fn(*operands.values()), s["output"], s["input"])
     terms = [scale_each(t, 1.0, s[name]) for name, t in operands.items()]
     return scale_each(fn(*terms), s["output"], 1.0)
 

@@ -103,7 +103,7 @@ def scaled_dot_product_attention(
         gauge = _gauge(s, value, context_length)
         mask = _divided(attn_mask, gauge)
         output = attention(query, key, value, mask, *given, unit=True, gauge=gauge)
-    return scale_output(output, s["output"], s["value"], fresh=False)
+    return scale_output(output, s["output"], s["value"])
 
 
 def _gauge(s: Scales, value: Tensor, context_length: int | None) -> float:
@@ -147,7 +147,7 @@ def attention_with_weights(
     mask = _divided(attn_mask, gauge)
     how: Any = {"unit": True, "gauge": gauge}
     output, weights = by_products(query, key, value, mask, *given, **how)
-    output = scale_output(output, s["output"], s["value"], fresh=True)
+    output = scale_output(output, s["output"], s["value"])
     return output, weights if gauge == 1.0 else scale_bwd(weights, gauge)
 
 

@@ -222,4 +222,4 @@ def normalize(
     """
     s = normalize_scales(input, p, dim, constraint)
     output = F.normalize(input, p, dim, eps)  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"], fresh=True)
+    return scale_output(output, s["output"], s["input"])

@@ -106,5 +106,5 @@ def activation(input: Tensor, name: str, fwd: float, bwd: float, *settings: Any)
     """
     if not input.requires_grad:
         output = KERNELS[name].function(input, *settings)
-        return scale_output(output, fwd, bwd, fresh=False)
+        return scale_output(output, fwd, bwd)
     return _activation(input, name, fwd, bwd, *settings)

@@ -38,7 +38,7 @@ def glu(input: Tensor, dim: int = -1, constraint: str | None = "to_output_scale"
         Half of the size of ``input`` along ``dim``.
     """
     fwd, bwd = factors(glu_scales, constraint)
-    return scale_output(F.glu(input, dim), fwd, bwd, fresh=True)
+    return scale_output(F.glu(input, dim), fwd, bwd)
 
 
 def geglu_scales(mult: float = 1.0, approximate: str = "none") -> Scales:
@@ -106,7 +106,7 @@ def prelu(input: Tensor, weight: Tensor, constraint: str | None = "to_output_sca
     """
     s = prelu_scales(input, weight, constraint)
     output = F.prelu(input, scale_each(weight, 1.0, s["weight"] / s["input"]))
-    return scale_output(output, s["output"], s["input"], fresh=True)
+    return scale_output(output, s["output"], s["input"])
 
 
 @row(softmax_scales, adapters={F.softmin: NN_SOFTMAX})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import index
 from typing import Any, NamedTuple
 
@@ -234,7 +233,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     def rule(input: Tensor, **given: Any) -> Scales:
         return rule_of(dims, input, **{k: v for k, v in given.items() if k not in unread})
 
-    def pooled(in_graph: bool, input: Tensor, *args: Any, **named: Any) -> Any:
+    def op(input: Tensor, *args: Any, **named: Any) -> Any:
         names = (*settings, "constraint")
         if len(args) > len(names):
             raise TypeError(f"{name} takes {len(names) + 1} arguments by position")
@@ -242,15 +241,9 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
         s = rule(input, **given)
         given.pop("constraint", None)
         output = fn(input, **given)
-        if isinstance(output, tuple):
-            values, indices = output
-            return scale_output(values, s["output"], s["input"], fresh=False), indices
-        # In a graph it may be a view, and would stay one; autograd keeps a norm.
-        fresh = not (in_graph or kind == "lp_pool")
-        return scale_output(output, s["output"], s["input"], fresh=fresh)
-
-    def op(input: Tensor, *args: Any, **named: Any) -> Any:
-        return pooled(False, input, *args, **named)
+        values = output[0] if isinstance(output, tuple) else output
+        scaled = scale_output(values, s["output"], s["input"])
+        return (scaled, output[1]) if isinstance(output, tuple) else scaled
 
     read = {k: v for k, v in settings.items() if k not in unread}
     ours = {"constraint": "to_output_scale"}
@@ -259,7 +252,7 @@ def _pool(kind: str, dims: int) -> Callable[..., Any]:
     described(op, name, about, {"input": REQUIRED, **settings, **ours})
     op.__annotations__ |= {k: v for k, v in rule_of.__annotations__.items() if k in settings}
     same = [getattr(space, name) for space in (F, torch) if hasattr(space, name)]
-    return row(rule, replaces=same)(one_call(op, partial(pooled, True)))
+    return row(rule, replaces=same)(one_call(op))
 
 
 def _three(kind: str) -> list[Callable[..., Any]]:

@@ -90,7 +90,7 @@ def sum(
     """
     s = sum_scales(input, dim, keepdim, constraint)
     output = torch.sum(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"], fresh=True)
+    return scale_output(output, s["output"], s["input"])
 
 
 @row(mean_scales, adapters={torch.mean: _REDUCED, torch.Tensor.mean: _REDUCED})
@@ -108,7 +108,7 @@ def mean(
     """
     s = mean_scales(input, dim, keepdim, constraint)
     output = torch.mean(input, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"], fresh=True)
+    return scale_output(output, s["output"], s["input"])
 
 
 def cumsum_scales(input: Tensor, dim: int, constraint: str | None = "to_output_scale") -> Scales:
@@ -133,7 +133,7 @@ def cumsum(
     """
     s = cumsum_scales(input, dim, constraint)
     output = torch.cumsum(input, dim, dtype=dtype)
-    return scale_output(output, s["output"], s["input"], fresh=True)
+    return scale_output(output, s["output"], s["input"])
 
 
 # Variances
@@ -194,7 +194,7 @@ def var(
     """
     s = var_scales(input, dim, correction, keepdim, constraint)
     output = torch.var(input, dim, correction=correction, keepdim=keepdim)  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"], fresh=True)
+    return scale_output(output, s["output"], s["input"])
 
 
 def std_scales(
@@ -226,7 +226,7 @@ def std(
     """Computes ``s * torch.std(input, dim)``; arguments as in `var`. The gradient at 0 is NaN."""
     s = std_scales(input, dim, correction, keepdim, constraint)
     output = torch.std(input, dim, correction=correction, keepdim=keepdim)  # type: ignore[arg-type]
-    return scale_output(output, s["output"], s["input"], fresh=False)
+    return scale_output(output, s["output"], s["input"])
 
 
 # Cosine similarity
@@ -269,7 +269,7 @@ def cosine_similarity(
     s = cosine_similarity_scales(x1, x2, dim, constraint)
     if s["x1"] == s["x2"]:
         output = F.cosine_similarity(x1, x2, dim, eps)
-        return scale_output(output, s["output"], s["x1"], fresh=True)
+        return scale_output(output, s["output"], s["x1"])
     x1, x2 = scale_each(x1, 1.0, s["x1"]), scale_each(x2, 1.0, s["x2"])
     output = F.cosine_similarity(x1, x2, dim, eps)
     return scale_each(output, s["output"], 1.0)

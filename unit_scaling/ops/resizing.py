@@ -94,4 +94,4 @@ def interpolate(
         recompute_scale_factor,
         antialias,
     )
-    return scale_output(output, s["output"], s["input"], fresh=True)
+    return scale_output(output, s["output"], s["input"])

@@ -121,14 +121,12 @@ def _activation(
     *,
     rule: Callable[[float, str | None], Scales] | None = None,
     spelled: Sequence[str] | None = None,
-    saves_output: bool = False,
 ) -> Callable[..., Tensor]:
     """Adds a row for an elementwise function and returns its unit-scaled version.
 
     settings: the arguments of ``fn`` after the first, and their defaults. rule: of mult and
     constraint; by default the factors are computed from ``fn``. spelled: its names in torch, by
-    default ``name``; () if a transform must not replace it. saves_output: autograd saves the output
-    of ``fn``, which must then not be modified in place.
+    default ``name``; () if a transform must not replace it.
     """
     settings, spelled = settings or {}, (name,) if spelled is None else spelled
     defaults = {**_OURS, **settings, "inplace": False}
@@ -150,7 +148,7 @@ def _activation(
         if from_output.applies(name):
             output = from_output.activation(x, name, fwd, bwd)
         else:
-            output = scale_output(fn(x, **given), fwd, bwd, fresh=not saves_output)
+            output = scale_output(fn(x, **given), fwd, bwd)
         return input.copy_(output) if inplace else output
 
     about = _DOCUMENTATION.format(name=name, arguments=", ".join(["mult * input", *settings]))
@@ -184,7 +182,7 @@ clamp = _activation("clamp", torch.clamp, {"min": None, "max": None}, spelled=()
 cos = _activation("cos", torch.cos)
 elu = _activation("elu", F.elu, {"alpha": 1.0})
 erf = _activation("erf", torch.erf)
-exp = _activation("exp", torch.exp, saves_output=True)
+exp = _activation("exp", torch.exp)
 gelu = _activation("gelu", F.gelu, {"approximate": "none"}, rule=gelu_scales)
 hardshrink = _activation("hardshrink", F.hardshrink, {"lambd": 0.5})
 hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
@@ -194,18 +192,18 @@ leaky_relu = _activation("leaky_relu", F.leaky_relu, {"negative_slope": 0.01})
 # Losses use log-probabilities, so the transform does not scale them.
 logsigmoid = _activation("logsigmoid", F.logsigmoid, spelled=())
 mish = _activation("mish", F.mish)
-relu = _activation("relu", torch.relu, saves_output=True)
+relu = _activation("relu", torch.relu)
 relu6 = _activation("relu6", F.relu6)
 relu_squared = _activation("relu_squared", _relu_squared, spelled=())
 selu = _activation("selu", F.selu)
-sigmoid = _activation("sigmoid", torch.sigmoid, spelled=("sigmoid", "expit"), saves_output=True)
+sigmoid = _activation("sigmoid", torch.sigmoid, spelled=("sigmoid", "expit"))
 silu = _activation("silu", F.silu, rule=silu_scales)
 sin = _activation("sin", torch.sin)
 softplus = _activation("softplus", F.softplus, {"beta": 1.0, "threshold": 20.0})
 softshrink = _activation("softshrink", F.softshrink, {"lambd": 0.5})
 softsign = _activation("softsign", F.softsign)
 square = _activation("square", torch.square)
-tanh = _activation("tanh", torch.tanh, saves_output=True)
+tanh = _activation("tanh", torch.tanh)
 tanhshrink = _activation("tanhshrink", F.tanhshrink)
 
 
@@ -230,4 +228,4 @@ def pow(input: Tensor, exponent: float, constraint: str | None = "to_output_scal
         ValueError: the exponent is anything else: a normal variable has no roots, and no inverse
             with a finite second moment.
     """
-    return scaled_elementwise(torch.pow, input, (exponent,), {}, 1.0, constraint, new=True)
+    return scaled_elementwise(torch.pow, input, (exponent,), {}, 1.0, constraint)

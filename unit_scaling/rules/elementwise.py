@@ -72,18 +72,13 @@ def scaled_elementwise(
     named: dict[str, Any],
     mult: float,
     constraint: str | None,
-    *,
-    new: bool = False,
 ) -> Tensor:
-    """Returns ``s * fn(mult * input, *settings, **named) / mult``.
-
-    new: ``fn`` returns a new tensor, never its input, that autograd does not save.
-    """
+    """Returns ``s * fn(mult * input, *settings, **named) / mult``."""
     mult, settings = specialised(mult), tuple([specialised(value) for value in settings])
     named = {key: specialised(value) for key, value in named.items()}
     fwd, bwd = elementwise_factors(fn, settings, named, mult, constraint)
     output = fn(input if mult == 1.0 else input * mult, *settings, **named)
-    return scale_output(output, fwd, bwd, fresh=new)
+    return scale_output(output, fwd, bwd)
 
 
 @taken_as_constant

@@ -19,14 +19,13 @@ __all__ = ["one_call"]
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-def one_call(body: Fn, graph: Callable[..., Any] | None = None) -> Fn:
+def one_call(body: Fn) -> Fn:
     """`in_graph`, where numbers are constants of the graph and sizes may be symbolic.
 
-    body, graph: read only their arguments and the state that every compiled call guards on
-    (autocast, gradient mode).
+    body: reads only its arguments and the state that every compiled call guards on (autocast,
+    gradient mode).
     """
-    computed = graph or body
-    return in_graph(body, lambda *args, **kwargs: computed(*_known(args), **_known(kwargs)))
+    return in_graph(body, lambda *args, **kwargs: body(*_known(args), **_known(kwargs)))
 
 
 def _known(value: Any) -> Any:

@@ -10,7 +10,7 @@ operation with these factors applied. `row` adds a row to `OPS`:
     @row(cube_scales)
     def cube(input, constraint="to_output_scale"):
         s = cube_scales(input, constraint)
-        return scale_output(input**3, s["output"], s["input"], fresh=True)
+        return scale_output(input**3, s["output"], s["input"])
 
 Everything that iterates over all operations (transforms, reports, documentation, tests) iterates
 over `OPS`.
