@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fp8.common.mixin import check_module
-from fp8.common.report import Rows, as_table
+from fp8.common.report import as_table
 from fp8.common.step import Batch, Loss, call, starts, tensors, unwrapped
 from fp8.common.validation import check_name, check_whole
 from fp8.modes.autocast import outside_compiler
@@ -33,7 +33,7 @@ from .run.scope import UnitScale
 __all__ = ["RANGES", "Measurement", "Verification", "verify"]
 
 
-class Verification(Rows[Measurement], Serializable):
+class Verification(Serializable[Measurement]):
     """The measurements of `verify`; prints as a table.
 
     Attributes:

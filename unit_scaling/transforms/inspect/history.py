@@ -18,7 +18,7 @@ Pass = tuple[int, Graph]
 """(number of earlier calls of the model, graph of the measured call)."""
 
 
-class History(Serializable):
+class History(Serializable[dict[str, Any]]):
     """The scales of a model over time: see `track_scales`.
 
     Attributes:
@@ -30,13 +30,7 @@ class History(Serializable):
     """
 
     def __init__(self, passes: Sequence[Pass]) -> None:
-        self.rows = [row for call, graph in passes for row in _rows(call, graph)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self.rows)
+        super().__init__(row for call, graph in passes for row in _rows(call, graph))
 
     def series(
         self, name: str, metric: str = "rms", direction: str = "fwd"

@@ -7,15 +7,17 @@ import dataclasses
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from fp8.common.report import Rows
 
 __all__ = ["Serializable"]
 
+T = TypeVar("T")
 
-class Serializable:
-    """A report with ``rows``: dataclasses, or dicts with equal keys."""
 
-    rows: list[Any]
+class Serializable(Rows[T]):
+    """Rows that are dataclasses, or dicts with equal keys."""
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Returns the rows as a JSON list of objects, and writes them to ``path`` if given.
