@@ -34,6 +34,11 @@ from .ranks import agreed_once, is_alone
 
 __all__ = ["note_places", "place", "with_true_gradients"]
 
+GROWTH = 8
+"""Gradients in e5m2, whose largest value is 2**15.8, may become so many octaves larger than at the
+measurement.
+"""
+
 
 class _Regions:
     """The gauges of a plan. exponents: of the result of each node."""
@@ -66,6 +71,7 @@ class _Regions:
         }
         self._tied = self._join()
         self._boundary = self._boundaries()
+        self._grows = self._growth(planned.small)
         self.exponents: list[int] = [0] * len(self.nodes)
         self._shift = self._offset()
         if not any(node.function is torch.autograd.grad for node in self.nodes):
@@ -121,6 +127,20 @@ class _Regions:
         edges = [(r, i.node) for r, i in self.edges if (r, i.slot) not in self._free]
         return Counter(n for edge in edges if not self._is_leaf(edge[1]) for n in edge)
 
+    def _growth(self, small: Mapping[tuple[int, Slot], float]) -> list[float]:
+        """For each node, by how many octaves more than `GROWTH` its gradient grows when the small
+        parameters learn that it is multiplied by on all of its paths.
+        """
+        found: list[float] = [math.inf] * len(self.nodes)
+        parameters: dict[int, dict[Slot, float]] = defaultdict(dict)
+        for (index, slot), size in small.items():
+            parameters[index][slot] = -size
+        for index, i in reversed(self.edges):
+            after = found[index] if found[index] < math.inf else 0.0
+            own = sum(size for slot, size in parameters[index].items() if slot != i.slot)
+            found[i.node] = min(found[i.node], after + own)
+        return [max(0.0, size - GROWTH) if size < math.inf else 0.0 for size in found]
+
     def _is_written(self, node: CallNode, i: Input) -> bool:
         return i.slot in node.written
 
@@ -141,9 +161,12 @@ class _Regions:
         node, key = self.nodes[index], self.nodes[index].key
         found = None if key is None else self._measured.gradients.get(key)
         step = None if key is None else self.plan.steps.get(key)
-        if found is None or step is None or not self.is_product(index):
-            return None if found is None else -found
-        return -found - math.log2(abs(factor_after(step, node.function, node.args, node.kwargs)))
+        if found is None:
+            return None
+        wanted = -found - self._grows[index]
+        if step is None or not self.is_product(index):
+            return wanted
+        return wanted - math.log2(abs(factor_after(step, node.function, node.args, node.kwargs)))
 
     def _choose(self) -> None:
         members: dict[int, list[int]] = defaultdict(list)
@@ -262,6 +285,7 @@ class _Regions:
         found = self._gradient(index)
         if found is None:
             return near[0] if near else 0
+        found += self._grows[index]
         return next((c for c in near if abs(c + found) <= REACH), round(-found))
 
     def _gradient(self, index: int) -> float | None:

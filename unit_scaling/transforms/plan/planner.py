@@ -40,6 +40,7 @@ from .kept import consumers, cosines, distances, limited
 from .matrices import Matrices
 from .patterns import Unit, find_units
 from .residuals import Residuals, find_residuals
+from .weights import SMALL
 
 __all__ = ["DECIDERS", "Planned", "make_plan"]
 
@@ -58,6 +59,7 @@ class Planned:
     products: those whose operands the measurement may give factors to -> the slot of the bias or
     None.
     settled: calls that use the factor of another sequence length, for which their result has RMS 1.
+    small: (call, argument) -> log2 of the RMS of a small parameter that nothing makes up for.
     exponents: of the gauges, once they are chosen.
     """
 
@@ -67,6 +69,7 @@ class Planned:
     checked: frozenset[int]
     products: Mapping[int, Slot | None]
     settled: frozenset[int]
+    small: Mapping[tuple[int, Slot], float]
     exponents: list[int] = field(default_factory=list)
 
 
@@ -77,6 +80,7 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
     plan = Plan(inner=planner.inner, depths=depths)
     checked, products = set[int](), dict[int, Slot | None]()
     rows: list[int] = []
+    small = dict[tuple[int, Slot], float]()
     for index, node in enumerate(graph.nodes):
         if node.function is None:
             continue
@@ -85,13 +89,14 @@ def make_plan(graph: CallGraph, settings: Settings) -> Planned:
             plan.steps[node.key] = step
         if node.key is not None and not settings.preserve and _is_multilinear(node):
             products[index] = _bias(node)
+        small |= planner.settle_small(index, node)
         if row is not None:
             plan.rows.append(row)
             rows.append(index)
             if planner.is_checked(index, row):
                 checked.add(index)
     settled = frozenset(planner.attention.of_others)
-    return Planned(plan, planner.flow, rows, frozenset(checked), products, settled)
+    return Planned(plan, planner.flow, rows, frozenset(checked), products, settled, small)
 
 
 def _bias(node: CallNode) -> Slot | None:
@@ -167,6 +172,24 @@ class _Planner:
         free = free and index not in self.distances and index not in self.kept
         free = free and self.nodes[index].key is not None  # a replay does not see other calls
         return free and (index in self.interior or self.flow.is_product(index))
+
+    def settle_small(self, index: int, node: CallNode) -> dict[tuple[int, Slot], float]:
+        """Settles that no measurement makes up for a small parameter that keeps its values, such as
+        the factor of a branch: it learns at the rate of one of RMS 1, so its steps would be too
+        large. Returns as `Planned.small`.
+        """
+        found: dict[tuple[int, Slot], float] = {}
+        if node.key is None or node.kind not in PRODUCTS | {"mul"} or node.computed:
+            return found
+        settings = self.settings
+        for i in node.inputs:
+            source = self.nodes[i.node]
+            kept = source.origin is not None and source.origin not in settings.weights.factors
+            if kept and source.rms < SMALL and not is_added(node.kind, i.slot):
+                settings.settled.corrections.setdefault(node.place, 0)
+                settings.settled.operands.setdefault((node.key, i.slot), 0)
+                found[index, i.slot] = math.log2(source.rms)
+        return found
 
     def decide(self, index: int, node: CallNode) -> tuple[Step | None, CallRow | None]:
         """The step for a call and its row in the report."""
@@ -310,7 +333,7 @@ class _Planner:
     def _gain(self, node: CallNode) -> Decision:
         """A value times a tensor computed from parameters: a gain, initially of RMS 1."""
         gains = [(i.slot, self.nodes[i.node]) for i in node.inputs if self.nodes[i.node].computed]
-        sizes = [(slot, gain.rms) for slot, gain in gains if not gain.parameter]
+        sizes = [(slot, gain.rms) for slot, gain in gains if gain.origin is None]
         sizes = [(slot, rms) for slot, rms in sizes if abs(1 / rms - 1) > 0.1]
         why = "a gain" + "".join(f", divided by {rms:.3g}" for _, rms in sizes)
         return with_slots(None, [(slot, 1 / rms, 1 / rms) for slot, rms in sizes]), "scaled", why

@@ -19,12 +19,16 @@ from ...parameter import has_parameter_data, remember_tags, tag, tags_of
 from .actions import CallRow, Weights
 
 __all__ = [
+    "SMALL",
     "parametrizations",
     "prepare",
     "pruned",
     "refuse_weights",
     "tagged_weights",
 ]
+
+SMALL = 0.5
+"""A gain whose RMS is below this is scaled to RMS 1."""
 
 
 def tagged_weights(model: nn.Module, path: str = "") -> Weights:
@@ -84,7 +88,8 @@ def prepare(model: nn.Module, init: str) -> list[CallRow]:
             _zero_bias(parameter, init, path, leaf, rows)
             tag(parameter, "bias")
         else:
-            _unit_gain(parameter, init, path, leaf, rows)
+            if not isinstance(module, nn.PReLU):  # its slopes are no gains
+                _unit_gain(parameter, init, path, leaf, rows)
             tag(parameter, "norm")
     rows += _scripted(model)
     remember_tags(model)
@@ -232,6 +237,6 @@ def _unit_gain(
         return
     rms = parameter.double().square().mean().sqrt().item()
     same = bool(parameter.abs().min() == parameter.abs().max())
-    if 0 < rms < 0.5 or (same and 2 < rms < math.inf):
+    if 0 < rms < SMALL or (same and 2 < rms < math.inf):
         parameter.div_(rms)
         rows.append(CallRow(path, leaf, "unit scale", f"a gain, divided by {rms:.4g}"))
