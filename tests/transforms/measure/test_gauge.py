@@ -421,6 +421,29 @@ def test_forms_with_a_loss_inside_have_the_same_exponents(name: str) -> None:
     assert check_true(ours, loss) == first
 
 
+@pytest.mark.parametrize("size", [0.25, 65536.0])
+def test_forms_share_the_factor_of_a_loss_scale(size: float) -> None:
+    """Of accumulation, or a GradScaler: what the first form has measured, and recalibrated ones."""
+    _, ours = scaled("mlp")
+    first = check_true(ours, lambda m: size * loss(m))
+    ours.batch = tuple(t[:1] for t in ours.batch)
+    assert check_true(ours, lambda m: size * loss(m)) == first
+    uu.recalibrate(ours, ours.batch)
+    assert check_true(ours, lambda m: size * loss(m)) == first
+
+
+def test_forms_before_the_first_backward_pass_have_the_same_exponents() -> None:
+    _, ours = scaled("mlp")
+    batches = ours.batch, tuple(t[:1] for t in ours.batch)
+    both = [ours(*batch) for batch in batches]
+    (0.25 * sum(both)).backward()
+    found = {name: p.grad.clone() for name, p in ours.named_parameters()}
+    ours.zero_grad()
+    for batch in batches:
+        (0.25 * ours(*batch)).backward()
+    assert all(torch.equal(found[name], p.grad) for name, p in ours.named_parameters())
+
+
 def test_a_form_without_a_loss_first() -> None:
     """A model that is evaluated for its logits before it is trained with its loss inside."""
     torch.manual_seed(0)

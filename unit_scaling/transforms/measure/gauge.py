@@ -74,8 +74,12 @@ class _Regions:
         self._grows = self._growth(planned.small)
         self.exponents: list[int] = [0] * len(self.nodes)
         self._shift = self._offset()
+        self.entry = 0  # the gauge of the model's inputs
         if not any(node.function is torch.autograd.grad for node in self.nodes):
-            self._choose()  # a model that calls autograd.grad has one gauge
+            self._choose()
+        elif not true_gradients:
+            self.entry = self._one()
+            self.exponents = [self.entry] * len(self.nodes)
 
     def _riding(self, index: int) -> Iterable[Slot]:
         """The slots of a call whose factor is free, or replaces the factor of a parameter."""
@@ -196,6 +200,19 @@ class _Regions:
             if own is None or abs(self.exponents[weight] + own) <= REACH:
                 self.exponents[bias] = self.exponents[weight]
         self._agree(index for index in leaves if not self._is_bound(index, chosen))
+
+    def _one(self) -> int:
+        """The gauge of all tensors, inputs too, of a model that calls `torch.autograd.grad`: its own
+        gradients are then the true ones. Those of its products are in the middle.
+        """
+        names = [node.parameter for node in self.nodes if node.parameter is not None]
+        known = [c for name in names if (c := self._settled.parameters.get(name)) is not None]
+        if known:
+            return known[0] - (self.plan.outside or 0)
+        products = filter(self.is_product, range(len(self.nodes)))
+        wanted = sorted(w for index in products if (w := self._wanted(index)) is not None)
+        middle = round(wanted[len(wanted) // 2]) if wanted else 0
+        return agreed_once(self._model, dict.fromkeys(names, middle)).get(names[0], 0)
 
     def _agree(self, leaves: Iterable[int]) -> None:
         """Gives parameters the exponents that they have in all processes."""
@@ -398,6 +415,7 @@ def place(
             if node.parameter not in measured.parameters and is_alone():
                 plan.idle += (node.parameter,)
     planned.exponents.extend(regions.exponents)
+    plan.entry = regions.entry
     note_places(planned, regions.edges, regions.exponents)
     for number, (row, index) in enumerate(zip(plan.rows, planned.rows, strict=True)):
         node = nodes[index]

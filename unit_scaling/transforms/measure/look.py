@@ -50,8 +50,8 @@ UNSEEN = "unit_scale has not seen this form of call yet"
 class Looking(Scope, Protocol):
     """The part of `UnitScale` that recording and measuring use.
 
-    arriving: the exponent of gradients arriving at the output in the first call signature, once
-    known. name: of the model, the same in all processes; "" until the first recording.
+    arriving: `Plan.final` -> `Plan.outside` of the first plan of that kind, once known. name: of
+    the model, the same in all processes; "" until the first recording.
     """
 
     kinds: dict[Callable[..., Any], str]
@@ -61,11 +61,11 @@ class Looking(Scope, Protocol):
     init: str
     residual: str
     context_length: int | None
-    arriving: int | None
+    arriving: dict[bool, int]
     name: str
 
-    def settle(self) -> None:
-        """Adopts what the plans so far have measured."""
+    def settle(self, training: bool = False) -> None:
+        """Adopts what the plans so far have measured, for one more in training."""
 
     def within(self, path: str, call: Call) -> Any:
         """Runs ``call()``, the forward of the module at ``path``."""
@@ -166,7 +166,7 @@ def _measure(
     Returns log2 of the RMS of the true gradient at each call.
     """
     with_true_gradients(planned)
-    scope.settle()
+    scope.settle(twin.training and records())
     plan, settled = planned.plan, scope.settled
     if not scope.name:
         scope.name = numbered(fingerprint(sorted(name for name, _ in twin.named_parameters())))
@@ -183,8 +183,8 @@ def _measure(
     preserve = scope.init == "preserve"
     if actual is not None:
         plan.final, plan.outside = True, actual.outside
-    elif settled.parameters and not plan.final:
-        plan.outside = scope.arriving or 0  # as in the first call signature
+    elif settled.parameters:  # the exponents of parameters hold for that of the first plan
+        plan.outside = scope.arriving.get(plan.final, 0)
     if preserve:
         plan.outside = 0  # gradients of parameters are the true ones
     found = mode.finish({} if actual is None else actual.gradients).shared(plan.name)

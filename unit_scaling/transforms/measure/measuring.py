@@ -128,8 +128,8 @@ class Watching(Replay):
 
     def _watch(self, key: Key, tensor: Tensor) -> None:
         def note(grad: Tensor | None) -> None:
-            if grad is None:
-                return
+            if grad is None or self._path:
+                return  # not a gradient that the model takes itself
             try:
                 norm = torch.linalg.vector_norm(grad.detach(), dtype=_wide(grad)).item()
             except RuntimeError:  # no values inside vmap

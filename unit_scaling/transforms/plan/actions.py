@@ -131,7 +131,7 @@ class Plan:
     inner: readout weights that are not last: their output feeds products or residual connections.
     depths: parameter of a residual branch -> layers of its stack. outputs: tensor of the model's
     result that other calls read too -> as `Step.end`. outside: the exponent of gradients arriving
-    at the output, None until known; see `run.border`. final: whether the gauges were measured with
+    at the output, None until known; see `run.border`. entry: the gauge of the arguments. final: whether the gauges were measured with
     the model's own loss. looks: the number of steps watched for zero gradients. corrections,
     operands, gauges, parameters: measurements, as in `Settled`. unseen: products with gauges whose
     gradient was zero. idle: parameters whose gradient was zero. name: the same in all processes
@@ -149,6 +149,7 @@ class Plan:
     ends: dict[Slot, tuple[int, float]] = field(default_factory=dict)
     outputs: dict[Slot, tuple[int, float]] = field(default_factory=dict)
     outside: int | None = None
+    entry: int = 0
     final: bool = False
     looks: int = 0
     corrections: dict[Place, int] = field(default_factory=dict)
@@ -214,9 +215,9 @@ class Settled:
         if plan.final:
             gauges = {k: c for k, c in plan.gauges.items() if k not in plan.unseen}
             self.gauges = {**gauges, **self.gauges}
-        if plan.final or plan.outside is not None:
+        if plan.outside is not None:
             seen = {name: c for name, c in plan.parameters.items() if name not in plan.idle}
-            own = {name: c + (plan.outside or 0) for name, c in seen.items()}
+            own = {name: c + plan.outside for name, c in seen.items()}
             self.parameters = {**own, **self.parameters}
 
 

@@ -171,6 +171,7 @@ _MEASURED = (
     "ends",
     "outputs",
     "outside",
+    "entry",
     "final",
     "looks",
     "corrections",
@@ -195,7 +196,8 @@ def _written(form: Form, plan: Plan) -> dict[str, Any]:
 
 def _read(data: Any) -> tuple[Form, Plan]:
     if isinstance(data, Mapping):
-        data = {"operands": [], "kept": [], "ends": [], **data}  # which older plans lack
+        # which older plans lack:
+        data = {"operands": [], "kept": [], "ends": [], "entry": 0, **data}
     given = _checked("the plan of a form of call", data, _PLAN)
     plan = Plan(
         steps={

@@ -147,7 +147,7 @@ def starting(tensor: Tensor, plan: Plan, exponent: int) -> Tensor:
     view.register_hook(
         lambda grad: None if grad is None else grad * 2.0 ** -(exponent + (plan.outside or 0))
     )
-    return view
+    return view.view_as(view)  # whose gradient the model may take, without that factor
 
 
 class _View(Function):
@@ -178,7 +178,7 @@ def entering(given: Any, plan: Plan) -> Any:
         return given
     if not (_is_traced() or records()):
         return given
-    return mapped(lambda _, tensor: starting(tensor, plan, 0), given)
+    return mapped(lambda _, tensor: starting(tensor, plan, plan.entry), given)
 
 
 def _outside(grad: Tensor, size: float, name: str) -> int | None:

@@ -98,8 +98,8 @@ class UnitScale:
         self._latest: dict[bool, Plan] = {}
         self._watched: dict[Form, Watching] = {}
         self._missed: frozenset[str] = frozenset()
-        #: The exponent of gradients arriving at the output in the first call signature, once known.
-        self.arriving: int | None = None
+        #: `Plan.final` -> `Plan.outside` of the first plan of that kind, once known.
+        self.arriving: dict[bool, int] = {}
         #: The name of the model in the agreements of processes.
         self.name = ""
         self._held: Any = None
@@ -182,12 +182,16 @@ class UnitScale:
             warn_once(PitfallWarning, _ON_ITS_OWN.format(path), about=module, key=path)
         return self.run(call, module, path, args, kwargs)
 
-    def settle(self) -> None:
-        """Adopts what the plans so far have measured."""
+    def settle(self, training: bool = False) -> None:
+        """Adopts what the plans so far have measured. training: another one will share the gauges of
+        their parameters, whatever the gradient that arrives.
+        """
         for known in list(self.plans.values()):
+            if training and known.final and known.outside is None:
+                known.outside = 0
             self.settled.settle(known)
-            if not known.final and self.arriving is None:
-                self.arriving = known.outside
+            if known.outside is not None:
+                self.arriving.setdefault(known.final, known.outside)
 
     def has_changed(self, module: nn.Module, path: str) -> bool:
         """Whether ``module``, at ``path``, has changed since the scope was installed."""
@@ -402,16 +406,14 @@ class UnitScale:
         return bool(found.other_paths(dict(counts)))
 
     def _following(self, plan: Plan, module: Any, form: Form, given: Any) -> Following | None:
-        """Finds steps and tracks gauges, where they are tracked. The gradients of ``given``, the
-        arguments, are the true ones.
-        """
+        """Finds steps and tracks gauges, from those of ``given``, the arguments."""
         if not self._is_followed(plan, form, module):
             return None
         exact = not self.unit_scaled
         rest = (plan, self.settled, self.settle, exact, self.name)
         leaves = Leaves.of_model(module, form.path, *rest)
         following = Following(plan, self.settled, self.structure, leaves, exact)
-        following.leave(0, given, ())
+        following.leave(plan.entry, given, ())
         return following
 
     def _first(
