@@ -201,7 +201,13 @@ LOSSES = UNRULED_LOSSES | frozenset(name for name, op in OPS.items() if op.reduc
 _OTHERS = (
     "norm cumsum softmax lerp addcmul alpha_dropout feature_alpha_dropout multi_dot logsumexp prod "
     "vector_norm index_add scatter_add scatter_reduce embedding_bag kl_div "
-    "binary_cross_entropy_with_logits"
+    "binary_cross_entropy_with_logits acos acosh arccos arccosh arcsin arcsinh arctanh asin atanh "
+    "tan atan2 arctan2 angle logit erfinv lgamma digamma logaddexp logaddexp2 hypot copysign fmod "
+    "remainder frac ldexp float_power addcdiv addr complex polar kron cross cumprod logcumsumexp "
+    "cumulative_trapezoid trapezoid trapz diff gradient trace nansum nanmean nanmedian quantile "
+    "nanquantile var_mean std_mean cov corrcoef renorm stft istft grid_sample affine_grid fold "
+    "pairwise_distance cartesian_prod combinations chain_matmul diagflat row_stack fliplr flipud "
+    "index_reduce put meshgrid matrix_norm gumbel_softmax"
 ).split()
 """Further kinds. Those with a row in OPS have the spellings of the row too."""
 

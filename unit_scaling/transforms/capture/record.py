@@ -281,7 +281,7 @@ class Recorder(FirstLook):
         if path in self._parametrizations:
             node.computed = any(s.computed for s in sources)
         call_args, call_kwargs = args, kwargs
-        if node.computed and kind not in TRANSPARENT:
+        if node.computed and kind is not None and kind not in TRANSPARENT:
             call_args, call_kwargs = self._original((args, kwargs), inputs)
         if function is torch.autograd.grad:
             output = self._gradients(args[1], inputs)

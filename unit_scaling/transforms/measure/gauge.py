@@ -202,8 +202,8 @@ class _Regions:
         self._agree(index for index in leaves if not self._is_bound(index, chosen))
 
     def _one(self) -> int:
-        """The gauge of all tensors, inputs too, of a model that calls `torch.autograd.grad`: its own
-        gradients are then the true ones. Those of its products are in the middle.
+        """The gauge of all tensors, inputs too, of a model that calls `torch.autograd.grad`, whose
+        own gradients are true then: in the middle of those of its products.
         """
         names = [node.parameter for node in self.nodes if node.parameter is not None]
         known = [c for name in names if (c := self._settled.parameters.get(name)) is not None]

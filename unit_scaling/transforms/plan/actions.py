@@ -131,14 +131,15 @@ class Plan:
     inner: readout weights that are not last: their output feeds products or residual connections.
     depths: parameter of a residual branch -> layers of its stack. outputs: tensor of the model's
     result that other calls read too -> as `Step.end`. outside: the exponent of gradients arriving
-    at the output, None until known; see `run.border`. entry: the gauge of the arguments. final: whether the gauges were measured with
-    the model's own loss. looks: the number of steps watched for zero gradients. corrections,
-    operands, gauges, parameters: measurements, as in `Settled`. unseen: products with gauges whose
-    gradient was zero. idle: parameters whose gradient was zero. name: the same in all processes
-    that run the model. ties: the equations for `folding.ratios`. kept: attributes of modules that
-    hold tensors with gradients after a run, as the begin of a `Slot` with `HELD`. ends: all
-    results, as in `outputs`. For models whose calls depend on values (`run.varying`), not saved:
-    calls and places, every call and the first one at each place of the code.
+    at the output, None until known; see `run.border`. entry: the gauge of the arguments. final:
+    whether the gauges were measured with the model's own loss. looks: the number of steps watched
+    for zero gradients. corrections, operands, gauges, parameters: measurements, as in `Settled`.
+    unseen: products with gauges whose gradient was zero. idle: parameters whose gradient was zero.
+    name: the same in all processes that run the model. ties: the equations for `folding.ratios`.
+    kept: attributes of modules that hold tensors with gradients after a run, as the begin of a
+    `Slot` with `HELD`. ends: all results, as in `outputs`. For models whose calls depend on values
+    (`run.varying`), not saved: calls and places, every call and the first one at each place of the
+    code.
     """
 
     steps: dict[Key, Step | None] = field(default_factory=dict)

@@ -252,6 +252,8 @@ class _Planner:
         if kind in TRANSPARENT:
             return _NOTHING
         step = self.arguments.restored(node)
+        if step and node.key is None:  # a replay does not see it
+            return None, LEFT_ALONE, f"computes a weight by {node.name}, from parameters of RMS 1"
         return step, "unchanged" if step else "", "computes a weight, from parameters as they were"
 
     def _keeps(self, index: int, node: CallNode, kind: str) -> Decision | None:

@@ -183,8 +183,9 @@ class UnitScale:
         return self.run(call, module, path, args, kwargs)
 
     def settle(self, training: bool = False) -> None:
-        """Adopts what the plans so far have measured. training: another one will share the gauges of
-        their parameters, whatever the gradient that arrives.
+        """Adopts what the plans so far have measured.
+
+        training: another plan will share the gauges of their parameters, so these are final.
         """
         for known in list(self.plans.values()):
             if training and known.final and known.outside is None:

@@ -1,0 +1,87 @@
+"""Parameters in functions without a rule have the values that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import unit_scaling as uu
+from tests.transforms.gradients import check_slopes, check_true
+from unit_scaling.transforms import unit_scale
+
+Function = Callable[..., Tensor]
+
+
+class Net(nn.Module):
+    """A layer, and a function of its output and of two small parameters."""
+
+    def __init__(self, function: Function, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.layer = function, nn.Linear(8, 16)
+        self.p, self.q = (nn.Parameter(torch.randn(shape) / 8) for shape in shapes)
+        self.double()
+        self.register_buffer("x", torch.randn(32, 8, dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return self.function(F.relu(self.layer(self.x)), self.p, self.q)
+
+
+def complex_product(h: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    return torch.view_as_real(h.to(torch.complex128) @ torch.complex(p, q))
+
+
+WEIGHTS: dict[str, tuple[Function, tuple[int, ...], tuple[int, ...]]] = {
+    "kron": (lambda h, p, q: h @ torch.kron(p, q), (4, 4), (4, 2)),
+    "complex": (complex_product, (16, 8), (16, 8)),
+    "logaddexp": (lambda h, p, q: h @ (torch.logaddexp(p, q) - 0.7), (16, 8), (16, 8)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_computed_weight_has_unit_scale(name: str) -> None:
+    """It is computed from the values that the parameters had."""
+    model = unit_scale(Net(*WEIGHTS[name]))
+    assert 0.25 < model().square().mean().sqrt() < 4
+    assert not uu.report(model).left_alone
+    check_true(model, lambda m: m().square().mean())
+    check_slopes(model, lambda m: m().square().mean())
+
+
+KEPT: dict[str, Function] = {
+    "pairwise_distance": lambda h, p, q: (
+        F.pairwise_distance(0 * h, p) + F.pairwise_distance(h * 0, q)
+    ),
+    "logaddexp": lambda h, p, q: torch.logaddexp(0 * h, p).logaddexp(q),
+    "atan2": lambda h, p, q: torch.atan2(p, q + 0 * h),
+    "kron": lambda h, p, q: torch.kron(p, q)[:32, :16] + 0 * h,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_results_keep_their_values(name: str) -> None:
+    model = Net(KEPT[name], (32, 16), (32, 16))
+    torch.testing.assert_close(unit_scale(model)(), model(), rtol=1e-12, atol=1e-12)
+
+
+def outside(function: Function) -> Function:
+    return lambda h, p, q: torch.cat([(h.sigmoid() @ p).flatten(), function(h.sigmoid()).flatten()])
+
+
+@pytest.mark.parametrize("function", [torch.logit, lambda s: torch.acos(2 * s - 1), torch.atanh])
+def test_what_is_defined_on_an_interval_is_finite(function: Function) -> None:
+    """Of an activation that a layer reads as well."""
+    model = unit_scale(Net(outside(function), (16, 4), (1, 1)))
+    assert model().isfinite().all()
+    check_true(model, lambda m: m().square().mean())
+
+
+def test_a_weight_of_a_function_that_no_plan_knows_is_reported() -> None:
+    """It is computed from parameters of RMS 1, and is brought to RMS 1 itself."""
+    model = unit_scale(Net(lambda h, p, q: h @ torch.special.i1(p), (16, 8), (1, 1)))
+    assert 0.25 < model().square().mean().sqrt() < 4
+    assert [row.call for row in uu.report(model).left_alone][:1] == ["special_i1"]
