@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 
+import unit_scaling as uu
 import unit_scaling.functional as U
 from fp8.common.pitfalls import ScaleWarning
 from tests.transforms.gradients import check_true
@@ -160,6 +161,22 @@ def test_a_model_may_take_gradients_of_its_own(kind: type[nn.Module], targets: t
     check_true(unit_scale(plain), lambda model: model(x, y))
     expected = plain(x, y)
     assert torch.equal(unit_scale(plain, init="preserve")(x, y), expected)
+
+
+def test_layers_under_a_gradient_of_the_models_own_are_scaled() -> None:
+    """`torch.func.grad` shows them other tensors than their parameters, vmap too."""
+    torch.manual_seed(0)
+    model = Adapted()
+    model.net = nn.Sequential(
+        nn.Linear(4, 256), *(nn.Linear(256, 256) for _ in range(3)), nn.Linear(256, 2)
+    )
+    ours = unit_scale(model)
+    loss = ours(torch.randn(5, 16, 4), torch.randn(5, 16, 2))
+    assert loss < 8
+    loss.backward()
+    assert all(1e-2 < p.grad.square().mean().sqrt() < 1e2 for p in ours.parameters())
+    rows = [row for row in uu.report(ours) if row.call == "linear"]
+    assert {row.done for row in rows} == {"scaled"}
 
 
 class Asking(nn.Module):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
@@ -315,6 +316,8 @@ class Recorder(FirstLook):
 
         An unknown tensor gets a new node.
         """
+        if id(inner := _differentiated(tensor)) in self._parameters:
+            tensor = inner
         maker = tensor.grad_fn
         if maker is not None and self._is_hidden(tensor, maker):
             if maker not in self._makers:
@@ -429,6 +432,13 @@ class Recorder(FirstLook):
         node.results = len(written)
         self.graph.nodes.append(node)
         self._remember(written)
+
+
+def _differentiated(tensor: Tensor) -> Tensor:
+    """The tensor that `torch.func.grad` differentiates by, of what it shows the model instead."""
+    while functorch.is_gradtrackingtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _varied(like: Tensor) -> Tensor:

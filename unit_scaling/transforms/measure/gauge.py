@@ -74,12 +74,11 @@ class _Regions:
         self._grows = self._growth(planned.small)
         self.exponents: list[int] = [0] * len(self.nodes)
         self._shift = self._offset()
-        self.entry = 0  # the gauge of the model's inputs
         if not any(node.function is torch.autograd.grad for node in self.nodes):
             self._choose()
         elif not true_gradients:
-            self.entry = self._one()
-            self.exponents = [self.entry] * len(self.nodes)
+            self.plan.entry = self._one()
+            self.exponents = [self.plan.entry] * len(self.nodes)
 
     def _riding(self, index: int) -> Iterable[Slot]:
         """The slots of a call whose factor is free, or replaces the factor of a parameter."""
@@ -211,6 +210,9 @@ class _Regions:
             return known[0] - (self.plan.outside or 0)
         products = filter(self.is_product, range(len(self.nodes)))
         wanted = sorted(w for index in products if (w := self._wanted(index)) is not None)
+        if not wanted:  # inside torch.vmap
+            sizes = self._measured.parameters
+            wanted = sorted(-sizes[name] for name in names if name in sizes)
         middle = round(wanted[len(wanted) // 2]) if wanted else 0
         return agreed_once(self._model, dict.fromkeys(names, middle)).get(names[0], 0)
 
@@ -415,7 +417,6 @@ def place(
             if node.parameter not in measured.parameters and is_alone():
                 plan.idle += (node.parameter,)
     planned.exponents.extend(regions.exponents)
-    plan.entry = regions.entry
     note_places(planned, regions.edges, regions.exponents)
     for number, (row, index) in enumerate(zip(plan.rows, planned.rows, strict=True)):
         node = nodes[index]

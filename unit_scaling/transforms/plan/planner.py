@@ -252,8 +252,9 @@ class _Planner:
         if kind in TRANSPARENT:
             return _NOTHING
         step = self.arguments.restored(node)
-        if step and node.key is None:  # a replay does not see it
-            return None, LEFT_ALONE, f"computes a weight by {node.name}, from parameters of RMS 1"
+        if node.key is None:  # a replay does not see it
+            done = LEFT_ALONE if step and not node.written else ""
+            return None, done, f"computes a weight by {node.name}, from parameters of RMS 1"
         return step, "unchanged" if step else "", "computes a weight, from parameters as they were"
 
     def _keeps(self, index: int, node: CallNode, kind: str) -> Decision | None:
