@@ -123,3 +123,19 @@ def test_a_preserved_model_has_its_own_gradients() -> None:
     theirs = gradients(plain, lambda m: m(*batch))
     assert torch.equal(ours[0], theirs[0])
     assert all(torch.equal(ours[1][n], theirs[1][n]) for n in theirs[1])
+
+
+def test_a_penalty_without_parameters_is_unchanged() -> None:
+    class Penalty(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            (slope,) = torch.autograd.grad((x @ x.T).sin().sum(), x, create_graph=True)
+            return slope.square().mean()
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 4).double().requires_grad_() for _ in range(2)]
+    with torch.no_grad():
+        inputs[1].copy_(inputs[0])
+    for penalty, x in zip((Penalty(), unit_scale(Penalty(), init="preserve")), inputs, strict=True):
+        penalty(x).backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    unit_scale(Penalty())(inputs[0]).backward()

@@ -214,7 +214,8 @@ class _Regions:
             sizes = self._measured.parameters
             wanted = sorted(-sizes[name] for name in names if name in sizes)
         middle = round(wanted[len(wanted) // 2]) if wanted else 0
-        return agreed_once(self._model, dict.fromkeys(names, middle)).get(names[0], 0)
+        shared = agreed_once(self._model, dict.fromkeys(names, middle))
+        return next(iter(shared.values()), 0)
 
     def _agree(self, leaves: Iterable[int]) -> None:
         """Gives parameters the exponents that they have in all processes."""
