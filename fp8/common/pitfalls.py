@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ __all__ = [
     "PitfallWarning",
     "RecipeWarning",
     "ScaleWarning",
+    "line_of_caller",
+    "show_once",
     "strict",
     "warn_once",
 ]
@@ -100,11 +103,18 @@ class strict:
 def warn_once(
     category: type[PitfallWarning], message: str, about: Any = None, key: str = ""
 ) -> None:
+    """`show_once`; does nothing while torch.compile traces."""
+    show_once(category, message, about, key)
+
+
+def show_once(
+    category: type[PitfallWarning], message: str, about: Any = None, key: str = ""
+) -> None:
     """Shows ``message`` once per ``about``, ``category`` and ``key``; raises it under `strict`.
 
     about: a module or an optimizer, held by a weak reference; None: once per process. key:
     distinguishes warnings of one category about one object. The warning points to the line of the
-    user's code. Does nothing while torch.compile traces.
+    user's code.
     """
     if _STRICT[0]:
         raise category(message)
@@ -113,15 +123,22 @@ def warn_once(
         if (category, key) in shown:
             return
         shown.add((category, key))
-    warnings.warn(message, category, stacklevel=_level_of_caller())
+    warnings.warn(message, category, stacklevel=_frames_to_caller()[0])
 
 
-def _level_of_caller() -> int:
-    """The stacklevel, for `warn_once`, of the innermost frame outside of this project and torch."""
-    level, frame = 1, sys._getframe(1)
+def line_of_caller() -> str:
+    """The line of the user's code that the calls of this thread come from, to be part of a key."""
+    frame = _frames_to_caller()[1]
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _frames_to_caller() -> tuple[int, FrameType | None]:
+    """The innermost frame outside of this project and torch, and its stacklevel in the function
+    that calls this one."""
+    level = 1
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*_OWN, _TORCH)):
-            return level
-        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
-    return 2
+        if not frame.f_code.co_filename.startswith((*_OWN, _TORCH)):
+            return level, frame
+        level, frame = level + 1, frame.f_back
+    return 2, None

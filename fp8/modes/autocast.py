@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
@@ -20,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN, look_here
-from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal
+from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
+from ..common.pitfalls import RecipeWarning, line_of_caller, show_once
 from ..common.threads import Setting
 from ..common.validation import check_name
 from ..context.activation_checkpointing import checkpointed, in_reentrant
@@ -40,7 +40,7 @@ from ..recipes.history import AmaxHistory
 from ..recipes.policy import Policy, source_of
 from ..recipes.recipe import AUTO, PLAIN, UNIT, Recipe, given_recipe
 from .by_layer import ByLayer, layers_by_policy
-from .dispatch import EXPANDED, OPAQUE, PRODUCTS, handler_of
+from .dispatch import EXPANDED, LEFT, OPAQUE, PRODUCTS, handler_of
 
 __all__ = [
     "EXPANDED",
@@ -128,6 +128,8 @@ class _Mode(TorchFunctionMode):
                 return EXPANDED[function](*args, **kwargs)
         elif function in OPAQUE:
             _leave(function, OPAQUE[function])
+        elif function in LEFT:
+            _warn_left(function.__name__, LEFT[function])
         elif function in ACTIVATIONS and recipe.saved_activations is not None:
             result = ACTIVATIONS[function](recipe.saved_activations, *args, **kwargs)
             if result is not NotImplemented:
@@ -377,7 +379,18 @@ def _check_history(recipe: Recipe, history: Any) -> None:
 
 def _leave(function: Callable[..., Any], why: str) -> None:
     """Raises or warns that a call is not cast, as the innermost block specifies."""
-    message = f"{function.__name__} cannot run under fp8.autocast: {why}"
     if ACTIVE.blocks[-1].opaque == "raise":
-        raise NotImplementedError(message)
-    warnings.warn(f"{message}; left in high precision", stacklevel=4)
+        raise NotImplementedError(_CANNOT.format(function.__name__, why))
+    _warn_left(function.__name__, why)
+
+
+@taken_as_constant
+def _warn_left(name: str, why: str) -> bool:
+    """Warns, once for each line of the user's code, that a call is not cast; compiled code, while
+    it is traced."""
+    message = f"{_CANNOT.format(name, why)}; left in high precision"
+    show_once(RecipeWarning, message, key=f"{name} at {line_of_caller()}")
+    return True
+
+
+_CANNOT = "{} cannot run under fp8.autocast: {}"

@@ -30,7 +30,7 @@ from ..products.spellings import by_function
 from ..products.summed import warn_unsummed
 from ..recipes.recipe import Recipe
 
-__all__ = ["EXPANDED", "OPAQUE", "PRODUCTS", "Handler", "handler_of"]
+__all__ = ["EXPANDED", "LEFT", "OPAQUE", "PRODUCTS", "Handler", "handler_of"]
 
 Handler = Callable[..., Any]
 """(recipe, *args, **kwargs) -> the result; NotImplemented, if torch should compute the call; or, if
@@ -320,9 +320,32 @@ def handler_of(function: Callable[..., Any]) -> Handler | None:
     return PRODUCTS.get(function)
 
 
+def _linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int | None = None,
+    options: object = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The two calls that torch states as the definition. options: how torch would save memory."""
+    shape = linear_weight.shape[:-1]
+    if len(shape) > 1:  # of one loss for each position
+        linear_weight = linear_weight.flatten(0, -2)
+        linear_bias = None if linear_bias is None else linear_bias.flatten()
+    logits = F.linear(input, linear_weight, linear_bias)
+    logits = logits.unflatten(-1, shape) if len(shape) > 1 else logits
+    ignored = {} if ignore_index is None else {"ignore_index": ignore_index}
+    return F.cross_entropy(logits, target, **ignored, **kwargs)
+
+
 EXPANDED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
 }
+if hasattr(F, "linear_cross_entropy"):  # torch 2.13
+    EXPANDED[F.linear_cross_entropy] = _linear_cross_entropy
 """Torch function -> an equivalent function whose calls the mode can intercept."""
 
 _RECURRENT = "one kernel computes all its products; write it out step by step"
@@ -347,3 +370,19 @@ OPAQUE: dict[Callable[..., Any], str] = {
     torch.sspaddmm: _SPARSE,
 }
 """Torch function whose products cannot run under a recipe -> the reason and an alternative."""
+
+_STATISTICS = "covariances of rounded values are not those of the values"
+_COORDINATES = "it computes coordinates, which a cast would move"
+_POWERS = "a cast in each of its products would add up errors; write them with @"
+
+LEFT: dict[Callable[..., Any], str] = {
+    torch.cdist: "the distance is a difference of its products, in which errors of casts grow",
+    F.affine_grid: _COORDINATES,
+    torch.affine_grid_generator: _COORDINATES,
+    **dict.fromkeys((torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef), _STATISTICS),
+    torch.matrix_power: _POWERS,
+    Tensor.matrix_power: _POWERS,
+    torch.linalg.matrix_power: _POWERS,
+    F.triplet_margin_with_distance_loss: "a mode does not see what its distance_function calls",
+}
+"""Torch function whose products stay in high precision -> why. A warning says so once."""

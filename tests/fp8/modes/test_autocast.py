@@ -150,6 +150,69 @@ def test_multi_dot_is_refused():
         torch.linalg.multi_dot([a, b])
 
 
+LEFT_CALLS = {
+    "cdist": lambda x: torch.cdist(x, x),
+    "affine_grid": lambda x: F.affine_grid(x[:4].view(-1, 2, 3), (4, 1, 2, 2), align_corners=False),
+    "cov": lambda x: x.cov(),
+    "corrcoef": torch.corrcoef,
+    "linalg_matrix_power": lambda x: torch.linalg.matrix_power(x[:6], 3),
+    "triplet_margin_with_distance_loss": lambda x: F.triplet_margin_with_distance_loss(
+        x, x.flip(0), x + 1, distance_function=lambda a, b: (a @ b.mT).diagonal()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_CALLS)
+def test_calls_with_products_inside_are_left_and_named_once(name):
+    """Their products are in high precision by design: a warning says so, not an error."""
+    x = randn(30, 6)
+    expected = LEFT_CALLS[name](x)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with fp8.autocast("unit"):
+                assert torch.equal(LEFT_CALLS[name](x), expected)
+    (warning,) = shown
+    assert issubclass(warning.category, fp8.RecipeWarning)
+    assert str(warning.message).startswith(f"{name} cannot run under fp8.autocast: ")
+    assert warning.filename == __file__
+    with fp8.strict(), fp8.autocast("unit"), pytest.raises(fp8.RecipeWarning, match=name):
+        LEFT_CALLS[name](x)
+
+
+def test_compiled_code_names_what_is_left():
+    def distances(x):
+        with fp8.autocast("unit"):
+            return torch.cdist(x, x)
+
+    x = randn(30, 6).detach()
+    with pytest.warns(fp8.RecipeWarning, match="^cdist cannot run"):
+        y = torch.compile(distances, fullgraph=True, backend="eager")(x)
+    assert torch.equal(y, torch.cdist(x, x))
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"reduction": "sum", "ignore_index": 1}, {"label_smoothing": 0.1, "linear_bias": True}],
+)
+def test_a_loss_that_contains_the_last_product_is_composed(given):
+    x, w, y = randn(7, 8), randn(5, 8, seed=1), torch.arange(7) % 5
+    given = {**given, "linear_bias": randn(5).detach()} if "linear_bias" in given else given
+    torch.testing.assert_close(
+        EXPANDED[F.linear_cross_entropy](x, w, y, **given), F.linear_cross_entropy(x, w, y, **given)
+    )
+    bias = given.pop("linear_bias", None)
+    with fp8.autocast(COARSE):
+        expected = F.cross_entropy(F.linear(x, w, bias), y, **given)
+        found = F.linear_cross_entropy(x, w, y, linear_bias=bias, **given)
+    assert torch.equal(found, expected)
+    each = (x, w.view(5, 1, 8).expand(5, 2, 8), y.view(7, 1).expand(7, 2))
+    torch.testing.assert_close(
+        EXPANDED[F.linear_cross_entropy](*each, **given), F.linear_cross_entropy(*each, **given)
+    )
+
+
 def test_the_innermost_block_says_what_to_do():
     layer, x = nn.GRU(4, 4), randn(3, 4)
     with fp8.autocast("unit"):

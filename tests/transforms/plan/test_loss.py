@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -261,3 +262,22 @@ def test_a_temperature_and_a_quotient_in_a_part_are_what_they_were(part: Part) -
     (alone, _), (first, second) = found
     assert second == pytest.approx(first, rel=1e-3)
     assert first > alone / 8  # a quotient of sums over 64 rows has no larger gradient than a mean
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
+def test_a_loss_that_contains_the_readout_is_the_readout_and_the_loss() -> None:
+    """The readout has its factor: the loss of a new model is about that of equal logits."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 50, bias=False)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.linear_cross_entropy(F.relu(self.inner(x)), self.head.weight, y)
+
+    torch.manual_seed(0)
+    x, y = torch.randn(ROWS, WIDTH), torch.arange(ROWS) % 50
+    net = unit_scale(Model())
+    assert net(x, y).item() == pytest.approx(math.log(50), rel=0.1)
+    check_true(unit_scale(Model().double()), lambda m: m(x.double(), y))
