@@ -12,6 +12,7 @@ from torch import Tensor
 from ..common.compiler import eager_only
 from ..common.dtensor import is_dtensor, unreduced
 from ..common.threads import Stack
+from ..common.validation import refuse_transformed
 from ..recipes.scaling import second_moment
 from ..tensors.scaled_tensor import plain
 
@@ -46,8 +47,10 @@ class Measurement:
         """Adds operand ``x`` with state ``state``; None: it has none and is skipped."""
         if state is None or state.dim() > 1 or state.numel() != 1:
             return
+        total = second_moment(unreduced(x) if is_dtensor(x) else plain(x))
+        refuse_transformed(total)
         moment = self.moments.setdefault(state.data_ptr(), Moment(state))
-        moment.total = moment.total + second_moment(unreduced(x) if is_dtensor(x) else plain(x))
+        moment.total = moment.total + total
         moment.elements += x.numel()
 
     def gradient(self, state: Tensor | None, y: Tensor) -> Tensor:

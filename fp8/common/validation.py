@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .compiler import eager_only
+
 __all__ = [
     "check_between",
     "check_choice",
@@ -17,6 +19,7 @@ __all__ = [
     "check_number",
     "check_whole",
     "nearest",
+    "refuse_transformed",
 ]
 
 
@@ -120,4 +123,17 @@ def check_keys(
         raise ValueError(
             f"a {what} needs the keys {', '.join(map(repr, needed))}; got "
             f"{', '.join(map(repr, got)) or 'none'}, without {', '.join(map(repr, missing))}"
+        )
+
+
+@eager_only()
+def refuse_transformed(value: torch.Tensor) -> None:
+    """Raises NotImplementedError if ``value``, which becomes state, was computed under a transform
+    of `torch.func`: it is valid inside of the transform alone."""
+    if torch.func.debug_unwrap(value) is not value:
+        raise NotImplementedError(
+            "a recipe that keeps scales between passes, or fp8.calibrate, would store a value that "
+            "was computed under a transform of torch.func (grad, vmap, ...), outside of which it "
+            "does not exist: set static scales before, by fp8.calibrate(model, scales=...) or by a "
+            'step without the transform, or use a recipe without state, such as "tensor"'
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..common.compiler import reads_values
 from ..common.dtensor import is_dtensor, part_of, reduced
+from ..common.validation import refuse_transformed
 from ..formats.format import Format, get_format
 from ..formats.quantize import quantize_operand
 from .rules import BY_ERROR, BY_SPREAD, E8M0, LARGEST, RULES, SMALLEST, UNITS, defined
@@ -298,7 +299,9 @@ def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record:
     scale = defined(RULES[rule](used, format), used)
     if record:
         now = torch.where(now < torch.inf, now, 0.0)
-        history.copy_(torch.cat([now[None], history[:-1]]))
+        newest = torch.cat([now[None], history[:-1]])
+        refuse_transformed(newest)
+        history.copy_(newest)
     return scale
 
 
@@ -334,7 +337,9 @@ def _static_scale(x: Tensor, state: Tensor, record: bool) -> Tensor:
         now = nearest_power(second_moment(clean) / x.numel())
         now = torch.where(scale > 0, scale, now)
         if record:
-            state.copy_(torch.where(second_moment(x) < torch.inf, now, scale))
+            stored = torch.where(second_moment(x) < torch.inf, now, scale)
+            refuse_transformed(stored)
+            state.copy_(stored)
         scale = now
     scale = scale.squeeze()
     return torch.where(scale > 0, scale, 1.0)

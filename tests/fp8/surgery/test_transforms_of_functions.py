@@ -1,0 +1,74 @@
+"""Recipes that keep scales between passes, in models that call `torch.func` transforms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, vmap
+
+import fp8
+from tests.fp8.products.test_matmul import randn
+
+
+class Net(nn.Module):
+    """Two layers, of which ``apply`` makes a function of the input."""
+
+    def __init__(self, apply: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.apply_to = nn.Linear(8, 8), nn.Linear(8, 8), apply
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_to(self, x)
+
+
+def adapted(net: Net, x: Tensor) -> Tensor:
+    """The second layer with the gradients of the first as weights."""
+    weights = dict(net.first.named_parameters())
+    found = grad(lambda w: functional_call(net.first, w, (x,)).square().mean())(weights)
+    return functional_call(net.second, {k: found[k] for k in weights}, (x,))
+
+
+MODELS = {
+    "grad": lambda net, x: grad(lambda z: net.inner(z).square().sum())(x),
+    "vmap": lambda net, x: vmap(net.inner)(x),
+    "vmap of grad": lambda net, x: vmap(grad(lambda z: net.inner(z).square().sum()))(x),
+    "jacrev": lambda net, x: jacrev(net.inner)(x[0]),
+    "functional_call": adapted,
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.mark.vmap
+@each_model
+def test_what_would_be_stored_is_refused_by_name(name: str) -> None:
+    torch.manual_seed(0)
+    x, history = randn(4, 8).detach(), fp8.AmaxHistory()
+    refused = pytest.raises(NotImplementedError, match="computed under a transform of torch.func")
+    with refused:
+        fp8.calibrate(fp8.convert(Net(MODELS[name]), "static"), x)
+    with refused, fp8.autocast("static", history=history):
+        fp8.calibrate(Net(MODELS[name]), x)
+    for recipe in ("static", "delayed"):
+        with refused:
+            fp8.convert(Net(MODELS[name]), recipe)(x)
+
+
+@pytest.mark.vmap
+@each_model
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::fp8.RecipeWarning")
+def test_scales_that_are_set_are_used(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = fp8.convert(Net(MODELS[name]), "static"), randn(4, 8).detach()
+    fp8.calibrate(model, scales=dict.fromkeys(fp8.calibration(model), 0))
+    expected = fp8.convert(fp8.revert(copy.deepcopy(model)), "unit")
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(y, expected(x))
+    assert set(fp8.calibration(model).values()) == {0}
