@@ -337,8 +337,8 @@ def _linear_cross_entropy(
         linear_bias = None if linear_bias is None else linear_bias.flatten()
     logits = F.linear(input, linear_weight, linear_bias)
     logits = logits.unflatten(-1, shape) if len(shape) > 1 else logits
-    ignored = {} if ignore_index is None else {"ignore_index": ignore_index}
-    return F.cross_entropy(logits, target, **ignored, **kwargs)
+    ignored = -100 if ignore_index is None else ignore_index
+    return F.cross_entropy(logits, target, ignore_index=ignored, **kwargs)
 
 
 EXPANDED: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import debug_unwrap
 from torch.fx import Graph, Node
 
 from fp8.common.mixin import check_module
@@ -183,6 +184,7 @@ class Tap(Observer):
                 if next(tensors_in(item), None) is not None:
                     self._record(self.graph.call_function(operator.getitem, (node, key)), item)
         if floating:
+            value = debug_unwrap(value)  # hooks of a wrapper of torch.func are not called
             metrics = Metrics(value, self.formats)
             node.meta["metrics"] = metrics
             if value.requires_grad and torch.is_grad_enabled():

@@ -26,9 +26,10 @@ from .inspect.diagnosis import diagnosis
 from .inspect.measurement import RANGES, Measurement
 from .inspect.product_probe import Watch
 from .inspect.serialize import Serializable
+from .plan.actions import Plan
 from .plan.weights import parametrizations
 from .run.install import find_scope, install, is_sharded
-from .run.scope import UnitScale
+from .run.scope import LOOKS, UnitScale
 
 __all__ = ["RANGES", "Measurement", "Verification", "verify"]
 
@@ -100,7 +101,7 @@ def verify(
     loss: Loss | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Runs one training step of ``model`` and measures the RMS of the operands of its products.
+    """Runs a training step of ``model`` and measures the RMS of the operands of its products.
 
     Each linear map, matrix product, convolution, embedding and attention has rows for its operands,
     its output, and the gradient of each. The gradient of an operand is the one this call
@@ -111,8 +112,9 @@ def verify(
     operands and output have rows, and ``notes`` says so.
 
     The step runs eagerly on a copy, in the model's mode (training or evaluation): the model, its
-    gradients, buffers and the random state do not change. `DistributedDataParallel` is measured on
-    the batch of this process, without communication.
+    gradients, buffers and the random state do not change. If it makes or refines a plan of
+    `unit_scale`, as the first steps with a batch of this form do, the step after it is measured.
+    `DistributedDataParallel` is measured on the batch of this process, without communication.
 
     Args:
         model: the model to measure.
@@ -150,14 +152,34 @@ def verify(
     install(twin, watch)
     if loss is None:
         _forget_losses(twin)
-    devices = sorted({p.device.index or 0 for p in twin.parameters() if p.is_cuda})
+    for _ in range(LOOKS + 1):
+        before = _plans(twin)
+        at_output = _step(twin, watch, batch, loss, seed)
+        if _plans(twin).keys() == before.keys():
+            break
+    at_loss = None if _is_gauged(twin) else max(at_output, default=None)
+    return Verification(watch.results(), watch.notes, at_loss)
+
+
+def _step(
+    model: nn.Module, watch: Watch, batch: Batch, loss: Loss | None, seed: int
+) -> list[float]:
+    """A training step, which ``watch`` measures. Returns the result of `_measured`."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    watch.active = True
     with torch.random.fork_rng(devices), torch.enable_grad():
-        output = outside_compiler(lambda: call(twin, _detached(batch)))
+        output = outside_compiler(lambda: call(model, _detached(batch)))
         watch.active = False  # checkpoints recompute parts of the model in the backward pass
         at_output = _measured(output)
         outside_compiler(lambda: _backward(output, loss, seed))
-    at_loss = None if _is_gauged(twin) else max(at_output, default=None)
-    return Verification(watch.results(), watch.notes, at_loss)
+    model.zero_grad()
+    return at_output
+
+
+def _plans(model: nn.Module) -> dict[int, Plan]:
+    """The plans of a model by id; a step that refines one puts another in its place."""
+    scopes = (find_scope(part, UnitScale) for part in model.modules())
+    return {id(p): p for scope in scopes if scope is not None for p in scope.plans.values()}
 
 
 def _is_gauged(model: nn.Module) -> bool:
@@ -168,10 +190,8 @@ def _is_gauged(model: nn.Module) -> bool:
 
 def _forget_losses(model: nn.Module) -> None:
     """Discards the measured gradient scales at the output, which depend on the user's loss."""
-    for part in model.modules():
-        scope = find_scope(part, UnitScale)
-        for plan in [] if scope is None else scope.plans.values():
-            plan.outside = None
+    for plan in _plans(model).values():
+        plan.outside = None
 
 
 def _measured(output: Any) -> list[float]:

@@ -9,6 +9,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.func import debug_unwrap
 
 from fp8.common.validation import check_name
 from fp8.formats.format import Format, get_format
@@ -88,13 +89,14 @@ class Metrics:
 
     @staticmethod
     def from_tensor(t: Tensor, formats: Sequence[str | Format] = ()) -> Metrics.Data:
-        """Returns the statistics of a floating-point tensor of any shape.
+        """Returns the statistics of a floating-point tensor of any shape; inside of a transform of
+        `torch.func`, of all that it maps.
 
         Raises:
             ValueError: a format is unknown or unsigned.
         """
         rows = [_signed(format) for format in formats]
-        t = t.detach()
+        t = debug_unwrap(t.detach())
         x = (t.to_dense() if t.is_sparse else t).to(torch.promote_types(t.dtype, torch.float32))
         if x.numel() == 0:
             empty = {row.name: InFormat(0.0, 0.0, 0.0, math.inf) for row in rows}
@@ -105,13 +107,14 @@ class Metrics:
         numbers = [sizes.mean(), x.mean().abs(), std, sizes.max(), sizes.min()]
         numbers += [torch.linalg.vector_norm(x) / x.numel() ** 0.5, finite]
         numbers += [number for row in rows for number in _losses(sizes, row)]
-        values = iter(torch.stack([number.double() for number in numbers]).tolist())
+        found = torch.stack([number.double() for number in numbers])
+        values = iter(debug_unwrap(found).tolist())
         mean_abs, abs_mean, std, abs_max, abs_min, rms, largest = islice(values, 7)
-        found = {}
+        losses = {}
         for row in rows:
             zero, subnormal, saturated = islice(values, 3)
-            found[row.name] = InFormat(zero, subnormal, saturated, _headroom(row, largest))
-        return Metrics.Data(mean_abs, abs_mean, std, abs_max, abs_min, x.numel(), rms, found)
+            losses[row.name] = InFormat(zero, subnormal, saturated, _headroom(row, largest))
+        return Metrics.Data(mean_abs, abs_mean, std, abs_max, abs_min, x.numel(), rms, losses)
 
     @staticmethod
     def get_full_name(short_name: str) -> str:

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.func import debug_unwrap
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8.common.compiler import FIRST_LOOK
-from fp8.modes.autocast import OPAQUE
-from fp8.modes.autocast import PRODUCTS as FP8_PRODUCTS
+from fp8.modes.dispatch import LEFT, OPAQUE
+from fp8.modes.dispatch import PRODUCTS as FP8_PRODUCTS
 
 from ..capture.kinds import (
     ATTENTION,
@@ -42,6 +43,9 @@ _UNCAST = frozenset(["chain_matmul", "multi_dot"])
 
 _WEIGHTED = EMBEDDINGS | LAYERS
 """Products whose second operand is always a weight."""
+
+_UNCAST_CALLS = OPAQUE | LEFT
+"""Functions whose products no recipe casts -> why."""
 
 _UNMEASURED = frozenset(["out", "per_sample_weights"])
 """Arguments that are neither added nor operands."""
@@ -145,26 +149,29 @@ class Watch(Observer):
         place = self.path.items[-1] or "the model itself"
         if kind in RECURRENT:
             self.notes.append(f"{kind} in {place}: its steps are one call, not measured inside")
-        elif function in OPAQUE and not product:
-            self.notes.append(f"{kind} in {place} is not measured: {OPAQUE[function]}")
+        elif function in _UNCAST_CALLS and not product:
+            self.notes.append(f"{kind} in {place} is not measured: {_UNCAST_CALLS[function]}")
         tensors = [t for _, t in tensors_in((args, kwargs))]
         origins = [self._origin(t) for t in tensors]
         origin = self._joined(kind, origins)
         # products of constants (the angles of rotary embeddings, for example) are not measured
         product = product and any(
-            o.parameter or o.sources or t.requires_grad
+            o.parameter or o.sources or debug_unwrap(t).requires_grad
             for o, t in zip(origins, tensors, strict=True)
         )
+        if product and any(debug_unwrap(t) is not t for t in tensors):
+            self.notes.append(f"{kind} in {place} {_TRANSFORMED}")
         if product:
             output = self._product(function, kind, args, kwargs)
             origin = _Origin(frozenset([len(self._products) - 1]))
         else:
             output = function(*args, **kwargs)
         for _, tensor in tensors_in(output):
-            self._origins[tensor] = origin
+            self._origins[debug_unwrap(tensor)] = origin
         return output
 
     def _origin(self, tensor: Tensor) -> _Origin:
+        tensor = debug_unwrap(tensor)
         if id(tensor) in self._parameters:
             return _Origin(parameter=True)
         return self._origins.get(tensor, _Origin())
@@ -203,6 +210,7 @@ class Watch(Observer):
         with unseen():
             first = next((t for _, t in tensors_in(output)), None)  # recurrent ones return states
             if first is not None and _measurable(first):
+                first = debug_unwrap(first)
                 result = _Operand("output", "output", _norm(first), first.numel())
                 if step is not None:
                     result.after = factor_after(step, function, args, kwargs)
@@ -247,11 +255,11 @@ class Watch(Observer):
             operand = self._operand(product, slot, tensor)
             slots[slot] = operand
             product.tensors.append(operand)
-            if tensor.requires_grad and torch.is_grad_enabled():
+            if debug_unwrap(tensor).requires_grad and torch.is_grad_enabled():
                 # Its gradient is that of this call alone. A view would not support sparse
                 # gradients.
                 tensor = torch.ops.aten.alias.default(tensor)
-                tensor.register_hook(operand.note)
+                debug_unwrap(tensor).register_hook(operand.note)
             return tensor
 
         with unseen():
@@ -266,6 +274,7 @@ class Watch(Observer):
         else:
             label = "other" if any(t.label == "input" for t in product.tensors) else "input"
         kind = "weight" if label == "weight" else "activation"
+        tensor = debug_unwrap(tensor)
         operand = _Operand(label, kind, _norm(tensor), tensor.numel(), origin.sources)
         operand.probabilities = origin.probabilities
         return operand
@@ -348,6 +357,12 @@ def _measurable(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def _norm(tensor: Tensor) -> Tensor:
-    """The norm in float64, so that squares do not overflow."""
+    """The norm in float64, so that squares do not overflow. tensor: of no torch.func transform."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return torch.linalg.vector_norm(values, dtype=torch.float64)
+    return debug_unwrap(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+_TRANSFORMED = (
+    "runs under a transform of torch.func: measured over all that it maps, without the gradients "
+    "that the transform computes"
+)
