@@ -200,7 +200,9 @@ class Replay(FirstLook):
         other = "torch.export" if torch.compiler.is_exporting() else "the model"
         raise PlanMissError(
             f"unit_scale has not seen call {count} of {kind} in {path or 'the model itself'!r}: "
-            f"{other} takes a branch that none of its recorded calls has taken",
+            f"{other} takes a branch that none of its recorded calls has taken. A branch that "
+            "depends on values, as in a loss that leaves examples out, belongs outside of the "
+            "model: recordings run without factors and casts, and may take another one",
             {path},
         )
 
