@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from ..common.compiler import (
     compiled_as,
@@ -35,6 +36,7 @@ __all__ = [
     "check_single_backward",
     "save_operands",
     "saved_operands",
+    "saved_tensors",
     "shared_casts",
 ]
 
@@ -123,11 +125,28 @@ def saved_operands(ctx: Any, dtype: torch.dtype) -> list[Tensor]:
     """The operands saved by `save_operands`, in ``dtype``. Raises as `check_single_backward`."""
     if any(in_bytes for in_bytes, _ in ctx.kept):
         check_single_backward(ctx)
-    saved = iter(ctx.saved_tensors)
+    saved = iter(saved_tensors(ctx))
     return [
         _restored(next(saved), next(saved) if scaled else None, dtype) if in_bytes else next(saved)
         for in_bytes, scaled in ctx.kept
     ]
+
+
+@compiled_as(lambda ctx: ctx.saved_tensors)
+def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """``ctx.saved_tensors``, which an activation checkpoint recomputes; its error, if the
+    recomputation saved others, names the remedy."""
+    try:
+        return ctx.saved_tensors
+    except CheckpointError as error:
+        raise CheckpointError(f"{_RECOMPUTED}\n{error}") from error
+
+
+_RECOMPUTED = (
+    "a product with casts was recomputed differently: a checkpoint inside of fp8.autocast "
+    "recomputes outside of it, without casts, unless it is called with "
+    "checkpoint(..., use_reentrant=False, context_fn=fp8.checkpoint_contexts)"
+)
 
 
 def check_single_backward(ctx: Any) -> None:

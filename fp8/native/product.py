@@ -16,7 +16,13 @@ from torch.autograd import Function
 
 from ..casts.casting import Spec, format_of, shifted, spec_of
 from ..casts.operands import one_copy
-from ..casts.saved_operands import SharedCasts, as_number, cached, check_single_backward
+from ..casts.saved_operands import (
+    SharedCasts,
+    as_number,
+    cached,
+    check_single_backward,
+    saved_tensors,
+)
 from ..common.compiler import apply, own
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
@@ -178,7 +184,7 @@ class _Native(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_single_backward(ctx)
-        saved = zip(_stored(ctx.saved_tensors), ctx.turn, strict=True)
+        saved = zip(_stored(saved_tensors(ctx)), ctx.turn, strict=True)
         a, b = (turned(x) if turn else x for x, turn in saved)
         for_a, for_b = ctx.specs
         da = db = dbias = g = None

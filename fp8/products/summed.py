@@ -21,6 +21,7 @@ from ..casts.casting import Spec, format_of, turn_of
 from ..casts.codes import Codes, codes, narrowed, widened
 from ..casts.groups import aligned, group_codes, pieces, product_shape
 from ..casts.operands import Casts, one_copy
+from ..casts.saved_operands import saved_tensors
 from ..common.compiler import is_differentiated_again
 from ..common.pitfalls import RecipeWarning, warn_once
 from ..formats.format import get_format
@@ -140,7 +141,7 @@ class _Summed(Function):
             raise RuntimeError(
                 "create_graph=True: products with accumulate= have no second derivative"
             )
-        casts, (offs, *saved), history = ctx.casts, ctx.saved_tensors, ctx.history
+        casts, (offs, *saved), history = ctx.casts, saved_tensors(ctx), ctx.history
         kind, groups = KINDS[ctx.kind], (offs, ctx.split)
         da = db = g = None
         if ctx.needs_input_grad[0]:

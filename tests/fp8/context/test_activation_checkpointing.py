@@ -41,6 +41,17 @@ def test_checkpointing_is_never_silently_wrong(block, inside):
             y.sum().backward()
 
 
+@pytest.mark.parametrize("backend", ["simulate", pytest.param("native", marks=pytest.mark.native)])
+@pytest.mark.parametrize("recipe", ["unit", "tensor"])
+def test_the_error_names_the_remedy(recipe, backend):
+    """Where the segment ends with a product, which reads what is recomputed first."""
+    block = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    with fp8.autocast(recipe, backend=backend):
+        y = checkpoint(block, randn(16, 16), use_reentrant=False)
+    with pytest.raises(CheckpointError, match=r"context_fn=fp8\.checkpoint_contexts"):
+        y.sum().backward()
+
+
 CHECKPOINTED = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Conv1d(5, 5, 3))
 
 
