@@ -20,6 +20,7 @@ __all__ = [
     "forget",
     "has_scales",
     "histories",
+    "is_history",
     "reduce_amax",
     "remember",
     "settle",
@@ -65,6 +66,8 @@ class AmaxHistory:
         self.known: set[str] = set()
         #: Number of a product -> the matrix of a stack of weights that it multiplies.
         self.matrices: dict[int, str] = {}
+        #: Name of a product with a weight -> the shape of the weight.
+        self.shapes: dict[str, torch.Size] = {}
 
     def tensor(self, name: str, length: int, device: torch.device, groups: int = 0) -> Tensor:
         """The history of an operand, created with zeros if new. length: 0 for a static scale, which
@@ -85,11 +88,26 @@ class AmaxHistory:
         """The name of the next product. counter: [number of products so far].
 
         Raises ValueError if it multiplies another matrix of a stack of weights than the product of
-        this number did before: a loop over experts that leaves out some has no fixed order.
+        this number did before, as in a loop over experts that leaves out some, or a weight of
+        another shape, as in a pass of a part of the model: such passes have no fixed order.
         """
         name = _numbered(counter, product)
         self._check_matrix(counter[0], operands)
+        self._check_weight(name, operands)
         return name
+
+    @eager_only()
+    def _check_weight(self, name: str, operands: tuple[Tensor, ...]) -> None:
+        weight = operands[-1]
+        if not isinstance(weight, nn.Parameter) or torch.is_inference_mode_enabled():
+            return
+        known = self.shapes.setdefault(name, weight.shape)
+        if weight.shape != known:
+            raise ValueError(
+                f"product {name} multiplied a weight of shape {tuple(known)} before, and of shape "
+                f"{tuple(weight.shape)} now. Products are numbered in call order: give another "
+                "pass, as that of a part of the model, a history of its own, or use fp8.convert"
+            )
 
     @eager_only()
     def _check_matrix(self, number: int, operands: tuple[Tensor, ...]) -> None:
@@ -281,7 +299,7 @@ def remember(layer: Any, recipe: Any, by_call: bool = False) -> None:
 
 def forget(layer: nn.Module) -> None:
     """Removes the buffers that `remember` adds."""
-    for name in [name for name, _ in layer.named_buffers(recurse=False) if _is_history(name)]:
+    for name in [name for name, _ in layer.named_buffers(recurse=False) if is_history(name)]:
         delattr(layer, name)
     for attribute in (_KNOWN, _BY_CALL):
         vars(layer).pop(attribute, None)
@@ -304,7 +322,7 @@ def add_initial_histories(layer: nn.Module, state: dict[str, Any], prefix: str) 
     """Adds initial histories of ``layer`` to a state_dict that has none, so that a checkpoint of
     the unconverted model loads. A state_dict without any parameter of the layer under this name,
     like safetensors files for a module's second name, is left unchanged."""
-    own = {prefix + name: b for name, b in layer.named_buffers(recurse=False) if _is_history(name)}
+    own = {prefix + name: b for name, b in layer.named_buffers(recurse=False) if is_history(name)}
     if vars(layer).get(_BY_CALL):
         for key in state:
             name = key.removeprefix(prefix)
@@ -330,14 +348,15 @@ def static_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _is_history(name: str) -> bool:
+def is_history(name: str) -> bool:
+    """Whether a buffer of this name is one that `remember` adds."""
     return name.rpartition(".")[2].startswith((_AMAX, _SCALE))
 
 
 def histories(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that `remember` added to a model, by name. parallelize_module makes DTensors of
     them, replicated: of these the local tensors."""
-    return {name: part_of(b) for name, b in model.named_buffers() if _is_history(name)}
+    return {name: part_of(b) for name, b in model.named_buffers() if is_history(name)}
 
 
 def reduce_amax(model: nn.Module, group: Group = None) -> None:

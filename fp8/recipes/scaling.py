@@ -290,8 +290,8 @@ def delayed_scale(x: Tensor, history: Tensor, format: Format, rule: str, record:
     """The scale factor from the largest entry of ``history``; from ``x`` itself if that is zero.
 
     record: add the largest finite magnitude of x in front and drop the oldest entry. Range as in
-    `scale_of`; values beyond it overflow as the cast specifies. history: (length,), float32, or the
-    dtype that the model was cast to; updated in place.
+    `scale_of`; values beyond it overflow as the cast specifies. history: (length,), float32;
+    updated in place.
     """
     now = largest_finite(x.detach(), None).float() if x.numel() else history.new_zeros(()).float()
     known = history.amax().float()

@@ -22,7 +22,14 @@ from ..context.active import ACTIVE, checked_backend
 from ..modes.autocast import autocast
 from ..native.product import alignment, devices, why_not_here, why_not_recipe
 from ..products.matmul import linear
-from ..recipes.history import LayerHistory, add_initial_histories, forget, remember, settle
+from ..recipes.history import (
+    LayerHistory,
+    add_initial_histories,
+    forget,
+    is_history,
+    remember,
+    settle,
+)
 from ..recipes.policy import CASTS, Policy, Source, as_policy, composed, name_of, source_of
 from ..recipes.recipe import AUTO, PLAIN, STATIC, Recipe, needs_unit_scale
 from ..selection.layers import (
@@ -119,6 +126,19 @@ class Converted(Gained):
         add_initial_histories(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
         settle(self)
+
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Moves the layer, or changes its dtype. The state of scales stays in float32, and is zero
+        where the meta device had no values: `to_empty` would leave what the memory holds."""
+        states = {n: b for n, b in self.named_buffers(recurse=False) if is_history(n)}
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for name, state in states.items():
+            moved = self._buffers[name]
+            if state.is_meta and not moved.is_meta:
+                moved.zero_()
+            elif moved.dtype != state.dtype:
+                self._buffers[name] = state.to(moved.device)
+        return result
 
     def extra_repr(self) -> str:
         own = super().extra_repr()  # type: ignore[misc]

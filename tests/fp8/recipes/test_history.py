@@ -274,6 +274,21 @@ def test_what_would_be_recomputed_or_has_no_place_for_it_is_refused():
         )
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "static"])
+def test_a_pass_of_a_part_of_the_model_is_an_error(recipe):
+    """Its products have the numbers of others, and would be scaled by their histories."""
+    model, history = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), AmaxHistory()
+    x = randn(5, 8).detach()
+    for _ in range(2):
+        with fp8.autocast(recipe, history=history):
+            model(x)
+    part = "001.linear multiplied a weight of shape .16, 8. before, and of shape .4, 16. now"
+    with fp8.autocast(recipe, history=history), pytest.raises(ValueError, match=part):
+        model[1](randn(5, 16).detach())
+    with fp8.autocast(recipe, history=AmaxHistory()):
+        assert model[1](model[0](x)).isfinite().all()
+
+
 def loop_over(stack: nn.Parameter, experts: list[int], history: AmaxHistory) -> Tensor:
     x = torch.ones(2, 16)
     with fp8.autocast("delayed", history=history):

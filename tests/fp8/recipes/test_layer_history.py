@@ -138,6 +138,40 @@ def test_copies_and_casts():
         assert q.dtype == torch.float32
 
 
+@pytest.mark.parametrize("recipe", ["static", "delayed"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [2.0**20, 2.0**-30])
+def test_the_state_of_scales_keeps_its_dtype(recipe, dtype, size):
+    """2**20 is Inf in float16 and 2**-30 zero: the state of operands of such sizes is neither."""
+    torch.manual_seed(0)
+    model, x = fp8.convert(nn.Linear(16, 16), recipe), size * randn(6, 16).detach()
+    model(x).sum().backward()
+    known = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to(dtype)
+    assert model.weight.dtype == dtype
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype == torch.float32
+        assert torch.equal(buffer, known[name])
+    y = model.to(torch.float32)(x)
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", ["static", "delayed"])
+def test_a_model_from_the_meta_device_has_no_scales_yet(recipe):
+    """`to_empty` leaves what the memory holds."""
+    with torch.device("meta"):
+        model = fp8.convert(nn.Linear(16, 16), recipe)
+    torch.use_deterministic_algorithms(True)  # fills memory with NaN
+    try:
+        model.to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert model.weight.isnan().all()
+    assert all(not buffer.any() for buffer in model.buffers())
+    model.load_state_dict(nn.Linear(16, 16).state_dict())
+    assert model(randn(6, 16)).isfinite().all()
+
+
 SEVERAL = {
     "bilinear": (lambda: nn.Bilinear(8, 8, 4), lambda m, x: m(x, x + 1), 4),
     "attention": (lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0], 12),
