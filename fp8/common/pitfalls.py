@@ -10,7 +10,6 @@ import threading
 import warnings
 import weakref
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ __all__ = [
     "PitfallWarning",
     "RecipeWarning",
     "ScaleWarning",
-    "line_of_caller",
-    "show_once",
+    "show",
     "strict",
     "warn_once",
 ]
@@ -103,18 +101,11 @@ class strict:
 def warn_once(
     category: type[PitfallWarning], message: str, about: Any = None, key: str = ""
 ) -> None:
-    """`show_once`; does nothing while torch.compile traces."""
-    show_once(category, message, about, key)
-
-
-def show_once(
-    category: type[PitfallWarning], message: str, about: Any = None, key: str = ""
-) -> None:
     """Shows ``message`` once per ``about``, ``category`` and ``key``; raises it under `strict`.
 
     about: a module or an optimizer, held by a weak reference; None: once per process. key:
     distinguishes warnings of one category about one object. The warning points to the line of the
-    user's code.
+    user's code. Does nothing while torch.compile traces.
     """
     if _STRICT[0]:
         raise category(message)
@@ -123,22 +114,25 @@ def show_once(
         if (category, key) in shown:
             return
         shown.add((category, key))
-    warnings.warn(message, category, stacklevel=_frames_to_caller()[0])
+    show(category, message)
 
 
-def line_of_caller() -> str:
-    """The line of the user's code that the calls of this thread come from, to be part of a key."""
-    frame = _frames_to_caller()[1]
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def show(category: type[PitfallWarning], message: str) -> None:
+    """Shows a warning that points to the line of the user's code; raises it under `strict`.
+
+    Python's default filter shows it once for each line.
+    """
+    if _STRICT[0]:
+        raise category(message)
+    warnings.warn(message, category, stacklevel=_level_of_caller())
 
 
-def _frames_to_caller() -> tuple[int, FrameType | None]:
-    """The innermost frame outside of this project and torch, and its stacklevel in the function
-    that calls this one."""
-    level = 1
-    frame: FrameType | None = sys._getframe(1)
+def _level_of_caller() -> int:
+    """The stacklevel, for `show`, of the innermost frame outside of this project and torch."""
+    level, frame = 1, sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((*_OWN, _TORCH)):
-            return level, frame
-        level, frame = level + 1, frame.f_back
-    return 2, None
+        file = frame.f_code.co_filename
+        if not file.startswith((*_OWN, _TORCH)):
+            return level
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    return 2

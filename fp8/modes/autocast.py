@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..casts.counts import OPEN, look_here
 from ..common.compiler import FIRST_LOOK, HIDDEN, called, reveal, taken_as_constant
-from ..common.pitfalls import RecipeWarning, line_of_caller, show_once
+from ..common.pitfalls import RecipeWarning, show
 from ..common.threads import Setting
 from ..common.validation import check_name
 from ..context.activation_checkpointing import checkpointed, in_reentrant
@@ -386,10 +386,8 @@ def _leave(function: Callable[..., Any], why: str) -> None:
 
 @taken_as_constant
 def _warn_left(name: str, why: str) -> bool:
-    """Warns, once for each line of the user's code, that a call is not cast; compiled code, while
-    it is traced."""
-    message = f"{_CANNOT.format(name, why)}; left in high precision"
-    show_once(RecipeWarning, message, key=f"{name} at {line_of_caller()}")
+    """Warns that a call is not cast; compiled code, while it is traced."""
+    show(RecipeWarning, f"{_CANNOT.format(name, why)}; left in high precision")
     return True
 
 
