@@ -211,8 +211,8 @@ FEATURES = [
         "export",
         "one operation over the channels",
         "fused by the compiler",
-        ("kernels for few channels", "in Triton's interpreter; never run on a GPU"),
-        ("backward in one pass", "in Triton's interpreter; never run on a GPU"),
+        ("kernels for few channels", "not had: those of torch and of its compiler"),
+        ("backward in one pass", "not had: as torch and its compiler compute it"),
         "no E[x²] - E[x]²",
         ("images per second", _NO_GPU),
         ("older torch, XLA", "not had: torch 2.11 to 2.13, CPU and CUDA devices"),
@@ -223,7 +223,7 @@ FEATURES = [
         "fast norm, off unless asked for",
         "statistics in float32 whatever the dtype",
         "GroupNorm as well",
-        ("Apex", "not needed: the kernels are our own"),
+        ("Apex", "not needed: the kernels are torch's"),
     ),
 ]
 

