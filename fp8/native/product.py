@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..casts.casting import Spec, format_of, shifted, spec_of
+from ..casts.casting import Spec, shifted, spec_of
 from ..casts.operands import one_copy
 from ..casts.saved_operands import (
     SharedCasts,
@@ -27,7 +27,6 @@ from ..common.compiler import apply, own
 from ..common.dtensor import is_dtensor
 from ..formats.format import dtype_name
 from ..recipes.recipe import Recipe
-from ..tensors.scaled_tensor import ScaledTensor
 from . import selftest as proof
 from .kernels import (
     ALIGNMENT,
@@ -131,15 +130,6 @@ def fits(a: Tensor, b: Tensor, multiple: int = ALIGNMENT) -> bool:
         and b.shape[0] % multiple == 0
         and b.shape[1] % multiple == 0
     )
-
-
-def _handed_on(x: Tensor, spec: Spec) -> KernelOperand | None:
-    """The bytes and scale of a ScaledTensor that is already in the format of a cast without a rule;
-    None for others, and for a cast with a rotation."""
-    if not isinstance(x, ScaledTensor) or spec.rule is not None or spec.hadamard:
-        return None
-    same = x.stored.dtype == format_of(spec).dtype
-    return KernelOperand(x.stored, x.scale) if same else None
 
 
 class _Native(Function):
@@ -249,15 +239,13 @@ def product(
     ``kinds``.
 
     casts: as in `fp8.casts.operands.Casts`. histories: of a, b and the output's gradient; None if
-    the recipe has none. The gradient of the bias is s_b times the sum of the output's gradient. If
-    a is a ScaledTensor in the format of its cast (`fp8.norms.norm`), it is not cast again: its
-    bytes are the operand.
+    the recipe has none. The gradient of the bias is s_b times the sum of the output's gradient.
     """
     for_a, for_b, grad_for_a, b_again, grad_for_b, a_again = [c for c in casts if c is not None]
     of_a, of_b, of_grad = histories
     record = torch.is_grad_enabled()
     with torch.no_grad():
-        left = _handed_on(a, for_a) or _left(a, for_a, of_a, record, shared)
+        left = _left(a, for_a, of_a, record, shared)
         right = store(b, for_b, -1, of_b, record)
         again: list[KernelOperand | None] = [None, None]
         if record:

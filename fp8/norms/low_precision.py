@@ -82,27 +82,23 @@ class NoEffectWarning(UserWarning):
 
 
 class _LowPrecision(Gained):
-    """A norm in ``norm_dtype`` (None: the dtype of the enclosing autocast) with output format
-    ``norm_output``."""
+    """A norm in ``norm_dtype`` (None: the dtype of the enclosing autocast)."""
 
     norm_dtype: torch.dtype | None
-    norm_output: str | None
 
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        changed = autocast or self.norm_dtype or self.norm_output
-        if x.dtype == torch.float64 or not changed:
+        if x.dtype == torch.float64 or not (autocast or self.norm_dtype):
             return forward(*args, **kwargs)
-        how = {"dtype": self.norm_dtype, "output": self.norm_output}
         if FIRST_LOOK.items:
-            mode = _Beneath(how, autocast)
+            mode = _Beneath(self.norm_dtype, autocast)
             mode.__enter__()
             try:
                 return forward(*args, **kwargs)
             finally:
                 mode.__exit__(None, None, None)
-        y = NORMS[_kind(self)](self, x, **how)
+        y = NORMS[_kind(self)](self, x, dtype=self.norm_dtype)
         return y if autocast else y.to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -114,9 +110,9 @@ class _Beneath(TorchFunctionMode):
     """Computes the norm's one call in low precision after the modes of `FIRST_LOOK` have seen it. A
     plan identifies the call by its torch function, so it stays valid in every precision."""
 
-    def __init__(self, how: dict[str, Any], autocast: bool) -> None:
+    def __init__(self, dtype: torch.dtype | None, autocast: bool) -> None:
         super().__init__()
-        self._how, self._autocast = how, autocast
+        self._dtype, self._autocast = dtype, autocast
         self._above = tuple(FIRST_LOOK.items)
 
     def __enter__(self) -> _Beneath:
@@ -136,7 +132,7 @@ class _Beneath(TorchFunctionMode):
         kwargs = kwargs or {}
         if function not in _CALLS:
             return called(function, args, kwargs)
-        y = _CALLS[function](*args, **kwargs, **self._how)
+        y = _CALLS[function](*args, **kwargs, dtype=self._dtype)
         return y if self._autocast else y.to((args[0] if args else kwargs["input"]).dtype)
 
 
@@ -144,7 +140,6 @@ def low_precision_norms(
     model: M,
     precision: str | None = None,
     *,
-    output: str | None = None,
     where: Callable[[str, nn.Module], bool] | None = None,
 ) -> M:
     """Makes the norms of ``model`` compute in 16 bits, in place.
@@ -160,9 +155,6 @@ def low_precision_norms(
             enclosing `torch.autocast` of the input's device; without one no effect. A named dtype
             always applies. Outside of autocast, where nothing casts for the next layer, the result
             is converted back to the dtype of the input. A precision without effect changes nothing.
-        output: "e4m3" or "e5m2": the output format of the norms, as in `fp8.norms.norm.layer_norm`,
-            for any precision. For norms whose output is used by FP8 products only. None: their
-            dtype.
         where: (name, norm) -> whether to change it; None changes every norm.
 
     Returns:
@@ -170,7 +162,7 @@ def low_precision_norms(
 
     Raises:
         TypeError: if ``model`` is not a module or ``where`` not a function.
-        ValueError: for an unknown precision or output.
+        ValueError: for an unknown precision.
 
     >>> import torch, fp8
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
@@ -188,14 +180,12 @@ def low_precision_norms(
     if not (where is None or callable(where)):
         raise TypeError(f"where is a {type(where).__name__}; give (name, norm) -> bool or None")
     dtype = _dtype(precision)
-    if output is not None:
-        output = norm.checked_output(output).name
-    elif precision is not None and dtype is None:
+    if precision is not None and dtype is None:
         return model
     for name, module in _norms(model):
         if _kind(module) in NORMS and (where is None or where(name, module)):
             gain(module, _LowPrecision, inside=True)
-            module.norm_dtype, module.norm_output = dtype, output  # type: ignore[assignment]
+            module.norm_dtype = dtype  # type: ignore[assignment]
     return model
 
 
@@ -212,7 +202,7 @@ def revert_norms(model: M) -> M:
     for module in model.modules():
         if isinstance(module, _LowPrecision):
             lose(module, _LowPrecision)
-            del module.norm_dtype, module.norm_output
+            del module.norm_dtype
     return model
 
 
@@ -283,9 +273,8 @@ def _dtype(precision: Any) -> torch.dtype | None:
 
 
 def _how(module: Any) -> str:
-    dtype, output = module.norm_dtype, module.norm_output
-    name = "the dtype of autocast" if dtype is None else dtype_name(dtype)
-    return f"{name}, output in {output}" if output else name
+    dtype = module.norm_dtype
+    return "the dtype of autocast" if dtype is None else dtype_name(dtype)
 
 
 def _kind(module: Any) -> Any:

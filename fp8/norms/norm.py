@@ -1,30 +1,21 @@
 """Norms in low precision: input, weight and output in 16 bits, the statistics in float32.
 
 On CUDA devices `torch.autocast` runs norms in float32, which moves 20 bytes per element instead of
-4. These norms run in its 16-bit dtype, with autocast disabled inside. Their output may be in an FP8
-format, which the next product uses without another cast.
+4. These norms run in its 16-bit dtype, with autocast disabled inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn import functional as F
 from torch.types import Device
 
-from ..casts.casting import spec_of, without_autocast
-from ..common.compiler import apply, compiled_as
+from ..casts.casting import without_autocast
 from ..common.validation import check_flag
-from ..formats.format import Format, get_format
-from ..formats.quantize import quantize_forward
-from ..native.kernels import store
 from ..products.matmul import to_autocast_dtype
-from ..recipes.cast import Cast
-from ..tensors.scaled_tensor import ScaledTensor
 from .layer_norm2d import layer_norm2d as over_channels
 from .layer_norm2d import permuted, wide
 
@@ -37,9 +28,6 @@ __all__ = [
     "rms_norm",
     "set_fast_norm",
 ]
-
-OUTPUTS = ("e4m3", "e5m2")
-"""The output formats of norms: those that FP8 products use."""
 
 
 class _Fast:
@@ -74,7 +62,6 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     dtype: torch.dtype | None = None,
-    output: str | Format | None = None,
 ) -> Tensor:
     """`torch.nn.functional.layer_norm` in low precision.
 
@@ -89,17 +76,11 @@ def layer_norm(
         dtype: the dtype to which input, weight and bias are rounded, and of the output. None: the
             dtype of the enclosing `torch.autocast` of the input's device; without one, that of the
             input. float64 stays float64 unless a dtype is given.
-        output: "e4m3" or "e5m2": the output is rounded once more to that format, without a scale
-            (saturating, ties to even), and returned as a `fp8.ScaledTensor` of one byte per
-            element. A product under a recipe with that format uses it without a cast. The gradient
-            passes the rounding unchanged. In compiled code it is a plain tensor of the same values,
-            and the compiler fuses the cast with the norm.
 
     Returns:
         (..., *normalized_shape), in ``dtype``.
 
     Raises:
-        ValueError: for another output.
         TypeError: if ``dtype`` is not a torch.dtype.
     """
     shape = list(normalized_shape)
@@ -107,7 +88,6 @@ def layer_norm(
         lambda x, *wb: F.layer_norm(x, shape, *_with_wide_statistics(x, shape, *wb), eps),
         (input, weight, bias),
         dtype,
-        output,
     )
 
 
@@ -118,12 +98,11 @@ def rms_norm(
     eps: float | None = 1e-5,
     *,
     dtype: torch.dtype | None = None,
-    output: str | Format | None = None,
 ) -> Tensor:
     """`torch.nn.functional.rms_norm` in low precision.
 
     Args:
-        input, normalized_shape, weight, dtype, output: as in `layer_norm`.
+        input, normalized_shape, weight, dtype: as in `layer_norm`.
         eps: added to the mean square; the default is timm's. None, the default of torch: the
             machine epsilon of float32, the dtype of the statistics.
 
@@ -131,14 +110,13 @@ def rms_norm(
         As `layer_norm`.
 
     Raises:
-        ValueError, TypeError: as `layer_norm`.
+        TypeError: as `layer_norm`.
     """
     eps = torch.finfo(wide(input, input[:0]).dtype).eps if eps is None else eps
     return _norm(
         lambda x, w: F.rms_norm(x, list(normalized_shape), w, eps),
         (input, weight),
         dtype,
-        output,
     )
 
 
@@ -150,7 +128,6 @@ def group_norm(
     eps: float = 1e-5,
     *,
     dtype: torch.dtype | None = None,
-    output: str | Format | None = None,
 ) -> Tensor:
     """`torch.nn.functional.group_norm` in low precision.
 
@@ -158,13 +135,13 @@ def group_norm(
         input: (batch, channels, ...).
         num_groups: the number of groups of channels.
         weight, bias: (channels,) or None.
-        eps, dtype, output: as in `layer_norm`.
+        eps, dtype: as in `layer_norm`.
 
     Returns:
         (batch, channels, ...), in ``dtype``.
 
     Raises:
-        ValueError, TypeError: as `layer_norm`.
+        TypeError: as `layer_norm`.
     """
     return _norm(
         lambda x, *wb: F.group_norm(
@@ -172,7 +149,6 @@ def group_norm(
         ),
         (input, weight, bias),
         dtype,
-        output,
     )
 
 
@@ -183,14 +159,13 @@ def layer_norm2d(
     eps: float = 1e-6,
     *,
     dtype: torch.dtype | None = None,
-    output: str | Format | None = None,
 ) -> Tensor:
     """Layer norm over the channels of each pixel, in low precision.
 
     Args:
         input: (batch, channels, ...).
         weight, bias: (channels,) or None.
-        eps, dtype, output: as in `layer_norm`.
+        eps, dtype: as in `layer_norm`.
 
     Returns:
         (batch, channels, ...), in ``dtype``, with the strides that
@@ -203,14 +178,13 @@ def layer_norm2d(
     def norm(x: Tensor, *wb: Tensor | None) -> Tensor:
         return over_channels(x, *_with_wide_statistics(x, x.shape[1:2], *wb), eps)
 
-    return _norm(norm, (input, weight, bias), dtype, output)
+    return _norm(norm, (input, weight, bias), dtype)
 
 
 def _norm(
     function: Callable[..., Tensor],
     tensors: tuple[Tensor | None, ...],
     dtype: torch.dtype | None,
-    output: str | Format | None,
 ) -> Tensor:
     """``function(*tensors)`` in low precision; the first tensor is the input."""
     if not (dtype is None or isinstance(dtype, torch.dtype)):
@@ -219,8 +193,7 @@ def _norm(
     x, *parameters = (None if t is None else t.to(low) for t in tensors)
     assert x is not None
     with without_autocast(x):
-        y = function(x, *parameters)
-    return y if output is None else _handed_on(y, output)
+        return function(x, *parameters)
 
 
 def _with_wide_statistics(
@@ -234,43 +207,6 @@ def _with_wide_statistics(
     weight = x.new_ones(shape) if weight is None else weight
     bias = x.new_zeros(shape) if bias is None else bias
     return weight.float(), bias.float()
-
-
-def checked_output(output: str | Format) -> Format:
-    """Looks up an output format. Raises ValueError for a format that norms do not support."""
-    format = get_format(output)
-    if format.name not in OUTPUTS:
-        raise ValueError(
-            f"the output of a norm must be {' or '.join(OUTPUTS)}, got {format.name!r}"
-        )
-    return format
-
-
-def _handed_on(y: Tensor, output: str | Format) -> Tensor:
-    return _in_format(y, checked_output(output))
-
-
-@compiled_as(quantize_forward)
-def _in_format(y: Tensor, format: Format) -> Tensor:
-    result: Tensor = apply(_HandedOn, y, format.name)
-    return result
-
-
-class _HandedOn(Function):
-    """``y`` as bytes of a format, without a scale; its gradient passes unchanged."""
-
-    @staticmethod
-    def forward(y: Tensor, format: str) -> Tensor:
-        data, scale, _ = store(y, spec_of(Cast(format=format)))
-        return ScaledTensor(data, scale, y.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
 
 
 class LayerNorm2d(nn.LayerNorm):
