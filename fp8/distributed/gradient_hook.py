@@ -27,24 +27,11 @@ GRADIENT_FORMAT = Format(
 """The format that is sent: 256 finite values, normal from 2**-2. Inf and NaN are encoded in the
 scale."""
 
-SATURATED = 1e-5
-"""The share of saturated values above which the pre-scale is halved (FP8-LM, arXiv:2310.18313,
-section 2.1, also for the next two)."""
-
-LARGEST = 2.0
-GROWTH = 4.0 ** (1 / 1000)
-"""The upper limit of the pre-scale, and its growth per step: from 1/2 to 2 in 1000 steps."""
-
 _NONFINITE = 255  # NaN of E8M0 and the largest byte, so it survives every maximum
 
 
 class HookState:
-    """The state of `all_reduce_hook`: the process group and the pre-scale.
-
-    The pre-scale multiplies gradients before rounding; the mean is divided by it. It starts at 1,
-    where the largest magnitude of a block fits. It grows by `GROWTH` in each step, up to 2, and is
-    halved after a step in which more than `SATURATED` of the values saturated. It is the same on
-    all processes.
+    """The state of `all_reduce_hook`.
 
     Args:
         process_group: None is the default group.
@@ -52,32 +39,6 @@ class HookState:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
-        self.pre_scale = 1.0
-        self._counts: Tensor | None = None  # [saturated, all] of this step
-
-    def update(self) -> None:
-        """Adapts the pre-scale after a step; called by `all_reduce_hook`."""
-        if self._counts is None:
-            return
-        saturated, seen = self._counts.tolist()
-        self._counts = None
-        if saturated > SATURATED * seen:
-            self.pre_scale /= 2
-        else:
-            self.pre_scale = min(self.pre_scale * GROWTH, LARGEST)
-
-    def count(self, counts: Tensor) -> None:
-        """Adds [saturated, all] of a bucket, int64 (2,), to the counts of the step."""
-        self._counts = counts if self._counts is None else self._counts + counts
-
-    def state_dict(self) -> dict[str, float]:
-        """The pre-scale of the next step, for a checkpoint between steps."""
-        self.update()
-        return {"pre_scale": self.pre_scale}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores a `state_dict`."""
-        self.pre_scale, self._counts = float(state["pre_scale"]), None
 
 
 def all_reduce_hook(
@@ -94,9 +55,7 @@ def all_reduce_hook(
     g on w processes, the error of an element is at most ``2**-4 * sum(abs(g)) / w``, that of one
     e4m3 rounding (2**-4) on each process: 1/33 of each contribution and 1/33 of the mean. For an
     element that is small compared to the largest in its block on any process, it is at most 2**-8
-    of that one. Values that saturate, when the pre-scale is above 1 and magnitudes jump, have a
-    larger error for one step. Inf or NaN makes all elements of the block Inf or NaN, on every
-    process.
+    of that one. Inf or NaN makes all elements of the block Inf or NaN, on every process.
 
     Each process sends 0.26 of the bytes of a ring all-reduce in float32. Buckets are padded to a
     multiple of 32 elements per process. A single process rounds and sends nothing.
@@ -108,19 +67,16 @@ def all_reduce_hook(
     Returns:
         A future of the mean, in the dtype of the bucket, the same on all processes.
     """
-    if bucket.index() == 0:
-        state.update()
     gradients = bucket.buffer()
     if dist.get_world_size(state.process_group) > 1:
-        gradients.copy_(_mean(state, gradients.detach()))
+        gradients.copy_(_mean(gradients.detach(), state.process_group))
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(gradients)
     return done
 
 
-def _mean(state: HookState, gradients: Tensor) -> Tensor:
+def _mean(gradients: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The mean of ``gradients`` (n,) over the processes: float32 (n,)."""
-    group = state.process_group
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = gradients.numel()
     parts = F.pad(gradients.float(), (0, -size % (world * BLOCK))).view(world, -1, BLOCK)
@@ -128,7 +84,7 @@ def _mean(state: HookState, gradients: Tensor) -> Tensor:
     dist.all_reduce(exponents, dist.ReduceOp.MAX, group)
     scale = (exponents.to(torch.int32) << 23).view(torch.float32)
 
-    scaled = parts * (state.pre_scale / scale)
+    scaled = parts / scale
     sent = _encode(scaled)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -136,12 +92,9 @@ def _mean(state: HookState, gradients: Tensor) -> Tensor:
     contributions[rank] = scaled[rank]
 
     mean = _encode(contributions.mean(0)).flatten()
-    packet = torch.cat([mean, _counts(scaled).view(torch.uint8)])
-    packets = packet.new_empty(world, packet.numel())
-    dist.all_gather(list(packets), packet, group=group)
-    means, counts = packets.split([mean.numel(), 16], dim=1)
-    state.count(counts.contiguous().view(torch.int64).sum(0))
-    whole = _decode(means).view(parts.shape) * (scale / state.pre_scale)
+    means = mean.new_empty(world, mean.numel())
+    dist.all_gather(list(means), mean, group=group)
+    whole = _decode(means).view(parts.shape) * scale
     return whole.flatten()[:size]
 
 
@@ -151,13 +104,6 @@ def _exponents(blocks: Tensor) -> Tensor:
     amax = blocks.abs().amax(-1, keepdim=True)
     exponents = RULES["up"](amax, GRADIENT_FORMAT).view(torch.int32) >> 23
     return torch.where(amax < torch.inf, exponents, _NONFINITE).to(torch.uint8)
-
-
-def _counts(scaled: Tensor) -> Tensor:
-    """[saturating values, all values]: int64 (2,)."""
-    beyond = GRADIENT_FORMAT.max + 0.5  # half a step, which is 1, above the largest value
-    saturated = (scaled.abs() >= beyond).sum()
-    return torch.stack([saturated, torch.full_like(saturated, scaled.numel())])
 
 
 # The bits of e3m4 are bits of the float16 of a value 2**-12 as large, whose exponent is 12 less.

@@ -123,8 +123,8 @@ def start(kind: str | None, *, fp8: bool = False) -> Iterator[Ranks]:
 
 def distribute(
     model: nn.Module, ranks: Ranks, rehearse: Callable[[nn.Module], None]
-) -> tuple[nn.Module, HookState | None]:
-    """What to call instead of ``model``, whose parameters FSDP2 replaces; the state of DDP's hook.
+) -> nn.Module:
+    """What to call instead of ``model``, whose parameters FSDP2 replaces.
 
     rehearse: calls the model in every way that it will be called: `unit_scale` cannot look at a
     sharded model, and measures the same gradients however many processes there are.
@@ -132,11 +132,10 @@ def distribute(
     if ranks.kind in ("ddp", "fsdp"):
         rehearse(model)
     if ranks.kind == "ddp":
-        state = HookState() if ranks.fp8 else None
         wrapped = DistributedDataParallel(model)
-        if state is not None:
-            wrapped.register_comm_hook(state, all_reduce_hook)
-        return wrapped, state
+        if ranks.fp8:
+            wrapped.register_comm_hook(HookState(), all_reduce_hook)
+        return wrapped
     if ranks.kind == "fsdp":
         if ranks.fp8:
             unit_scaled = any(has_parameter_data(p) for p in model.parameters())
@@ -145,7 +144,7 @@ def distribute(
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    return model, None
+    return model
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, ranks: Ranks) -> Any:

@@ -87,7 +87,7 @@ class Training:
         self.ranks = ranks
         self._train, self._val = corpus.train.to(self.device), corpus.val.to(self.device)
         self._starts = self._draw(self._train, settings.iters, seed)
-        call, self._hook = distribute(model, ranks, self._rehearse)
+        call = distribute(model, ranks, self._rehearse)
         self._call = torch.compile(call) if compile else call
         self.optimizer = optimizer or make_optimizer(model, lr, settings)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=scale_loss)
@@ -195,7 +195,6 @@ class Training:
             "model": whole(self.model.state_dict()),
             "optimizer": optimizer_state(self.optimizer, ranks),
             "scaler": self._scaler.state_dict(),
-            "hook": None if self._hook is None else self._hook.state_dict(),
             "rng": ranks.of_all(torch.get_rng_state()),
             "cuda_rng": ranks.of_all(torch.cuda.get_rng_state(self.device)) if cuda else None,
             "batch_loss": self.batch_loss,
@@ -208,8 +207,6 @@ class Training:
         try:
             load(self.model, self.optimizer, state["model"], state["optimizer"])
             self._scaler.load_state_dict(state["scaler"])
-            if self._hook is not None:
-                self._hook.load_state_dict(state["hook"])
             self.batch_loss.copy_(state["batch_loss"])
             self.step, self.curves = state["step"], state["curves"]
             self.seconds_per_step = state["seconds_per_step"]
