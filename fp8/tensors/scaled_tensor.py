@@ -10,7 +10,7 @@ shortcut are computed from the values in the tensor's dtype; in-place results ar
 from __future__ import annotations
 
 import copy
-import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,10 +21,9 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..common.compiler import apply, eager_only, reads_values
+from ..common.compiler import apply, eager_only
 from ..formats.format import FORMATS, Format, dtype_name, get_format
 from ..recipes.scaling import in_format
-from .scaled_parts import Parts, refuse_rounding, warn_of_small_steps
 
 __all__ = ["DTYPES", "STORED", "ScaledTensor", "keep_gradients_in", "plain", "scaled"]
 
@@ -36,12 +35,17 @@ STORED = ("e4m3", "e5m2", "fp16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that a ScaledTensor can have."""
 
+_STEPS = (aten.addcdiv_, aten._foreach_addcdiv_, aten._fused_adam_, aten._fused_adamw_)
+_AVERAGES = (aten.lerp_, aten._foreach_lerp_)
+_SUMS = (aten.add_, aten._foreach_add_)
+"""The in-place operations that torch's optimizers use to update a weight, and weight averages to
+follow it; sums with a factor count too."""
 
 OWN = ("stored", "scale", "whole", "writes")
 """The attributes of a ScaledTensor itself."""
 
 
-class ScaledTensor(Parts):
+class ScaledTensor(Tensor):
     """A tensor of ``dtype`` and the shape of ``stored``, with the values ``stored * scale``.
 
     Created by `scaled`. These operations return a ScaledTensor without rounding again: moving,
@@ -101,6 +105,44 @@ class ScaledTensor(Parts):
         """The name of the format of the stored values: "e4m3", "e5m2" or "fp16"."""
         return next(name for name in STORED if FORMATS[name].dtype == self.stored.dtype)
 
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of ``dtype`` (default: its own). Not differentiable."""
+        numbers = self.stored.detach().to(torch.float32) * self.scale
+        return numbers.to(self.dtype if dtype is None else dtype)
+
+    @property
+    def data(self) -> Any:
+        """As for any tensor, an alias without gradient. Assigning it stores the new values; shape
+        and dtype are then those of the assigned tensor."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        numbers = new.detach().to(torch.float32)
+        self._check("setting .data", numbers)
+        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        if (self.stored.shape, self.stored.device) != (new.shape, new.device):
+            self.stored = self.stored.new_empty(new.shape, device=new.device)
+            self.scale = self.scale.to(new.device)
+        with torch.no_grad():
+            self._write(numbers)
+
+    def share_memory_(self) -> Any:
+        """Moves both tensors to shared memory."""
+        self.stored.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.stored.is_shared()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy of the values as an array."""
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.dequantize().tolist()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ScaledTensor({self.dequantize()}, format={self.format!r})"
 
@@ -152,7 +194,7 @@ class ScaledTensor(Parts):
         """Raises NotImplementedError if ``exact`` is set and the format would round the values.
         name: of the operation that computed them."""
         if self.exact:
-            refuse_rounding(name, scaled(numbers, self.format).dequantize(numbers.dtype), numbers)
+            _refuse_rounding(name, scaled(numbers, self.format).dequantize(numbers.dtype), numbers)
 
     def _take(self, stored: Tensor, scale: Tensor) -> ScaledTensor:
         if not self.whole:
@@ -289,11 +331,36 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
     kept = [x for x in tree_leaves(written) if isinstance(x, ScaledTensor)]
     if kept:
-        warn_of_small_steps(func, kwargs)
+        _warn_of_small_steps(func, kwargs)
     for x in kept:
         x._check(func.overloadpacket.__name__, numbers[id(x)])
     changed = {id(numbers[id(x)]): x._write(numbers[id(x)]) for x in kept}
     return tree_map(lambda x: changed.get(id(x), x), result)
+
+
+def _warn_of_small_steps(func: Any, kwargs: dict[str, Any]) -> None:
+    """Warns with a UserWarning, on each call, if the in-place operation ``func`` on ScaledTensors
+    is one whose changes may be rounded away, so that the values would not change."""
+    kind = func.overloadpacket
+    step = kind in (*_STEPS, *_AVERAGES) or func.namespace == "bitsandbytes"
+    if step or (kind in _SUMS and kwargs.get("alpha", 1) != 1):
+        warnings.warn(
+            f"{kind.__name__} on a ScaledTensor: its format rounds small steps away. Step it by an "
+            "optimizer that fp8.initialize returned; make a copy that averages weights before "
+            "fp8.initialize",
+            stacklevel=4,
+        )
+
+
+def _refuse_rounding(name: str, rounded: Tensor, numbers: Tensor) -> None:
+    """Raises NotImplementedError unless ``rounded``, in a format, equals ``numbers``, the result of
+    the operation ``name``. NaN is equal to NaN."""
+    if not torch.allclose(rounded, numbers, rtol=0, atol=0, equal_nan=True):
+        raise NotImplementedError(
+            f"{name} would round a weight that fp8.store_frozen keeps in few bits (merging an "
+            "adapter, or a step of an optimizer): call fp8.store_frozen(model, None) first, which "
+            "makes the weights plain parameters again"
+        )
 
 
 _WHOLE_VIEWS = (
@@ -367,45 +434,18 @@ def _by_one_number(x: Any, y: Any) -> bool:
     return not isinstance(y, complex)
 
 
-def _overflows(scale: Tensor) -> bool:
-    """Whether a scale is not finite; False where checking would synchronize with a device."""
-    if not reads_values(scale):
-        return False
-    try:
-        return not math.isfinite(scale)
-    except RuntimeError:  # under vmap, or while tracing
-        return False
-
-
-def _by_values(func: Any, x: ScaledTensor, y: Any) -> Tensor:
-    """``func(x, y)`` on the values, for a scale that overflows float32 although zeros and small
-    values do not.
-
-    Underflow needs no such handling: rounding a scale to a multiple of 2**-149 changes the values
-    by less than rounding to the format does.
-    """
-    y = y.double() if isinstance(y, Tensor) else y
-    return func(x.stored.to(torch.float64) * x.scale.double(), y).to(torch.float32)
-
-
 def _times(func: Any, x: Any, y: Any) -> Any:
     """mul and div."""
     if not _by_one_number(x, y):
         return NotImplemented
-    scale = func(x.scale, y).to(torch.float32)
-    if _overflows(scale):
-        return scaled(_by_values(func, x, y), x.format, x.dtype)
-    return ScaledTensor(x.stored.clone(), scale, x.dtype)
+    return ScaledTensor(x.stored.clone(), func(x.scale, y).to(torch.float32), x.dtype)
 
 
 def _times_(func: Any, x: Any, y: Any) -> Any:
     """mul_ and div_."""
     if not _by_one_number(x, y) or not x.whole:
         return NotImplemented
-    outcome = func(x.scale.clone(), y)
-    if _overflows(outcome):
-        return x._write(_by_values(func, x, y))
-    x.scale.copy_(outcome)
+    x.scale.copy_(func(x.scale.clone(), y))
     x.writes[0] += 1
     return x
 

@@ -352,20 +352,8 @@ def test_plain_pickle(format):
 
 
 @each_format
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_scale_beyond_float32_is_found_anew(format, in_place):
-    """Zero stays zero, what fits float32 is finite, and what is too large is not."""
+def test_multiplied_by_zero_nan_and_inf(format):
     values = torch.tensor([0.0, 1.0, 100.0])
-    for numbers in (values, torch.zeros(3)):
-        x = scaled(numbers, format)
-        for factor in (1e38, 1e38, torch.tensor(1e-30)):
-            before = x.dequantize()
-            x = x.mul_(factor) if in_place else x * factor
-            got, expected = x.dequantize(), before * factor
-            assert torch.equal(got.isfinite(), expected.isfinite())
-            finite = expected.isfinite()
-            torch.testing.assert_close(got[finite], expected[finite], rtol=2**-3, atol=0)
-        assert x.dequantize()[0] == 0
     assert (scaled(values, format) * 0.0).dequantize().eq(0).all()
     assert (scaled(values, format) * math.nan).dequantize().isnan().all()
     assert not (scaled(values, format) / 0.0).dequantize().isfinite().any()
