@@ -138,17 +138,6 @@ def key_at(key: Key, start: int) -> Key:
     return key ^ _wrap(index ^ (block * FIRST % 2**32 << 32))
 
 
-def random_bits(shape: Sequence[int], seed: Seed, *, device: torch.device | str = "cpu") -> Tensor:
-    """A random int32 tensor of `shape`, uniform over all 2**32 values and determined by the
-    arguments.
-
-    Element i is a hash of (seed, i), with i the row-major index: the same in eager and compiled
-    code and on every device, and independent of other random number generation. For seeds see
-    `random_key`.
-    """
-    return bits_from_key(shape, random_key(seed), device=torch.device(device))
-
-
 def fewer_bits(bits: Tensor, count: int) -> Tensor:
     """The first `count` of the 31 bits used in rounding, followed by a one and zeros: the midpoint
     of the possible values of the missing bits, so that their error averages out."""

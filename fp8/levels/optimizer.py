@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..optim import SGD, Adam, AdamW, Muon
 from ..optim.base import LowPrecision
+from ..optim.state import convert
 
 __all__ = ["settings_of", "take_over"]
 
@@ -127,7 +128,7 @@ def take_over(
         group.update({**optimizer.defaults, **group, **options})
         for before, parameter in zip(old, group["params"], strict=True):
             if state.get(before):
-                optimizer.state[parameter] = kind.converted(parameter, state[before], group)
+                optimizer.state[parameter] = convert(parameter, state[before], group)
 
 
 def _scheduled(optimizer: Any, old: Any) -> Any:

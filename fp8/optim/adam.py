@@ -57,7 +57,6 @@ from .state import (
     SECOND,
     Group,
     State,
-    convert,
     everywhere,
     is_plain,
     local,
@@ -482,7 +481,6 @@ class _Adam(LowPrecision):
         "compile",
     )
     check = staticmethod(check_adam)
-    converted = staticmethod(convert)
 
     decoupled: bool
     default_decay: float

@@ -21,7 +21,7 @@ from .encodings import ENCODINGS, MASTERS, decode
 from .state import (
     MASTER,
     Group,
-    State,
+    convert,
     everywhere,
     has,
     keep,
@@ -73,7 +73,7 @@ def finite_everywhere(optimizer: Optimizer, trained: list[Any]) -> bool:
 
 
 class LowPrecision(Optimizer):
-    """Base class. Subclasses check a group, update the parameters, and convert states."""
+    """Base class. Subclasses check a group and update the parameters."""
 
     #: The options that load_state_dict does not change.
     options: ClassVar[tuple[str, ...]]
@@ -88,12 +88,6 @@ class LowPrecision(Optimizer):
     def step_all(self) -> bool:
         """Updates all parameters that have a gradient; or none, and returns False, if one is not
         finite."""
-        raise NotImplementedError
-
-    @staticmethod
-    def converted(parameter: Tensor, saved: State, group: Group) -> State:
-        """Converts ``saved``, the state of an optimizer of this kind, to the encodings of
-        ``group``."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -222,7 +216,7 @@ def _place(before: list[dict[str, Any]], optimizer: Any) -> None:
         for parameter in group["params"]:
             if parameter in optimizer.state:
                 held = optimizer.state[parameter].state
-                optimizer.state[parameter] = optimizer.converted(parameter, held, group)
+                optimizer.state[parameter] = convert(parameter, held, group)
         if missing:
             raise ValueError(f"a group of the state has no {', '.join(missing)}")
         optimizer.check(group)

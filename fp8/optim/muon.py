@@ -34,7 +34,6 @@ from .state import (
     MOMENTUM,
     Group,
     State,
-    convert,
     keep,
     local,
     parameters_of,
@@ -117,7 +116,6 @@ class Muon(LowPrecision):
         "recipe",
     )
     optional = (*LowPrecision.optional, "betas")
-    converted = staticmethod(convert)
 
     def __init__(
         self,

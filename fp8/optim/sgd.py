@@ -12,7 +12,7 @@ from torch.optim.sgd import sgd
 from ..common.validation import check_number
 from ..tensors.scaled_tensor import plain
 from .base import LowPrecision, check_group, finite_everywhere, refuse
-from .state import MASTER, MOMENTUM, Group, State, convert, local, names, put_weight, weight_of
+from .state import MASTER, MOMENTUM, Group, State, local, names, put_weight, weight_of
 
 __all__ = ["SGD"]
 
@@ -43,7 +43,6 @@ class SGD(LowPrecision):
 
     options = ("master_weights",)
     check = staticmethod(_check)
-    converted = staticmethod(convert)
 
     def __init__(
         self,

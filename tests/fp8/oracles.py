@@ -10,6 +10,7 @@ from gfloat import formats as gf
 from torch import Tensor
 
 from fp8 import Format
+from fp8.formats.random_bits import Seed, bits_from_key, random_key
 
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -113,3 +114,8 @@ def assert_same(got: Tensor, want: Tensor, x: Tensor) -> None:
         rows = zip(*(t[wrong][:5].tolist() for t in (x, got, want)), strict=True)
         listed = "; ".join(f"{a!r} -> {b!r}, not {c!r}" for a, b, c in rows)
         raise AssertionError(f"{int(wrong.sum())} of {x.numel()} differ: {listed}")
+
+
+def random_bits(shape: tuple[int, ...], seed: Seed) -> Tensor:
+    """The random bits of a seed on the CPU."""
+    return bits_from_key(shape, random_key(seed), device=torch.device("cpu"))

@@ -15,12 +15,12 @@ from gfloat import RoundMode
 from torch import Tensor
 
 from fp8 import FORMATS, Format, quantize
-from fp8.formats.random_bits import random_bits
 from tests.fp8.oracles import (
     GFLOAT,
     all_patterns,
     assert_same,
     nearest,
+    random_bits,
     random_patterns,
     with_gfloat,
     within,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8.formats.random_bits import Key, bits_from_key, key_at, random_bits, random_key
+from fp8.formats.random_bits import Key, bits_from_key, key_at, random_key
+from tests.fp8.oracles import random_bits
 
 COUNT = 1 << 17
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fp8 import FORMATS, Format
-from fp8.formats.random_bits import random_bits
 from fp8.formats.rounding import LAYOUTS, Grid, _fits_floats, _round_by_bits, round_to_grid
-from tests.fp8.oracles import assert_same, random_patterns
+from tests.fp8.oracles import assert_same, random_bits, random_patterns
 
 
 def grid_of(format: Format, beyond: float) -> Grid:

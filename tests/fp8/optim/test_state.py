@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8
-from fp8.formats.random_bits import random_bits
 from fp8.optim import Adam, AdamW
 from fp8.optim.encodings import ENCODINGS, MOMENTS, Encoded, decode, scale_for, write, zeros
 from fp8.recipes.scaling import scale_of
+from tests.fp8.oracles import random_bits
 
 SHAPES = ((64, 96), (4097,), (5,))
 FLOAT32 = {"first_moment": "float32", "second_moment": "float32", "min_size": 0}
