@@ -121,9 +121,7 @@ def start(kind: str | None, *, fp8: bool = False) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def distribute(
-    model: nn.Module, ranks: Ranks, rehearse: Callable[[nn.Module], None]
-) -> nn.Module:
+def distribute(model: nn.Module, ranks: Ranks, rehearse: Callable[[nn.Module], None]) -> nn.Module:
     """What to call instead of ``model``, whose parameters FSDP2 replaces.
 
     rehearse: calls the model in every way that it will be called: `unit_scale` cannot look at a
