@@ -58,9 +58,6 @@ PRIVATE = {
     "fp8/common/compiler.py": {
         "torch._dynamo": "has read torch's list of overridable functions, and keeps it",
     },
-    "unit_scaling/transforms/capture/record.py": {
-        "torch._C": "_functorch: which parameter torch.func.grad differentiates by",
-    },
     "unit_scaling/transforms/measure/ranks.py": {
         "torch.distributed.distributed_c10d._get_default_store": "the store of the job",
     },

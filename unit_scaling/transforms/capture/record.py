@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._C import _functorch as functorch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.func import debug_unwrap
 
 from fp8.common.compiler import FirstLook
 from fp8.common.step import plain
@@ -316,8 +316,8 @@ class Recorder(FirstLook):
 
         An unknown tensor gets a new node.
         """
-        if id(inner := _differentiated(tensor)) in self._parameters:
-            tensor = inner
+        if id(inner := debug_unwrap(tensor)) in self._parameters:
+            tensor = inner  # which torch.func.grad differentiates by
         maker = tensor.grad_fn
         if maker is not None and self._is_hidden(tensor, maker):
             if maker not in self._makers:
@@ -432,13 +432,6 @@ class Recorder(FirstLook):
         node.results = len(written)
         self.graph.nodes.append(node)
         self._remember(written)
-
-
-def _differentiated(tensor: Tensor) -> Tensor:
-    """The tensor that `torch.func.grad` differentiates by, of what it shows the model instead."""
-    while functorch.is_gradtrackingtensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def _varied(like: Tensor) -> Tensor:
