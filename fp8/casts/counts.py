@@ -227,8 +227,8 @@ _SAMPLE = 1 << 14
 
 
 class Look:
-    """Warns once about values lost by operands that are cast without a scale, when their first
-    gradient is cast. recipe: its name."""
+    """Warns once about values lost by operands that are cast without a scale, or at that of
+    calibration, when their first gradient is cast. recipe: its name."""
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
@@ -241,9 +241,11 @@ class Look:
 
     def count(self, layer: str, operand: str, seen: Observed) -> None:
         """As `CastRecorder.count`. Does nothing under `torch.vmap`, where values cannot be read."""
-        x, y, scale, format, *_ = seen
-        if self.warned or scale is not None or x.is_meta:
+        x, y, scale, format, static, _ = seen
+        if self.warned or (scale is not None and not static) or x.is_meta:
             return
+        why = _UNSCALED if scale is None else _CALIBRATED
+        x = x if scale is None else x / scale
         try:
             used, zero, saturated = _lost(x, y, format)
         except RuntimeError:
@@ -256,15 +258,20 @@ class Look:
             ):
                 which = operand.removesuffix(" again")
                 text = f"{share:.0%} of the {which} of {layer} {what} in {format}"
+                text += f", which recipe {self.recipe!r} casts {why}"
                 self.worst, self.what = max((self.worst, self.what), (beyond, text))
         if operand.startswith("grad") and self.worst > LOST:
             self.warned = True
-            warn_once(RecipeWarning, _FLUSHED.format(self.what, self.recipe), self)
+            warn_once(RecipeWarning, f"{self.what}; {_REMEDY}", self)
 
 
-_FLUSHED = (
-    "{}, which recipe {!r} casts without a scale. It is for unit-scaled models and their losses; "
-    'recipe "tensor" has a scale for each tensor, and fp8.stats counts what is lost of each'
+_UNSCALED = "without a scale. It is for unit-scaled models and their losses"
+_CALIBRATED = (
+    "at the scale of fp8.calibrate: calibrate again, with a batch and the loss of training, which "
+    "is multiplied by the factor of a GradScaler"
+)
+_REMEDY = (
+    'recipe "tensor" has a scale for each tensor, and fp8.stats counts what is lost of each operand'
 )
 
 _LATEST: deque[Look] = deque(maxlen=64)
@@ -297,8 +304,8 @@ def forget_looks(model: nn.Module) -> None:
 
 def look_here(recipe: Recipe | None) -> Look | None:
     """The `Look` at products without a weight for a block that is being opened. None if that line
-    of the caller's code was already observed, or if the recipe has scales."""
-    if recipe is None or not recipe.unscaled:
+    of the caller's code was already observed, or if the recipe's scales follow the operands."""
+    if recipe is None or not recipe.fixed:
         return None
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
@@ -343,7 +350,7 @@ def product_name(kind: str, weight: Tensor | None = None, recipe: Recipe | None 
             unnamed[kind] += 1
             layer = f"{kind} {unnamed[kind]}"
         return f"{recorder.token}|{layer}"
-    if recipe is None or not recipe.unscaled:
+    if recipe is None or not recipe.fixed:
         return ""
     return _counted_name(kind, weight, recipe)
 

@@ -113,6 +113,8 @@ class Recipe:
 
     unscaled: ClassVar[bool] = False
     """Set per instance: whether it casts an operand without a scale."""
+    fixed: ClassVar[bool] = False
+    """Set per instance: whether it casts an operand without a scale, or at that of calibration."""
     attention: ClassVar[tuple[Recipe, ...]] = ()
     """Set per instance: the recipes of the products inside of attention; (): it is one product."""
 
@@ -149,9 +151,11 @@ class Recipe:
         inner = tuple(filter(None, (self.attention_scores, self.attention_values)))
         object.__setattr__(self, "attention", inner)
         self._check_attention()
-        unscaled = any(cast is not None and cast.scaling == "unit" for cast in self.casts)
-        unscaled = unscaled or any(inner.unscaled for inner in self.attention)
+        scalings = {cast.scaling for cast in self.casts if cast is not None}
+        unscaled = "unit" in scalings or any(r.unscaled for r in inner)
+        fixed = unscaled or "static" in scalings or any(r.fixed for r in inner)
         object.__setattr__(self, "unscaled", unscaled)
+        object.__setattr__(self, "fixed", fixed)
 
     def _check_sums(self) -> None:
         if self.accumulate is None:

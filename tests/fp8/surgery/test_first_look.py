@@ -208,3 +208,19 @@ def test_transforms_of_functions_are_left_alone():
             return (1e-9 * model(x)).sum()
 
     assert torch.func.vmap(torch.func.grad(loss))(batch()[:, None]).shape == (64, 1, 64)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**16])
+def test_a_loss_that_is_not_the_calibrated_one_is_named(factor: float) -> None:
+    """A GradScaler multiplies the loss, and fp8.calibrate was called without it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    x = torch.randn(128, 64)
+    fp8.convert(model, "static")
+    fp8.calibrate(model, x, loss=lambda y: y.square().mean())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (factor * model(x).square().mean()).backward()
+    found = [str(w.message) for w in caught]
+    assert len(found) == (factor != 1)
+    assert all("saturate in e5m2" in text and "GradScaler" in text for text in found)
