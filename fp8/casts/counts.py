@@ -168,19 +168,12 @@ class CastRecorder:
         key = (layer, operand, str(format))
         total = torch.stack([count.double() for count in counts])
         if static:
-            self._check_scale(layer, operand, total, unit)
+            mean = total[COUNTS.index("signal")] / xs.numel()
+            _check_scale(layer, operand, mean, unit, self._model)
         if operand in ACTIVATIONS:
             self._watch(key, total)
         with self.lock:
             self.sums[key] = self.sums[key] + total if key in self.sums else total
-
-    def _check_scale(self, layer: str, operand: str, total: Tensor, scale: Tensor) -> None:
-        """Warns, once per model, if a static scale factor is far from the RMS of its operand."""
-        counts = dict(zip(COUNTS, total.tolist(), strict=True))
-        ratio = math.sqrt(counts["signal"] / counts["sampled"]) / float(scale)
-        if ratio and not 1 / DRIFT <= ratio <= DRIFT:
-            message = _DRIFTED.format(operand, layer, ratio)
-            warn_once(ScaleWarning, message, self._model, "static")
 
     def _watch(self, key: tuple[str, str, str], total: Tensor) -> None:
         """Warns, once per model, if the kurtosis of an activation grows faster than a logarithm."""
@@ -205,13 +198,27 @@ _GROWS = (
     "by rows or blocks, keep the layer in high precision, or normalize it"
 )
 
+
+def _check_scale(layer: str, operand: str, square: Tensor, scale: Tensor, about: Any) -> None:
+    """Warns, once for ``about``, if a static scale factor is far from the RMS of its operand, whose
+    mean square is given. Does nothing under `torch.vmap`, where values cannot be read."""
+    try:
+        ratio = math.sqrt(float(square)) / float(scale)
+    except RuntimeError:
+        return
+    if 0 < ratio < math.inf and not 1 / DRIFT <= ratio <= DRIFT:
+        warn_once(ScaleWarning, _DRIFTED.format(operand, layer, ratio), about, "static")
+
+
 DRIFT = 64.0
 """The factor, up or down, between the RMS of an operand and its static scale beyond which
-`fp8.stats` warns: 6 of the 18 octaves of e4m3, of which 8 are above the RMS that calibration sets.
+`fp8.stats` and the first backward pass warn: 6 of the 18 octaves of e4m3, of which 8 are above the
+RMS that calibration sets.
 """
 _DRIFTED = (
     "the RMS of the {} of {} is {:.2g} times the scale that fp8.calibrate has set, beyond "
-    "[2**-6, 2**6]: call fp8.calibrate again"
+    "[2**-6, 2**6]: call fp8.calibrate again, with the loss of training, the factor of a "
+    "GradScaler included"
 )
 
 LOST = 0.1
@@ -227,8 +234,8 @@ _SAMPLE = 1 << 14
 
 
 class Look:
-    """Warns once about values lost by operands that are cast without a scale, or at that of
-    calibration, when their first gradient is cast. recipe: its name."""
+    """Warns once about values lost by operands that are cast without a scale, when their first
+    gradient is cast, and about an operand far from its static scale. recipe: its name."""
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
@@ -242,10 +249,11 @@ class Look:
     def count(self, layer: str, operand: str, seen: Observed) -> None:
         """As `CastRecorder.count`. Does nothing under `torch.vmap`, where values cannot be read."""
         x, y, scale, format, static, _ = seen
-        if self.warned or (scale is not None and not static) or x.is_meta:
+        if static and scale is not None and not x.is_meta:
+            mean = x.detach().flatten()[:: stride(x, _SAMPLE)].double().square().mean()
+            _check_scale(layer, operand, mean, scale, self)
+        if self.warned or scale is not None or x.is_meta:
             return
-        why = _UNSCALED if scale is None else _CALIBRATED
-        x = x if scale is None else x / scale
         try:
             used, zero, saturated = _lost(x, y, format)
         except RuntimeError:
@@ -258,20 +266,15 @@ class Look:
             ):
                 which = operand.removesuffix(" again")
                 text = f"{share:.0%} of the {which} of {layer} {what} in {format}"
-                text += f", which recipe {self.recipe!r} casts {why}"
                 self.worst, self.what = max((self.worst, self.what), (beyond, text))
         if operand.startswith("grad") and self.worst > LOST:
             self.warned = True
-            warn_once(RecipeWarning, f"{self.what}; {_REMEDY}", self)
+            warn_once(RecipeWarning, _FLUSHED.format(self.what, self.recipe), self)
 
 
-_UNSCALED = "without a scale. It is for unit-scaled models and their losses"
-_CALIBRATED = (
-    "at the scale of fp8.calibrate: calibrate again, with a batch and the loss of training, which "
-    "is multiplied by the factor of a GradScaler"
-)
-_REMEDY = (
-    'recipe "tensor" has a scale for each tensor, and fp8.stats counts what is lost of each operand'
+_FLUSHED = (
+    "{}, which recipe {!r} casts without a scale. It is for unit-scaled models and their losses; "
+    'recipe "tensor" has a scale for each tensor, and fp8.stats counts what is lost of each'
 )
 
 _LATEST: deque[Look] = deque(maxlen=64)
