@@ -12,7 +12,7 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -293,10 +293,12 @@ class Recorder(FirstLook):
         given = (*tensors_in(args), *tensors_in(kwargs))
         if writes(function, name, args, kwargs):
             node.written = tuple(slot for slot, t in given if id(t) in made)
-        if kind is not None and written and not node.written and made <= {id(t) for _, t in given}:
-            self.graph.nodes.append(node)  # it returns its argument, which may be used by itself
+        # Arguments that it returns may be used by themselves.
+        same = set() if node.written else made & {id(t) for _, t in given}
+        if kind is not None and written and made == same:
+            self.graph.nodes.append(node)
         elif written or kind is not None:
-            self._add(node, sources, written)
+            self._add(node, sources, written, same)
         return output
 
     def _gradients(self, tensors: tuple[Tensor, ...], inputs: list[Input]) -> tuple[Tensor, ...]:
@@ -400,9 +402,13 @@ class Recorder(FirstLook):
             and (id(t) in self._node_of or t.grad_fn is not None)
         }
 
-    def _remember(self, tensors: list[Tensor]) -> None:
-        """Records that the tensors come from the latest node."""
+    def _remember(self, tensors: list[Tensor], others: Collection[int] = ()) -> None:
+        """Records that the tensors come from the latest node, but for those with an ``id`` in
+        ``others``.
+        """
         for part, tensor in enumerate(tensors):
+            if id(tensor) in others:
+                continue
             self._node_of[id(tensor)] = (len(self.graph.nodes) - 1, part)
             self._kept.append(tensor)
             if tensor.grad_fn is not None:
@@ -417,7 +423,13 @@ class Recorder(FirstLook):
         scaled = {slot: values[slot] * f for slot, f in factors.items() if f != 1.0}
         return replaced(args, scaled), replaced(kwargs, scaled)
 
-    def _add(self, node: CallNode, sources: list[CallNode], written: list[Tensor]) -> None:
+    def _add(
+        self,
+        node: CallNode,
+        sources: list[CallNode],
+        written: list[Tensor],
+        others: Collection[int],
+    ) -> None:
         largest = max(written, key=Tensor.numel, default=None)
         node.shape = tuple(largest.shape) if largest is not None else ()
         node.floating = any(t.is_floating_point() or t.is_complex() for t in written)
@@ -431,7 +443,7 @@ class Recorder(FirstLook):
                 written[0].div_(rms_of(written[0]))
         node.results = len(written)
         self.graph.nodes.append(node)
-        self._remember(written)
+        self._remember(written, others)
 
 
 def _varied(like: Tensor) -> Tensor:
