@@ -8,10 +8,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-__all__ = ["checkpointed", "in_recomputation", "in_reentrant"]
+__all__ = ["checkpointed", "in_backward", "in_recomputation", "in_reentrant"]
 
 
 def checkpointed(
@@ -44,13 +45,22 @@ def in_reentrant() -> bool:
     return any(frame.f_code is code for frame in _frames())
 
 
-def in_recomputation(reentrant: bool = False) -> bool:
-    """Whether a checkpoint with this ``use_reentrant`` is recomputing in the backward pass."""
+def in_recomputation() -> bool:
+    """Whether a checkpoint with ``use_reentrant=False`` is recomputing in the backward pass."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    code = CheckpointFunction.backward.__code__
-    here = (code.co_name if reentrant else "recompute_fn", code.co_filename)
+    here = ("recompute_fn", CheckpointFunction.forward.__code__.co_filename)
     return any((frame.f_code.co_name, frame.f_code.co_filename) == here for frame in _frames())
+
+
+def in_backward() -> bool:
+    """Whether the backward pass of an autograd function is running, as of a checkpoint with
+    ``use_reentrant=True`` or of a reversible layer, which compute parts of a model again.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    code = BackwardCFunction.apply.__code__
+    return any(frame.f_code is code for frame in _frames())
 
 
 def _frames() -> Iterator[FrameType]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8.common.pitfalls import PitfallWarning, warn_once
 from fp8.common.threads import Stack
-from fp8.context.activation_checkpointing import in_recomputation
+from fp8.context.activation_checkpointing import in_backward, in_recomputation
 from fp8.modes.autocast import outside_compiler
 
 from ...parameter import has_parameter_data, remember_tags, tag
@@ -57,7 +57,8 @@ _ON_ITS_OWN = (
 
 _REENTRANT = (
     "the calls of the model depend on values, so unit_scale tracks the gauges of its tensors, "
-    "which reentrant checkpointing hides: use torch.utils.checkpoint with use_reentrant=False"
+    "which an autograd function hides that computes parts of the model again: for a checkpoint, "
+    "use_reentrant=False"
 )
 
 LOOKS = 8
@@ -248,8 +249,8 @@ class UnitScale:
         kwargs: dict[str, Any],
     ) -> Any:
         warn_of_break(module)
-        if form.path and in_recomputation(reentrant=True):
-            return self._recomputed(form, call)
+        if form.path and in_backward():
+            return self._again(form, call)
         stale, made = None, None
         if form in self._watched:
             with self._recording:
@@ -269,12 +270,12 @@ class UnitScale:
                     raise
                 stale = None if self._vary(miss.paths, certain=plan is made) else plan
 
-    def _recomputed(self, form: Form, call: Call) -> Any:
-        """Runs a part of the model again in the backward pass, which has gradients in the gauges of
+    def _again(self, form: Form, call: Call) -> Any:
+        """Runs a part of the model again in its backward pass, which has gradients in the gauges of
         its plan: the border of the model is elsewhere.
         """
         plan = self._known(form)
-        if plan is None or self.settled.varying:
+        if plan is None or (self.settled.varying and not in_recomputation()):
             raise RuntimeError(_REENTRANT)
         RUNNING.items.append(self)
         try:
