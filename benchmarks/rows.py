@@ -106,6 +106,7 @@ ARGUMENTS: dict[str, Callable[[Sizes], tuple[Any, ...]]] = {
     "linear_readout": lambda s: (leaf(s.rows, WIDTH), leaf(WIDTH, WIDTH)),
     "matmul": lambda s: (leaf(8, 256, 256), leaf(8, 256, 256)),
     "addmm": lambda s: (leaf(WIDTH), leaf(s.rows, WIDTH), leaf(WIDTH, WIDTH)),
+    "grouped_mm": lambda s: (leaf(8, 256, 256), leaf(8, 256, 256)),
     "bilinear": lambda s: (leaf(256, 64), leaf(256, 64), leaf(64, 64, 64)),
     "einsum": lambda s: ("bij,bjk->bik", leaf(8, 256, 256), leaf(8, 256, 256)),
     **{f"conv{d}d": lambda s, d=d: (image(s, *SIZES[d]), kernel(d)) for d in SIZES},
