@@ -249,10 +249,12 @@ class Look:
     def count(self, layer: str, operand: str, seen: Observed) -> None:
         """As `CastRecorder.count`. Does nothing under `torch.vmap`, where values cannot be read."""
         x, y, scale, format, static, _ = seen
-        if static and scale is not None and not x.is_meta:
+        if x.is_meta:
+            return
+        if static and scale is not None:
             mean = x.detach().flatten()[:: stride(x, _SAMPLE)].double().square().mean()
             _check_scale(layer, operand, mean, scale, self)
-        if self.warned or scale is not None or x.is_meta:
+        if self.warned or scale is not None:
             return
         try:
             used, zero, saturated = _lost(x, y, format)

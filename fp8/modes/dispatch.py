@@ -344,9 +344,9 @@ def _linear_cross_entropy(
 EXPANDED: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
 }
+"""Torch function -> an equivalent function whose calls the mode can intercept."""
 if hasattr(F, "linear_cross_entropy"):  # torch 2.13
     EXPANDED[F.linear_cross_entropy] = _linear_cross_entropy
-"""Torch function -> an equivalent function whose calls the mode can intercept."""
 
 _RECURRENT = "one kernel computes all its products; write it out step by step"
 _SPARSE = "sparse operands have no cast"
@@ -385,4 +385,4 @@ LEFT: dict[Callable[..., Any], str] = {
     torch.linalg.matrix_power: _POWERS,
     F.triplet_margin_with_distance_loss: "a mode does not see what its distance_function calls",
 }
-"""Torch function whose products stay in high precision -> why. A warning says so once."""
+"""Torch function whose products stay in high precision, with a warning -> why."""

@@ -195,8 +195,10 @@ def hooked(model: nn.Module) -> tuple[str, ...]:
     return tuple(
         name
         for name, module in model.named_modules()
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if not _belongs(hook, module, parts) and _package(hook) not in _KEEP_NOTHING
+        if any(
+            not _belongs(hook, module, parts) and _package(hook) not in _KEEP_NOTHING
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
     )
 
 
