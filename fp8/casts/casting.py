@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..common.compiler import apply, compiled_as, own
+from ..common.compiler import apply, compiled_as, own, taken_as_constant
 from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, unreduced
-from ..formats.format import Format, get_format
+from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
 from ..formats.random_bits import KEY_START
 from ..recipes.cast import Cast
@@ -155,7 +155,12 @@ def spec_of(cast: Cast | None) -> Spec | None:
     return _known_spec(cast.text)
 
 
-_known_spec = compiled_as(Spec.from_text)(cache(Spec.from_text))
+@taken_as_constant
+def _fields(text: str) -> tuple[Any, ...]:
+    return tuple(Spec.from_text(text))
+
+
+_known_spec = compiled_as(lambda text: Spec(*_fields(text)))(cache(Spec.from_text))
 
 
 def shifted(spec: Spec | None, exponent: int) -> Spec | None:
@@ -327,7 +332,9 @@ def static_scale(exponent: int, x: Tensor) -> Tensor:
 
 def format_of(spec: Spec) -> Format:
     """The format of a spec."""
-    return Format.from_text(spec.format) if "|" in spec.format else get_format(spec.format)
+    if "|" in spec.format:
+        return Format.from_text(spec.format)
+    return get_format(FORMATS[spec.format])
 
 
 def rounding_of(cast: Spec | Cast) -> dict[str, Any]:

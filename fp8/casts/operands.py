@@ -55,9 +55,9 @@ def casts_of(
     """
     if recipe is None:
         return Casts()
-    a, b = (spec_of(cast) for cast in recipe.forward)
-    grad_for_a, b_again = (spec_of(cast) for cast in recipe.grad_input)
-    grad_for_b, a_again = (spec_of(cast) for cast in recipe.grad_weight)
+    a, b = map(spec_of, recipe.forward)
+    grad_for_a, b_again = map(spec_of, recipe.grad_input)
+    grad_for_b, a_again = map(spec_of, recipe.grad_weight)
     if not layer:
         b, b_again = a, _turned_like(a, grad_for_a)
         grad_for_a = unrotated(grad_for_a) if a is None else grad_for_a
@@ -84,7 +84,8 @@ def one_copy(first: Spec | None, second: Spec | None) -> bool:
     other axis."""
     if first is None or second is None:
         return first is second
-    return first.settings == second.settings and is_symmetric(first)
+    equal = first == second or first.settings == second.settings
+    return equal and is_symmetric(first)
 
 
 def with_copies(a: Tensor, b: Tensor, casts: Casts) -> tuple[Tensor | None, Tensor | None, Casts]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -103,7 +104,15 @@ def eager_only(otherwise: Any = None) -> Callable[[Fn], Fn]:
 
     For checks that read values, and for what is recorded or cached between calls.
     """
-    return compiled_as(lambda *_, **__: otherwise)
+
+    def decorate(function: Fn) -> Fn:
+        @wraps(function)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return otherwise if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+        return cast("Fn", chosen)
+
+    return decorate
 
 
 #: Torch functions that a mode intercepts in eager code but not under torch.compile, which shows a
@@ -172,16 +181,34 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
     computes anything, and the new form is used. A RuntimeError of ``forward`` itself is raised
     again by the second call.
 
+    Inside, no torch-function mode sees a call: an autocast and the plan of a unit-scaled model have
+    seen the product as a whole. Tensors of other classes are left to these.
+
     written: the argument that ``backward`` writes into.
 
     A graph compiled without gradients contains only ``forward``. What only ``backward`` needs is
     not read, so the graph has no guards on it.
     """
+    for arg in args:
+        if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
+            return _apply(function, args, written)
+    with torch.DisableTorchFunction():
+        return _apply(function, args, written)
+
+
+def _apply(function: type[Function], args: tuple[Any, ...], written: Tensor | None) -> Any:
     if not torch.compiler.is_compiling():
         return apply_eagerly(function, *args)
     if not torch.is_grad_enabled():
         return function.forward(*args)
-    return function.apply(*[arg if arg is written else _seen(arg) for arg in args])
+    # The compiler assumes that an argument which `torch.func.grad` differentiates needs no gradient
+    # (torch 2.13), and would differentiate ``forward`` instead of calling ``backward``. It does see
+    # that a view of it needs one.
+    seen = []
+    for arg in args:
+        known = not isinstance(arg, Tensor) or arg is written or arg.requires_grad
+        seen.append(arg if known or not arg.is_floating_point() else arg.view_as(arg))
+    return function.apply(*seen)
 
 
 def apply_eagerly(function: type[Function], *args: Any) -> Any:
@@ -190,18 +217,6 @@ def apply_eagerly(function: type[Function], *args: Any) -> Any:
         return _without_binding(function, torch.is_grad_enabled()).apply(*args)
     except RuntimeError:
         return function.apply(*args)
-
-
-def _seen(arg: Any) -> Any:
-    """A view of an argument that `torch.func.grad` differentiates; any other argument unchanged.
-
-    The compiler assumes that such an argument needs no gradient (torch 2.13), and would
-    differentiate ``forward`` instead of calling ``backward``. It does see that a view of it needs
-    one.
-    """
-    if not isinstance(arg, Tensor) or arg.requires_grad or not arg.is_floating_point():
-        return arg
-    return arg.view_as(arg)
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -147,19 +147,23 @@ class Format:
     @staticmethod
     def from_text(text: str) -> Format:
         """The format with this `text`. Not validated again."""
-        name, exponent_bits, mantissa_bits, bias, largest, *flags, dtype = text.rsplit("|", 9)
-        values = {
-            "name": name,
-            "exponent_bits": int(exponent_bits),
-            "mantissa_bits": int(mantissa_bits),
-            "bias": int(bias),
-            "max": float(largest),
-            **dict(zip(_FLAGS, [flag == "1" for flag in flags], strict=True)),
-            "dtype": getattr(torch, dtype) if dtype else None,
-            "text": text,
-        }
+        fields = text.rsplit("|", 9)
+        name, exponent_bits, mantissa_bits, bias, largest = fields[:5]
+        infinity, nan, negative_zero, signed, dtype = fields[5:]
         made = object.__new__(Format)
-        for field, value in values.items():
+        for field, value in (
+            ("name", name),
+            ("exponent_bits", int(exponent_bits)),
+            ("mantissa_bits", int(mantissa_bits)),
+            ("bias", int(bias)),
+            ("max", float(largest)),
+            ("infinity", infinity == "1"),
+            ("nan", nan == "1"),
+            ("negative_zero", negative_zero == "1"),
+            ("signed", signed == "1"),
+            ("dtype", getattr(torch, dtype) if dtype else None),
+            ("text", text),
+        ):
             object.__setattr__(made, field, value)
         return made
 

@@ -104,8 +104,7 @@ def quantize_operand(
     inverse: a factor that replaces the division by the scale.
     """
     infinity = (format.nonfinite or math.nan) if overflow == "saturate" else None
-    scaled = scale is not None
-    grid, _ = _check(x, format, rounding, overflow, None, random_bits, scaled, infinity)
+    grid = _grid(format, overflow, x.dtype, scale is not None, random_bits, infinity)
     return _quantize(x.detach(), grid, rounding, scale, _key(rounding, None, x.device), inverse)
 
 
@@ -253,20 +252,14 @@ def _check(
     overflow: str,
     scale: float | Tensor | None,
     random_bits: int,
-    scaled: bool = False,
-    infinity: float | None = None,
 ) -> tuple[Grid, Tensor | None]:
-    """Validates the arguments of `quantize` and returns the numbers needed for the arithmetic.
-
-    scaled: whether there is a scale that needs no validation. infinity: as in `Grid`.
-    """
+    """Validates the arguments of `quantize` and returns the numbers needed for the arithmetic."""
     check_dtype(x)
     check_name("rounding", rounding, ROUNDINGS)
     check_name("overflow", overflow, OVERFLOWS)
     if not 1 <= random_bits <= 31:
         raise ValueError(f"random_bits must be 1 to 31, got {random_bits}")
-    scaled = scaled or scale is not None
-    grid = _grid(get_format(format), overflow, x.dtype, scaled, random_bits, infinity)
+    grid = _grid(get_format(format), overflow, x.dtype, scale is not None, random_bits, None)
     return grid, _scale(x, scale)
 
 
