@@ -8,11 +8,9 @@ import importlib
 import io
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 from tests.layers import LAYERS
 
@@ -61,9 +59,6 @@ PRIVATE = {
     "unit_scaling/transforms/measure/ranks.py": {
         "torch.distributed.distributed_c10d._get_default_store": "the store of the job",
     },
-    "unit_scaling/transforms/capture/probe.py": {
-        "torch._C": "DisableTorchFunction: calls that no mode sees; there is no other way",
-    },
 }
 
 
@@ -99,8 +94,29 @@ def module_of(path: Path) -> str:
 
 MODULES = {module_of(path): path for path in FILES}
 
-each_file = pytest.mark.parametrize("path", FILES, ids=name_of)
-each_source = pytest.mark.parametrize("path", SOURCES, ids=name_of)
+
+def of_each(paths: Sequence[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Decorator: one test that checks all files and names those that fail."""
+
+    def decorate(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            problems = []
+            for path in paths:
+                try:
+                    check(path)
+                except AssertionError as error:
+                    problems.append(f"{name_of(path)}: {error}")
+            assert paths
+            assert not problems, "\n".join(problems)
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
+
+
+each_file = of_each(FILES)
+each_source = of_each(SOURCES)
 
 
 @functools.cache
@@ -210,7 +226,7 @@ def test_long_functions_are_listed_while_they_are_long():
     assert all(dict(functions(ROOT / file))[name] > MAX_FUNCTION for file, name in names)
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=name_of)
+@of_each([*SOURCES, *TESTS])
 def test_files_are_short(path: Path):
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_FILE or name_of(path) in LONG_FILES
@@ -256,7 +272,7 @@ def names_used() -> set[str]:
 
 
 exporting = [path for path in FILES if exported(path) is not None]
-each_exporting_file = pytest.mark.parametrize("path", exporting, ids=name_of)
+each_exporting_file = of_each(exporting)
 
 
 @each_exporting_file

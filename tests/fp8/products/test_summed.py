@@ -186,11 +186,14 @@ def test_histories_are_recorded(name):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "rows", "width"), [("tensor", 24, 40), ("block", 384, 256)])
-def test_compiled_is_eager(name, rows, width):
+@pytest.mark.parametrize(
+    ("name", "rows", "width", "backend"),
+    [("tensor", 24, 40, "inductor"), ("block", 384, 256, "aot_eager")],
+)
+def test_compiled_is_eager(name, rows, width, backend):
     """In blocks of (1, 128), a gradient is cast along both of its axes."""
     layer = fp8.convert(nn.Linear(width, width), on(name, "hopper"))
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
     x, g = torch.randn(2, rows, width)
     x.requires_grad_()
     results = []

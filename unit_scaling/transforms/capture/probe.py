@@ -24,7 +24,7 @@ __all__ = ["Observer", "unseen"]
 
 def unseen() -> AbstractContextManager[None]:
     """Disables function modes within the block, so that plans do not count its calls."""
-    return torch._C.DisableTorchFunction()
+    return torch.DisableTorchFunction()
 
 
 _OBSERVERS = Stack()
