@@ -182,41 +182,44 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
     again by the second call.
 
     Inside, no torch-function mode sees a call: an autocast and the plan of a unit-scaled model have
-    seen the product as a whole. Tensors of other classes are left to these.
+    seen the product as a whole. The class of a tensor that has one of its own sees the whole too.
 
     written: the argument that ``backward`` writes into.
 
     A graph compiled without gradients contains only ``forward``. What only ``backward`` needs is
     not read, so the graph has no guards on it.
     """
-    for arg in args:
-        if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
-            return _apply(function, args, written)
-    with torch.DisableTorchFunction():
-        return _apply(function, args, written)
-
-
-def _apply(function: type[Function], args: tuple[Any, ...], written: Tensor | None) -> Any:
     if not torch.compiler.is_compiling():
         return apply_eagerly(function, *args)
     if not torch.is_grad_enabled():
-        return function.forward(*args)
-    # The compiler assumes that an argument which `torch.func.grad` differentiates needs no gradient
-    # (torch 2.13), and would differentiate ``forward`` instead of calling ``backward``. It does see
-    # that a view of it needs one.
-    seen = []
+        call, seen = function.forward, list(args)
+    else:
+        # The compiler assumes that an argument which `torch.func.grad` differentiates needs no
+        # gradient (torch 2.13), and would differentiate ``forward`` instead of calling
+        # ``backward``. It does see that a view of it needs one.
+        call, seen = function.apply, []
+        for arg in args:
+            known = not isinstance(arg, Tensor) or arg is written or arg.requires_grad
+            seen.append(arg if known or not arg.is_floating_point() else arg.view_as(arg))
     for arg in args:
-        known = not isinstance(arg, Tensor) or arg is written or arg.requires_grad
-        seen.append(arg if known or not arg.is_floating_point() else arg.view_as(arg))
-    return function.apply(*seen)
+        if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
+            return call(*seen)
+    with torch.DisableTorchFunction():
+        return call(*seen)
 
 
 def apply_eagerly(function: type[Function], *args: Any) -> Any:
     """`apply` in eager mode."""
-    try:
-        return _without_binding(function, torch.is_grad_enabled()).apply(*args)
-    except RuntimeError:
-        return function.apply(*args)
+    for arg in args:
+        if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
+            # As in any call of torch, its class decides what class the results have.
+            kind: Any = type(arg)
+            return kind.__torch_function__(function.apply, (kind,), args)
+    with torch.DisableTorchFunction():
+        try:
+            return _without_binding(function, torch.is_grad_enabled()).apply(*args)
+        except RuntimeError:
+            return function.apply(*args)
 
 
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
