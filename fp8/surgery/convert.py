@@ -104,6 +104,8 @@ class Converted(Gained):
     fp8_ragged: int
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        if "parametrizations" in self._modules:
+            _leave_parametrizations(self)  # which may be newer than the conversion
         history = LayerHistory(self) if self.fp8_recipe.needs_history else None
         if self.fp8_recipe.changes_scales and in_recomputation():
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
@@ -171,6 +173,22 @@ def _linear(layer: Any, weight: Tensor, input: Tensor) -> Tensor:
         _note_ragged(layer, input)
     given = {"recipe": layer.fp8_recipe, "backend": layer.fp8_backend}
     return linear(input, weight, layer.bias, **given)
+
+
+class _OfParameters(Gained):
+    """The computation of a parametrized weight: its products are not those of the layer."""
+
+    def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        with autocast(enabled=False) if ACTIVE.blocks else nullcontext():
+            return forward(*args, **kwargs)
+
+
+@eager_only()
+def _leave_parametrizations(layer: nn.Module) -> None:
+    """Leaves the products that compute the weights of a layer in high precision."""
+    computed: Any = layer._modules.get("parametrizations") or {}
+    for part in computed.values():
+        gain(part, _OfParameters)
 
 
 class _Expanded(Gained):
@@ -340,6 +358,7 @@ def _begin(module: nn.Module, sources: tuple[Source, ...], backend: str, why: st
     gain(module, Converted)
     vars(module).update(fp8_sources=sources, fp8_asked=backend, fp8_why=why)
     vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
+    _leave_parametrizations(module)
     set_recipe(module, sources)
 
 
@@ -498,6 +517,7 @@ def revert(model: M) -> M:
         model = adapter(name).revert(model)
     for module in model.modules():
         lose(module, _Expanded)
+        lose(module, _OfParameters)
         if isinstance(module, Converted):
             lose(module, Converted)
             forget(module)
