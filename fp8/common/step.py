@@ -5,8 +5,9 @@ Used by everything that measures a model: calibration, `verify`, the gauges of `
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +21,14 @@ __all__ = [
     "Loss",
     "arguments",
     "call",
+    "copied",
     "described",
     "evaluating",
     "find_loss",
     "loss_value",
     "plain",
+    "scalars",
+    "seeded",
     "starts",
     "tensors",
     "untouched",
@@ -65,6 +69,15 @@ def call(model: nn.Module, batch: Batch) -> Any:
     return model(*args, **kwargs)
 
 
+def copied(batch: Batch) -> Batch:
+    """A copy of a batch, for a model that writes into its input or takes parts out of it; the batch
+    itself if it has no copy."""
+    try:
+        return copy.deepcopy(batch)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return batch
+
+
 def plain(output: Any) -> Any:
     """A model's output as a dict, list or tuple. A dataclass becomes a dict."""
     if isinstance(output, Mapping):
@@ -89,10 +102,19 @@ def tensors(value: Any) -> Iterator[Tensor]:
 def find_loss(output: Any) -> Tensor | None:
     """The ``loss`` of a model's output; else its first 0-dim tensor that requires a gradient;
     else None."""
+    found = scalars(output)
+    return found[0] if found else None
+
+
+def scalars(output: Any) -> list[Tensor]:
+    """What `find_loss` chooses from. Of an output with a ``loss`` that requires a gradient, that
+    alone."""
     given = plain(output)
     named = given.get("loss") if isinstance(given, dict) else getattr(given, "loss", None)
-    scalars = [t for t in tensors([named, given]) if t.dim() == 0 and t.requires_grad]
-    return scalars[0] if scalars else None
+    for parts in (named, given):
+        if found := [t for t in tensors([parts]) if t.dim() == 0 and t.requires_grad]:
+            return found[:1] if parts is named else found
+    return []
 
 
 def loss_value(output: Any, loss: Loss | None) -> Tensor | None:
@@ -146,8 +168,27 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restores the buffers of ``model`` and the states of the random number generators on exit."""
+def seeded(seed: int | None, cuda: Sequence[int] | None = None) -> Iterator[None]:
+    """Seeds the random number generators of torch, Python and numpy, which models and data loaders
+    draw from, and restores their states on exit. seed: None keeps the states that they have. cuda:
+    the devices whose generators are restored; None: all."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(cuda):
+            if seed is not None:
+                torch.manual_seed(seed)
+                random.seed(seed)
+                np.random.seed(seed % 2**32)  # noqa: NPY002
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+@contextmanager
+def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Restores the buffers of ``model`` and the states of the random number generators on exit.
+    seed: as in `seeded`."""
     tensors = [*model.parameters(), *model.buffers()]
     cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
     buffers = [
@@ -156,13 +197,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for name, buffer in module.named_buffers(recurse=False)
         if not buffer.is_meta
     ]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
-        with torch.random.fork_rng(cuda):
+        with seeded(seed, cuda):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 if getattr(module, name) is not buffer:

@@ -52,7 +52,7 @@ def merge_masks(
     padded = _additive(padding, dtype)
     if padded is None:
         return mask
-    padded = padded.view(batch, 1, 1, -1)
+    padded = padded[:, None, None]
     return padded if mask is None else mask + padded
 
 
@@ -142,7 +142,8 @@ def multi_head_attention_forward(
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     weights: Any = separate if use_separate_proj_weight else (in_proj_weight,)
     q, k, v = projections(query, key, value, weights, in_proj_bias)
-    q, k, v = (t.reshape(t.shape[0], batch, num_heads, -1).permute(1, 2, 0, 3) for t in (q, k, v))
+    heads = (num_heads, width // num_heads)
+    q, k, v = (t.unflatten(-1, heads).permute(1, 2, 0, 3) for t in (q, k, v))
     p = dropout_p if training else 0.0
     probabilities = None
     if need_weights:

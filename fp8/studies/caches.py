@@ -20,7 +20,7 @@ TOKENS = 8
 
 def has_cache(model: nn.Module, batch: Batch) -> bool:
     """Whether a model of transformers generates with a cache, and the batch has tokens for it."""
-    library = sys.modules.get("transformers")
+    library = sys.modules.get("transformers.modeling_utils")  # not imported for other models
     if library is None or not isinstance(model, library.PreTrainedModel):
         return False
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..adapters.policies import as_code
-from ..common.step import Batch, described
+from ..common.step import Batch, call, copied, described, scalars, untouched
 from ..common.validation import check_whole
 from ..formats.format import get_format
 from ..recipes.policy import CASTS, Policy
@@ -195,14 +195,34 @@ class Flight:
             why = "; ".join(f"{layer}: {why}" for layer, why in whys.items()) or "it computes none"
             name = self.findings.model["name"]
             raise ValueError(f"no matrix product of this {name} can be cast: {why}")
+        self._look_at_losses()
+
+    def _look_at_losses(self) -> None:
+        """Notes that the output has several losses, of which the runs minimize one."""
+        if self.problem.loss is not None:
+            return
+        model = copy.deepcopy(self.problem.model).train()
+        with untouched(model), torch.enable_grad():
+            found = scalars(call(model, copied(self.problem.batch)))
+        if len(found) > 1:
+            self._note(
+                f"the output has {len(found)} scalars that require a gradient and none named loss: "
+                "the first alone is minimized; loss= computes another one from the output"
+            )
 
     def _reference(self) -> None:
         self._fit()
         run = self._trained(REFERENCE, 0)
         if not math.isfinite(run.held_out):
-            raise ValueError(
-                f"the loss of the reference became {run.losses[-1]} at step {len(run.losses)}: "
-                "nothing can be compared with it"
+            became = f"loss of the reference became {run.losses[-1]} at step {len(run.losses)}"
+            if math.isfinite(run.losses[-1]):
+                became = "held-out loss of the reference is not finite"
+            raise ValueError(f"the {became}: nothing can be compared with it")
+        optimizer = self.problem.optimizer
+        if optimizer and not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+            self._note(
+                "the optimizer's learning rate is 0, so that nothing was trained: schedules, which "
+                "set it so for a warmup, make no steps here; pass the rate to train at"
             )
         first, last = _ends(run.losses)
         if not last < first:
@@ -264,6 +284,11 @@ class Flight:
     def _errors(self) -> None:
         cast = sum(shares(self.findings.products).values())
         probes = self.probes
+        if not probes[-1].in_steps:
+            self._note(
+                "the optimizer has no second moments: update errors are those of the gradient "
+                "itself, which is the step of SGD alone"
+            )
         with self.progress.stage("update errors", len(self.settings.recipes)) as tick:
             for recipe in self.settings.recipes:
                 self._measured(self._candidate(recipe, [], cast), probes)
@@ -419,6 +444,9 @@ class Flight:
             seeds=range(self.settings.max_seeds),
             has_time=self._has_time,
         )
+        for run in self.findings.runs:
+            if run.name == REFERENCE and not math.isfinite(run.held_out):
+                self._note(f"the reference diverged with seed {run.seed}, which does not count")
         trained = {run.name for run in self.findings.runs}
         if left := [name for name in names if name not in trained]:
             self._note(f"the budget did not allow a training run of {', '.join(left)}")

@@ -46,13 +46,15 @@ def gap(runs: Iterable[Run], name: str) -> Gap | None:
     """The gap of the candidate ``name`` over all seeds that it shares with the reference.
 
     None if it shares none. With one seed the interval is infinite. If a run of the candidate
-    diverged, the gap is infinite.
+    diverged, the gap is infinite. Seeds with which the reference diverged do not count.
     """
     by_seed: dict[str, dict[int, float]] = {}
     for run in runs:
         by_seed.setdefault(run.name, {})[run.seed] = run.held_out
     ours, theirs = by_seed.get(name, {}), by_seed.get(REFERENCE, {})
-    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    differences = [
+        ours[seed] - theirs[seed] for seed in ours if math.isfinite(theirs.get(seed, math.nan))
+    ]
     if not differences:
         return None
     n = len(differences)

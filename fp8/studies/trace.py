@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..common.step import Batch, call, untouched
+from ..common.step import Batch, call, copied, tensors, untouched
 from ..products.grouped import MULTIPLY_GROUPS
 from .findings import Product
 
@@ -67,25 +68,49 @@ _GROUPED = (aten._grouped_mm, MULTIPLY_GROUPS)
 """Grouped products: torch's, and that of layers that are converted."""
 
 
+_OF_PARAMETRIZATION = re.compile(r"\.?parametrizations\..*")
+"""What follows the name of the layer in the name of a parameter that its weight is computed of."""
+
+
 class _Weights:
     """Knows the layer that a weight belongs to, by its storage; of tied layers the one that is
-    running. On the meta device, where storages have no address, by its size and the module that is
-    running."""
+    running. What is computed of weights alone (a copy in another dtype, as autocast makes it, or a
+    parametrization) belongs to their layers too. On the meta device, where storages have no
+    address, a weight is known by its size and the module that is running."""
 
     def __init__(self, model: nn.Module) -> None:
         self._by_storage: dict[int, list[str]] = {}
         self._sizes: dict[str, set[int]] = {}
+        self._neutral = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+        self._computed: list[Tensor] = []  # kept, so that no other tensor gets their storage
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            layer = name.rpartition(".")[0]
+            layer = _OF_PARAMETRIZATION.sub("", name)
+            layer = layer if layer != name else name.rpartition(".")[0]
             self._by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(layer)
             self._sizes.setdefault(layer, set()).add(parameter.numel())
+
+    def compute(self, arguments: Any, output: Any) -> None:
+        """Notes the result of an operation."""
+        given = [_address(x) for x in tensors(arguments)]
+        owned = [self._by_storage[x] for x in given if x in self._by_storage]
+        if owned and all(x in self._by_storage or x in self._neutral for x in given):
+            layers = list(dict.fromkeys(layer for layers in owned for layer in layers))
+            for x in tensors(output):
+                if _address(x) and _address(x) not in self._by_storage:
+                    self._by_storage[_address(x)] = layers
+                    self._computed.append(x)
 
     def owner(self, weight: Tensor, running: str) -> str | None:
         """The name of the layer, or None if it is no weight."""
         if weight.is_meta:
             return running if weight.numel() in self._sizes.get(running, ()) else None
-        layers = self._by_storage.get(weight.untyped_storage().data_ptr(), [])
+        layers = self._by_storage.get(_address(weight), [])
         return running if running in layers else next(iter(layers), None)
+
+
+def _address(x: Tensor) -> int:
+    """Of the storage of a tensor; 0 if it has none."""
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
 
 
 class _Trace(TorchDispatchMode):
@@ -111,6 +136,8 @@ class _Trace(TorchDispatchMode):
             self._add("convolution", _of_convolution(x, w, output, transposed, groups))
         elif op in _GROUPED:
             self._add("linear", _of_grouped(*args[:2]))
+        else:
+            self._weights.compute(args, output)
         return output
 
     def _add(self, kind: str, sizes: _Sizes) -> None:
@@ -139,7 +166,8 @@ def trace(
 ) -> list[Product]:
     """The matrix products of one forward pass, as ATen computes them.
 
-    The pass runs on a copy of the model. Scaled dot product attention is decomposed into its two
+    The pass runs on a copy of the model, in training mode: in evaluation torch computes encoder
+    layers by one kernel, which shows none. Scaled dot product attention is decomposed into its two
     products.
 
     Args:
@@ -154,11 +182,11 @@ def trace(
         computes none that ATen shows: recurrent layers may be one kernel.
     """
     roles, why_not = roles or {}, why_not or {}
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).train()
     running = _Running(model)
     mode = _Trace(_Weights(model), running.path)
     with untouched(model), torch.no_grad(), running, sdpa_kernel(SDPBackend.MATH), mode:
-        call(model, batch)
+        call(model, copied(batch))
     return [
         replace(
             product,

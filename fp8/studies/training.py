@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..common.mixin import check_module
-from ..common.step import Batch, Loss, call, evaluating, loss_value, unwrapped
+from ..common.step import (
+    Batch,
+    Loss,
+    call,
+    copied,
+    evaluating,
+    loss_value,
+    seeded,
+    unwrapped,
+)
+from ..optim.encodings import decode
+from ..optim.state import SECOND, has, read
 from ..recipes.policy import Policy
 from ..surgery.convert import convert, report, revert
 from .findings import Run
@@ -61,7 +72,7 @@ class Setup:
             `fp8.convert` converted are reverted in the copy, and wrappers of torch.compile are
             left out.
         batches: an iterable of batches; each is a tensor, a tuple or list of positional arguments,
-            or a mapping of keyword arguments of the model.
+            or a mapping of keyword arguments of the model. Each pass has a copy of its batch.
         loss: a function of the model's output that returns a scalar. None: the output's ``loss``,
             or its first 0-dim tensor that requires a gradient.
         optimizer: built on the model's parameters. None: torch's AdamW with its default arguments.
@@ -112,7 +123,9 @@ class Snapshot:
     """The weights and second moments of a run at a step, and the batch that comes next.
 
     second_moments: name of a parameter -> its second moment, of its shape, as the optimizer has it;
-    without those of an optimizer that has none. beta2: their decay rate.
+    without those of an optimizer that has none. beta2: their decay rate. seen: the share of a mean
+    square that they hold after the steps of the optimizer so far, 1 - beta2 ** steps. trained: the
+    names of the parameters that the optimizer steps; None: all.
     """
 
     step: int
@@ -120,6 +133,8 @@ class Snapshot:
     second_moments: dict[str, Tensor]
     batch: Batch
     beta2: float = 0.999
+    seen: float = 1.0
+    trained: frozenset[str] | None = None
 
 
 @dataclass
@@ -176,6 +191,11 @@ class Problem:
         """The loss of the setup."""
         return self._draw(0).loss
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer of seed 0; None for the default one."""
+        return self._draw(0).optimizer
+
     def shortened(self, steps: int) -> Problem:
         """The problem with its first batches only. A setup of seed 0 is not made again, because
         its batches may be a generator."""
@@ -187,7 +207,7 @@ class Problem:
     def start(self, seed: int, prepare: Prepare | None = None) -> _Start:
         """A fresh copy of everything. prepare: changes the copy before its first step."""
         setup = self._draw(seed)
-        model, optimizer = copy.deepcopy((setup.model, setup.optimizer))
+        model, optimizer = _copies(setup)
         if optimizer is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
             if not parameters:
@@ -205,8 +225,7 @@ class Problem:
         """The setup of a seed; the latest one is stored."""
         if self._setup is not None and (self._seed == seed or not callable(self._source)):
             return self._setup
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             self._setup = _unconverted(as_setup(_called(self._source, seed)))
             self._batches = self._drawn(iter(self._setup.batches))
         self._seed = seed
@@ -230,8 +249,19 @@ def _unconverted(setup: Setup) -> Setup:
     setup = replace(setup, model=unwrapped(setup.model))
     if not any(row.done == "converted" for row in report(setup.model)):
         return setup
-    model, optimizer = copy.deepcopy((setup.model, setup.optimizer))
+    model, optimizer = _copies(setup)
     return replace(setup, model=revert(model), optimizer=optimizer)
+
+
+def _copies(setup: Setup) -> tuple[nn.Module, Optimizer | None]:
+    """Copies of the model and its optimizer. What torch leaves out of the copy of an optimizer,
+    the attributes of its class, is copied too: the optimizer that it wraps, say."""
+    memo: dict[int, Any] = {}
+    model, optimizer = copy.deepcopy((setup.model, setup.optimizer), memo)
+    for name, value in vars(setup.optimizer).items() if optimizer is not None else ():
+        if not hasattr(optimizer, name):
+            setattr(optimizer, name, copy.deepcopy(value, memo))
+    return model, optimizer
 
 
 def _called(source: Any, seed: int) -> Any:
@@ -246,7 +276,7 @@ def loss_of(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
 
     Raises ValueError if there is none or it is not a scalar.
     """
-    value = loss_value(call(model, batch), loss)
+    value = loss_value(call(model, copied(batch)), loss)
     if value is None:
         raise ValueError(
             "the loss must be a tensor of one element: the model returns it, or loss= computes it "
@@ -289,8 +319,7 @@ def train(
     run, kept, held = Run(name, seed, [], math.nan), [], []
     evaluated = _evaluations(len(start.batches))
     begun = time.perf_counter()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         model.train()
         for step, batch in enumerate(start.batches, 1):
             optimizer.zero_grad()
@@ -320,7 +349,7 @@ def _evaluations(steps: int) -> frozenset[int]:
 
 
 def _evaluate(start: _Start) -> float:
-    with evaluating(start.model), torch.random.fork_rng():
+    with evaluating(start.model), seeded(None):
         losses = [
             float(loss_of(start.model, batch, start.loss).detach()) for batch in start.held_out
         ]
@@ -332,10 +361,21 @@ def _snapshot(step: int, model: nn.Module, optimizer: Optimizer, batch: Batch) -
         name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in model.state_dict().items()
     }
-    moments = {
-        name: state["exp_avg_sq"].detach().float().clone()
-        for name, p in model.named_parameters()
-        if "exp_avg_sq" in (state := optimizer.state.get(p, {}))
-    }
-    beta2 = optimizer.defaults.get("betas", (0.9, 0.999))[1]
-    return Snapshot(step, weights, moments, batch, float(beta2))
+    groups = optimizer.param_groups
+    stepped = {id(p) for group in groups for p in group["params"]}
+    trained = {name: p for name, p in model.named_parameters() if id(p) in stepped}
+    found = {name: _second_moment(optimizer.state.get(p, {}), p) for name, p in trained.items()}
+    moments = {name: moment for name, moment in found.items() if moment is not None}
+    beta2 = float(next((group["betas"][1] for group in groups if "betas" in group), 0.999))
+    steps = max((float(state.get("step", 0)) for state in optimizer.state.values()), default=0.0)
+    seen = 1 - beta2 ** max(steps, 1)
+    return Snapshot(step, weights, moments, batch, beta2, seen, frozenset(trained))
+
+
+def _second_moment(state: Mapping[str, Any], parameter: Tensor) -> Tensor | None:
+    """The second moment of a parameter in float32, in whichever encoding of `fp8.optim` it is."""
+    if SECOND in state:
+        return state[SECOND].detach().float().clone()
+    if not has(dict(state), SECOND):
+        return None
+    return decode(read(dict(state), SECOND)).view(parameter.shape)

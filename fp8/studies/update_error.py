@@ -9,9 +9,10 @@ over all parameters: the relative error in the metric in which Adam takes its st
 recipes as the gaps of their losses do, which the plain relative error does not, and the squares of
 the errors of single casts add.
 
-v is the second moment that Adam divides by, which contains the present gradient with the weight
-1 - beta2. This matters for elements whose gradient has been zero so far (a dead unit, a token not
-seen): a cast that makes it nonzero costs one bounded step, not an infinite one.
+The parameters are those that the optimizer steps. v is the second moment that Adam divides by,
+which contains the present gradient with the weight 1 - beta2. This matters for elements whose
+gradient has been zero so far (a dead unit, a token not seen): a cast that makes it nonzero costs
+one bounded step, not an infinite one.
 """
 
 from __future__ import annotations
@@ -86,10 +87,15 @@ class Probe:
         self.model.load_state_dict(snapshot.weights)
         self.model.train()
         names = {id(p): name for name, p in self.model.named_parameters()}
-        self._leaves = [p for p in self.model.parameters() if p.requires_grad]
+        self._leaves = [
+            p
+            for p in self.model.parameters()
+            if p.requires_grad and (snapshot.trained is None or names[id(p)] in snapshot.trained)
+        ]
         self._moments = [snapshot.second_moments.get(names[id(p)]) for p in self._leaves]
         self._new = 1 - snapshot.beta2
         self._reference = self._gradients()
+        self._complete(snapshot.seen)
         self._steps = [
             self._divided(g, g, v) for g, v in zip(self._reference, self._moments, strict=True)
         ]
@@ -111,6 +117,21 @@ class Probe:
         if not math.isfinite(noise):
             return UpdateError(math.inf, math.nan)
         return UpdateError(math.sqrt(noise / self._norm), inner / self._norm)
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether errors are in units of the optimizer's step; else in those of the gradient."""
+        return any(moment is not None for moment in self._moments)
+
+    def _complete(self, seen: float) -> None:
+        """Where some parameters have a second moment, others are measured in the same unit, that of
+        a step: the mean square of their gradient takes its place. So it is for what an optimizer
+        steps by another rule (Muon's matrices), or keeps factored."""
+        if self.in_steps:
+            self._moments = [
+                seen * gradient.square().mean() if moment is None else moment
+                for gradient, moment in zip(self._reference, self._moments, strict=True)
+            ]
 
     def _divided(self, x: Tensor, gradient: Tensor, before: Tensor | None) -> Tensor:
         """``x`` divided by the root of the second moment that contains ``gradient``. before: the
@@ -138,8 +159,7 @@ class Probe:
 
     def _gradients(self) -> list[Tensor]:
         """The gradients of all parameters; zero for those without one."""
-        with untouched(self.model), torch.enable_grad():
-            torch.manual_seed(self._seed)
+        with untouched(self.model, self._seed), torch.enable_grad():
             loss = loss_of(self.model, self.batch, self._loss)
             found = torch.autograd.grad(loss, self._leaves, allow_unused=True)
         return [

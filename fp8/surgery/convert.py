@@ -45,6 +45,7 @@ from ..selection.layers import (
 )
 from ..selection.policies import resolve
 from ..selection.where import Where, checked_where, choose
+from .parametrized import OfParameters, leave_parametrizations
 from .swap import adapted, is_replacement, warn_nothing
 
 __all__ = [
@@ -104,6 +105,8 @@ class Converted(Gained):
     fp8_ragged: int
 
     def around(self: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        if "parametrizations" in self._modules:  # which may be newer than the conversion
+            leave_parametrizations(self)
         history = LayerHistory(self) if self.fp8_recipe.needs_history else None
         if self.fp8_recipe.changes_scales and in_recomputation():
             raise NotImplementedError(_RECOMPUTED.format(self.fp8_recipe.name))
@@ -340,6 +343,7 @@ def _begin(module: nn.Module, sources: tuple[Source, ...], backend: str, why: st
     gain(module, Converted)
     vars(module).update(fp8_sources=sources, fp8_asked=backend, fp8_why=why)
     vars(module).update(fp8_transposed=is_transposed(module), fp8_ragged=0)
+    leave_parametrizations(module)
     set_recipe(module, sources)
 
 
@@ -498,6 +502,7 @@ def revert(model: M) -> M:
         model = adapter(name).revert(model)
     for module in model.modules():
         lose(module, _Expanded)
+        lose(module, OfParameters)
         if isinstance(module, Converted):
             lose(module, Converted)
             forget(module)

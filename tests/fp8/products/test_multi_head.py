@@ -97,6 +97,16 @@ def test_layers(options, shapes, training):
         torch.testing.assert_close(*both(attention, NOTHING, *args, **kwargs))
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("recipe", [NOTHING, "tensor", "block"])
+@pytest.mark.parametrize("sizes", [(L, 0), (0, N)], ids=str)
+def test_empty_operands_are_torchs(sizes, recipe, need_weights):
+    x = randn(*sizes, E).detach()
+    plain, ours = both(layer(), recipe, x, x, x, need_weights=need_weights)
+    for expected, found in zip(plain, ours, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_self_attention_shares_its_projection():
     """One product for query, key and value where they are the same tensor, as in torch."""
     attention, x = layer(), randn(L, N, E)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -87,3 +89,11 @@ def test_a_cache_of_another_kind_is_noted():
     report = flown(model("mistral", sliding_window=4))
     assert report.findings.cache == {}
     assert any("DynamicSlidingWindowLayer" in note for note in report.findings.notes)
+
+
+def test_other_models_import_nothing_of_the_library():
+    """Its base class takes seconds to import, or may not import at all."""
+    lines = ["import sys, transformers, torch", "from fp8.studies.caches import has_cache"]
+    lines += ["assert not has_cache(torch.nn.Linear(4, 4), torch.ones(2, 4))"]
+    lines += ["assert 'transformers.modeling_utils' not in sys.modules"]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", "\n".join(lines)], check=True)

@@ -200,12 +200,18 @@ class Broken(Classifier):
         return super().forward(x, y) * math.nan
 
 
+class Unseen(Classifier):
+    def forward(self, x, y):
+        return super().forward(x, y) * (1 if self.training else math.nan)
+
+
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
         (Silent(), batches(20), "of this Silent can be cast: it computes none"),
         (Vector(), batches(20), "one element"),
         (Broken(), batches(20), "the loss of the reference became nan at step 1"),
+        (Unseen(), batches(20), "the held-out loss of the reference is not finite"),
         (Classifier(), batches(3), "batches ran out after 3"),
         (nn.LSTM(16, 16), [torch.randn(2, 3, 16)] * 20, "one kernel computes all its products"),
     ],
@@ -224,6 +230,23 @@ def test_a_loss_that_does_not_fall_and_batches_that_run_out_are_noted():
     ).findings.notes
     assert any("the batches last for 8 of 12 steps" in note for note in notes)
     assert any("did not fall" in note for note in notes)
+    assert any("learning rate is 0" in note for note in notes)
+    assert any("no second moments" in note for note in notes)
+
+
+def test_several_losses_are_noted():
+    class Two(Classifier):
+        def forward(self, x, y):
+            return {"penalty": self.head.weight.square().mean(), "main": super().forward(x, y)}
+
+    notes = fp8.preflight(Two(), batches(20), **QUICK | {"max_seeds": 1}).findings.notes
+    assert any("has 2 scalars that require a gradient" in note for note in notes)
+
+    def total(output):
+        return output["penalty"] + output["main"]
+
+    report = fp8.preflight(Two(), batches(20), loss=total, **QUICK | {"max_seeds": 1})
+    assert not any("scalars" in note for note in report.findings.notes)
 
 
 def test_without_a_recommendation_there_is_a_policy_to_try_first():

@@ -66,6 +66,13 @@ def test_a_diverged_run_has_no_finite_gap_in_the_candidate():
     assert (candidate.outcome, candidate.gap, candidate.seeds) == ("diverges", None, 1)
 
 
+def test_a_seed_with_which_the_reference_diverged_does_not_count():
+    made = runs(reference=[1.0, math.nan, 2.0], a=[1.5, 1.5, 2.5])
+    assert gap(made, "a")[:2] == (0.5, 0.5)
+    assert gap(made, "a").seeds == 2
+    assert gap(runs(reference=[math.nan], a=[1.0]), "a") is None
+
+
 def proved(losses, *, max_seeds=8, has_time=lambda name: True, before=()):
     made, calls = list(before), []
 

@@ -103,3 +103,58 @@ def test_products_of_functions_belong_to_the_module_that_calls_them():
 
     rows = trace(nn.Sequential(Own()), torch.randn(3, 4))
     assert [(r.layer, r.kind) for r in rows] == [("0", "linear"), ("0", "matmul")]
+
+
+class OfWeights(nn.Module):
+    """A product with a weight that is computed: as autocast, a parametrization or a mask do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(6, 8)
+        self.register_buffer("mask", torch.ones(8, 6))
+        if how == "weight_norm":
+            nn.utils.parametrizations.weight_norm(self.layer)
+        elif how == "spectral_norm":
+            nn.utils.parametrizations.spectral_norm(self.layer)
+
+    def forward(self, x):
+        if self.how == "mask":
+            return F.linear(x, self.layer.weight.half() * self.mask)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.how == "autocast"):
+            y = self.layer(x)
+        return y @ y.mT
+
+
+@pytest.mark.parametrize("how", ["plain", "autocast", "weight_norm", "spectral_norm", "mask"])
+def test_a_computed_weight_belongs_to_its_layer(how):
+    first, *others = trace(OfWeights(how), torch.randn(3, 6))
+    assert (first.layer, first.kind, first.why_not) == ("layer", "linear", "")
+    assert first.weight_elements == 48
+    assert all(row.kind == "matmul" for row in others)
+
+
+def test_a_sparse_operand_is_no_weight():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.sparse.mm(torch.eye(3).to_sparse(), self.layer(x))
+
+    assert trace(Graph(), torch.randn(3, 4))[0].layer == "layer"
+
+
+def test_a_model_in_evaluation_shows_the_products_of_training():
+    """torch computes an encoder layer in evaluation by one kernel."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    x = torch.randn(2, 3, 16)
+    rows = trace(model.train(), x)
+    assert trace(model.eval(), x) == rows
+    assert not model.training
+
+
+def test_a_model_that_writes_into_its_input_has_a_copy():
+    x = torch.ones(2, 4)
+    trace(nn.Sequential(nn.Hardtanh(0, 0.5, inplace=True), nn.Linear(4, 4)), x)
+    assert torch.equal(x, torch.ones(2, 4))

@@ -1,12 +1,15 @@
 """Paired runs: the same weights and batches, and steps equal to a loop by hand."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import fp8
+from fp8.common.step import seeded
 from fp8.studies.training import Problem, Setup, as_setup, loss_of, train
 
 from .problems import Classifier, batches, setup
@@ -110,6 +113,80 @@ def test_random_numbers_are_those_of_the_seed_and_the_state_of_torch_is_kept():
     first, second = train(problem, "x")[0], train(problem, "x")[0]
     assert first.losses == second.losses
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
+def test_random_numbers_of_every_generator_are_those_of_the_seed(draw):
+    """Models drop layers and mask inputs, and data is made, by any of the three."""
+
+    class Masked(Classifier):
+        def forward(self, x, y):
+            return super().forward(x, y) * (1 + draw())
+
+    def made(seed):
+        return Setup(Masked(), [(x * draw(), y) for x, y in batches(6, seed)])
+
+    with seeded(7):
+        expected = [draw() for _ in range(3)]
+    with seeded(7):
+        problem = Problem(made, 3, 2)
+        first = train(problem, "x", 1)[0]
+        train(problem, "x", 0)
+        again = train(problem, "x", 1)[0]
+        assert (first.losses, first.held_out) == (again.losses, again.held_out)
+        assert [draw() for _ in range(3)] == expected
+
+
+def test_a_model_that_writes_into_its_batch_sees_the_same_one_in_every_pass():
+    class Writes(Classifier):
+        def forward(self, parts):
+            return super().forward(parts.pop("x").mul_(2), parts.pop("y"))
+
+    data = [({"x": x, "y": y},) for x, y in batches(6)]
+    problem = Problem(Setup(Writes(), data), 3, 2)
+    first, second = train(problem, "x")[0], train(problem, "x")[0]
+    assert (first.losses, first.held_out) == (second.losses, second.held_out)
+    assert torch.equal(data[0][0]["x"], batches(6)[0][0])
+
+
+def test_an_optimizer_is_copied_with_the_attributes_of_its_class():
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+            self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    def run(kind):
+        model = made.model
+        return train(
+            Problem(Setup(model, batches(6), None, kind(model.parameters(), lr=0.1)), 3, 2), "x"
+        )
+
+    made = setup(0)
+    before = made.model.head.weight.detach().clone()
+    assert run(Wrapping)[0].losses == run(torch.optim.SGD)[0].losses
+    assert torch.equal(made.model.head.weight, before)
+
+
+@pytest.mark.parametrize("second_moment", ["float16", "bfloat16", "e5m3_block"])
+def test_snapshots_hold_moments_of_any_encoding_and_name_what_is_stepped(second_moment):
+    model = Classifier()
+    optimizer = fp8.optim.AdamW(
+        model.blocks.parameters(), second_moment=second_moment, min_size=0, betas=(0.9, 0.5)
+    )
+    _, (snapshot,) = train(
+        Problem(Setup(model, batches(6), None, optimizer), 3, 2), "x", snapshots=(3,)
+    )
+    wide = torch.optim.AdamW(model.blocks.parameters(), betas=(0.9, 0.5))
+    _, (exact,) = train(Problem(Setup(model, batches(6), None, wide), 3, 2), "x", snapshots=(3,))
+    names = {f"blocks.{name}" for name, _ in model.blocks.named_parameters()}
+    assert snapshot.trained == exact.trained == names == snapshot.second_moments.keys()
+    assert snapshot.beta2 == 0.5
+    for name in names:
+        given, expected = snapshot.second_moments[name], exact.second_moments[name]
+        assert (given - expected).norm() < 0.1 * expected.norm()
 
 
 def test_a_run_ends_at_a_loss_that_is_not_finite():

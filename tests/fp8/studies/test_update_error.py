@@ -135,3 +135,35 @@ def test_a_gradient_that_overflows_is_an_infinite_error():
     recipe = fp8.Recipe(name="overflows", input=None, weight=None, grad=cast)
     found = Probe(model, snapshot, lambda loss: loss * 1e4)(recipe)
     assert found.error == math.inf
+
+
+def test_only_parameters_that_are_stepped_count():
+    """As if the others required no gradient."""
+    model = Classifier()
+
+    def error(optimizer):
+        problem = Problem(Setup(model, batches(8), None, optimizer), 6, 2)
+        _, (snapshot,) = train(problem, "x", snapshots=(4,))
+        return Probe(problem.model, snapshot, None)("mxfp4").error
+
+    part = error(torch.optim.AdamW(model.blocks.parameters()))
+    for layer in (model.first, model.head):
+        layer.requires_grad_(False)
+    assert part == error(torch.optim.AdamW(model.blocks.parameters()))
+
+
+def test_parameters_without_a_moment_beside_others_are_measured_in_the_unit_of_a_step():
+    """Their mean square takes its place: gradients of 1e-4 are not lost beside steps of 1."""
+    problem = Problem(setup, 30, 2)
+    _, (snapshot,) = train(problem, "x", snapshots=(20,))
+    whole = Probe(problem.model, snapshot, None)("mxfp4").error
+    for name in [name for name in snapshot.second_moments if name.endswith("weight")]:
+        del snapshot.second_moments[name]
+    measure = Probe(problem.model, snapshot, None)
+    assert measure("mxfp4").error == pytest.approx(whole, rel=0.5)
+    share = sum(
+        float(step.square().sum())
+        for p, step in zip(measure._leaves, measure._steps, strict=True)
+        if p.dim() == 2
+    )
+    assert share > 0.5 * measure._norm

@@ -1,5 +1,6 @@
 """Layers and classes that are not as most are: converted and reverted, or left alone by name."""
 
+import copy
 from typing import ClassVar
 
 import pytest
@@ -52,6 +53,59 @@ def test_parametrized_after_it_was_converted(wrap, undo):
     assert torch.equal(model(X), nn.functional.linear(X, model[0].weight, model[0].bias))
     parametrize.remove_parametrizations(model[0], "weight")
     assert type(model[0]) is nn.Linear
+
+
+class LowRank(nn.Module):
+    """A weight with an update of low rank, as adapters make it."""
+
+    def __init__(self, rows, columns):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(s)) for s in ((rows, 2), (2, columns)))
+
+    def forward(self, weight):
+        return weight + (self.up @ self.down).view_as(weight)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("recipe", ["tensor", "delayed", "static"])
+@pytest.mark.parametrize(
+    ("make", "x", "name", "sizes"),
+    [
+        (layer, X, "weight", None),
+        (lambda: nn.Conv1d(4, 6, 3), torch.randn(2, 4, 8), "weight", (6, 12)),
+        (lambda: nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8), "in_proj_weight", (24, 8)),
+    ],
+)
+def test_products_that_compute_a_weight_are_not_those_of_the_layer(
+    make, x, name, sizes, recipe, after
+):
+    """They are not cast, and do not enter the scales of the layer."""
+
+    def run(module):
+        torch.manual_seed(0)
+        args = (x,) * 3 if isinstance(module, nn.MultiheadAttention) else (x,)
+        return [out for _ in range(3) for out in [module(*args)] if out is not None]
+
+    def first(outs):
+        return [out[0] if isinstance(out, tuple) else out for out in outs]
+
+    module = make()
+    torch.manual_seed(1)
+    low = LowRank(*(sizes or module.weight.shape))
+    merged = copy.deepcopy(module)
+    getattr(merged, name).data = low(getattr(module, name)).detach()
+    fp8.convert(merged, recipe, backend="simulate")
+    if after:
+        fp8.convert(module, recipe, backend="simulate")
+    parametrize.register_parametrization(module, name, low)
+    if not after:
+        fp8.convert(module, recipe, backend="simulate")
+    for found, expected in zip(first(run(module)), first(run(merged)), strict=True):
+        assert torch.equal(found, expected)
+    buffers = dict(module.named_buffers())
+    assert all(torch.equal(buffers[key], value) for key, value in merged.named_buffers())
+    kept = type(fp8.revert(module).parametrizations[name])
+    assert kept is parametrize.ParametrizationList
 
 
 def test_a_class_that_another_derived_from_ours_stays_on_top():
