@@ -20,6 +20,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs.docstrings import as_markdown
 from unit_scaling.rules.table import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -102,7 +103,7 @@ def details(path: str, value: Any) -> str:
     name = path.rpartition(".")[2]
     if path.startswith("unit_scaling.functional.") and name in OPS:
         rule = _SECTIONS.split(inspect.getdoc(OPS[name].rule) or "")[0]
-        return f"**Scale factors.** {rule}\n\n" if rule else ""
+        return f"**Scale factors.** {as_markdown(rule)}\n\n" if rule else ""
     if isinstance(value, Mapping):
         return f"Keys: {', '.join(f'`{key}`' for key in value)}\n\n"
     if inspect.isroutine(value) or inspect.isclass(value):
