@@ -1,7 +1,7 @@
 """griffe extension: adds public names that static analysis does not find.
 
 Most elementwise ops of `unit_scaling.functional` are made by a call (``relu = unary(...)``), so
-that only the imported module has their signatures and docstrings. Docstrings are then converted to
+that only the imported module has their signatures and docstrings. Docstrings are converted to
 Markdown.
 """
 
@@ -57,7 +57,7 @@ def function(name: str, value: Any, parent: griffe.Module | griffe.Class) -> gri
         runtime=True,
     )
     if documented := inspect.getdoc(value):
-        made.docstring = griffe.Docstring(documented, parent=made)
+        made.docstring = griffe.Docstring(as_markdown(documented), parent=made)
     return made
 
 
@@ -125,9 +125,9 @@ class RuntimeNames(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Completes each public module of the package."""
+        convert_docstrings(pkg)  # first: a function may take the place of a module of its name
         for path in MODULES:
             package, _, inner = path.partition(".")
             if package == pkg.name:
                 for name, value in public_names(path).items():
                     complete(pkg[inner] if inner else pkg, name, value)
-        convert_docstrings(pkg)
