@@ -22,7 +22,7 @@ $(STAMP): $(RUN)
 	$(INSTALL) -e '.[dev]'
 	touch $@
 
-demo: $(RUN)  ## train a small GPT in six variants, with a table and a figure (6 to 8 minutes)
+demo: $(RUN)  ## train a small GPT in six variants, with a table and a figure (6 to 8 minutes, AVX-512)
 	$(BIN)/python -m notebooks.nanogpt --preset small
 
 record: $(RUN)  ## the demo, with its results written into README.md and docs/ (6 to 8 minutes)

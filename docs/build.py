@@ -19,6 +19,7 @@ import torch
 
 import fp8.norms.layer_norm2d
 import unit_scaling.functional  # noqa: F401 - fills OPS
+from docs.docstrings import as_markdown
 from docs.questions import QUESTIONS, answer, record
 from fp8.__main__ import LEVEL_HEADS, level_row
 from fp8.formats.format import FORMATS, Format
@@ -66,7 +67,8 @@ NAMESPACES = {
 
 def first_paragraph(documented: object) -> str:
     """The first paragraph of a docstring, on one line."""
-    return " ".join((inspect.getdoc(documented) or "").partition("\n\n")[0].split())
+    text = (inspect.getdoc(documented) or "").partition("\n\n")[0]
+    return as_markdown(" ".join(text.split()))
 
 
 def torch_name(function: Callable[..., Any]) -> str:

@@ -20,6 +20,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs.docstrings import as_markdown
 from unit_scaling.rules.table import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +69,9 @@ MODULES = (
     "unit_scaling.scale",
 )
 
+LONG_TABLES = ("benchmarks-all.md", "parity.md")
+"""Pages that have nearly every word: the search lists them after the pages about a word."""
+
 _SECTIONS = re.compile(r"\n\n(?:Args|Returns|Raises):")
 """Where the sections of a docstring in Google style begin."""
 
@@ -102,7 +106,7 @@ def details(path: str, value: Any) -> str:
     name = path.rpartition(".")[2]
     if path.startswith("unit_scaling.functional.") and name in OPS:
         rule = _SECTIONS.split(inspect.getdoc(OPS[name].rule) or "")[0]
-        return f"**Scale factors.** {rule}\n\n" if rule else ""
+        return f"**Scale factors.** {as_markdown(rule)}\n\n" if rule else ""
     if isinstance(value, Mapping):
         return f"Keys: {', '.join(f'`{key}`' for key in value)}\n\n"
     if inspect.isroutine(value) or inspect.isclass(value):
@@ -149,7 +153,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Redirects links from pages of docs/ to the notebooks of the site."""
+    """Redirects links to notebooks, and ranks a page in the search."""
+    if page.file.src_uri in LONG_TABLES:
+        page.meta["search"] = {"boost": 0.2}
     return re.sub(r"\(\.\./(notebooks/\w+\.ipynb)\)", r"(\1)", markdown)
 
 

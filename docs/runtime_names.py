@@ -1,7 +1,8 @@
 """griffe extension: adds public names that static analysis does not find.
 
 Most elementwise ops of `unit_scaling.functional` are made by a call (``relu = unary(...)``), so
-that only the imported module has their signatures and docstrings.
+that only the imported module has their signatures and docstrings. Docstrings are converted to
+Markdown.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import griffe
 
+from docs.docstrings import as_markdown
 from docs.reference import MODULES, public_names
 
 _KINDS = {
@@ -21,6 +23,9 @@ _KINDS = {
     inspect.Parameter.KEYWORD_ONLY: griffe.ParameterKind.keyword_only,
     inspect.Parameter.VAR_KEYWORD: griffe.ParameterKind.var_keyword,
 }
+
+_NAMES = re.compile(r"(?<=^    )\w+(?:, \w+)+(?=: )", re.MULTILINE)
+"""Several attributes that one line of a section describes."""
 
 
 def text(value: Any) -> str | None:
@@ -52,7 +57,7 @@ def function(name: str, value: Any, parent: griffe.Module | griffe.Class) -> gri
         runtime=True,
     )
     if documented := inspect.getdoc(value):
-        made.docstring = griffe.Docstring(documented, parent=made)
+        made.docstring = griffe.Docstring(as_markdown(documented), parent=made)
     return made
 
 
@@ -93,11 +98,34 @@ def complete(module: griffe.Module, name: str, value: Any) -> None:
         module.set_member(name, griffe.Attribute(name, parent=module))
 
 
+def joined(names: re.Match[str], owner: griffe.Class) -> str:
+    """Several attributes that share a line, with their types: griffe ends a name at a space."""
+    known = [owner.members.get(name) for name in names[0].split(", ")]
+    types = {str(one.annotation): None for one in known if isinstance(one, griffe.Attribute)}
+    text = names[0].replace(", ", ",\N{NO-BREAK SPACE}")
+    return f"{text} ({' | '.join(types)})" if types else text
+
+
+def convert_docstrings(documented: griffe.Module | griffe.Class) -> None:
+    """Converts the docstrings of a module or class, and of all in it, to Markdown."""
+    if documented.docstring:
+        text = as_markdown(documented.docstring.value)
+        if isinstance(documented, griffe.Class):
+            text = _NAMES.sub(lambda names: joined(names, documented), text)
+        documented.docstring.value = text
+    for one in documented.members.values():
+        if isinstance(one, griffe.Module | griffe.Class):
+            convert_docstrings(one)
+        elif not isinstance(one, griffe.Alias) and one.docstring:
+            one.docstring.value = as_markdown(one.docstring.value)
+
+
 class RuntimeNames(griffe.Extension):
     """Completes the public modules of a package after griffe has read its source."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Completes each public module of the package."""
+        convert_docstrings(pkg)  # first: a function may take the place of a module of its name
         for path in MODULES:
             package, _, inner = path.partition(".")
             if package == pkg.name:

@@ -83,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="fp8",
-        description="Will a model train in FP8 (preflight); the tables of the fp8 package; what "
-        "this machine can run (doctor).",
+        description="Whether a model trains in FP8 (preflight), the tables of the fp8 package, and "
+        "what this machine can run (doctor).",
         epilog="Exit code: 0; 1 if doctor finds a library that is installed and broken, or "
         "preflight cannot measure the model.",
     )
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = commands.add_parser(name, help=about)
         table.add_argument("--json", action="store_true", help="as JSON")
     command.add_arguments(
-        commands.add_parser("preflight", help="will my model train in FP8, what does it save?")
+        commands.add_parser("preflight", help="whether a model trains in FP8, and what that saves")
     )
     given = parser.parse_args(arguments)
     if given.what == "preflight":

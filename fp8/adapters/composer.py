@@ -4,8 +4,8 @@
     trainer = Trainer(model=model, algorithms=[LowPrecisionLayerNorm()], precision="amp_bf16", ...)
 
 The class is created on first access, because it derives from Composer's Algorithm and imports
-Composer. Not tested with Composer's Trainer here: Composer cannot be installed with the torch
-version that this package needs.
+Composer. The tests run it on Composer's Algorithm and Event classes, not in its Trainer: Composer
+requires an older torch.
 """
 
 from __future__ import annotations

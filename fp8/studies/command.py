@@ -28,17 +28,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="FILE.py:FUNCTION or MODULE:FUNCTION that returns (model, batches[, loss[, "
         "optimizer]]); called with seed= if it takes that",
     )
-    parser.add_argument("--transformers", metavar="CONFIG.json", help="a causal language model")
+    parser.add_argument(
+        "--transformers",
+        metavar="CONFIG.json",
+        help="the configuration of a causal language model, which is trained from random weights",
+    )
     parser.add_argument("--text", metavar="FILE", help="the text to train it on")
     parser.add_argument("--demo", action="store_true", help="a small GPT")
+    _add_settings(parser)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each run (%(default)s)")
-    parser.add_argument("--budget", type=float, help="seconds for everything (540)")
-    parser.add_argument("--target", type=float, default=0.01, help="gap that counts as none")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        help=f"seconds for everything ({BUDGET:.0f}, with --demo {DEMO_BUDGET:.0f})",
+    )
+    parser.add_argument(
+        "--target", type=float, default=0.01, help="gap that counts as none (%(default)s)"
+    )
     parser.add_argument("--seeds", type=int, default=8, help="at most (%(default)s)")
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES_TRIED), metavar="NAME")
-    parser.add_argument("--hardware", nargs="+", default=["h100", "b200"], choices=HARDWARE)
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=list(RECIPES_TRIED),
+        metavar="NAME",
+        help=f"recipes to compare ({' '.join(RECIPES_TRIED)})",
+    )
+    parser.add_argument(
+        "--hardware",
+        nargs="+",
+        default=["h100", "b200"],
+        metavar="NAME",
+        choices=HARDWARE,
+        help=f"accelerators of the estimates (h100 b200), of: {' '.join(HARDWARE)}",
+    )
     parser.add_argument("--out", default="preflight.html", help="page (%(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from OUT's .json")
+    parser.add_argument("--resume", action="store_true", help="continue from the .json file of OUT")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
 
 
@@ -94,5 +121,5 @@ def _write(result: Preflight, out: Path, figures: Path) -> None:
         result.save(out)
         written.append(out)
     except ImportError as error:
-        print(f"no page: {error}", file=sys.stderr)
+        print(f"no page: {error}, then repeat the command with --resume", file=sys.stderr)
     print(f"\nwritten: {', '.join(map(str, written))}")

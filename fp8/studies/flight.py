@@ -55,6 +55,9 @@ ONE_THREAD = 1.3
 #: What each of a finalist's runs costs, relative to the reference's, before one was timed.
 SIMULATED_COST = 3.0
 
+NO_RUN = "the budget did not allow a training run of"
+"""How the note begins that a training with more time makes obsolete."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -449,7 +452,7 @@ class Flight:
                 self._note(f"the reference diverged with seed {run.seed}, which does not count")
         trained = {run.name for run in self.findings.runs}
         if left := [name for name in names if name not in trained]:
-            self._note(f"the budget did not allow a training run of {', '.join(left)}")
+            self._note(f"{NO_RUN} {', '.join(left)}")
 
     def _with_transforms(self) -> list[str]:
         """The names of the transforms, which become candidates."""
@@ -552,7 +555,8 @@ def _forget_unfinished(found: Findings) -> None:
         found.ranges = []
     if "single casts" not in done:
         found.scores = [s for s in found.scores if not s.product]
-    found.notes = [n for n in found.notes if not n.startswith(("interrupted", "stopped"))]
+    repeated = ("interrupted", "stopped", NO_RUN)
+    found.notes = [note for note in found.notes if not note.startswith(repeated)]
 
 
 def _recipe_of(transform: Callable[[nn.Module], nn.Module]) -> Any:

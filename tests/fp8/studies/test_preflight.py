@@ -126,6 +126,16 @@ def test_resume_repeats_nothing(tmp_path, monkeypatch):
         fp8.preflight(setup, resume=path, **QUICK | {"recipes": ("row",)})
 
 
+def test_a_resumed_preflight_trains_what_the_budget_did_not_allow(tmp_path, monkeypatch):
+    path, note = tmp_path / "a.json", "the budget did not allow a training run of"
+    monkeypatch.setattr(flight.Flight, "_has_time", lambda self, name: False)
+    found = fp8.preflight(setup, save=path, **QUICK).findings
+    assert any(text.startswith(note) for text in found.notes)
+    monkeypatch.undo()
+    found = fp8.preflight(setup, resume=path, **QUICK).findings
+    assert not any(text.startswith(note) for text in found.notes)
+
+
 def test_resumed_runs_have_the_steps_that_the_budget_allowed(tmp_path):
     path = tmp_path / "a.json"
     first = fp8.preflight(setup, save=path, **QUICK | {"steps": 50, "budget": 1e-3})
