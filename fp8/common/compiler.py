@@ -19,7 +19,7 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -185,7 +185,22 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
 
 
 def apply_eagerly(function: type[Function], *args: Any) -> Any:
-    """`apply` in eager mode."""
+    """`apply` in eager mode. A subclass of Tensor sees one call, as of a function of torch: made of
+    its own calls, the result would be a view that nothing may write into."""
+    if any(map(_sees_calls, map(type, args))):
+        kind = next(filter(_sees_calls, map(type, args)))
+        return kind.__torch_function__(_apply_eagerly, (kind,), (function, *args))
+    return _apply_eagerly(function, *args)
+
+
+@cache
+def _sees_calls(kind: Any) -> bool:
+    """Whether a class is a subclass of Tensor that sees the calls of torch with it."""
+    unseen = nn.Parameter.__torch_function__
+    return kind is not Tensor and issubclass(kind, Tensor) and kind.__torch_function__ != unseen
+
+
+def _apply_eagerly(function: type[Function], *args: Any) -> Any:
     try:
         return _without_binding(function, torch.is_grad_enabled()).apply(*args)
     except RuntimeError:
