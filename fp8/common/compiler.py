@@ -187,17 +187,18 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
 def apply_eagerly(function: type[Function], *args: Any) -> Any:
     """`apply` in eager mode. A subclass of Tensor sees one call, as of a function of torch: made of
     its own calls, the result would be a view that nothing may write into."""
-    if any(map(_sees_calls, map(type, args))):
-        kind = next(filter(_sees_calls, map(type, args)))
-        return kind.__torch_function__(_apply_eagerly, (kind,), (function, *args))
+    if not _BLIND.issuperset(map(type, args)):
+        for kind in set(map(type, args)) - _BLIND:
+            if issubclass(kind, Tensor) and kind.__torch_function__ != _UNSEEN:
+                return kind.__torch_function__(_apply_eagerly, (kind,), (function, *args))
+            _BLIND.add(kind)
     return _apply_eagerly(function, *args)
 
 
-@cache
-def _sees_calls(kind: Any) -> bool:
-    """Whether a class is a subclass of Tensor that sees the calls of torch with it."""
-    unseen = nn.Parameter.__torch_function__
-    return kind is not Tensor and issubclass(kind, Tensor) and kind.__torch_function__ != unseen
+_UNSEEN = nn.Parameter.__torch_function__
+
+_BLIND: set[Any] = {Tensor}
+"""The types of arguments that see no calls of torch, as far as they are known."""
 
 
 def _apply_eagerly(function: type[Function], *args: Any) -> Any:

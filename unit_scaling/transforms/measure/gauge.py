@@ -25,7 +25,7 @@ import torch
 from ...ops.products import is_bias
 from ...rules.table import OPS
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT, is_added
-from ..capture.record import CallNode, Input, Key, Slot
+from ..capture.record import CallNode, Input, Key, Slot, replaced
 from ..plan.actions import MEASURED, CallRow, Placed, Settled, Step, with_slots
 from ..plan.planner import Planned
 from ..run.replay import factor_after
@@ -352,10 +352,11 @@ def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
     op = OPS[step.op]
     if not op.constrainable:
         return {}
-    given = op.bind(node.args, node.kwargs, node.function)
+    alone = {slot: t.detach() for slot, t in node.tensors.items()}  # one may be two arguments
+    given = op.bind(replaced(node.args, alone), replaced(node.kwargs, alone), node.function)
     if given.get("more"):
         return {}
-    slots = {id(t): slot for slot, t in node.tensors.items()}
+    slots = {id(t): slot for slot, t in alone.items()}
     names = op.scales(node.args, node.kwargs, func=node.function).keys()
     tensors = {name: t for name in names if isinstance(t := given.get(name), torch.Tensor)}
     if any(id(t) not in slots for t in tensors.values()):
