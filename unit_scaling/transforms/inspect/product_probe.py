@@ -31,7 +31,7 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.probe import Observer, unseen
+from ..capture.probe import Observer, on_its_own, unseen
 from ..capture.record import Slot, is_dense, mapped, tensors_in
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
@@ -208,6 +208,8 @@ class Watch(Observer):
             if slot in slots:
                 slots[slot].factor = forward
         with unseen():
+            if step is None or step.end is None:
+                output = on_its_own(output, args, kwargs)
             first = next((t for _, t in tensors_in(output)), None)  # recurrent ones return states
             if first is not None and _measurable(first):
                 first = debug_unwrap(first)
