@@ -432,7 +432,7 @@ class _Round(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(output.new_empty(0))
+        ctx.save_for_backward(output.new_empty((0,)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

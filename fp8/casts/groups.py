@@ -149,7 +149,7 @@ def _results(
         y = y.float()
     scales = torch.ones_like(y) if apart else _no_scales(y, split)
     units = scales.new_ones(x.shape[0] if offs is None else offs.shape[0])
-    return y, scales, units, x.new_empty(0) if history is None else history.clone()
+    return y, scales, units, x.new_empty((0,)) if history is None else history.clone()
 
 
 def _no_scales(x: Tensor, split: int) -> Tensor:

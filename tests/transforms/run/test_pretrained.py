@@ -6,6 +6,8 @@ import copy
 import json
 import logging
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -190,3 +192,11 @@ def test_trainer(tmp_path):
     trainer(again.train(), tmp_path / "more").train()
     assert not torch.equal(logits(again), want)
     assert MARKER in again.state_dict()
+
+
+def test_other_models_import_nothing_of_the_library():
+    """Its base class takes seconds to import, and no model of another library has it."""
+    lines = ["import sys, transformers, torch", "from unit_scaling.transforms import unit_scale"]
+    lines += ["unit_scale(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()"]
+    lines += ["assert 'transformers.modeling_utils' not in sys.modules"]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", "\n".join(lines)], check=True)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fp8.common.compiler import FIRST_LOOK
@@ -17,14 +17,24 @@ from fp8.modes.autocast import EXPANDED
 
 from ...common.watched import WATCHERS
 from ..run.install import HOOKS, Call, Places
-from .record import Recorder
+from .record import Recorder, tensors_in
 
-__all__ = ["Observer", "unseen"]
+__all__ = ["Observer", "on_its_own", "unseen"]
 
 
 def unseen() -> AbstractContextManager[None]:
     """Disables function modes within the block, so that plans do not count its calls."""
     return torch.DisableTorchFunction()
+
+
+def on_its_own(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a product, for a hook: a copy if it is new. It may be a view (a linear map of
+    three dimensions), and once another view of its base is written in place, gradients pass by.
+    """
+    if not isinstance(output, Tensor) or not output.requires_grad:
+        return output
+    given = (*tensors_in(args), *tensors_in(kwargs))
+    return output if any(output is t for _, t in given) else output.clone()
 
 
 _OBSERVERS = Stack()

@@ -43,6 +43,7 @@ __all__ = [
     "Slot",
     "has_values",
     "held_by",
+    "is_dense",
     "is_sparse",
     "mapped",
     "replaced",
@@ -438,7 +439,7 @@ class Recorder(FirstLook):
         node.masking = node.floating and not node.live and _any_masking(written)
         if node.computed and largest is not None:
             node.rms = rms_of(largest)
-        elif node.kind in PRODUCTS and len(written) == 1 and node.floating:
+        elif node.kind in PRODUCTS and len(written) == 1 and node.floating and is_dense(written[0]):
             with torch.no_grad():
                 written[0].div_(rms_of(written[0]))
         node.results = len(written)
@@ -472,8 +473,9 @@ def _computed(kind: str, sources: list[CallNode]) -> bool:
 
 @torch.no_grad()
 def rms_of(tensor: Tensor) -> float:
-    """The RMS of the values; 1 if it is zero or not finite, or for an example inside torch.vmap."""
-    if not tensor.numel() or tensor.is_meta or not has_values([tensor]):
+    """The RMS of the values; 1 if it is zero or not finite, for an example inside torch.vmap, or if
+    the tensor is sparse."""
+    if not (tensor.numel() and is_dense(tensor)) or tensor.is_meta or not has_values([tensor]):
         return 1.0
     sizes = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
     rms = sizes.float().square().mean().sqrt().item()
@@ -482,7 +484,7 @@ def rms_of(tensor: Tensor) -> float:
 
 def has_values(tensors: Iterable[Tensor]) -> bool:
     """Whether values can be read; those of the examples inside torch.vmap cannot."""
-    dense = (t.detach() for t in tensors if t.layout is torch.strided and not t.is_meta)
+    dense = (t.detach() for t in tensors if is_dense(t) and not t.is_meta)
     try:
         return all(t.flatten()[:1].any().item() is not None for t in dense)
     except RuntimeError:
@@ -490,7 +492,7 @@ def has_values(tensors: Iterable[Tensor]) -> bool:
 
 
 def _any_masking(tensors: list[Tensor]) -> bool:
-    dense = [t for t in tensors if t.is_floating_point() and t.layout is torch.strided]
+    dense = [t for t in tensors if t.is_floating_point() and is_dense(t)]
     if any(t.is_meta for t in dense):
         raise RuntimeError(
             "the first call of a unit-scaled model looks at values, and there are none on the meta "
@@ -500,12 +502,17 @@ def _any_masking(tensors: list[Tensor]) -> bool:
 
 
 def _all_zero(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and has_values([tensor]) and not bool(tensor.any())
+    return is_dense(tensor) and has_values([tensor]) and not bool(tensor.any())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is not a sparse one."""
+    return tensor.layout is torch.strided
 
 
 def is_sparse(node: CallNode) -> bool:
     """Whether a call has a sparse tensor among its arguments."""
-    return any(t.layout is not torch.strided for t in node.tensors.values())
+    return not all(map(is_dense, node.tensors.values()))
 
 
 def sees_the_past(mask: Tensor | None) -> bool:

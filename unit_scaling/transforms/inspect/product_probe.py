@@ -31,8 +31,8 @@ from ..capture.kinds import (
     TRANSPARENT,
     is_added,
 )
-from ..capture.probe import Observer, unseen
-from ..capture.record import Slot, mapped, tensors_in
+from ..capture.probe import Observer, on_its_own, unseen
+from ..capture.record import Slot, is_dense, mapped, tensors_in
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
 
@@ -208,6 +208,8 @@ class Watch(Observer):
             if slot in slots:
                 slots[slot].factor = forward
         with unseen():
+            if step is None or step.end is None:
+                output = on_its_own(output, args, kwargs)
             first = next((t for _, t in tensors_in(output)), None)  # recurrent ones return states
             if first is not None and _measurable(first):
                 first = debug_unwrap(first)
@@ -255,7 +257,7 @@ class Watch(Observer):
             operand = self._operand(product, slot, tensor)
             slots[slot] = operand
             product.tensors.append(operand)
-            if debug_unwrap(tensor).requires_grad and torch.is_grad_enabled():
+            if debug_unwrap(tensor).requires_grad and torch.is_grad_enabled() and is_dense(tensor):
                 # Its gradient is that of this call alone. A view would not support sparse
                 # gradients.
                 tensor = torch.ops.aten.alias.default(tensor)
@@ -352,7 +354,8 @@ def _find_softmax(node: Node | None, ends: set[Node | None]) -> Node | None:
 
 
 def _measurable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0
+    known = is_dense(tensor) or tensor.is_sparse
+    return known and tensor.is_floating_point() and tensor.numel() > 0
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ import torch
 from ...ops.products import is_bias
 from ...rules.table import OPS
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT, is_added
-from ..capture.record import CallNode, Input, Key, Slot
+from ..capture.record import CallNode, Input, Key, Slot, is_dense, replaced
 from ..plan.actions import MEASURED, CallRow, Placed, Settled, Step, with_slots
 from ..plan.planner import Planned
 from ..run.replay import factor_after
@@ -115,8 +115,7 @@ class _Regions:
         tied: set[int] = set()
         for index, i in self.edges:
             node = self.nodes[index]
-            fixed = node.key is None or bool(node.inside) or self._is_written(node, i)
-            if fixed:
+            if self._is_forced(node, i) or self._is_written(node, i):
                 tied |= {index, i.node}
                 self._union(index, i.node)
                 if self._is_written(node, i):
@@ -267,11 +266,13 @@ class _Regions:
 
     def _forced(self, calls: list[int]) -> list[Input]:
         members = set(calls)
-        return [
-            i
-            for index, i in self.edges
-            if index in members and (self.nodes[index].key is None or self.nodes[index].inside)
-        ]
+        edges = ((self.nodes[index], i) for index, i in self.edges if index in members)
+        return [i for node, i in edges if self._is_forced(node, i)]
+
+    def _is_forced(self, node: CallNode, i: Input) -> bool:
+        """Whether an argument of a call can have no factor: a replay does not see the call, an
+        autograd function computes its gradient, or the argument is sparse."""
+        return node.key is None or bool(node.inside) or not is_dense(node.tensors[i.slot])
 
     def is_product(self, index: int) -> bool:
         return self.nodes[index].kind in PRODUCTS | RECURRENT
@@ -352,10 +353,11 @@ def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
     op = OPS[step.op]
     if not op.constrainable:
         return {}
-    given = op.bind(node.args, node.kwargs, node.function)
+    alone = {slot: t.detach() for slot, t in node.tensors.items()}  # one may be two arguments
+    given = op.bind(replaced(node.args, alone), replaced(node.kwargs, alone), node.function)
     if given.get("more"):
         return {}
-    slots = {id(t): slot for slot, t in node.tensors.items()}
+    slots = {id(t): slot for slot, t in alone.items()}
     names = op.scales(node.args, node.kwargs, func=node.function).keys()
     tensors = {name: t for name in names if isinstance(t := given.get(name), torch.Tensor)}
     if any(id(t) not in slots for t in tensors.values()):

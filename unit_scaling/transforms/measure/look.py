@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -134,7 +134,8 @@ def _record(
     """Runs a copy; returns (its recorder, the nodes of its results, those of what is *kept*).
 
     A loss outside the model may read what is kept: tensors among the attributes of its modules, in
-    its arguments, and those that hooks have seen, at the modules ``hooked``.
+    its arguments, in objects within its result, and those that hooks have seen, at the modules
+    ``hooked``.
     """
     wanted = [t.requires_grad for _, t in tensors_in(given)]
     args, kwargs = detached(given)
@@ -149,8 +150,24 @@ def _record(
         module.register_forward_hook(lambda _, *rest: seen.append(rest), with_kwargs=True)
     with torch.random.fork_rng(_devices(twin)), _SILENT, uncast():
         result = _run_in(scope, recorder, path, lambda: twin(*args, **kwargs))
-    kept = held_by(twin, path) | {"": [args, kwargs, seen]}
-    return recorder, recorder.ends(plain(result)), recorder.ends(kept)
+    ends = plain(result)
+    known = {id(t): t for _, t in tensors_in(ends)}
+    kept = held_by(twin, path) | {"": [args, kwargs, seen, list(_inner(ends, known))]}
+    return recorder, recorder.ends(ends), recorder.ends(kept)
+
+
+def _inner(value: Any, known: dict[int, Any]) -> Iterator[torch.Tensor]:
+    """The tensors of objects within a result: a distribution, a dataclass, a cache. known: what has
+    been looked at, by id."""
+    if id(value) in known or isinstance(value, nn.Module | type):
+        return
+    known[id(value)] = value
+    value = plain(value)
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _inner(item, known)
 
 
 def _measure(

@@ -21,7 +21,8 @@ from torch.func import functional_call
 from fp8.casts.measuring import uncast
 from fp8.common.step import Loss, starts
 
-from ..capture.kinds import canonical
+from ..capture.kinds import PRODUCTS, canonical
+from ..capture.probe import on_its_own
 from ..capture.record import Key, Place, Slot, rms_of, tensors_in
 from ..plan.actions import Plan, Step
 from ..plan.model_plan import pairs, tupled
@@ -117,6 +118,8 @@ class Watching(Replay):
         output = super()._called(step, function, args, kwargs)
         key, self._key = self._key, None  # the next call may not be in the plan
         if key is not None and (self._keys is None or key in self._keys):
+            if key[1] in PRODUCTS and (step is None or step.end is None):
+                output = on_its_own(output, args, kwargs)
             output = self._seen(key, output)
         return output
 

@@ -74,11 +74,9 @@ def keep_transform(model: nn.Module, restore: Restore) -> None:
     """Makes a transformers model with unit-scaled weights save its transform, and
     ``from_pretrained`` restore it. Its submodules cannot be saved on their own.
     """
-    if "transformers" not in sys.modules:
-        return
-    kind = need("transformers").PreTrainedModel
+    library = sys.modules.get("transformers.modeling_utils")  # not imported for other models
     for module in model.modules():
-        if isinstance(module, kind):
+        if library is not None and isinstance(module, library.PreTrainedModel):
             gain(module, Pretrained)
             register(restore)
 
