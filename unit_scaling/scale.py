@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fp8.common.compiler import apply, compiled_as, in_graph
+from fp8.common.compiler import apply, compiled_as, in_graph, same
 
 from .common.watched import watched
 
@@ -27,7 +27,7 @@ class _Scale(Function):
 
     @staticmethod
     def forward(x: Tensor, fwd: float, bwd: float) -> Tensor:
-        return x.view_as(x) if _is_one(fwd) else x * fwd
+        return same(x) if _is_one(fwd) else x * fwd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..common.compiler import apply, compiled_as, own, taken_as_constant
+from ..common.compiler import apply, compiled_as, own, same, taken_as_constant
 from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, unreduced
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
@@ -444,7 +444,7 @@ class _RoundGradient(Function):
 
     @staticmethod
     def forward(x: Tensor, history: Tensor | None, spec: Spec, axis: int) -> Tensor:
-        return x.view_as(x)
+        return same(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

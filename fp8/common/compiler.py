@@ -5,6 +5,7 @@
 - `taken_as_constant`: a decorator of functions whose result is a constant of a graph.
 - `reveal`: lets a compiled mode see all functions that it sees in eager code.
 - `apply`: an autograd function, with the least overhead of each mode.
+- `own`, `same`: results of an autograd function, of values written in place or unchanged.
 - `reads_values`, `is_differentiated_again`: what only eager code can do.
 
 torch.compile guards every object read during tracing, from function bodies to builtins, and
@@ -43,6 +44,7 @@ __all__ = [
     "own",
     "reads_values",
     "reveal",
+    "same",
     "taken_as_constant",
 ]
 
@@ -231,6 +233,17 @@ def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if function is Tensor.unflatten:
         return torch.unflatten(*args, **kwargs)
     return function(*args, **kwargs)
+
+
+def same(x: Tensor) -> Tensor:
+    """``x``, for the forward of an autograd function that changes its gradient alone: a view, or a
+    copy in a graph.
+
+    Of results of a graph that share memory, the compiler makes one from the other, outside of the
+    autograd functions between them, whose backward is then not called (torch 2.13). Inductor leaves
+    the copy out where nothing depends on it.
+    """
+    return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
 
 
 _LOSES_GRADIENTS = torch.__version__ < "2.12"

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import fp8
 import unit_scaling as uu
 from unit_scaling.constraints import CONSTRAINTS, apply_constraint
 from unit_scaling.core import functional as core
@@ -117,3 +118,27 @@ def test_forward_mode_derivatives_do_not_depend_on_the_grad_mode():
         with torch.set_grad_enabled(grad):
             _, tangent = torch.func.jvp(lambda x: scale_bwd(x, 3.0), (X,), (torch.ones_like(X),))
         assert torch.equal(tangent, torch.full_like(X, 3.0))
+
+
+#: Two results of a function that have the same values, of which one has another gradient.
+PAIRS = {
+    "itself": lambda h: (h, scale_bwd(h, 4.0)),
+    "a view": lambda h: (h.flatten(), scale_bwd(h, 4.0)),
+    "both": lambda h: (scale_bwd(h, 2.0), scale_bwd(h[:1], 4.0)),
+    "a cast gradient": lambda h: (h, fp8.quantize_backward(h, "e2m1")),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_results_of_a_graph_that_share_memory_have_their_own_gradients(pair, backend):
+    def run(x):
+        return PAIRS[pair](x.sin())
+
+    found = []
+    for call in (run, torch.compile(run, fullgraph=True, backend=backend)):
+        x = X.clone().requires_grad_()
+        first, second = call(x)
+        (first.sum() + (1.3 * second).sum()).backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[1], found[0])
