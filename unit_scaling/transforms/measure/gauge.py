@@ -353,7 +353,10 @@ def operands(node: CallNode, step: Step | None) -> dict[str, Slot]:
     op = OPS[step.op]
     if not op.constrainable:
         return {}
-    alone = {slot: t.detach() for slot, t in node.tensors.items()}  # one may be two arguments
+    # One tensor may be two arguments, and those of examples inside torch.vmap are gone: by shape.
+    alone = {
+        slot: torch.empty(t.shape, dtype=t.dtype, device="meta") for slot, t in node.tensors.items()
+    }
     given = op.bind(replaced(node.args, alone), replaced(node.kwargs, alone), node.function)
     if given.get("more"):
         return {}
