@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ __all__ = [
     "cache_argument",
     "cache_errors",
     "cache_size",
+    "is_pretrained",
     "kv_cache",
     "register_attention",
 ]
@@ -89,6 +91,12 @@ def kv_cache(
             f"{type(config).__name__} has {', '.join(sorted(others))}"
         )
     return library.Cache(layers=[_layer_class()(chosen, scaling, rule) for _ in layers])
+
+
+def is_pretrained(model: Any) -> bool:
+    """Whether a model is one of transformers. Imports nothing of the library for other models."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def cache_argument(model: Any) -> str:

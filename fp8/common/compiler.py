@@ -212,7 +212,7 @@ def apply(function: type[Function], *args: Any, written: Tensor | None = None) -
 
 def apply_eagerly(function: type[Function], *args: Any) -> Any:
     """`apply` in eager mode."""
-    for arg in args:
+    for arg in args:  # as in `apply`, without a call: a small product has time for 18
         if isinstance(arg, Tensor) and type(arg) is not Tensor and type(arg) is not Parameter:
             # As in any call of torch, its class decides what class the results have.
             kind: Any = type(arg)

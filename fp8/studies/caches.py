@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..adapters.transformers import cache_argument, cache_errors, cache_size, kv_cache
+from ..adapters.transformers import (
+    cache_argument,
+    cache_errors,
+    cache_size,
+    is_pretrained,
+    kv_cache,
+)
 from ..common.step import Batch, evaluating
 
 __all__ = ["cache_found", "has_cache"]
@@ -18,10 +23,9 @@ TOKENS = 8
 """Of the pass that shows the shapes of a cache."""
 
 
-def has_cache(model: nn.Module, batch: Batch) -> bool:
+def has_cache(model: Any, batch: Batch) -> bool:
     """Whether a model of transformers generates with a cache, and the batch has tokens for it."""
-    library = sys.modules.get("transformers.modeling_utils")  # not imported for other models
-    if library is None or not isinstance(model, library.PreTrainedModel):
+    if not is_pretrained(model):
         return False
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     uses = getattr(model.config, "use_cache", False) and model.can_generate()

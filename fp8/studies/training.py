@@ -372,10 +372,8 @@ def _snapshot(step: int, model: nn.Module, optimizer: Optimizer, batch: Batch) -
     return Snapshot(step, weights, moments, batch, beta2, seen, frozenset(trained))
 
 
-def _second_moment(state: Mapping[str, Any], parameter: Tensor) -> Tensor | None:
+def _second_moment(state: dict[str, Any], parameter: Tensor) -> Tensor | None:
     """The second moment of a parameter in float32, in whichever encoding of `fp8.optim` it is."""
     if SECOND in state:
         return state[SECOND].detach().float().clone()
-    if not has(dict(state), SECOND):
-        return None
-    return decode(read(dict(state), SECOND)).view(parameter.shape)
+    return decode(read(state, SECOND)).view(parameter.shape) if has(state, SECOND) else None

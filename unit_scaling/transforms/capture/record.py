@@ -43,8 +43,8 @@ __all__ = [
     "Slot",
     "has_values",
     "held_by",
-    "is_dense",
     "is_sparse",
+    "is_strided",
     "mapped",
     "replaced",
     "rms_of",
@@ -437,9 +437,10 @@ class Recorder(FirstLook):
         differs = node.floating and node.kind not in CONSTANT
         node.live = differs and any(s.live for s in sources)
         node.masking = node.floating and not node.live and _any_masking(written)
+        is_product = node.kind in PRODUCTS and node.floating and len(written) == 1
         if node.computed and largest is not None:
             node.rms = rms_of(largest)
-        elif node.kind in PRODUCTS and len(written) == 1 and node.floating and is_dense(written[0]):
+        elif is_product and is_strided(written[0]):
             with torch.no_grad():
                 written[0].div_(rms_of(written[0]))
         node.results = len(written)
@@ -475,7 +476,7 @@ def _computed(kind: str, sources: list[CallNode]) -> bool:
 def rms_of(tensor: Tensor) -> float:
     """The RMS of the values; 1 if it is zero or not finite, for an example inside torch.vmap, or if
     the tensor is sparse."""
-    if not (tensor.numel() and is_dense(tensor)) or tensor.is_meta or not has_values([tensor]):
+    if not (tensor.numel() and is_strided(tensor)) or tensor.is_meta or not has_values([tensor]):
         return 1.0
     sizes = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
     rms = sizes.float().square().mean().sqrt().item()
@@ -484,7 +485,7 @@ def rms_of(tensor: Tensor) -> float:
 
 def has_values(tensors: Iterable[Tensor]) -> bool:
     """Whether values can be read; those of the examples inside torch.vmap cannot."""
-    dense = (t.detach() for t in tensors if is_dense(t) and not t.is_meta)
+    dense = (t.detach() for t in tensors if is_strided(t) and not t.is_meta)
     try:
         return all(t.flatten()[:1].any().item() is not None for t in dense)
     except RuntimeError:
@@ -492,7 +493,7 @@ def has_values(tensors: Iterable[Tensor]) -> bool:
 
 
 def _any_masking(tensors: list[Tensor]) -> bool:
-    dense = [t for t in tensors if t.is_floating_point() and is_dense(t)]
+    dense = [t for t in tensors if t.is_floating_point() and is_strided(t)]
     if any(t.is_meta for t in dense):
         raise RuntimeError(
             "the first call of a unit-scaled model looks at values, and there are none on the meta "
@@ -502,17 +503,17 @@ def _any_masking(tensors: list[Tensor]) -> bool:
 
 
 def _all_zero(tensor: Tensor) -> bool:
-    return is_dense(tensor) and has_values([tensor]) and not bool(tensor.any())
+    return is_strided(tensor) and has_values([tensor]) and not bool(tensor.any())
 
 
-def is_dense(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
     """Whether a tensor is not a sparse one."""
     return tensor.layout is torch.strided
 
 
 def is_sparse(node: CallNode) -> bool:
     """Whether a call has a sparse tensor among its arguments."""
-    return not all(map(is_dense, node.tensors.values()))
+    return not all(map(is_strided, node.tensors.values()))
 
 
 def sees_the_past(mask: Tensor | None) -> bool:

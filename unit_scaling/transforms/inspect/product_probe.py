@@ -32,7 +32,7 @@ from ..capture.kinds import (
     is_added,
 )
 from ..capture.probe import Observer, on_its_own, unseen
-from ..capture.record import Slot, is_dense, mapped, tensors_in
+from ..capture.record import Slot, is_strided, mapped, tensors_in
 from ..run.replay import Replay, factor_after
 from .measurement import Measurement
 
@@ -257,7 +257,8 @@ class Watch(Observer):
             operand = self._operand(product, slot, tensor)
             slots[slot] = operand
             product.tensors.append(operand)
-            if debug_unwrap(tensor).requires_grad and torch.is_grad_enabled() and is_dense(tensor):
+            recorded = debug_unwrap(tensor).requires_grad and torch.is_grad_enabled()
+            if recorded and is_strided(tensor):
                 # Its gradient is that of this call alone. A view would not support sparse
                 # gradients.
                 tensor = torch.ops.aten.alias.default(tensor)
@@ -354,7 +355,7 @@ def _find_softmax(node: Node | None, ends: set[Node | None]) -> Node | None:
 
 
 def _measurable(tensor: Tensor) -> bool:
-    known = is_dense(tensor) or tensor.is_sparse
+    known = is_strided(tensor) or tensor.is_sparse
     return known and tensor.is_floating_point() and tensor.numel() > 0
 
 

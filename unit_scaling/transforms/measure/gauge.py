@@ -25,7 +25,7 @@ import torch
 from ...ops.products import is_bias
 from ...rules.table import OPS
 from ..capture.kinds import PRODUCTS, RECURRENT, TRANSPARENT, is_added
-from ..capture.record import CallNode, Input, Key, Slot, is_dense, replaced
+from ..capture.record import CallNode, Input, Key, Slot, is_strided, replaced
 from ..plan.actions import MEASURED, CallRow, Placed, Settled, Step, with_slots
 from ..plan.planner import Planned
 from ..run.replay import factor_after
@@ -272,7 +272,7 @@ class _Regions:
     def _is_forced(self, node: CallNode, i: Input) -> bool:
         """Whether an argument of a call can have no factor: a replay does not see the call, an
         autograd function computes its gradient, or the argument is sparse."""
-        return node.key is None or bool(node.inside) or not is_dense(node.tensors[i.slot])
+        return node.key is None or bool(node.inside) or not is_strided(node.tensors[i.slot])
 
     def is_product(self, index: int) -> bool:
         return self.nodes[index].kind in PRODUCTS | RECURRENT

@@ -11,13 +11,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fp8.adapters.transformers import is_pretrained
 from fp8.common.libraries import need
 from fp8.common.mixin import Gained, gain
 
@@ -74,9 +74,8 @@ def keep_transform(model: nn.Module, restore: Restore) -> None:
     """Makes a transformers model with unit-scaled weights save its transform, and
     ``from_pretrained`` restore it. Its submodules cannot be saved on their own.
     """
-    library = sys.modules.get("transformers.modeling_utils")  # not imported for other models
     for module in model.modules():
-        if library is not None and isinstance(module, library.PreTrainedModel):
+        if is_pretrained(module):
             gain(module, Pretrained)
             register(restore)
 
