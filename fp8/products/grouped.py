@@ -24,7 +24,7 @@ from ..casts.groups import aligned, bounds, cast_groups, pieces, product_shape
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import save_operands, saved_operands
-from ..common.compiler import apply, eager_only, is_differentiated_again
+from ..common.compiler import apply, eager_only, in_graph, is_differentiated_again
 from ..context.active import chosen, layer_histories, static_exponents
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
@@ -175,6 +175,20 @@ def _product(
         return summed.product(a, b, None, *given, offs, split)
     if recipe is not None and layer and _runs_native(recipe, backend, name, a, b):
         return _by_group(a, b, offs, scales, recipe, backend, static)
+    return _simulated(a, b, offs, scales, casts, split, histories)
+
+
+@in_graph
+def _simulated(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None,
+    scales: Scales,
+    casts: Casts,
+    split: int,
+    histories: list[Any],
+) -> Tensor:
+    """Casts the operands and multiplies their values. split: as in `cast_groups`, of a."""
     first, second, needed = with_copies(a, b, casts)
     of_a, of_b, of_grad = histories
     turn = turn_of(casts.a, a)

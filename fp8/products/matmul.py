@@ -289,6 +289,7 @@ def _multiply(
     return _simulated(a, b, bias, scales, casts, histories, shared)
 
 
+@in_graph
 def _simulated(
     a: Tensor,
     b: Tensor,
