@@ -149,7 +149,7 @@ def _convolve(
         return measured(pass_, histories, x, weight, y)
     static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
-    casts = Casts(*map(unrotated, casts_of(recipe, name=name, static=static)))
+    casts = Casts(*map(unrotated, casts_of(recipe.text, True, name, static)))
     histories = layer_histories(recipe, "conv", x, weight)
     if recipe.accumulate is not None and not is_sampled(name):
         if is_whole(recipe):

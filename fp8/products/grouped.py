@@ -169,7 +169,7 @@ def _product(
         y = _product(a, b, offs, scales, None, backend, static)
         return _measured(pass_, histories, a, b, y, offs, split)
     name = product_name("grouped_mm", b if layer else None, recipe)
-    casts = casts_of(recipe, layer, name, static)
+    casts = Casts() if recipe is None else casts_of(recipe.text, layer, name, static)
     if recipe is not None and recipe.accumulate is not None and not is_sampled(name):
         given = (scales, casts, histories, recipe.sums, dtype_name(a.dtype))
         return summed.product(a, b, None, *given, offs, split)
