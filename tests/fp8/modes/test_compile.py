@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8
+from fp8.common import traced
 from tests.fp8.calls import COARSE
 from tests.fp8.modes.test_autocast import Counting
 from tests.fp8.products.test_matmul import ROTATED, randn
@@ -192,3 +193,21 @@ def test_compiled_code_that_would_be_cast_twice_says_so():
     a, b = randn(5, 8).detach(), randn(8, 6).detach()
     with fp8.autocast("unit"), pytest.raises(ValueError, match="compiled while the block was open"):
         torch.mm(a, b, out=torch.empty(5, 6))
+
+
+def test_a_product_with_casts_is_one_call_of_the_graph():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def products(x, w):
+        with fp8.autocast("nvfp4"):
+            return F.linear(x, w), F.conv1d(x[None], w[..., None])
+
+    products(randn(16, 16), randn(16, 16))
+    (graph,) = graphs
+    called = [node.args[0] for node in graph.graph.nodes if node.target is traced.apply]
+    assert called == ["fp8.products.matmul._simulated", "fp8.products.convolution._simulated"]
