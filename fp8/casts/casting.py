@@ -38,30 +38,6 @@ from .counts import Blocks, observe
 from .measuring import measuring
 from .sharded import amax_of, scales_of
 
-__all__ = [
-    "Spec",
-    "cast_backward",
-    "cast_forward",
-    "corrected_tiles",
-    "format_of",
-    "is_symmetric",
-    "is_whole",
-    "labelled",
-    "rotated",
-    "round_straight",
-    "rounded",
-    "rounding_of",
-    "shifted",
-    "spec_of",
-    "static_scale",
-    "tensor_unit",
-    "turn_of",
-    "unrotated",
-    "untiled",
-    "whole_scale",
-    "without_autocast",
-]
-
 aten = torch.ops.aten
 
 

@@ -25,8 +25,6 @@ from .casting import (
 )
 from .counts import observe
 
-__all__ = ["Codes", "codes", "narrowed", "widened"]
-
 
 class Codes(NamedTuple):
     """values: numbers of the format, float32, (..., outer, inner), the sum runs over inner. scale:

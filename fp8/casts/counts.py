@@ -30,21 +30,6 @@ from .kurtosis import ACTIVATIONS, NORMAL, Halves, kurtosis
 if TYPE_CHECKING:
     from ..recipes.recipe import Recipe
 
-__all__ = [
-    "COUNTS",
-    "OPEN",
-    "Blocks",
-    "CastRecorder",
-    "Look",
-    "Observed",
-    "forget_looks",
-    "is_sampled",
-    "look_here",
-    "observe",
-    "product_name",
-    "stride",
-]
-
 COUNTS = (
     *("elements", "sampled", "zero", "subnormal", "saturated", "nonfinite", "signal", "noise"),
     "fourth",

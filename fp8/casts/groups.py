@@ -18,16 +18,6 @@ from ..tensors.scaled_tensor import plain
 from .casting import Spec, rounded
 from .codes import Codes, codes, widened
 
-__all__ = [
-    "aligned",
-    "bounds",
-    "cast_groups",
-    "group_codes",
-    "group_states",
-    "pieces",
-    "product_shape",
-]
-
 
 def bounds(offs: Tensor, size: int) -> list[int]:
     """The starts of the groups and the end of the last one, of ``size`` rows or columns.

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, overload
 
-__all__ = ["LEFT_ALONE", "Report", "Row", "Rows", "as_table", "note", "notes_on"]
-
 T = TypeVar("T")
 
 LEFT_ALONE = "left alone"

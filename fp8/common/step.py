@@ -16,25 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "Batch",
-    "Loss",
-    "arguments",
-    "call",
-    "copied",
-    "described",
-    "evaluating",
-    "find_loss",
-    "loss_value",
-    "plain",
-    "scalars",
-    "seeded",
-    "starts",
-    "tensors",
-    "untouched",
-    "unwrapped",
-]
-
 Batch = Any
 """A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments."""
 

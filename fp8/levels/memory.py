@@ -13,8 +13,6 @@ from ..common.mixin import bare_class, check_module
 from ..common.report import LEFT_ALONE, Report, Row, as_table
 from ..tensors.scaled_tensor import ScaledTensor
 
-__all__ = ["Bytes", "State", "state"]
-
 KINDS = {
     "exp_avg_sq": "second_moment",
     "exp_avg": "first_moment",

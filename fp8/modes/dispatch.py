@@ -30,8 +30,6 @@ from ..products.spellings import by_function
 from ..products.summed import warn_unsummed
 from ..recipes.recipe import Recipe
 
-__all__ = ["EXPANDED", "LEFT", "OPAQUE", "PRODUCTS", "Handler", "handler_of"]
-
 Handler = Callable[..., Any]
 """(recipe, *args, **kwargs) -> the result; NotImplemented, if torch should compute the call; or, if
 the recipe cannot be applied to its products, a string with the reason."""

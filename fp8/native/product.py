@@ -39,17 +39,6 @@ from .kernels import (
     why_not_device,
 )
 
-__all__ = [
-    "alignment",
-    "devices",
-    "fits",
-    "kernels",
-    "product",
-    "takes",
-    "why_not_here",
-    "why_not_recipe",
-]
-
 Pairs = tuple[tuple[Spec | None, Spec | None], ...]
 """The specs of both operands of each of the three products."""
 

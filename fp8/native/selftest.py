@@ -19,8 +19,6 @@ from ..casts.casting import Spec, round_straight
 from ..common.compiler import taken_as_constant
 from .kernels import kernel_of, multiply, store, why_not_kernel
 
-__all__ = ["kernels", "why_not"]
-
 Pair = tuple[Spec | None, Spec | None]
 
 _PRODUCTS = {

@@ -63,10 +63,7 @@ from .state import (
     parameters_of,
     prepare,
     read,
-    state_bytes,
 )
-
-__all__ = ["Adam", "AdamW", "check_adam", "state_bytes", "step_units", "units_of"]
 
 HALF = 15
 """Random bits for each of the two moments, from one 32-bit word."""
@@ -585,6 +582,7 @@ class AdamW(_Adam):
     >>> _ = optimizer.step()
     >>> optimizer.state[weight]["exp_avg_values"].dtype
     torch.float8_e4m3fn
+    >>> from fp8.optim import state_bytes
     >>> state_bytes(optimizer)
     {'first_moment': 16896, 'second_moment': 16896, 'master': 0, 'step': 4}
     """

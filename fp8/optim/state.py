@@ -15,30 +15,6 @@ from torch.optim.optimizer import Optimizer
 from ..tensors.scaled_tensor import plain
 from .encodings import ENCODINGS, Encoded, Encoding, decode, scale_for, write, zeros
 
-__all__ = [
-    "FIRST",
-    "MASTER",
-    "MOMENTUM",
-    "SECOND",
-    "carried",
-    "check_numbers",
-    "convert",
-    "everywhere",
-    "has",
-    "keep",
-    "local",
-    "names",
-    "numbers_of",
-    "parameters_of",
-    "prepare",
-    "put_weight",
-    "read",
-    "rounds_to",
-    "state_bytes",
-    "warn_of_broadcasts",
-    "weight_of",
-]
-
 FIRST, SECOND, MASTER = "exp_avg", "exp_avg_sq", "master"
 MOMENTUM = "momentum_buffer"
 """Names of the tensors in a state. All but the master are those of torch."""

@@ -22,8 +22,6 @@ from ..casts.saved_operands import save_operands, saved_operands
 from ..common.compiler import apply
 from ..recipes.cast import Cast
 
-__all__ = ["ACTIVATIONS", "KERNELS", "ActivationKernel"]
-
 aten = torch.ops.aten
 
 

@@ -27,8 +27,6 @@ from ..recipes.recipe import Recipe
 from .matmul import matmul, to_autocast_dtype, uncast_matmul
 from .summed import warn_unsummed
 
-__all__ = ["attention", "by_products", "flex_attention", "is_fused"]
-
 
 def attention(
     query: Tensor,

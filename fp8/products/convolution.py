@@ -38,8 +38,6 @@ from .matmul import (
 )
 from .summed import warn_unsummed
 
-__all__ = ["conv", "conv_transpose"]
-
 aten = torch.ops.aten
 
 Ints = int | Sequence[int]

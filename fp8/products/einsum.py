@@ -19,8 +19,6 @@ from ..recipes.recipe import Recipe
 from .matmul import ONES, Scales, matmul
 from .summed import warn_unsummed
 
-__all__ = ["as_equation", "as_matmul", "einsum", "letters", "sums_products"]
-
 aten = torch.ops.aten
 
 

@@ -33,8 +33,6 @@ from ..recipes.recipe import Recipe
 from . import summed
 from .matmul import ONES, Scales, check_scales, gemm, linear
 
-__all__ = ["MULTIPLY_GROUPS", "grouped_mm"]
-
 
 @torch.library.custom_op(
     "fp8::multiply_groups",

@@ -32,9 +32,6 @@ from ..sums.dot import dot
 from ..sums.tensor_cores import Matrix, instruction_for
 from ..tensors.scaled_tensor import plain
 
-__all__ = ["KINDS", "Kind", "Specs", "multiply", "operand", "product", "warn_unsummed"]
-
-
 Specs = tuple[Spec | None, Spec | None]
 """The specs of both operands of a product."""
 

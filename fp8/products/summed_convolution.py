@@ -19,8 +19,6 @@ from ..casts.codes import Codes
 from ..casts.operands import Casts
 from .summed import KINDS, Kind, Specs, multiply, product
 
-__all__ = ["convolution"]
-
 aten = torch.ops.aten
 
 

@@ -23,19 +23,6 @@ from .recipe import (
     given_recipe,
 )
 
-__all__ = [
-    "CASTS",
-    "CONCERNS",
-    "ROLES",
-    "Policy",
-    "Rule",
-    "Source",
-    "as_policy",
-    "composed",
-    "name_of",
-    "source_of",
-]
-
 CASTS = tuple(f"{name}.{operand}" for name, operands in PRODUCTS.items() for operand in operands)
 """The casts of a layer: product.operand."""
 

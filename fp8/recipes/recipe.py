@@ -12,22 +12,6 @@ from ..formats.format import get_format
 from ..sums.tensor_cores import TENSOR_CORES, instruction_for
 from .cast import Cast
 
-__all__ = [
-    "ATTENTION",
-    "AUTO",
-    "OPERANDS",
-    "PLAIN",
-    "PRODUCTS",
-    "RECIPES",
-    "SAME",
-    "STATIC",
-    "UNIT",
-    "Recipe",
-    "get_recipe",
-    "given_recipe",
-    "needs_unit_scale",
-]
-
 AUTO = "auto"
 """Instead of a recipe: "unit" for unit-scaled tensors, "tensor" for all others."""
 

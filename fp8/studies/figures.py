@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Drawing", "Key", "frontier", "losses"]
-
 Values = npt.NDArray[np.float64]
 
 _INK, _LINE = "#010101", "#020202"  # of the text, of the grid

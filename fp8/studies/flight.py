@@ -41,8 +41,6 @@ from .training import Prepare, Problem, train, under
 from .update_error import Probe, quiet
 from .verdict import sentences
 
-__all__ = ["Flight", "Settings"]
-
 REFERENCE_PART, SEARCH_PART, CASTS_PART = 1 / 20, 1 / 5, 1 / 10
 """The parts of the budget for the reference run, for the search and for single casts."""
 

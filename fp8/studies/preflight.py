@@ -25,8 +25,6 @@ from .hardware import Hardware, get_hardware
 from .progress import Progress
 from .training import Setup
 
-__all__ = ["RECIPES_TRIED", "Preflight", "PreflightError", "preflight"]
-
 RECIPES_TRIED = ("bf16", "tensor", "static", "row", "block", "mxfp8", "nvfp4", "mxfp4", "unit")
 """The recipes that a preflight compares by default."""
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """Shows the stages of a study. show: False shows nothing."""

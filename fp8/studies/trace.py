@@ -18,8 +18,6 @@ from ..common.step import Batch, call, copied, tensors, untouched
 from ..products.grouped import MULTIPLY_GROUPS
 from .findings import Product
 
-__all__ = ["trace"]
-
 aten = torch.ops.aten
 
 

@@ -48,21 +48,6 @@ from ..selection.where import Where, checked_where, choose
 from .parametrized import OfParameters, leave_parametrizations
 from .swap import adapted, is_replacement, warn_nothing
 
-__all__ = [
-    "Converted",
-    "adapter",
-    "advance",
-    "check_fits",
-    "check_ready",
-    "choose_recipes",
-    "choose_static",
-    "convert",
-    "expand",
-    "report",
-    "revert",
-    "set_recipe",
-]
-
 M = TypeVar("M", bound=nn.Module)
 
 _TWO_AXES = "it sums over two axes, and the recipe has scales along one"

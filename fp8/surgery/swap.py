@@ -13,18 +13,6 @@ from ..common.pitfalls import ConvertWarning, warn_once
 from ..common.report import LEFT_ALONE, Report, Row
 from ..selection.layers import why_quantized
 
-__all__ = [
-    "Adapted",
-    "Make",
-    "adapted",
-    "forget",
-    "is_replacement",
-    "shared",
-    "swap",
-    "warn_nothing",
-    "why_not_exact",
-]
-
 Make = Callable[[str, nn.Module], "nn.Module | str | None"]
 """(name, module) -> its replacement; the reason why it stays; or None, if it is not concerned."""
 
