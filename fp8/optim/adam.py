@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..common.compiler import compiled_as
 from ..common.validation import check_flag, check_name, check_number
 from ..formats.quantize import CHUNK
 from ..formats.random_bits import Key, bits_from_key, fewer_bits, key_at, random_key
@@ -95,45 +94,12 @@ Kept = tuple[Encoded, Encoded, Encoded]
 """The weight and the two moments."""
 
 
-class _Room(threading.local):
-    """A buffer for float32 copies, of at most `fp8.optim.adam.COMPILED` elements. It is kept per
-    thread: allocating it on each step takes up to half of the time of the step."""
-
-    numbers = torch.empty(0, device="cpu")
-
-    # A graph must not depend on the state of this thread.
-    @compiled_as(lambda _, rows, columns: torch.empty(rows, columns))
-    def of(self, rows: int, columns: int) -> Tensor:
-        if len(self.numbers) < rows * columns:
-            self.numbers = torch.empty(rows * columns, dtype=torch.float32, device="cpu")
-        return self.numbers[: rows * columns].view(rows, columns)
-
-
-ROOM = _Room()
-
-
-def _adam_compiled(
-    kept: Kept, old: list[Tensor], room: Tensor, numbers: Tensor, how: _How, keys: list[Key]
-) -> Tensor:
-    """`_adam`, compiled. On a CPU, 16-bit tensors are read from float32 copies in ``room``: torch's
-    loops for AVX-512 use masked loads for 16-bit values, which are not prefetched and wait for
-    preceding masked stores."""
-    rows = iter(room)
-    for i, x in enumerate(old):
-        if x.element_size() == 2 and (row := next(rows, None)) is not None:
-            old[i] = row[: len(x)].copy_(x)
-    device = old[0].device
-    words = [torch.as_tensor(key, device=device) for key in keys]  # ints would recompile
-    step = _compiled(False if device.type == "cpu" and how.in_blocks else None)
-    return step(kept, old, numbers, how, words)
-
-
 def _adam(
     kept: Kept, old: Sequence[Tensor], numbers: Tensor, how: _How, keys: Sequence[Key]
 ) -> Tensor:
     """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``kept`` in
-    place. Values and gradient are read from ``old``: the same tensors, or copies. They are not
-    views, because torch.compile needs tensors that share memory to be one tensor.
+    place. Values and gradient are read from ``old``: the same tensors, not views of them, because
+    torch.compile needs tensors that share memory to be one tensor.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         w = decay w - size m / (root sqrt(v) + eps)
@@ -165,6 +131,7 @@ def _adam(
 @functools.cache
 def _compiled(dynamic: bool | None) -> Callable[..., Tensor]:
     skip = torch.compiler.skip_guard_on_globals_unsafe  # no function of this package changes
+    warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # inductor
     return torch.compile(_adam, dynamic=dynamic, options={"guard_filter_fn": skip})
 
 
@@ -179,9 +146,6 @@ PLAIN = {
     ),
 }
 """The encodings of weights without a master, by dtype."""
-
-COMPILED = 1 << 22
-"""Elements that a compiled step on a CPU copies to float32 at once: 16 MiB."""
 
 BLOCKS = 1 << 16
 """Elements that a compiled step with blocks processes at once per CPU thread. The number is
@@ -402,14 +366,12 @@ def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _step(unit: _Unit, scales: Scales) -> None:
-    """Updates one unit in chunks that stay in a processor's cache. The remainder of a compiled unit
-    runs in eager mode."""
+    """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
     kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
     count = len(grad)
     keys = unit.keys() if any(how.stochastic) else []
-    size, least, narrow = _sizes((grad, *(stored.values for stored in kept)), unit)
-    room = ROOM.of(narrow, min(size, count))
+    size, least = _sizes(unit, grad)
     whole = count - count % least
     largest = []
     for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
@@ -419,11 +381,13 @@ def _step(unit: _Unit, scales: Scales) -> None:
         if end - begin < count:
             parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
         old = [parts[0].values, parts[1].values, parts[2].values, grad[begin:end]]
-        rest = (numbers, how, [key_at(key, begin) for key in keys])
+        at = [key_at(key, begin) for key in keys]
         if unit.compiled and begin < whole:
-            largest.append(_adam_compiled(parts, old, room, *rest))
+            words = [torch.as_tensor(key, device=grad.device) for key in at]  # ints would recompile
+            step = _compiled(False if grad.is_cpu and how.in_blocks else None)
+            largest.append(step(parts, old, numbers, how, words))
         else:
-            largest.append(_adam(parts, old, *rest))
+            largest.append(_adam(parts, old, numbers, how, at))
     if kept[0].amax is not None and largest:
         kept[0].amax.copy_(torch.stack(largest).amax())
     for stored, scale in zip(kept, scales, strict=True):
@@ -432,18 +396,14 @@ def _step(unit: _Unit, scales: Scales) -> None:
     unit.finish(*kept)
 
 
-def _sizes(read: Sequence[Tensor], unit: _Unit) -> tuple[int, int, int]:
-    """The chunk size (a power of two, or all elements); the number that compiled chunks are
-    multiples of; and the number of 16-bit tensors to copy to float32."""
-    least, threads = BLOCK if unit.compiled else 1, (torch.get_num_threads() - 1).bit_length()
-    if not read[0].is_cpu:
-        return max(len(read[0]), 1), least, 0
-    if not unit.compiled:
-        return CHUNK << threads, least, 0
-    narrow = [x.element_size() for x in read].count(2)
-    if unit.how.in_blocks:
-        return BLOCKS << threads, BLOCKS << threads, narrow
-    return COMPILED >> max(narrow - 1, 0).bit_length(), least, narrow
+def _sizes(unit: _Unit, grad: Tensor) -> tuple[int, int]:
+    """The chunk size, a power of two or all elements, and what compiled chunks are multiples of."""
+    threads = (torch.get_num_threads() - 1).bit_length()
+    if grad.is_cpu and unit.compiled and unit.how.in_blocks:
+        return BLOCKS << threads, BLOCKS << threads
+    least = BLOCK if unit.compiled else 1
+    in_cache = grad.is_cpu and not unit.compiled
+    return CHUNK << threads if in_cache else max(len(grad), 1), least
 
 
 def check_adam(group: dict[str, Any]) -> None:
