@@ -16,6 +16,7 @@ from .recipe import (
     ATTENTION,
     AUTO,
     OPERANDS,
+    PLAIN,
     PRODUCTS,
     RECIPES,
     SAME,
@@ -58,6 +59,11 @@ def _stored(recipe: Any) -> str | Recipe | None:
 def source_of(recipe: str | Recipe | None) -> Source:
     """The `Source` that a recipe of a policy stands for."""
     return recipe if recipe is None or recipe == AUTO else given_recipe(recipe)
+
+
+def recipe_of(recipe: str | Recipe | None, auto: Recipe = PLAIN) -> Recipe | None:
+    """The recipe that one of a policy stands for; None for high precision. auto: that of "auto"."""
+    return None if recipe is None else given_recipe(recipe) or auto
 
 
 def name_of(recipe: str | Recipe | None) -> str:
