@@ -26,7 +26,7 @@ from ..common.report import LEFT_ALONE, Report, Row
 from ..formats.format import get_format
 from ..formats.quantize import quantize_operand
 from ..optim.encodings import decode
-from ..optim.state import PARTS, parameters_of, read
+from ..optim.state import PARTS, local, parameters_of, read
 from ..recipes.cast import Cast
 from ..recipes.recipe import AUTO, Recipe, given_recipe
 from ..recipes.scaling import largest_finite, scale_of
@@ -163,7 +163,7 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
 def _portable(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    shape = _local(parameter).shape
+    shape = local(parameter).shape
     for key, value in state.items():
         name, suffix = next(((key.removesuffix(p), p) for p in PARTS if key.endswith(p)), (key, ""))
         if suffix == PARTS[0]:
@@ -173,10 +173,6 @@ def _portable(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
             sharded = is_shard and not isinstance(value, DTensor)
             found[name] = _like(parameter, value) if sharded else value
     return found
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _checked(recipe: Recipe) -> Cast:
@@ -209,26 +205,21 @@ def _wrapped(weight: nn.Parameter, cast: Cast) -> nn.Parameter:
 
 def _as_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A state_dict hook that replaces the weight by a plain tensor, or a DTensor of one."""
-    weight = state.get(f"{prefix}weight")
+    weight: Any = state.get(f"{prefix}weight")
     if isinstance(weight, nn.Parameter):  # with keep_vars
         return
-    local = _local(weight)
-    if isinstance(local, _Weight):
-        state[f"{prefix}weight"] = _like(weight, local.plain)
+    shard = local(weight)
+    if isinstance(shard, _Weight):
+        state[f"{prefix}weight"] = _like(weight, shard.plain)
 
 
-def _like(weight: Any, local: Tensor) -> Tensor:
-    """``local``, wrapped as the shard of a DTensor like ``weight`` if that is a DTensor."""
+def _like(weight: Any, shard: Tensor) -> Tensor:
+    """``shard`` as that of a DTensor like ``weight``, if that is one."""
     if not isinstance(weight, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+        return shard
+    mesh, placements = weight.device_mesh, weight.placements
+    given: Any = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(shard, mesh, placements, **given)
 
 
 # Operations of FSDP2 and torch on a weight that return a weight: views and copies.
