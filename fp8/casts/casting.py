@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..common.compiler import apply, compiled_as, own, same, taken_as_constant
+from ..common.compiler import apply, compiled_as, in_graph, own, same, taken_as_constant
 from ..common.dtensor import as_shard, check_whole, is_dtensor, part_of, unreduced
 from ..formats.format import FORMATS, Format, get_format
 from ..formats.quantize import check_dtype, quantize_operand
@@ -190,7 +190,7 @@ def cast_forward(
         pass_.operand(history, x)
         return x
     spec = labelled(shifted(unrotated(spec_of(cast)), exponent), name, operand)
-    return round_straight(x, spec, axis, history)
+    return x if spec is None else _in_one_call(x, spec, axis, history)
 
 
 def cast_backward(
@@ -205,7 +205,12 @@ def cast_backward(
     if cast is not None and (pass_ := measuring()) is not None:
         return pass_.gradient(history, x)
     spec = labelled(unrotated(spec_of(cast)), name, "grad")
-    return apply(_RoundGradient, x, history, spec, axis, written=history) if spec is not None else x
+    return x if spec is None else _round_gradient(x, history, spec, axis)
+
+
+@in_graph
+def _round_gradient(x: Tensor, history: Tensor | None, spec: Spec, axis: int) -> Tensor:
+    return apply(_RoundGradient, x, history, spec, axis, written=history)
 
 
 def round_straight(
@@ -223,6 +228,9 @@ def round_straight(
     has too.
     """
     return rounded(x, spec, axis, history, record, turn)[0]
+
+
+_in_one_call = in_graph(round_straight)
 
 
 def rounded(

@@ -8,12 +8,13 @@ may have a *static* scale factor instead: a power of two that is a constant of t
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..recipes.recipe import Recipe
-from .casting import Spec, is_symmetric, labelled, shifted, spec_of, unrotated
+from ..common.compiler import compiled_as, taken_as_constant
+from .casting import Spec, is_symmetric, labelled, shifted, unrotated
 
 __all__ = ["Casts", "Exponents", "casts_of", "one_copy", "static_exponent", "with_copies"]
 
@@ -40,24 +41,21 @@ def static_exponent(weight: object) -> int:
     return math.frexp(getattr(weight, "mup_scale", 1.0))[1] - 1
 
 
-def casts_of(
-    recipe: Recipe | None,
+def _casts_of(
+    text: str,
     layer: bool = True,
     name: str = "",
     static: Exponents = (0, 0),
     operands: tuple[str, str] | None = None,
 ) -> Casts:
-    """The specs of a recipe.
+    """The specs of a recipe, given as its `Recipe.text`.
 
     layer: whether b is a weight; otherwise it is cast like a, and in the backward pass rotated like
     the gradient that it is multiplied by. name: the name of the product, for `fp8.stats`. static:
     the exponents of the static scale factors of a and b. operands: their names for `fp8.stats`.
     """
-    if recipe is None:
-        return Casts()
-    a, b = map(spec_of, recipe.forward)
-    grad_for_a, b_again = map(spec_of, recipe.grad_input)
-    grad_for_b, a_again = map(spec_of, recipe.grad_weight)
+    specs = [Spec.from_text(line) if line else None for line in text.split("\n")]
+    a, b, grad_for_a, b_again, grad_for_b, a_again = specs
     if not layer:
         b, b_again = a, _turned_like(a, grad_for_a)
         grad_for_a = unrotated(grad_for_a) if a is None else grad_for_a
@@ -70,6 +68,18 @@ def casts_of(
     first, second = operands or ("input", "weight" if layer else "other")
     roles = (first, second, "grad", f"{second} again", "grad again", f"{first} again")
     return Casts(*map(labelled, casts, [name] * len(casts), roles))
+
+
+@taken_as_constant
+def _fields(*key: Any) -> tuple[Any, ...]:
+    return tuple(spec and tuple(spec) for spec in _casts_of(*key))
+
+
+def _in_graph(*key: Any) -> Casts:
+    return Casts(*[fields and Spec(*fields) for fields in _fields(*key)])
+
+
+casts_of = compiled_as(_in_graph)(cache(_casts_of))
 
 
 def _turned_like(spec: Spec | None, other: Spec | None) -> Spec | None:

@@ -151,15 +151,31 @@ def _convolve(
         return measured(pass_, histories, x, weight, y)
     static = static_exponents(recipe, x, weight)
     name = product_name("conv", weight, recipe)
-    casts = Casts(*map(unrotated, casts_of(recipe, name=name, static=static)))
-    of_x, of_w, of_grad = histories = layer_histories(recipe, "conv", x, weight)
+    casts = Casts(*map(unrotated, casts_of(recipe.text, True, name, static)))
+    histories = layer_histories(recipe, "conv", x, weight)
     if recipe.accumulate is not None and not is_sampled(name):
         if is_whole(recipe):
             like, _, bias = _of_one_dtype(x[:0], weight[:0], bias)
             given = (scales, geometry, casts, histories, recipe.sums, dtype_name(like.dtype))
             return summed_convolution.convolution(x, weight, bias, *given)
         warn_unsummed(recipe, "a convolution with scales by rows or blocks")
-    shared = shared_casts(x, of_x, casts.a, casts.a_again)
+    shared = shared_casts(x, histories[0], casts.a, casts.a_again)
+    return _simulated(x, weight, bias, scales, geometry, casts, histories, shared)
+
+
+@in_graph
+def _simulated(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Scales,
+    geometry: tuple[Any, ...],
+    casts: Casts,
+    histories: list[Any],
+    shared: SharedCasts | None,
+) -> Tensor:
+    """Casts the operands and convolves their values."""
+    of_x, of_w, of_grad = histories
     first, second, casts = with_copies(x, weight, casts)
     x, scale_x = _cast(x, casts.a, -1, of_x)
     weight, scale_w = _cast(weight, casts.b, -2 if geometry.transposed else -1, of_w, weight=True)

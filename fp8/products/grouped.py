@@ -24,7 +24,7 @@ from ..casts.groups import Groups, aligned, bounds, cast_groups, pieces, product
 from ..casts.measuring import Measurement, measuring
 from ..casts.operands import Casts, Exponents, casts_of, one_copy, with_copies
 from ..casts.saved_operands import save_operands, saved_operands
-from ..common.compiler import apply, eager_only, is_differentiated_again
+from ..common.compiler import apply, eager_only, in_graph, is_differentiated_again
 from ..context.active import chosen, layer_histories, static_exponents
 from ..formats.format import dtype_name
 from ..formats.quantize import refuse_nested
@@ -171,12 +171,26 @@ def _product(
         y = _product(a, b, offs, scales, None, backend, static)
         return _measured(pass_, histories, a, b, y, offs, split)
     name = product_name("grouped_mm", b if layer else None, recipe)
-    casts = casts_of(recipe, layer, name, static)
+    casts = Casts() if recipe is None else casts_of(recipe.text, layer, name, static)
     if recipe is not None and recipe.accumulate is not None and not is_sampled(name):
         given = (scales, casts, histories, recipe.sums, dtype_name(a.dtype))
         return summed.product(a, b, None, *given, offs, split)
     if recipe is not None and layer and _runs_native(recipe, backend, name, a, b):
         return _by_group(a, b, offs, scales, recipe, backend, static)
+    return _simulated(a, b, offs, scales, casts, split, histories)
+
+
+@in_graph
+def _simulated(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None,
+    scales: Scales,
+    casts: Casts,
+    split: int,
+    histories: list[Any],
+) -> Tensor:
+    """Casts the operands and multiplies their values. split: as in `cast_groups`, of a."""
     first, second, needed = with_copies(a, b, casts)
     of_a, of_b, of_grad = histories
     turn, along = turn_of(casts.a, a), Groups(offs, split, -1)

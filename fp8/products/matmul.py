@@ -273,7 +273,7 @@ def _multiply(
         y = _multiply(a, b, bias, scales, None, backend, static, kind)
         return measured(pass_, histories, a, b, y)
     name = product_name(kind, b if kind == "linear" else None, recipe)
-    casts = casts_of(recipe, layer, name, static, OPERANDS[kind])
+    casts = casts_of(recipe.text, layer, name, static, OPERANDS[kind])
     histories = layer_histories(recipe, kind, a, b, layer)
     sampled = is_sampled(name)  # sampled products are simulated, with torch's sums
     if recipe.accumulate is not None and not sampled:
@@ -283,12 +283,13 @@ def _multiply(
     shared = shared_casts(a, histories[0], casts.a, casts.a_again)
     if not sampled and native.takes(backend, a, b):
         (like,) = to_autocast_dtype(a[:0])
-        unnamed = casts_of(recipe, layer, static=static) if name else casts
+        unnamed = casts_of(recipe.text, layer, "", static) if name else casts
         if kinds := native.kernels(backend, a, b, unnamed, like.dtype):
             return native.product(a, b, bias, scales, casts, histories, kinds, like.dtype, shared)
     return _simulated(a, b, bias, scales, casts, histories, shared)
 
 
+@in_graph
 def _simulated(
     a: Tensor,
     b: Tensor,

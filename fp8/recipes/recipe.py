@@ -95,6 +95,10 @@ class Recipe:
     attention_scores: Recipe | None = None
     attention_values: Recipe | None = None
 
+    text: ClassVar[str]
+    """Set per instance: the `Cast.text` of `casts`, a line for each, for the reason given there."""
+    keeps_history: ClassVar[bool] = False
+    """Set per instance: whether state of an operand of a layer is kept between passes."""
     unscaled: ClassVar[bool] = False
     """Set per instance: whether it casts an operand without a scale."""
     fixed: ClassVar[bool] = False
@@ -140,6 +144,10 @@ class Recipe:
         fixed = unscaled or "static" in scalings or any(r.fixed for r in inner)
         object.__setattr__(self, "unscaled", unscaled)
         object.__setattr__(self, "fixed", fixed)
+        kept = any(c is not None and c.keeps_history for c in (*self.forward, self.grad))
+        object.__setattr__(self, "keeps_history", kept)
+        text = "\n".join("" if cast is None else cast.text for cast in self.casts)
+        object.__setattr__(self, "text", text)
 
     def _check_sums(self) -> None:
         if self.accumulate is None:
@@ -189,11 +197,6 @@ class Recipe:
         """The fields that are not "same"."""
         values = {field: getattr(self, field) for field in _OVERRIDES}
         return {field: cast for field, cast in values.items() if cast != SAME}
-
-    @property
-    def keeps_history(self) -> bool:
-        """Whether state of an operand of a layer is kept between passes."""
-        return any(cast is not None and cast.keeps_history for cast in (*self.forward, self.grad))
 
     @property
     def needs_history(self) -> bool:

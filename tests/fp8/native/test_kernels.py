@@ -21,7 +21,7 @@ SHAPES = [(16, 32), (5, 48), (130, 600), (257, 16), (300, 130)]
 
 def pairs_of(recipe: fp8.Recipe) -> tuple[tuple[casting.Spec, casting.Spec], ...]:
     """The specs of the two operands of each of the three products."""
-    casts = casts_of(recipe)
+    casts = casts_of(recipe.text)
     return tuple(casts)[0:2], tuple(casts)[2:4], tuple(casts)[4:6]
 
 

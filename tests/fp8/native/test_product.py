@@ -133,7 +133,7 @@ def test_native_is_the_simulation_to_the_bit_where_scales_are_one(recipe, shape)
 @pytest.mark.parametrize("recipe", STATELESS)
 def test_operands_are_the_same_to_the_bit(recipe):
     x = randn(32, 48, seed=3) * torch.logspace(-12, 6, 32)[:, None]
-    casts = casts_of(RECIPES[recipe])
+    casts = casts_of(RECIPES[recipe].text)
     for spec in set(casts):
         for axis in (-1, -2):
             stored = kernels.store(x, spec, axis)
