@@ -169,7 +169,7 @@ def _simulated(
     weight: Tensor,
     bias: Tensor | None,
     scales: Scales,
-    geometry: tuple[Any, ...],
+    geometry: Geometry,
     casts: Casts,
     histories: list[Any],
     shared: SharedCasts | None,
