@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from ..recipes.scaling import (
     with_margin,
 )
 from ..tensors.scaled_tensor import plain
-from .counts import Blocks, observe
+from .counts import Blocks, Observed, observe
 from .measuring import measuring
 from .sharded import amax_of, scales_of
 
@@ -116,18 +116,8 @@ class Spec(NamedTuple):
         return random or self.rule in CORRECTED
 
 
-@overload
-def spec_of(cast: Cast) -> Spec: ...
-
-
-@overload
-def spec_of(cast: Cast | None) -> Spec | None: ...
-
-
-def spec_of(cast: Cast | None) -> Spec | None:
-    """``cast`` as a `Spec`; None for None."""
-    if cast is None:
-        return None
+def spec_of(cast: Cast) -> Spec:
+    """``cast`` as a `Spec`."""
     return _known_spec(cast.text)
 
 
@@ -186,11 +176,13 @@ def cast_forward(
     measures, ``x`` is measured and returned unchanged. A rotation is left out, because only a
     product whose other operand is rotated too cancels it.
     """
-    if cast is not None and (pass_ := measuring()) is not None:
+    if cast is None:
+        return x
+    if (pass_ := measuring()) is not None:
         pass_.operand(history, x)
         return x
     spec = labelled(shifted(unrotated(spec_of(cast)), exponent), name, operand)
-    return x if spec is None else _in_one_call(x, spec, axis, history)
+    return _in_one_call(x, spec, axis, history)
 
 
 def cast_backward(
@@ -202,14 +194,15 @@ def cast_backward(
 ) -> Tensor:
     """``x`` unchanged; its gradient is rounded under ``cast``, or measured as in `cast_forward`.
     A rotation is left out."""
-    if cast is not None and (pass_ := measuring()) is not None:
+    if cast is None:
+        return x
+    if (pass_ := measuring()) is not None:
         return pass_.gradient(history, x)
-    spec = labelled(unrotated(spec_of(cast)), name, "grad")
-    return x if spec is None else _round_gradient(x, history, spec, axis)
+    return _round_gradient(x, history, labelled(unrotated(spec_of(cast)), name, "grad"), axis)
 
 
 @in_graph
-def _round_gradient(x: Tensor, history: Tensor | None, spec: Spec, axis: int) -> Tensor:
+def _round_gradient(x: Tensor, history: Tensor | None, spec: Spec | None, axis: int) -> Tensor:
     return apply(_RoundGradient, x, history, spec, axis, written=history)
 
 
@@ -368,7 +361,7 @@ def _round_part(x: Tensor, scale: Tensor | None, spec: Spec, axis: int, of: Any)
             blocks = Blocks(tiles.abs().amax(dims, keepdim=True), scale, unit)
     if label:
         measured = rule is None and not spec.margin and scale is not None
-        observe(label, x, y, whole, format, measured, blocks)
+        observe(label, Observed(x, y, whole, format, measured, blocks))
     return y
 
 

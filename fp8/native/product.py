@@ -44,8 +44,8 @@ Pairs = tuple[tuple[Spec | None, Spec | None], ...]
 
 
 def _pairs(recipe: Recipe) -> Pairs:
-    products = (recipe.forward, recipe.grad_input, recipe.grad_weight)
-    return tuple((spec_of(a), spec_of(b)) for a, b in products)
+    specs = [None if cast is None else spec_of(cast) for cast in recipe.casts]
+    return tuple(zip(specs[::2], specs[1::2], strict=True))
 
 
 def why_not_recipe(recipe: Recipe) -> str:
