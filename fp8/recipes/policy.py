@@ -61,9 +61,9 @@ def source_of(recipe: str | Recipe | None) -> Source:
     return recipe if recipe is None or recipe == AUTO else given_recipe(recipe)
 
 
-def recipe_of(recipe: str | Recipe | None, auto: Recipe = PLAIN) -> Recipe | None:
-    """The recipe that one of a policy stands for; None for high precision. auto: that of "auto"."""
-    return None if recipe is None else given_recipe(recipe) or auto
+def recipe_of(recipe: str | Recipe | None) -> Recipe | None:
+    """The recipe that one of a policy stands for, "tensor" for "auto"; None for high precision."""
+    return None if recipe is None else given_recipe(recipe) or PLAIN
 
 
 def name_of(recipe: str | Recipe | None) -> str:
