@@ -22,7 +22,6 @@ from ..recipes.recipe import Recipe, get_recipe
 from .findings import Candidate, Findings
 from .flight import Flight, Settings
 from .hardware import Hardware, get_hardware
-from .progress import Progress
 from .training import Setup
 
 RECIPES_TRIED = ("bf16", "tensor", "static", "row", "block", "mxfp8", "nvfp4", "mxfp4", "unit")
@@ -168,7 +167,7 @@ def preflight(
     )
     before = Findings() if resume is None else Preflight.load(resume).findings
     flight = Flight(_source(model, batches, loss, optimizer), settings, before)
-    flight.progress = Progress(show=progress)
+    flight.shows_progress = progress
     return _flown(flight, None if save is None else _checked(save))
 
 
