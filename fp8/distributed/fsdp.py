@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ..casts.casting import rounding_of, spec_of, static_scale
 from ..casts.operands import static_exponent
@@ -241,17 +242,6 @@ _COPIES = {
 }
 
 
-def _each(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with ``change`` applied to every ``kind`` in its lists, tuples and dicts."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_each(kind, change, part) for part in value)
-    if isinstance(value, dict):
-        return {name: _each(kind, change, part) for name, part in value.items()}
-    return value
-
-
 class _Weight(Tensor):
     """A weight, or a shard of one, that is rounded when it is sent; otherwise it behaves like
     ``plain``.
@@ -300,7 +290,7 @@ class _Weight(Tensor):
             weights.append(weight)
             return weight.plain
 
-        args, kwargs = _each(_Weight, unwrap, (args, kwargs or {}))
+        args, kwargs = tree_map_only(_Weight, unwrap, (args, kwargs or {}))
         result = function(*args, **kwargs)
         if function._schema.is_mutable:
             for weight in weights:
@@ -308,7 +298,9 @@ class _Weight(Tensor):
         if function not in _VIEWS | _COPIES or not isinstance(first, _Weight):
             return result
         known = first.known if function in _VIEWS else None
-        return _each(Tensor, lambda t: _Weight(t, first.cast, first.exponent, known), result)
+        return tree_map_only(
+            Tensor, lambda t: _Weight(t, first.cast, first.exponent, known), result
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain tensor."""
