@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..checkpoints.files import write_atomically
 from ..common.libraries import transforms as installed
 from ..common.report import as_table
 from ..common.step import Batch, Loss
@@ -85,9 +86,7 @@ class Preflight:
             text = page(self.findings)
         else:
             text = self.to_json()
-        part = path.with_name(path.name + ".part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        write_atomically(path, lambda file: file.write(text.encode()))
 
     @staticmethod
     def load(path: str | Path) -> Preflight:
