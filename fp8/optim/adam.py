@@ -90,30 +90,34 @@ class _How(NamedTuple):
         return (MASTER, self.weight), (FIRST, self.first), (SECOND, self.second)
 
 
-Kept = tuple[Encoded, Encoded, Encoded]
-"""The weight and the two moments."""
+class _Kept(NamedTuple):
+    """The weight and the two moments, as they are stored."""
+
+    weight: Encoded
+    first: Encoded
+    second: Encoded
+
+    def part(self, start: int, stop: int) -> _Kept:
+        """Views of some elements, as `Encoded.part`."""
+        return _Kept(*(stored.part(start, stop) for stored in self))
 
 
-def _adam(
-    kept: Kept, old: Sequence[Tensor], numbers: Tensor, how: _How, keys: Sequence[Key]
-) -> Tensor:
+def _adam(kept: _Kept, grad: Tensor, numbers: Tensor, how: _How, keys: Sequence[Key]) -> Tensor:
     """Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1) with decoupled decay; updates ``kept`` in
-    place. Values and gradient are read from ``old``: the same tensors, not views of them, because
-    torch.compile needs tensors that share memory to be one tensor.
+    place.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
         w = decay w - size m / (root sqrt(v) + eps)
 
-    Computed in float32, from the new moments before they are rounded. old: (n,) each. numbers:
-    (11,), the scalars of the formulas and the three values 1 / scale. Returns the largest magnitude
-    of a weight that has a scale, else 0.
+    Computed in float32, from the new moments before they are rounded. numbers: (11,), the scalars
+    of the formulas and the three values 1 / scale. Returns the largest magnitude of a weight that
+    has a scale, else 0.
     """
-    weight, first, second = (s._replace(values=x) for s, x in zip(kept, old, strict=False))
     decay, b1, c1, b2, c2, size, root, eps, *units = numbers.unbind()
-    g = old[3].to(torch.float32)
-    m = decode(first) * b1 + g * c1
-    v = decode(second) * b2 + g * g * c2
-    w = decode(weight) * decay - m * size / (v.sqrt() * root + eps)
+    g = grad.to(torch.float32)
+    m = decode(kept.first) * b1 + g * c1
+    v = decode(kept.second) * b2 + g * g * c2
+    w = decode(kept.weight) * decay - m * size / (v.sqrt() * root + eps)
     bits = low = high = None
     of_weight, of_first, of_second = how.stochastic
     if of_first or of_second:
@@ -122,9 +126,9 @@ def _adam(
         low = fewer_bits(word << 16, HALF) if of_second else None
     if of_weight:
         bits = bits_from_key(g.shape, keys[1], device=g.device)
-    write(w, kept[0], how.weight, units[0], bits=bits)
-    write(m, kept[1], how.first, units[1], bits=high)
-    write(v, kept[2], how.second, units[2], away=True, bits=low)
+    write(w, kept.weight, how.weight, units[0], bits=bits)
+    write(m, kept.first, how.first, units[1], bits=high)
+    write(v, kept.second, how.second, units[2], away=True, bits=low)
     return w.abs().amax() if how.weight.scale == "tensor" else w.new_zeros(())
 
 
@@ -367,7 +371,7 @@ def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _step(unit: _Unit, scales: Scales) -> None:
     """Updates one unit in chunks. The remainder of a compiled unit runs in eager mode."""
-    kept = (unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
+    kept = _Kept(unit.weight(), unit.kept(FIRST), unit.kept(SECOND))
     grad, numbers, how = unit.gradient(), unit.numbers(scales), unit.how
     count = len(grad)
     keys = unit.keys() if any(how.stochastic) else []
@@ -377,19 +381,17 @@ def _step(unit: _Unit, scales: Scales) -> None:
     for begin, end in itertools.pairwise([*range(0, whole, size), whole, count]):
         if begin == end:
             continue
-        parts = kept
-        if end - begin < count:
-            parts = (kept[0].part(begin, end), kept[1].part(begin, end), kept[2].part(begin, end))
-        old = [parts[0].values, parts[1].values, parts[2].values, grad[begin:end]]
+        parts = kept if end - begin == count else kept.part(begin, end)
+        given = (parts, grad[begin:end], numbers, how)
         at = [key_at(key, begin) for key in keys]
         if unit.compiled and begin < whole:
             words = [torch.as_tensor(key, device=grad.device) for key in at]  # ints would recompile
             step = _compiled(False if grad.is_cpu and how.in_blocks else None)
-            largest.append(step(parts, old, numbers, how, words))
+            largest.append(step(*given, words))
         else:
-            largest.append(_adam(parts, old, numbers, how, at))
-    if kept[0].amax is not None and largest:
-        kept[0].amax.copy_(torch.stack(largest).amax())
+            largest.append(_adam(*given, at))
+    if kept.weight.amax is not None and largest:
+        kept.weight.amax.copy_(torch.stack(largest).amax())
     for stored, scale in zip(kept, scales, strict=True):
         if stored.scale is not None and scale is not None:
             stored.scale.fill_(scale)
