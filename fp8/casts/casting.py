@@ -185,25 +185,19 @@ def cast_forward(
     return _in_one_call(x, spec, axis, history)
 
 
-def cast_backward(
-    x: Tensor,
-    cast: Cast | None,
-    axis: int = -1,
-    history: Tensor | None = None,
-    name: str = "",
-) -> Tensor:
-    """``x`` unchanged; its gradient is rounded under ``cast``, or measured as in `cast_forward`.
-    A rotation is left out."""
+def cast_backward(x: Tensor, cast: Cast | None, history: Tensor | None, name: str) -> Tensor:
+    """``x`` unchanged; its gradient is rounded under ``cast`` along axis -1, or measured as in
+    `cast_forward`. A rotation is left out."""
     if cast is None:
         return x
     if (pass_ := measuring()) is not None:
         return pass_.gradient(history, x)
-    return _round_gradient(x, history, labelled(unrotated(spec_of(cast)), name, "grad"), axis)
+    return _round_gradient(x, history, labelled(unrotated(spec_of(cast)), name, "grad"))
 
 
 @in_graph
-def _round_gradient(x: Tensor, history: Tensor | None, spec: Spec | None, axis: int) -> Tensor:
-    return apply(_RoundGradient, x, history, spec, axis, written=history)
+def _round_gradient(x: Tensor, history: Tensor | None, spec: Spec | None) -> Tensor:
+    return apply(_RoundGradient, x, history, spec, written=history)
 
 
 def round_straight(
@@ -420,17 +414,16 @@ class _RoundGradient(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, history: Tensor | None, spec: Spec, axis: int) -> Tensor:
+    def forward(x: Tensor, history: Tensor | None, spec: Spec) -> Tensor:
         return same(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.history, ctx.spec, ctx.axis = inputs
+        _, ctx.history, ctx.spec = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        g = round_straight(grad, ctx.spec, ctx.axis, ctx.history, record=True)
-        return g, None, None, None
+        return round_straight(grad, ctx.spec, -1, ctx.history, record=True), None, None
 
 
 def _hadamard_matrix(size: int, like: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ def _bilinear(
     rounded = [cast_forward(t, cast, -1, h, name, role, e) for t, cast, h, role, e in operands]
     first, second, weight, bias = matmul.to_autocast_dtype(*rounded, bias)
     y = aten.bilinear.default(first, second, weight, None)
-    y = cast_backward(y, recipe.grad, -1, of_grad, name)
+    y = cast_backward(y, recipe.grad, of_grad, name)
     return y if bias is None else y + bias
 
 

@@ -133,7 +133,7 @@ def _cast_around(
     key = cast_forward(key, cast, -1, of[1], name, "key")
     value = cast_forward(value, cast, -2, of[2], name, "value")
     y, *rest = kernel(query, key, value)
-    return cast_backward(y, recipe.grad, -1, of_grad, name), *rest
+    return cast_backward(y, recipe.grad, of_grad, name), *rest
 
 
 def by_products(

@@ -44,7 +44,7 @@ def einsum(equation: str, operands: list[Tensor], recipe: Recipe) -> Tensor | st
         for i, (t, history, exponent) in enumerate(zip(operands, of, static, strict=True), 1)
     ]
     y = aten.einsum.default(equation, operands)
-    return cast_backward(y, recipe.grad, -1, of_grad, name)
+    return cast_backward(y, recipe.grad, of_grad, name)
 
 
 def as_matmul(
